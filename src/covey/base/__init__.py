@@ -1,0 +1,1 @@
+"""Types, errors and settings that every other layer may use. Pure: no sockets, threads, clocks or files."""

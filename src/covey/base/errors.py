@@ -1,0 +1,111 @@
+"""Every error covey raises, each with its remedy.
+
+    CoveyError
+    ├── ConfigError          the settings or the call contradict themselves        FIX
+    ├── MismatchError        ranks called different things                         FIX
+    ├── BusyError            two threads used one group's collectives at once      FIX
+    ├── AuthError            the other side did not prove that it may join         FIX
+    ├── ConnectError         no way to the other rank (a ConnectionError)          RETRY
+    ├── DeadlineError        not finished in time (a TimeoutError)                 RETRY
+    ├── PeerLostError        a member went away while it was needed                REGROUP
+    ├── ClosedError          the group was closed, by you or by an earlier failure REGROUP
+    ├── RankFailedError      a launched process failed                             STOP
+    └── RemoteProtocolError  bytes from the network that are not ours              STOP
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import ClassVar
+
+
+class Remedy(enum.Enum):
+    """What the person who sees the error can do next."""
+
+    FIX = "correct the call or the setting"
+    RETRY = "try again, perhaps with more time"
+    REGROUP = "make a new group of those who are left"
+    STOP = "stop and look at the cause"
+
+
+class CoveyError(Exception):
+    """Base of all errors raised by covey."""
+
+    remedy: ClassVar[Remedy] = Remedy.STOP
+
+
+class ConfigError(CoveyError, ValueError):
+    """A setting or an argument cannot work; the message says which and what to write instead."""
+
+    remedy = Remedy.FIX
+
+
+class MismatchError(CoveyError):
+    """Ranks of one group called different operations, shapes, dtypes or roots; the message lists what each called."""
+
+    remedy = Remedy.FIX
+
+
+class BusyError(CoveyError):
+    """Two threads issued collectives on one group at the same time. Give each thread a group: `group.split(0)`."""
+
+    remedy = Remedy.FIX
+
+
+class AuthError(CoveyError):
+    """The other side did not prove the run's token, or belongs to another user."""
+
+    remedy = Remedy.FIX
+
+
+class ConnectError(CoveyError, ConnectionError):
+    """A rank could not be reached; the message says what was tried and for how long."""
+
+    remedy = Remedy.RETRY
+
+
+class DeadlineError(CoveyError, TimeoutError):
+    """The operation did not finish within `timeout`; `late` lists the ranks it was waiting for."""
+
+    remedy = Remedy.RETRY
+
+    def __init__(self, message: str, *, late: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.late = late
+
+
+class PeerLostError(CoveyError):
+    """A member died or left while an operation needed it."""
+
+    remedy = Remedy.REGROUP
+
+    def __init__(self, message: str, *, rank: int, host: str = "", operation: str = "", sequence: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The lost rank, in the numbering of the group that raised this."""
+        self.host = host
+        self.operation = operation
+        self.sequence = sequence
+
+
+class ClosedError(CoveyError):
+    """The group is closed. If an earlier failure closed it, that failure is the `__cause__`."""
+
+    remedy = Remedy.REGROUP
+
+
+class RankFailedError(CoveyError):
+    """A process started by `launch` failed in a way that cannot be raised here as it was."""
+
+    remedy = Remedy.STOP
+
+    def __init__(self, message: str, *, rank: int, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+
+
+class RemoteProtocolError(CoveyError):
+    """The other side sent bytes that this version of covey never sends."""
+
+    remedy = Remedy.STOP

@@ -1,0 +1,1 @@
+"""Sockets and shared memory: the lanes that carry bytes between two ranks."""

@@ -1,0 +1,1 @@
+"""Threads, the asyncio loop, the executor: everything that can block."""

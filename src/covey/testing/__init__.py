@@ -1,0 +1,1 @@
+"""Tools to test programs that use covey: whole groups inside one process."""

@@ -1,0 +1,1 @@
+"""Bytes to messages and back. Pure, and bounded before memory is taken."""
