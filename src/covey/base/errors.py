@@ -1,16 +1,16 @@
 """Every error covey raises, each with its remedy.
 
-    CoveyError
-    ├── ConfigError          the settings or the call contradict themselves        FIX
-    ├── MismatchError        ranks called different things                         FIX
-    ├── BusyError            two threads used one group's collectives at once      FIX
-    ├── AuthError            the other side did not prove that it may join         FIX
-    ├── ConnectError         no way to the other rank (a ConnectionError)          RETRY
-    ├── DeadlineError        not finished in time (a TimeoutError)                 RETRY
-    ├── PeerLostError        a member went away while it was needed                REGROUP
-    ├── ClosedError          the group was closed, by you or by an earlier failure REGROUP
-    ├── RankFailedError      a launched process failed                             STOP
-    └── RemoteProtocolError  bytes from the network that are not ours              STOP
+CoveyError
+├── ConfigError          the settings or the call contradict themselves        FIX
+├── MismatchError        ranks called different things                         FIX
+├── BusyError            two threads used one group's collectives at once      FIX
+├── AuthError            the other side did not prove that it may join         FIX
+├── ConnectError         no way to the other rank (a ConnectionError)          RETRY
+├── DeadlineError        not finished in time (a TimeoutError)                 RETRY
+├── PeerLostError        a member went away while it was needed                REGROUP
+├── ClosedError          the group was closed, by you or by an earlier failure REGROUP
+├── RankFailedError      a launched process failed                             STOP
+└── RemoteProtocolError  bytes from the network that are not ours              STOP
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Offsets count elements, never bytes: a range is always whole elements.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 STORE: Final = 0
@@ -34,7 +35,8 @@ class Send(NamedTuple):
 class Recv(NamedTuple):
     """Receive `buffer[start:stop]` from `peer`; apply it not before the first `after` sends of this plan are done.
 
-    The bytes may arrive earlier: the executor keeps them aside until it may apply them.
+    The bytes may arrive earlier: the executor takes them in and keeps them aside until it may apply them, so
+    `after` never holds up the sender.
     """
 
     peer: int
@@ -64,3 +66,17 @@ def segments(start: int, stop: int, length: int) -> list[tuple[int, int]]:
     if start == stop:
         return [(start, stop)]
     return [(at, min(at + length, stop)) for at in range(start, stop, length)]
+
+
+def pieces(start: int, stop: int, number: int) -> list[tuple[int, int]]:
+    """Cut a range into exactly `number` pieces whose lengths differ by at most one; some may be empty."""
+    base, extra = divmod(stop - start, number)
+    bounds = [start + index * base + min(index, extra) for index in range(number + 1)]
+    return list(pairwise(bounds))
+
+
+def segmented_parts(count: int, size: int, length: int) -> list[list[tuple[int, int]]]:
+    """Cut each `part` of `count` into pieces of at most `length` elements, the same number of pieces in every part."""
+    longest = -(-count // size)
+    number = max(1, -(-longest // length))
+    return [pieces(*part(count, size, index), number) for index in range(size)]

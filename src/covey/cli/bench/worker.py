@@ -1,0 +1,145 @@
+"""One rank of one contender: waits on its socket without using the CPU, and runs rounds when told to.
+
+Started as `python -m covey.cli.bench.worker ENGINE ADDRESS RANK SIZE FOLDER [--busy]`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.cli.bench.engines import Engine, Step, open_engine
+from covey.cli.bench.messages import Channel, Failed, Hello, Measured, Prepare, Ready, Run
+from covey.cli.bench.sweep import DTYPES, OPERATIONS
+from covey.cli.bench.values import fill, first_wrong
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+FAILURE_CHARACTERS = 8000
+
+
+def main(arguments: list[str]) -> None:
+    """Open the engine, say hello, and serve the front until it hangs up."""
+    engine_name, address, rank, size, folder, *flags = arguments
+    busy = BusyThread() if flags == ["--busy"] else None
+    engine = open_engine(engine_name, rank=int(rank), size=int(size), folder=folder)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address)
+        channel = Channel(sock)
+        channel.send(Hello(engine.rank, os.getpid(), engine.versions))
+        try:
+            serve(engine, channel, busy)
+        except Exception:
+            channel.send(Failed(traceback.format_exc()[-FAILURE_CHARACTERS:]))
+            # The peers may be stuck in a collective with this rank; an orderly farewell could wait for them.
+            os._exit(1)
+        engine.close()
+
+
+def serve(engine: Engine, channel: Channel, busy: BusyThread | None) -> None:
+    """Do what the front orders, one answer for each order."""
+    round_of: Callable[[int], Measured] | None = None
+    for order in channel.orders():
+        match order:
+            case Prepare():
+                round_of = None  # frees the last operation's buffers before the next ones are made
+                round_of = prepare(engine, order, busy)
+                channel.send(Ready(engine.lanes()))
+            case Run(iterations):
+                if round_of is None:
+                    raise RuntimeError("told to run before anything was prepared")
+                channel.send(round_of(iterations))
+
+
+def prepare(engine: Engine, order: Prepare, busy: BusyThread | None) -> Callable[[int], Measured]:
+    """Bind the operation to fresh buffers, check one result, and return what times a round of it."""
+    operation, elements = OPERATIONS[order.operation], order.elements
+    part = elements // engine.size if operation.in_parts else elements
+    x = np.empty(part if operation.name == "all_gather" else elements, DTYPES[order.dtype])
+    out = np.empty(part if operation.name == "reduce_scatter" else elements, DTYPES[order.dtype])
+    step, landed = engine.bind(operation.name, x, out)
+    fill(x, engine.rank)
+    out.fill(0)
+    check(engine, operation.name, step, landed, part)
+    # Sums of zeros stay zeros: no overflow, however often the operation is repeated in place.
+    x.fill(0)
+    fence = engine.barrier if operation.one_way else None
+    halves = 2 if operation.name == "send_recv" else 1
+
+    def round_of(iterations: int) -> Measured:
+        with busy or nullcontext():
+            engine.barrier()
+            before = cpu_seconds() - (busy.cpu_seconds if busy else 0.0)
+            nanoseconds = timed(step, iterations, fence)
+            after = cpu_seconds() - (busy.cpu_seconds if busy else 0.0)
+        return Measured([taken // halves for taken in nanoseconds], max(0.0, after - before) / halves)
+
+    return round_of
+
+
+def check(engine: Engine, operation: str, step: Step, landed: NDArray[Any] | None, part: int) -> None:
+    """Run the operation once; ArithmeticError if its result is wrong, for speed without truth is worth nothing."""
+    engine.barrier()
+    returned = step()
+    result = landed if landed is not None else returned
+    array = np.concatenate(result) if isinstance(result, list) else np.asarray(result)
+    if wrong := first_wrong(operation, array.reshape(-1), engine.rank, engine.size, max(1, part)):
+        raise ArithmeticError(f"{operation} gave a wrong result on rank {engine.rank}: {wrong}")
+
+
+def timed(step: Step, iterations: int, fence: Callable[[], None] | None) -> list[int]:
+    """Return what each of `iterations` steps took, in nanoseconds."""
+    clock, taken = time.perf_counter_ns, [0] * iterations
+    for i in range(iterations):
+        if fence is not None:
+            fence()
+        start = clock()
+        step()
+        taken[i] = clock() - start
+    return taken
+
+
+def cpu_seconds() -> float:
+    """Return the user and system time of this process so far, all threads together."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class BusyThread:
+    """A user's pure-Python thread that wants the interpreter all the time, while a round runs and only then."""
+
+    def __init__(self) -> None:
+        self.cpu_seconds = 0.0
+        """What the thread itself has used, to be left off the contender's bill."""
+        self._running = threading.Event()
+        threading.Thread(target=self._count, name="busy", daemon=True).start()
+
+    def __enter__(self) -> None:
+        self._running.set()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._running.clear()
+
+    def _count(self) -> None:
+        counted = 0
+        while self._running.wait():
+            while self._running.is_set():
+                for _ in range(1000):
+                    counted += 1
+                self.cpu_seconds = time.thread_time()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,117 @@
+"""A small character model in numpy: embedding, two hidden layers, softmax, and a backward pass written by hand.
+
+Parameters, gradients and optimizer state are dicts of name -> array, the form that `Group.sync_gradients` takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.floating[Any]]
+    Tokens = NDArray[np.intp]
+    Arrays = dict[str, Floats]
+
+CONTEXT = 12
+"""How many characters the model sees before it guesses the next one."""
+
+
+def initial(vocabulary: int, seed: int, *, embedding: int = 16, hidden: int = 256, dtype: str = "float32") -> Arrays:
+    """Return random parameters whose first guess is close to uniform, so that training starts near ln(vocabulary)."""
+    rng = np.random.default_rng(seed)
+    width = CONTEXT * embedding
+    scales = {
+        "embed": ((vocabulary, embedding), 1.0),
+        "w1": ((width, hidden), width**-0.5),
+        "b1": ((hidden,), 0.0),
+        "w2": ((hidden, hidden), hidden**-0.5),
+        "b2": ((hidden,), 0.0),
+        "w3": ((hidden, vocabulary), 0.1 * hidden**-0.5),
+        "b3": ((vocabulary,), 0.0),
+    }
+    return {name: (scale * rng.standard_normal(shape)).astype(dtype) for name, (shape, scale) in scales.items()}
+
+
+def loss(parameters: Arrays, contexts: Tokens, targets: Tokens) -> float:
+    """Return the mean cross-entropy in nats per character."""
+    *_, log_odds = _forward(parameters, contexts)
+    return _cross_entropy(log_odds, targets)
+
+
+def loss_and_gradients(parameters: Arrays, contexts: Tokens, targets: Tokens) -> tuple[float, Arrays]:
+    """Return the mean cross-entropy of a batch and its gradient by every parameter."""
+    p = parameters
+    inputs, first, second, log_odds = _forward(p, contexts)
+    batch = len(targets)
+
+    d_scores = np.exp(log_odds)
+    d_scores[np.arange(batch), targets] -= 1
+    d_scores /= batch
+    d_second = (d_scores @ p["w3"].T) * (1 - second**2)
+    d_first = (d_second @ p["w2"].T) * (1 - first**2)
+    d_inputs = d_first @ p["w1"].T
+    # A product with one-hot rows adds up what belongs to one character five times as fast as np.add.at does.
+    one_hot = np.zeros((contexts.size, len(p["embed"])), d_inputs.dtype)
+    one_hot[np.arange(contexts.size), contexts.ravel()] = 1
+    return _cross_entropy(log_odds, targets), {
+        "embed": one_hot.T @ d_inputs.reshape(contexts.size, -1),
+        "w1": inputs.T @ d_first,
+        "b1": d_first.sum(0),
+        "w2": first.T @ d_second,
+        "b2": d_second.sum(0),
+        "w3": second.T @ d_scores,
+        "b3": d_scores.sum(0),
+    }
+
+
+MOMENTUM, MEMORY = 0.9, 0.99
+"""How much of the running mean of the gradient, and of its square, a step keeps."""
+
+
+class Adam:
+    """Adam with decoupled weight decay: equal gradients on all ranks keep equal parameters equal to the last bit."""
+
+    def __init__(self, parameters: Arrays, *, rate: float = 2e-3, decay: float = 0.8) -> None:
+        self._rate, self._decay = rate, decay
+        self._steps = 0
+        self._mean = {name: np.zeros_like(value) for name, value in parameters.items()}
+        self._square = {name: np.zeros_like(value) for name, value in parameters.items()}
+
+    def step(self, parameters: Arrays, gradients: Arrays) -> None:
+        """Move each parameter against its gradient, in place."""
+        self._steps += 1
+        rate = self._rate * (1 - MEMORY**self._steps) ** 0.5 / (1 - MOMENTUM**self._steps)
+        for name, gradient in gradients.items():
+            mean, square = self._mean[name], self._square[name]
+            mean += (1 - MOMENTUM) * (gradient - mean)
+            square += (1 - MEMORY) * (gradient * gradient - square)
+            parameters[name] *= 1 - self._rate * self._decay
+            parameters[name] -= rate * mean / (np.sqrt(square) + 1e-8)
+
+
+def write(parameters: Arrays, start: Tokens, length: int, seed: int, *, temperature: float = 0.5) -> list[int]:
+    """Return `length` characters that the model writes after `start`, which holds at least CONTEXT of them."""
+    rng = np.random.default_rng(seed)
+    seen = [int(token) for token in start[-CONTEXT:]]
+    for _ in range(length):
+        *_, log_odds = _forward(parameters, np.array([seen[-CONTEXT:]]))
+        odds = np.exp(log_odds[0].astype(np.float64) / temperature)
+        seen.append(int(rng.choice(len(odds), p=odds / odds.sum())))
+    return seen[CONTEXT:]
+
+
+def _forward(p: Arrays, contexts: Tokens) -> tuple[Floats, Floats, Floats, Floats]:
+    inputs = p["embed"][contexts].reshape(len(contexts), -1)
+    first = np.tanh(inputs @ p["w1"] + p["b1"])
+    second = np.tanh(first @ p["w2"] + p["b2"])
+    scores = second @ p["w3"] + p["b3"]
+    scores -= scores.max(1, keepdims=True)
+    return inputs, first, second, scores - np.log(np.exp(scores).sum(1, keepdims=True))
+
+
+def _cross_entropy(log_odds: Floats, targets: Tokens) -> float:
+    return float(-log_odds[np.arange(len(targets)), targets].mean())

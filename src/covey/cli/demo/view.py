@@ -1,0 +1,153 @@
+"""What the demo looks like on a terminal: the loss as a picture, the step in numbers, one row per rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from covey.cli.demo.progress import Point, Progress, Row
+
+TEAM, ALONE, COMPUTE, SYNC = "cyan", "yellow", "green", "magenta"
+STATE_STYLES = {"starting": "dim", "training": "green", "done": "blue"}
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+BAR_CELLS = 10
+
+
+class Axis(NamedTuple):
+    """The frame of the loss chart."""
+
+    samples: int
+    floor: float
+    ceiling: float
+    mark: float
+    """A loss to draw a line at."""
+
+
+def screen(
+    team: Progress, alone: Progress | None, *, mark: float, ceiling: float, width: int, height: int
+) -> RenderableType:
+    """Return the whole view, made for a terminal of that size; `alone` is the one-rank run once it has begun."""
+    now = alone or team
+    samples = max(team.samples_planned, 1) if alone is None else max(team.last.samples, 1)
+    losses = [point.loss for run in (team, alone) if run for point in run.curve]
+    axis = Axis(samples, min([1.6, *(loss - 0.05 for loss in losses)]), ceiling, mark)
+    width = min(width, 110)
+    chart_height = min(max(height - team.size - 10, 5), 12)
+    return Group(
+        chart(team.curve, alone.curve if alone else [], axis, width=width - 8, height=chart_height),
+        _legend(team, alone),
+        Text(),
+        _progress_line(now, "one rank alone" if alone else team.name, width),
+        _step_line(now),
+        Text(),
+        _rank_table(team, alone),
+    )
+
+
+def line(run: Progress) -> str:
+    """Return the state of a run in one line of plain text."""
+    compute, sync = (1e3 * seconds for seconds in run.step_seconds)
+    return (
+        f"{run.last.seconds:5.1f} s  step {run.last.step:>5}/{run.steps}  held-out loss {run.last.loss:.3f}  "
+        f"{compute + sync:.1f} ms a step (compute {compute:.1f}, sync {sync:.1f})  "
+        f"{run.samples_per_second:,.0f} samples/s"
+    )
+
+
+def chart(team: Sequence[Point], alone: Sequence[Point], axis: Axis, *, width: int, height: int) -> Text:
+    """Draw the loss over samples: the team's as an area, that of one rank alone as dots, the mark as a line."""
+    cells = [[(" ", "")] * width for _ in range(height)]  # row 0 is the bottom
+    mark_row = int(_level(axis.mark, axis) * height)
+    cells[mark_row] = [("┄", "dim")] * width
+    for column, loss in enumerate(_columns(team, axis, width)):
+        filled = _level(loss, axis) * height
+        for row in range(height):
+            eighths = max(round(8 * min(filled - row, 1.0)), row == 0)
+            if eighths > 0:
+                cells[row][column] = (EIGHTHS[eighths], TEAM)
+    for column, loss in enumerate(_columns(alone, axis, width)):
+        cells[int(_level(loss, axis) * height)][column] = ("•", f"bold {ALONE}")
+
+    lines = []
+    for row in reversed(range(height)):
+        label = {height - 1: axis.ceiling, mark_row: axis.mark, 0: axis.floor}.get(row)
+        lead = f"{label:5.2f} │ " if label is not None else "      │ "
+        lines.append(Text.assemble((lead, "dim"), *cells[row]))
+    return Text("\n").join(lines)
+
+
+def _columns(curve: Sequence[Point], axis: Axis, width: int) -> list[float]:
+    """Return the loss at each column that the curve has reached."""
+    if not curve:
+        return []
+    at = np.arange(width) / (width - 1) * axis.samples
+    reached = at[at <= curve[-1].samples]
+    return [float(loss) for loss in np.interp(reached, [p.samples for p in curve], [p.loss for p in curve])]
+
+
+def _level(loss: float, axis: Axis) -> float:
+    """Return how high the loss stands in the chart, from 0 to just below 1."""
+    return min(max((loss - axis.floor) / (axis.ceiling - axis.floor), 0.0), 0.999)
+
+
+def _legend(team: Progress, alone: Progress | None) -> Text:
+    legend = Text.assemble("        ", ("held-out loss   ", "dim"), ("█ ", TEAM), f"{team.name} ")
+    legend.append(f"{team.last.loss:.2f}" if team.curve else "", style="bold")
+    if alone:
+        legend.append("  • ", style=f"bold {ALONE}").append("one rank ")
+        legend.append(f"{alone.last.loss:.2f}" if alone.curve else "", style="bold")
+    return legend.append("  ┄ letter pairs", style="dim")
+
+
+def _progress_line(run: Progress, who: str, width: int) -> RenderableType:
+    line = Table.grid(padding=(0, 2))
+    bar = ProgressBar(run.steps, run.last.step, width=max(width - 52, 10), complete_style=TEAM, finished_style=TEAM)
+    rate = f"{run.samples_per_second:,.0f} samples/s" if run.last.step else "starting"
+    line.add_row(Text(who, style="bold"), f"step {run.last.step:>5} of {run.steps}", bar, rate)
+    return line
+
+
+def _step_line(run: Progress) -> Text:
+    compute, sync = run.step_seconds
+    return Text.assemble(
+        f"a step {1e3 * (compute + sync):5.1f} ms = ",
+        (f"compute {1e3 * compute:.1f}", COMPUTE),
+        " + ",
+        (f"sync {1e3 * sync:.1f}", SYNC),
+        f"   averages {run.gradient_bytes / 1000:.0f} kB of gradients over {run.lane}" if run.lane else "",
+    )
+
+
+def _rank_table(team: Progress, alone: Progress | None) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("rank", "pid", "batch loss", "samples/s", "compute ms", "sync ms"):
+        table.add_column(name, justify="right")
+    table.add_column("a step")
+    table.add_column("state")
+    longest = max(row.compute + row.sync for run in (team, alone) if run for row in run.rows)
+    for rank, row in enumerate(team.rows):
+        table.add_row(str(rank), *_row_cells(row, longest))
+    if alone:
+        table.add_row("alone", *_row_cells(alone.rows[0], longest))
+    return table
+
+
+def _row_cells(row: Row, longest: float) -> list[RenderableType]:
+    state = Text(row.state, style=STATE_STYLES.get(row.state, "red"))
+    pid = str(row.pid or "")
+    if row.loss is None:
+        return [pid, "", "", "", "", "", state]
+    numbers = f"{row.loss:.2f}", f"{row.samples_per_second:,.0f}", f"{1e3 * row.compute:.1f}", f"{1e3 * row.sync:.1f}"
+    computing, syncing = (round(BAR_CELLS * seconds / longest) for seconds in (row.compute, row.sync))
+    bar = Text("█" * computing, style=COMPUTE).append("█" * syncing, style=SYNC)
+    return [pid, *numbers, bar, state]

@@ -1,0 +1,82 @@
+"""The `covey` command: its sub-commands, and how errors are shown.
+
+A command named X lives in `covey.cli.X` as a Typer app named `app`. That module is imported when the command is used,
+not before, so that `covey run` starts quickly however much `covey bench` needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Annotated, Any, Final, NoReturn
+
+import typer
+import typer.core
+import typer.main
+
+from covey.base.errors import ConfigError, CoveyError
+
+COMMANDS: Final = {
+    "run": "Start a script as several ranks on this machine.",
+    "demo": "Watch four ranks train a small model together.",
+    "bench": "Measure collectives: sizes, lanes, rank counts, opponents.",
+}
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """Lists every command from `COMMANDS`; imports only the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None:
+            command = typer.main.get_command(importlib.import_module(f"covey.cli.{name}").app)
+            command.name = name
+        return name, command, rest
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib import metadata
+
+        try:
+            version = metadata.version("covey")
+        except metadata.PackageNotFoundError:  # run from its source folder
+            from covey import __version__ as version
+        typer.echo(f"covey {version}")
+        raise typer.Exit
+
+
+@app.callback()
+def covey(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Machines you already own, training one model together."""
+
+
+def _placeholder() -> None:
+    """Stand in `covey --help` for a command that `LazyGroup` imports when it is called."""
+
+
+for _name, _line in COMMANDS.items():
+    app.command(_name, help=_line)(_placeholder)
+
+
+def main() -> NoReturn:
+    """Run the command that `sys.argv` names, and exit."""
+    try:
+        app(prog_name="covey")
+    except CoveyError as error:
+        if os.environ.get("COVEY_DEBUG") == "1":
+            raise
+        print(f"error: {error}\nwhat to do: {error.remedy.value}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    sys.exit(0)

@@ -1,0 +1,98 @@
+"""The interface of a lane: a byte pipe between two ranks, used by one executor at a time.
+
+A lane moves *transfers*: a 64-byte header and a payload whose length both ends know. It never blocks: `transmit`
+and `receive` move what can be moved now. When nothing moves, the executor asks each lane it waits for to `park`,
+polls their descriptors, and `unpark`s them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from covey.wire.header import HEADER_BYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+PIECE_BYTES = 1 << 19
+"""Payloads move in pieces of at most this, so that a piece is still in cache when it is reduced or copied on."""
+
+
+class LaneClosedError(Exception):
+    """The other end is gone and nothing more will come. Never leaves covey: it becomes a PeerLostError."""
+
+
+class Outgoing:
+    """A transfer on its way out."""
+
+    __slots__ = ("data", "header", "nbytes", "sent")
+
+    def __init__(self, header: bytes, data: Array) -> None:
+        self.header = header
+        self.data = data
+        """The payload as contiguous uint8."""
+        self.nbytes = data.nbytes
+        self.sent = -HEADER_BYTES
+        """Payload bytes sent; negative while the header is on its way."""
+
+
+class Incoming:
+    """A transfer on its way in: into `dest`, or piece by piece through `absorb`."""
+
+    __slots__ = ("absorb", "dest", "dtype", "expected", "got", "nbytes", "verify")
+
+    def __init__(
+        self,
+        expected: bytes,
+        nbytes: int,
+        verify: Callable[[bytes], None],
+        *,
+        dest: Array | None = None,
+        absorb: Callable[[int, Array], None] | None = None,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        """Exactly one of `dest` (contiguous uint8) and `absorb` is given.
+
+        `absorb(offset, piece)` gets whole elements of `dtype` that start `offset` bytes into the payload; the piece
+        is valid during the call only. `verify(header)` is called when a header other than `expected` arrives, and
+        raises.
+        """
+        self.expected = expected
+        self.nbytes = nbytes
+        self.verify = verify
+        self.dest = dest
+        self.absorb = absorb
+        self.dtype = dtype
+        self.got = -HEADER_BYTES
+
+
+class Lane(Protocol):
+    """A byte pipe to one peer."""
+
+    kind: str
+    """What `group.lanes()` shows: shm, unix, tcp or memory."""
+
+    def transmit(self, out: Outgoing) -> bool:
+        """Move what can be moved; tell whether anything did. Done when `out.sent == out.nbytes`."""
+
+    def receive(self, incoming: Incoming) -> bool:
+        """Move what is there; tell whether anything did. Done when `incoming.got == incoming.nbytes`.
+
+        Raises:
+            LaneClosedError: the peer is gone and all it sent was received.
+        """
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+
+    def park(self, *, sending: bool, receiving: bool) -> int:
+        """Announce that the executor is about to sleep; return the events to poll for, or 0 to try again at once."""
+
+    def unpark(self) -> None:
+        """The sleep is over."""
+
+    def close(self) -> None:
+        """Free everything. Closing twice is fine."""

@@ -1,0 +1,126 @@
+"""Lanes over stream sockets: unix and TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from typing import Any
+
+import numpy as np
+
+from covey.net.descriptors import track
+from covey.net.lane import Incoming, LaneClosedError, Outgoing
+from covey.wire.header import HEADER_BYTES
+
+SEND_BYTES = 1 << 20
+"""Bytes handed to the kernel at once. Much more leaves the cache before the peer reads it."""
+RECEIVE_BYTES = 1 << 18
+"""Bytes taken from the kernel at once for a reduction, which then finds them in the cache."""
+
+_GONE = (ConnectionResetError, BrokenPipeError)
+
+
+class StreamLane:
+    """A connected stream socket. Takes ownership of the socket."""
+
+    def __init__(self, sock: socket.socket, kind: str) -> None:
+        sock.setblocking(False)
+        if kind == "tcp":
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.kind = kind
+        self._sock = track(sock)
+        self._scratch = np.empty(HEADER_BYTES + RECEIVE_BYTES, np.uint8)
+        self._scratch_view = memoryview(self._scratch)
+        self._carry = 0  # bytes of an element that arrived in part, at the front of the scratch payload
+
+    def transmit(self, out: Outgoing) -> bool:
+        sent = out.sent
+        try:
+            if sent < 0:
+                header = out.header if sent == -HEADER_BYTES else out.header[sent:]
+                taken = self._sock.sendmsg([header, out.data[:SEND_BYTES]]) if out.nbytes else self._sock.send(header)
+            else:
+                taken = self._sock.send(out.data[sent : sent + SEND_BYTES])
+        except BlockingIOError:
+            return False
+        except _GONE as error:
+            raise LaneClosedError(str(error)) from error
+        out.sent = sent + taken
+        return True
+
+    def receive(self, incoming: Incoming) -> bool:
+        try:
+            if incoming.got < 0:
+                return self._receive_header(incoming)
+            if incoming.dest is not None:
+                got = incoming.got
+                taken = self._sock.recv_into(incoming.dest[got : got + SEND_BYTES])
+                incoming.got = got + taken
+            else:
+                start = HEADER_BYTES + self._carry
+                room = min(RECEIVE_BYTES - self._carry, incoming.nbytes - incoming.got - self._carry)
+                taken = self._sock.recv_into(self._scratch_view[start : start + room])
+                self._absorb(incoming, self._carry + taken)
+        except BlockingIOError:
+            return False
+        except _GONE as error:
+            raise LaneClosedError(str(error)) from error
+        if taken == 0:
+            raise LaneClosedError("end of stream")
+        return True
+
+    def _receive_header(self, incoming: Incoming) -> bool:
+        """Read the header and, in the same call, the start of the payload."""
+        at = HEADER_BYTES + incoming.got
+        if incoming.dest is not None and incoming.nbytes:
+            head = self._scratch_view[at:HEADER_BYTES]
+            taken = self._sock.recvmsg_into([head, incoming.dest[:SEND_BYTES]])[0]
+        else:
+            room = HEADER_BYTES + min(RECEIVE_BYTES, incoming.nbytes)
+            taken = self._sock.recv_into(self._scratch_view[at:room])
+        if taken == 0:
+            raise LaneClosedError("end of stream")
+        incoming.got += taken
+        if incoming.got < 0:
+            return True
+        header = self._scratch_view[:HEADER_BYTES].tobytes()
+        if header != incoming.expected:
+            incoming.verify(header)
+        if incoming.dest is None and incoming.nbytes:
+            arrived, incoming.got = incoming.got, 0
+            self._absorb(incoming, arrived)
+        return True
+
+    def _absorb(self, incoming: Incoming, available: int) -> None:
+        """Hand the whole elements among `available` scratch bytes over and keep the rest of a split one."""
+        assert incoming.absorb is not None
+        assert incoming.dtype is not None
+        carry = available % incoming.dtype.itemsize
+        whole = available - carry
+        if whole:
+            piece: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES : HEADER_BYTES + whole]
+            incoming.absorb(incoming.got, piece.view(incoming.dtype))
+            incoming.got += whole
+        if carry and whole:
+            self._scratch[HEADER_BYTES : HEADER_BYTES + carry] = self._scratch[
+                HEADER_BYTES + whole : HEADER_BYTES + available
+            ]
+        self._carry = carry
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def park(self, *, sending: bool, receiving: bool) -> int:
+        return (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
+
+    def unpark(self) -> None:
+        pass
+
+    def close(self) -> None:
+        # Unread bytes would turn the close into a reset that can overtake what we sent.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            while self._sock.recv_into(self._scratch_view):
+                pass
+        self._sock.close()

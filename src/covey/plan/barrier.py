@@ -1,0 +1,17 @@
+"""A barrier as a plan: headers without elements, whose order alone carries the news."""
+
+from __future__ import annotations
+
+from covey.plan.moves import Plan, Recv, Send
+
+
+def dissemination(rank: int, size: int) -> Plan:
+    """Let no rank finish before every rank has begun, in ceil(log2(size)) rounds.
+
+    In each round a rank passes on all it has heard of, twice as far as before (Hensgen, Finkel and Manber, 1988).
+    """
+    distances = [1 << round_ for round_ in range((size - 1).bit_length())]
+    return Plan(
+        tuple(Send((rank + distance) % size, 0, 0, 0, heard) for heard, distance in enumerate(distances)),
+        tuple(Recv((rank - distance) % size, 0, 0, 0) for distance in distances),
+    )

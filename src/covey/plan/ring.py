@@ -1,0 +1,73 @@
+"""Plans in which ranks talk to their neighbours only: all bandwidth of every link, at the price of many steps.
+
+Ranges are cut into segments, and a segment is passed on as soon as it has come in, so the steps overlap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from covey.plan.moves import FINAL, REDUCE, STORE, Plan, Recv, Send, segmented_parts, segments
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def all_reduce(rank: int, size: int, count: int, segment: int) -> Plan:
+    """All-reduce buffer 0: each `part` goes once round the ring to be summed and once more to be known.
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+    """
+    if size == 1:
+        return Plan()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    cuts = segmented_parts(count, size, segment)
+    depth = len(cuts[0])
+    sends: list[Send] = []
+    recvs: list[Recv] = []
+    for step in range(2 * size - 2):
+        # What goes out came in one step, which is `depth` receives, earlier.
+        earlier = (step - 1) * depth
+        sends += [
+            Send(right, 0, start, stop, max(0, earlier + k))
+            for k, (start, stop) in enumerate(cuts[(rank - step) % size], 1)
+        ]
+        action = STORE if step > size - 2 else REDUCE | FINAL if step == size - 2 else REDUCE
+        recvs += [Recv(left, 0, start, stop, action) for start, stop in cuts[(rank - step - 1) % size]]
+    return Plan(tuple(sends), tuple(recvs))
+
+
+def all_gather(rank: int, lengths: Sequence[int]) -> Plan:
+    """Give everyone every block: buffer j is rank j's block of lengths[j]; the own one is in place at the start."""
+    size = len(lengths)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    blocks = [(rank - step) % size for step in range(size)]
+    return Plan(
+        tuple(Send(right, block, 0, lengths[block], step) for step, block in enumerate(blocks[:-1])),
+        tuple(Recv(left, block, 0, lengths[block]) for block in blocks[1:]),
+    )
+
+
+def broadcast(rank: int, size: int, root: int, count: int, segment: int) -> Plan:
+    """Bring buffer 0 of `root` to everyone, down the chain root, root + 1, and so on."""
+    place = (rank - root) % size
+    return _chain(rank, size, place, segments(0, count, segment), STORE)
+
+
+def reduce(rank: int, size: int, root: int, count: int, segment: int) -> Plan:
+    """Reduce buffer 0 of everyone into that of `root`, up the chain root + 1, root + 2, and so on.
+
+    The buffers of the other ranks are overwritten with partial results.
+    """
+    place = (rank - root - 1) % size
+    return _chain(rank, size, place, segments(0, count, segment), REDUCE | FINAL if rank == root else REDUCE)
+
+
+def _chain(rank: int, size: int, place: int, cuts: list[tuple[int, int]], action: int) -> Plan:
+    """Take each segment from the rank before and pass it on, for the rank at `place` of the chain of all."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    first, last = place == 0, place == size - 1
+    return Plan(
+        () if last else tuple(Send(right, 0, *cut, 0 if first else k) for k, cut in enumerate(cuts, 1)),
+        () if first else tuple(Recv(left, 0, *cut, action) for cut in cuts),
+    )

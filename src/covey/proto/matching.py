@@ -1,0 +1,419 @@
+"""Tagged messages between the ranks of a group, without sockets: who gets which message, and when bytes may move.
+
+A receive takes the earliest announced message that fits its source and tag. Small messages are *eager*: they leave
+at once, as copies, while the peer holds less than CREDIT_BYTES of ours that nobody has asked for; then sends wait
+until it has given credit back. Of large messages only the header leaves; the payload moves when a receive asks for it,
+straight into the receiver's memory.
+
+The shell writes `outgoing(peer)` to that peer's stream and tells `sent`; it reads that stream into `incoming(peer)` and
+tells `received`. Finished operations collect in `completed`; peers with something to say are in `ready`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, TypeAlias, TypeVar
+
+from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.proto.message import HEADER_COST, Arrival, Operation, Receive, Received, Send
+from covey.proto.message_stream import EAGER_BYTES, Inlet, Landing, Outlet, Payload
+from covey.wire import message_header as wire
+from covey.wire.message_header import Header
+
+ANY: Final = -1
+"""As a source or a tag: whichever comes first."""
+MAX_TAG: Final = 2**63 - 1
+CREDIT_BYTES: Final = 4 * 1024 * 1024
+"""What one rank may leave with another that nobody there has asked for; overdrawn by one eager message at most."""
+CREDIT_BATCH: Final = CREDIT_BYTES // 16
+"""Credit goes back in lots of this size, or at once when the sender may be out of it."""
+
+
+class _Link:
+    """What goes on with one peer."""
+
+    def __init__(self, matcher: Matcher, peer: int) -> None:
+        self.outlet = Outlet(matcher._payload_left)
+        self.inlet = Inlet(lambda header: matcher._begin(peer, header), matcher._landed)
+        # Towards the peer.
+        self.next_id = 0
+        self.used = 0
+        """Credit taken: bytes announced for which no credit came back."""
+        self.waiting: deque[Send] = deque()
+        """Not announced: no credit."""
+        self.announced: dict[int, Send] = {}
+        """Large ones of which the header has left and the payload has not, by message id."""
+        # From the peer.
+        self.expected_id = 0
+        self.held = 0
+        """What the peer counts as `used`, as far as its frames have arrived."""
+        self.owed = 0
+        """The part of `held` that is matched: credit to give back."""
+        self.incomplete: dict[int, Arrival] = {}
+        """Messages announced to us whose payload is not all here, by message id."""
+
+
+class Matcher:
+    """The messages of one rank: matches, credit and payloads with every peer."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.completed: list[Operation] = []
+        """Operations that are over; whoever looks takes them out."""
+        self.ready: set[int] = set()
+        """Peers for which `outgoing` has bytes."""
+        self._links: dict[int, _Link] = {}
+        self._failures: dict[int, BaseException] = {}
+        """Peers that are gone, in the order they went, and why."""
+        self._posted: dict[tuple[int, int], deque[Receive]] = {}
+        """Receives without a message, by the source and tag they ask for; each queue in the order they were posted."""
+        self._unmatched: dict[tuple[int, int], deque[Arrival]] = {}
+        """Messages nobody has asked for, by source and tag; each queue in the order they were announced."""
+        self._order = 0
+
+    # What the user asks for.
+
+    def send(
+        self, view: memoryview, peer: int, tag: int, *, dtype_code: int, shape: tuple[int, ...], is_object: bool
+    ) -> Send:
+        """Start a message to `peer`; `view` is read until the send is over.
+
+        Raises:
+            ConfigError: there is no such rank or tag.
+        """
+        self._check(peer, tag, may_be_any=False)
+        if len(shape) > wire.MAX_NDIM:
+            raise ConfigError(f"an array of {len(shape)} dimensions; covey sends up to {wire.MAX_NDIM}")
+        send = Send(view, peer, tag, dtype_code, shape, is_object)
+        if peer == self.rank:
+            self._send_to_self(send)
+        elif (failure := self._failures.get(peer)) is not None:
+            self._end(send, failure)
+        else:
+            self._link(peer).waiting.append(send)
+            self._announce(peer)
+        return send
+
+    def receive(
+        self,
+        source: int,
+        tag: int,
+        out: memoryview | None = None,
+        expect: tuple[int, tuple[int, ...]] | None = None,
+    ) -> Receive:
+        """Ask for the earliest message of `source` with `tag`, each of which may be ANY; written to `out` if given.
+
+        `expect` is the dtype code and shape of `out`. A message of another dtype or size is consumed and ends the
+        receive with MismatchError.
+
+        Raises:
+            ConfigError: there is no such rank or tag.
+        """
+        self._check(source, tag, may_be_any=True)
+        receive = Receive(source, tag, out, expect, self._next_order())
+        arrival = self._earliest(source, tag)
+        if arrival is not None:
+            _remove(self._unmatched, (arrival.source, arrival.header.tag), arrival)
+            self._match(arrival, receive)
+        elif (failure := self._failure_of(source)) is not None:
+            self._end(receive, failure)
+        else:
+            self._posted.setdefault((source, tag), deque()).append(receive)
+        return receive
+
+    def has_match(self, source: int, tag: int) -> bool:
+        """Tell whether a receive would get its message now."""
+        return self._earliest(source, tag) is not None
+
+    def withdraw(self, operation: Operation) -> bool:
+        """Forget an operation that is not over; False if that is too late because a send was announced.
+
+        A receive can always be withdrawn: its memory is left alone from now on, and a message that was on its way to
+        it goes to the next one that fits.
+        """
+        if isinstance(operation, Send):
+            waiting = self._link(operation.peer).waiting
+            if operation not in waiting:
+                return False
+            waiting.remove(operation)
+        elif (arrival := operation.arrival) is None:
+            _remove(self._posted, (operation.source, operation.tag), operation)
+        else:
+            arrival.receive = operation.arrival = None
+            if arrival.store is None:
+                arrival.allocate()
+            self._arrive(arrival)
+        return True
+
+    # What the shell moves.
+
+    def outgoing(self, peer: int) -> list[memoryview]:
+        """Return the bytes to send to `peer` next."""
+        return self._link(peer).outlet.buffers()
+
+    def sent(self, peer: int, count: int) -> None:
+        """Take note that the first `count` bytes of `outgoing(peer)` are sent."""
+        link = self._link(peer)
+        link.outlet.advance(count)
+        if not link.outlet:
+            self.ready.discard(peer)
+
+    def incoming(self, peer: int) -> list[memoryview]:
+        """Return where to write the bytes that come from `peer` next."""
+        return self._link(peer).inlet.buffers()
+
+    def received(self, peer: int, count: int) -> None:
+        """Take note that `count` more bytes from `peer` were written to `incoming(peer)`.
+
+        Raises:
+            RemoteProtocolError: they break the protocol; call `fail(peer, ...)`.
+        """
+        self._link(peer).inlet.advance(count)
+
+    def fail(self, peer: int, error: BaseException) -> None:
+        """End everything that needs `peer`, now and later; messages of it that are complete can still be received."""
+        if peer in self._failures:
+            return
+        self._failures[peer] = error
+        self.ready.discard(peer)
+        if link := self._links.get(peer):
+            for send in [*link.announced.values(), *link.waiting]:
+                self._end(send, error)
+            for arrival in link.incomplete.values():
+                if arrival.receive is not None:
+                    self._end(arrival.receive, error)
+                elif not arrival.is_dropped:
+                    _remove(self._unmatched, (peer, arrival.header.tag), arrival)
+            link.announced, link.waiting, link.incomplete = {}, deque(), {}
+        for key in [key for key in self._posted if key[0] in (peer, ANY)]:
+            for receive in self._posted.pop(key):
+                self._end(receive, error)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End everything with `error`, receives from oneself too; queued messages are dropped."""
+        for peer in range(self.size):
+            self.fail(peer, error)
+        self._unmatched.clear()
+
+    def failure(self, peer: int) -> BaseException | None:
+        """Return what ended the lane to `peer`, if something did."""
+        return self._failures.get(peer)
+
+    def finish_lines(self) -> None:
+        """Start no further piece of a payload, so that every stream can end after a whole frame."""
+        for peer, link in self._links.items():
+            link.outlet.finish_line()
+            if not link.outlet:
+                self.ready.discard(peer)
+
+    # Towards a peer.
+
+    def _announce(self, peer: int) -> None:
+        link = self._link(peer)
+        while link.waiting and link.used < CREDIT_BYTES:
+            send = link.waiting.popleft()
+            send.message_id, link.next_id = link.next_id, link.next_id + 1
+            link.used += HEADER_COST
+            if len(send.view) <= EAGER_BYTES:
+                link.used += len(send.view)
+                self._push(peer, send.header(wire.EAGER) + send.view)
+                self._end(send)
+            else:
+                link.announced[send.message_id] = send
+                self._push(peer, send.header(wire.RTS))
+
+    def _push(self, peer: int, frame: bytes) -> None:
+        self._link(peer).outlet.push(frame)
+        self.ready.add(peer)
+
+    def _payload_left(self, payload: Payload) -> None:
+        assert isinstance(payload, Send)
+        del self._link(payload.peer).announced[payload.message_id]
+        self._end(payload)
+
+    def _send_to_self(self, send: Send) -> None:
+        # A copy even when it is large: one thread may send to itself first and receive afterwards.
+        header = Header(wire.EAGER, 0, len(send.view), send.tag, send.is_object, send.dtype_code, send.shape)
+        arrival = Arrival(self.rank, header, self._next_order())
+        arrival.allocate()
+        arrival.target[:] = send.view
+        arrival.filled, arrival.is_landed = len(send.view), True
+        self._end(send)
+        self._arrive(arrival)
+
+    # From a peer.
+
+    def _begin(self, peer: int, header: Header) -> Landing | None:
+        link = self._link(peer)
+        match header.kind:
+            case wire.EAGER | wire.RTS:
+                return self._announced(link, peer, header)
+            case wire.DATA:
+                arrival = link.incomplete.get(header.message_id)
+                if arrival is None or not 0 < header.payload_bytes <= len(arrival.target) - arrival.filled:
+                    raise RemoteProtocolError(f"rank {peer} sent data that nobody asked for: {header}")
+                return arrival
+            case wire.CTS:
+                send = link.announced.get(header.message_id)
+                if send is None or send.is_cleared or header.payload_bytes not in (0, len(send.view)):
+                    raise RemoteProtocolError(f"rank {peer} asked for data that was not offered: {header}")
+                self._cleared(link, send, header.payload_bytes)
+            case _:
+                if header.payload_bytes > link.used:
+                    raise RemoteProtocolError(f"rank {peer} gave back {header.payload_bytes} of {link.used} bytes")
+                link.used -= header.payload_bytes
+                self._announce(peer)
+        return None
+
+    def _cleared(self, link: _Link, send: Send, wanted: int) -> None:
+        if wanted:
+            send.is_cleared = True
+            link.outlet.move(send)
+            self.ready.add(send.peer)
+        else:  # the receiver consumed the message without its payload
+            del link.announced[send.message_id]
+            self._end(send)
+
+    def _announced(self, link: _Link, peer: int, header: Header) -> Arrival | None:
+        is_eager = header.kind == wire.EAGER
+        if header.message_id != link.expected_id or is_eager != (header.payload_bytes <= EAGER_BYTES):
+            raise RemoteProtocolError(f"rank {peer} sent a message out of turn (expected {link.expected_id}): {header}")
+        if link.held >= CREDIT_BYTES:
+            raise RemoteProtocolError(f"rank {peer} sent a message although it has no credit: {header}")
+        arrival = Arrival(peer, header, self._next_order())
+        link.expected_id += 1
+        link.held += arrival.cost
+        link.incomplete[header.message_id] = arrival
+        self._arrive(arrival)
+        self._give_credit(peer, link)  # unmatched, it may have used up credit of which we still owe a part
+        return arrival if is_eager else None
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """Give the message to the first receive that fits, or keep it."""
+        source, tag = arrival.source, arrival.header.tag
+        keys = ((source, tag), (source, ANY), (ANY, tag), (ANY, ANY))
+        receives = [self._posted[key][0] for key in keys if key in self._posted]
+        if receives:
+            receive = min(receives, key=lambda receive: receive.order)
+            _remove(self._posted, (receive.source, receive.tag), receive)
+            self._match(arrival, receive)
+            return
+        if arrival.header.kind == wire.EAGER and arrival.store is None:
+            arrival.allocate()
+        queue = self._unmatched.setdefault((source, tag), deque())
+        queue.append(arrival)
+        if len(queue) > 1 and queue[-2].order > arrival.order:  # it comes back from a receive that was withdrawn
+            self._unmatched[source, tag] = deque(sorted(queue, key=lambda arrival: arrival.order))
+
+    def _match(self, arrival: Arrival, receive: Receive) -> None:
+        source, header = arrival.source, arrival.header
+        error = receive.refusal(arrival) or _place(arrival, receive)
+        if error is not None:
+            self._end(receive, error)
+            arrival.is_dropped = True
+            if arrival.store is None and header.kind == wire.EAGER:
+                arrival.allocate()  # its bytes follow, wanted or not
+        else:
+            receive.arrival, arrival.receive = arrival, receive
+        if header.kind == wire.RTS and not arrival.is_asked_for:
+            arrival.is_asked_for = True
+            if error is not None:
+                del self._link(source).incomplete[header.message_id]
+            self._push(source, wire.encode(Header(wire.CTS, header.message_id, 0 if error else header.payload_bytes)))
+        if source != self.rank and not arrival.is_matched:
+            self._link(source).owed += arrival.cost
+            self._give_credit(source, self._link(source))
+        arrival.is_matched = True
+        if error is None and arrival.is_landed:
+            self._deliver(arrival)
+
+    def _give_credit(self, peer: int, link: _Link) -> None:
+        # The sender is out of credit when `held`, with what is still under way, reaches CREDIT_BYTES. Once all of that
+        # has arrived the second test holds whenever we owe anything, so nobody waits for credit that is due.
+        if peer not in self._failures and link.owed and (link.owed >= CREDIT_BATCH or link.held >= CREDIT_BYTES):
+            self._push(peer, wire.encode(Header(wire.CREDIT, payload_bytes=link.owed)))
+            link.held -= link.owed
+            link.owed = 0
+
+    def _landed(self, landing: Landing) -> None:
+        assert isinstance(landing, Arrival)
+        if landing.filled == landing.header.payload_bytes:
+            landing.is_landed = True
+            self._link(landing.source).incomplete.pop(landing.header.message_id)
+            if landing.receive is not None:
+                self._deliver(landing)
+
+    def _deliver(self, arrival: Arrival) -> None:
+        header, receive, store = arrival.header, arrival.receive, arrival.store
+        assert receive is not None
+        if receive.out is not None and store is not None:
+            receive.out[:] = store.data
+            store = None
+        shape, is_object = header.shape, header.is_object
+        receive.result = Received(arrival.source, header.tag, header.dtype_code, shape, is_object, store)
+        self._end(receive)
+
+    # Helpers.
+
+    def _link(self, peer: int) -> _Link:
+        link = self._links.get(peer)
+        if link is None:
+            link = self._links[peer] = _Link(self, peer)
+        return link
+
+    def _end(self, operation: Operation, error: BaseException | None = None) -> None:
+        operation.error = error
+        self.completed.append(operation)
+
+    def _next_order(self) -> int:
+        self._order += 1
+        return self._order
+
+    def _earliest(self, source: int, tag: int) -> Arrival | None:
+        if source != ANY and tag != ANY:
+            queue = self._unmatched.get((source, tag))
+            return queue[0] if queue else None
+        heads = [
+            queue[0]
+            for (from_rank, with_tag), queue in self._unmatched.items()
+            if source in (ANY, from_rank) and tag in (ANY, with_tag)
+        ]
+        return min(heads, key=lambda arrival: arrival.order, default=None)
+
+    def _failure_of(self, source: int) -> BaseException | None:
+        if source == ANY:
+            return next(iter(self._failures.values()), None)
+        return self._failures.get(source)
+
+    def _check(self, rank: int, tag: int, *, may_be_any: bool) -> None:
+        if not 0 <= rank < self.size and not (may_be_any and rank == ANY):
+            raise ConfigError(f"there is no rank {rank} in a group of {self.size}")
+        if not 0 <= tag <= MAX_TAG and not (may_be_any and tag == ANY):
+            raise ConfigError(f"a tag is a number from 0 to 2**63 - 1, not {tag}")
+
+
+def _place(arrival: Arrival, receive: Receive) -> MemoryError | None:
+    """Decide where the payload lands, if that is not settled; return the error if there is no room for it."""
+    if arrival.store is None:
+        if receive.out is not None:
+            arrival.target = receive.out
+        else:
+            try:
+                arrival.allocate()
+            except MemoryError as error:
+                return error
+    return None
+
+
+_Key: TypeAlias = tuple[int, int]
+_Item = TypeVar("_Item", Receive, Arrival)
+
+
+def _remove(queues: dict[_Key, deque[_Item]], key: _Key, item: _Item) -> None:
+    queue = queues[key]
+    if queue[0] is item:
+        queue.popleft()
+    else:
+        queue.remove(item)
+    if not queue:
+        del queues[key]

@@ -1,0 +1,130 @@
+"""What is known of one message: at the rank that sends it, that asks for it, and that it comes to."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from covey.base.dtypes import DTYPES
+from covey.base.errors import MismatchError
+from covey.proto.message_stream import Landing, Payload
+from covey.wire import message_header as wire
+from covey.wire.message_header import Header
+
+HEADER_COST: Final = 256
+"""The credit a message takes beside its payload, so that empty ones are bounded too."""
+
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+_NOWHERE: Final = memoryview(b"")
+
+
+class Received(NamedTuple):
+    """A message that a receive was given."""
+
+    source: int
+    tag: int
+    dtype_code: int
+    shape: tuple[int, ...]
+    is_object: bool
+    data: Bytes | None
+    """The payload; None if it was written to the receive's `out`."""
+
+
+class Send(Payload):
+    """A message to `peer`; over when its memory may be reused."""
+
+    __slots__ = ("dtype_code", "error", "is_cleared", "is_object", "peer", "shape", "tag")
+
+    def __init__(
+        self, view: memoryview, peer: int, tag: int, dtype_code: int, shape: tuple[int, ...], is_object: bool
+    ) -> None:
+        super().__init__(view)
+        self.peer, self.tag = peer, tag
+        self.dtype_code, self.shape, self.is_object = (0, (), True) if is_object else (dtype_code, shape, False)
+        self.is_cleared = False
+        """The receiver asked for the payload."""
+        self.error: BaseException | None = None
+
+    def header(self, kind: int) -> bytes:
+        """Return the frame that announces this message."""
+        return wire.encode(
+            Header(kind, self.message_id, len(self.view), self.tag, self.is_object, self.dtype_code, self.shape)
+        )
+
+
+class Receive:
+    """A request for a message; over when `result` or `error` is there."""
+
+    __slots__ = ("arrival", "error", "expect", "order", "out", "result", "source", "tag")
+
+    def __init__(
+        self, source: int, tag: int, out: memoryview | None, expect: tuple[int, tuple[int, ...]] | None, order: int
+    ) -> None:
+        self.source, self.tag, self.out, self.expect, self.order = source, tag, out, expect, order
+        self.arrival: Arrival | None = None
+        self.result: Received | None = None
+        self.error: BaseException | None = None
+
+    def refusal(self, arrival: Arrival) -> MismatchError | None:
+        """Return the error if the message cannot be written to `out`."""
+        header = arrival.header
+        fits = self.out is None or len(self.out) == header.payload_bytes
+        if self.expect is not None:
+            code, shape = self.expect
+            same_kind = not header.is_object and header.dtype_code == code
+            fits = fits and same_kind and wire.array_bytes(code, shape) == header.payload_bytes
+        if fits:
+            return None
+        has = "an object" if header.is_object else f"{DTYPES[header.dtype_code]} of shape {header.shape}"
+        wants = (
+            f"{DTYPES[self.expect[0]]} of shape {self.expect[1]}" if self.expect else f"{len(self.out or b'')} bytes"
+        )
+        return MismatchError(
+            f"recv wants {wants}, but the message from rank {arrival.source} with tag {header.tag} is {has} "
+            f"({header.payload_bytes} bytes). The message is consumed; the group is still usable."
+        )
+
+
+Operation: TypeAlias = Send | Receive
+
+
+class Arrival(Landing):
+    """A message that was announced to us, in the order of `order`."""
+
+    __slots__ = (
+        "cost",
+        "header",
+        "is_asked_for",
+        "is_dropped",
+        "is_landed",
+        "is_matched",
+        "order",
+        "receive",
+        "source",
+        "store",
+    )
+
+    def __init__(self, source: int, header: Header, order: int) -> None:
+        super().__init__(_NOWHERE)
+        self.source, self.header, self.order = source, header, order
+        self.cost = HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)
+        """The credit it took."""
+        self.is_asked_for = False
+        """The sender of a large payload was told to send it, or to keep it."""
+        self.is_dropped = False
+        """A receive refused it: what is still to come of it goes nowhere."""
+        self.is_landed = False
+        """The whole payload is here."""
+        self.is_matched = False
+        """A receive has taken it at least once, so its credit is settled."""
+        self.receive: Receive | None = None
+        self.store: Bytes | None = None
+        """Memory of ours for the payload; None if it goes to the receive's `out` or has no place yet."""
+
+    def allocate(self) -> None:
+        """Give the payload memory of its own; what has landed moves there."""
+        self.store = np.empty(self.header.payload_bytes, np.uint8)
+        store = self.store.data
+        store[: self.filled] = self.target[: self.filled]
+        self.target = store

@@ -1,0 +1,79 @@
+"""Named arrays, combined over all ranks in buckets."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.base.arithmetic import reduction
+from covey.base.dtypes import DTYPES
+from covey.base.errors import ConfigError, MismatchError
+from covey.runtime.buffers import Operand, writable
+from covey.runtime.engine import Fault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from covey.runtime.group import Group
+
+Named = list[tuple[str, Operand]]
+
+
+def sync(group: Group, grads: Mapping[str, Any], op: str, bucket_bytes: int, timeout: float | None) -> None:
+    """Combine the arrays of `grads` with those of the other ranks, in place."""
+    if bucket_bytes <= 0:
+        raise ConfigError(f"bucket_bytes={bucket_bytes} must be above 0")
+    named: Named = [(name, writable(grads[name])) for name in sorted(grads)]
+    for _, operand in named:
+        reduction(op, operand.flat.dtype)
+    if group.size > 1:
+        _agree(group, named, timeout)
+    for bucket in _buckets(named, bucket_bytes):
+        if len(bucket) == 1:
+            flat = bucket[0].flat
+            group.all_reduce(flat, op, timeout=timeout)
+            bucket[0].done()
+            continue
+        packed = np.concatenate([operand.flat for operand in bucket])
+        group.all_reduce(packed, op, timeout=timeout)
+        at = 0
+        for operand in bucket:
+            operand.flat[...] = packed[at : at + operand.flat.size]
+            operand.done()
+            at += operand.flat.size
+
+
+def _buckets(named: Named, limit: int) -> Iterator[list[Operand]]:
+    """Yield runs of arrays of one dtype, in an order that is the same on all ranks."""
+    bucket: list[Operand] = []
+    nbytes = 0
+    for _, operand in sorted(named, key=lambda item: (item[1].code, item[0])):
+        if bucket and (bucket[0].code != operand.code or nbytes + operand.flat.nbytes > limit):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(operand)
+        nbytes += operand.flat.nbytes
+    if bucket:
+        yield bucket
+
+
+def _agree(group: Group, named: Named, timeout: float | None) -> None:
+    """Compare what the ranks passed: a digest every time, the lists themselves only if the digests differ."""
+    lines = [f"{name}: {DTYPES[operand.code].name}{list(operand.shape)}" for name, operand in named]
+    digest = np.frombuffer(hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest(), np.uint8)
+    digests = np.empty((group.size, 16), np.uint8)
+    group.all_gather(digest, out=digests, timeout=timeout)
+    if (digests == digest).all():
+        return
+    lists = group.all_gather_object(lines, timeout=timeout)
+    first = next(index for index, line in enumerate([*max(lists, key=len), ""]) if len({*_at(lists, index)}) > 1)
+    said = "; ".join(f"rank {rank} has {line or 'nothing'}" for rank, line in enumerate(_at(lists, first)))
+    text = f"sync_gradients: the arrays differ between ranks, first at number {first} in the order of names: {said}"
+    group._engine.fail(Fault("MismatchError", text), tell=False)  # every rank finds the same
+    raise MismatchError(text)
+
+
+def _at(lists: list[list[str]], index: int) -> list[str]:
+    return [lines[index] if index < len(lines) else "" for lines in lists]

@@ -1,0 +1,829 @@
+"""The group: what a program holds to work on arrays together with the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import numbers
+import time
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+
+from covey.base.arithmetic import identity, is_float, reduction
+from covey.base.config import check_timeout
+from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.errors import ConfigError, MismatchError
+from covey.plan import barrier, choose, direct, doubling
+from covey.plan.moves import part
+from covey.runtime import gradients
+from covey.runtime.buffers import Operand, readable, writable
+from covey.runtime.engine import Engine, Fault
+from covey.runtime.ledger import META_WORDS, Call, as_meta, from_meta, make_call
+from covey.wire import objects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    from covey.runtime.messenger import Messenger
+    from covey.runtime.node import Node
+    from covey.runtime.work import Work
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+ANY: Final = -1
+"""As `src` or `tag` of a receive: whichever comes first."""
+TAG_LIMIT: Final = 1 << 62
+
+_BYTES: Final = dtype_code(np.dtype(np.uint8))
+
+
+class Group:
+    """An ordered set of ranks that work together. Use it in `with`, or `close` it.
+
+    Collectives of a group run in the order they are issued, and every rank must issue the same ones in the same
+    order. One thread at a time issues them; for more threads, `split` more groups. Point-to-point messages have
+    lanes of their own and go on whatever the collectives do. After an exception the contents of arrays that the
+    operation was changing are undefined.
+
+    Every operation takes `timeout=` seconds (default: the group's, 30 minutes) and `async_op=True`, which returns a
+    `Work` at once. Arrays are numpy arrays, torch CPU tensors, or writable buffers, used in place without a copy
+    when they are contiguous.
+
+    Every operation may raise:
+        MismatchError: ranks called different things. The group is closed.
+        PeerLostError: a member went away. The group is closed.
+        DeadlineError: `timeout` passed. The group is closed.
+        ClosedError: the group was closed before; the first cause is its `__cause__`.
+        BusyError: another thread is in a collective of this group.
+        TypeError, ConfigError: the call itself cannot work; nothing was sent.
+    """
+
+    def __init__(self, engine: Engine, *, local_rank: int, on_close: Callable[[], None] | None = None) -> None:
+        self._engine = engine
+        self._local_rank = local_rank
+        self._on_close = on_close
+        self._messenger: Messenger | None = None
+        self._calls: dict[Any, Call] = {}
+        self._children = itertools.count(1)
+
+    # Who
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self._engine.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._engine.size
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The ranks that have not been lost."""
+        node = self._engine.node
+        if node is None:
+            return tuple(self._engine.ranks)
+        members = enumerate(self._engine.members)
+        return tuple(rank for rank, member in members if member == node.rank or not node.peers[member].gone)
+
+    @property
+    def generation(self) -> int:
+        """The number of this group in the run's history."""
+        return 0
+
+    @property
+    def name(self) -> str:
+        """What errors call this group."""
+        return self._engine.name
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the run's processes on its host: the index of its device, for instance."""
+        return self._local_rank
+
+    def lanes(self) -> dict[int, str]:
+        """Return the kind of lane to each other rank: shm, unix, tcp or memory."""
+        engine = self._engine
+        kinds = {}
+        for rank, member in enumerate(engine.members):
+            if rank != engine.rank and engine.node is not None:
+                lane = engine._lanes[rank]
+                kinds[rank] = lane.kind if lane is not None else engine.node.lane_kind(member)
+        return kinds
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
+
+    # Reductions
+
+    def all_reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        weight: float | None = None,
+        timeout: float | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combine `x` of all ranks, in place on every rank; return `x`. A Python number gives back a number.
+
+        `weight` makes a mean count this rank's `x` that many times (unequal batches); every rank passes one.
+        The result is bit-identical on all ranks.
+        """
+        if isinstance(x, numbers.Number) and not isinstance(x, np.ndarray):
+            return self._all_reduce_number(x, op, weight, timeout, async_op)
+        operand = writable(x)
+        flat = operand.flat
+        rule = reduction(op, flat.dtype)
+        key = ("all_reduce", operand.code, operand.shape, op, weight is None, algorithm)
+        call = self._calls.get(key) or self._remember(
+            key, "all_reduce", operand.code, operand.shape, op=op, weighted=weight is not None, algorithm=algorithm
+        )
+        if weight is not None:
+            _check_weight(op, weight)
+        engine = self._engine
+        plan = self._plan_all_reduce(flat.size, flat.itemsize, algorithm)
+        quiet = is_float(flat.dtype)
+
+        def body(engine: Engine) -> Any:
+            if weight is not None:
+                self._weigh(engine, flat, weight)
+                with np.errstate(all="ignore"):
+                    engine.execute(plan, [flat], reduction("sum", flat.dtype))
+            elif quiet:
+                with np.errstate(all="ignore"):
+                    engine.execute(plan, [flat], rule)
+            else:
+                engine.execute(plan, [flat], rule)
+            if operand.write_back is not None:
+                operand.write_back(flat)
+            return x
+
+        return engine.run(call, body, timeout=timeout, async_op=async_op)
+
+    def _plan_all_reduce(self, count: int, itemsize: int, algorithm: str | None) -> Any:
+        engine = self._engine
+        if engine.size == 1 and algorithm is None:
+            algorithm = "doubling"  # an empty plan; an unknown name is still an error
+        return choose.all_reduce(engine.rank, engine.size, count, itemsize, self._lane_family(), algorithm)
+
+    def _weigh(self, engine: Engine, flat: Array, weight: float) -> None:
+        """Scale this rank's contribution by its share of the total weight."""
+        total = np.array([weight], np.float64)
+        plan = choose.all_reduce(engine.rank, engine.size, 1, 8, self._lane_family(), "doubling")
+        engine.execute(plan, [total], reduction("sum", total.dtype))
+        if not total[0] > 0:
+            raise ConfigError("the weights of all ranks add up to 0")
+        np.multiply(flat, flat.dtype.type(weight / total[0]), out=flat)
+
+    def _all_reduce_number(self, x: Any, op: str, weight: float | None, timeout: float | None, async_op: bool) -> Any:
+        array = _number_array(x, op)
+        if async_op:
+            return _mapped(self.all_reduce(array, op, weight=weight, timeout=timeout, async_op=True), _as_number)
+        return _as_number(self.all_reduce(array, op, weight=weight, timeout=timeout))
+
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        timeout: float | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combine `x` of all ranks into `x` of `root`; elsewhere `x` stays as it is. Returns `x`."""
+        self._check_rank(root, "root")
+        operand = writable(x)
+        rule = reduction(op, operand.flat.dtype)
+        plan = choose.reduce(
+            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, self._lane_family(), algorithm
+        )
+        call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
+
+        def body(engine: Engine) -> Any:
+            # A rank that passes others' contributions on combines them in memory of its own.
+            flat = operand.flat if engine.rank == root or not plan.recvs else operand.flat.copy()
+            with np.errstate(all="ignore"):
+                engine.execute(plan, [flat], rule)
+            if engine.rank == root:
+                operand.done()
+            return x
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combine `x` of all ranks and return this rank's part of the result; `x` stays as it is.
+
+        Axis 0 is split as numpy.array_split does, or into `counts` rows per rank.
+        """
+        operand = readable(x)
+        if not operand.shape:
+            raise TypeError("reduce_scatter splits axis 0, but the array has no axes")
+        rule = reduction(op, operand.flat.dtype)
+        rows, row = operand.shape[0], int(np.prod(operand.shape[1:], dtype=np.int64))
+        shares = self._counts(counts, rows)
+        lengths = [share * row for share in shares]
+        starts = [0, *itertools.accumulate(lengths)]
+        segment = max(1, choose.SEGMENT_BYTES[self._lane_family()] // operand.flat.itemsize)
+        plan = direct.reduce_scatter(self.rank, lengths, segment)
+        call = self._call("reduce_scatter", operand.code, operand.shape, op=op, counts=counts and tuple(counts))
+
+        def body(engine: Engine) -> Any:
+            parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+            result = parts[engine.rank].copy()
+            with np.errstate(all="ignore"):
+                engine.execute(plan, [*parts, result], rule)
+            return result.reshape(shares[engine.rank], *operand.shape[1:])
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+
+    def scan(self, x: Any, op: str = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Return the combination of `x` of ranks 0 up to this one; `x` stays as it is."""
+        return self._prefix("scan", x, op, timeout, async_op)
+
+    def exscan(self, x: Any, op: str = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Return the combination of `x` of the ranks before this one; on rank 0, the value that changes nothing."""
+        return self._prefix("exscan", x, op, timeout, async_op)
+
+    def _prefix(self, name: str, x: Any, op: str, timeout: float | None, async_op: bool) -> Any:
+        operand = readable(x)
+        if op == "mean":
+            raise ConfigError(f"op='mean' has no meaning for {name}; use sum and divide")
+        rule = reduction(op, operand.flat.dtype)
+        call = self._call(name, operand.code, operand.shape, op=op)
+
+        def body(engine: Engine) -> Any:
+            if name == "scan":
+                result = operand.flat.copy()
+                plan, buffers = doubling.scan(engine.rank, engine.size, result.size), [result]
+            else:
+                result = np.full_like(operand.flat, identity(op, operand.flat.dtype))
+                plan, buffers = doubling.exscan(engine.rank, engine.size, result.size), [operand.flat, result]
+            with np.errstate(all="ignore"):
+                engine.execute(plan, buffers, rule)
+            return result.reshape(operand.shape)
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+
+    def sync_gradients(
+        self,
+        grads: Mapping[str, Any],
+        op: str = "mean",
+        *,
+        bucket_bytes: int = 25 << 20,
+        timeout: float | None = None,
+    ) -> None:
+        """Combine named arrays of all ranks in place, packed into buckets of about `bucket_bytes`.
+
+        Raises:
+            MismatchError: ranks passed other names, shapes or dtypes; names the first difference.
+        """
+        gradients.sync(self, grads, op, bucket_bytes, timeout)
+
+    # Moving
+
+    def broadcast(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        timeout: float | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Copy `x` of `root` into `x` of every rank; return `x`."""
+        self._check_rank(root, "root")
+        operand = readable(x) if self.rank == root else writable(x)
+        plan = choose.broadcast(
+            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, self._lane_family(), algorithm
+        )
+        call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
+
+        def body(engine: Engine) -> Any:
+            engine.execute(plan, [operand.flat])
+            operand.done()
+            return x
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return `x` of every rank as a list by rank; shapes may differ.
+
+        With `out`, an array of shape (size, *x.shape), fill its rows instead and return it; shapes must agree.
+        """
+        operand = readable(x)
+        if out is None:
+            call = self._call("all_gather", operand.code, None, algorithm=algorithm)
+            return self._engine.run(
+                call, lambda engine: self._gather_all(engine, operand, algorithm), timeout=timeout, async_op=async_op
+            )
+        rows = writable(out)
+        if rows.shape != (self.size, *operand.shape) or rows.code != operand.code:
+            raise TypeError(
+                f"out must be {DTYPES[operand.code].name}{[self.size, *operand.shape]}, not "
+                f"{DTYPES[rows.code].name}{list(rows.shape)}"
+            )
+        call = self._call("all_gather", operand.code, operand.shape, out=True, algorithm=algorithm)
+        plan = choose.all_gather(self.rank, (operand.flat.size,) * self.size, self._lane_family(), algorithm)
+
+        def body(engine: Engine) -> Any:
+            blocks = list(rows.flat.reshape(engine.size, operand.flat.size))
+            blocks[engine.rank][...] = operand.flat
+            engine.execute(plan, blocks)
+            rows.done()
+            return out
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+
+    def _gather_all(self, engine: Engine, operand: Operand, algorithm: str | None = None) -> list[Array]:
+        """Gather blocks whose shapes only their owners know: shapes first, contents second."""
+        metas = np.zeros((engine.size, META_WORDS), np.uint64)
+        metas[engine.rank] = as_meta(operand.shape, operand.code)
+        engine.execute(choose.all_gather(engine.rank, (META_WORDS,) * engine.size, "stream", "direct"), list(metas))
+        arrays = [np.empty(*from_meta(meta)) for meta in metas]
+        arrays[engine.rank][...] = operand.flat.reshape(operand.shape)
+        blocks = [array.reshape(-1).view(np.uint8) for array in arrays]
+        lengths = tuple(block.size for block in blocks)
+        engine.execute(choose.all_gather(engine.rank, lengths, self._lane_family(), algorithm), blocks)
+        return arrays
+
+    def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Return `x` of every rank as a list by rank on `root`, None elsewhere; shapes may differ."""
+        self._check_rank(root, "root")
+        operand = readable(x)
+        call = self._call("gather", operand.code, None, root=root)
+        return self._engine.run(
+            call, lambda engine: self._gather_to(engine, operand, root), timeout=timeout, async_op=async_op
+        )
+
+    def _gather_to(self, engine: Engine, operand: Operand, root: int) -> list[Array] | None:
+        metas = np.zeros((engine.size, META_WORDS), np.uint64)
+        metas[engine.rank] = as_meta(operand.shape, operand.code)
+        engine.execute(direct.gather(engine.rank, root, [META_WORDS] * engine.size), list(metas))
+        if engine.rank != root:
+            lengths = [0] * engine.size
+            lengths[engine.rank] = operand.flat.nbytes
+            blocks = [np.empty(0, np.uint8)] * engine.size
+            blocks[engine.rank] = operand.flat.view(np.uint8)
+            engine.execute(direct.gather(engine.rank, root, lengths), blocks)
+            return None
+        arrays = [np.empty(*from_meta(meta)) for meta in metas]
+        arrays[root][...] = operand.flat.reshape(operand.shape)
+        blocks = [array.reshape(-1).view(np.uint8) for array in arrays]
+        engine.execute(direct.gather(engine.rank, root, [block.size for block in blocks]), blocks)
+        return arrays
+
+    def scatter(
+        self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Return this rank's element of `xs`, a list by rank that `root` passes; others pass None."""
+        self._check_rank(root, "root")
+        operands = self._list_of_operands(xs, "xs") if self.rank == root else None
+        call = self._call("scatter", None, None, root=root)
+        return self._engine.run(
+            call, lambda engine: self._scatter_from(engine, operands, root), timeout=timeout, async_op=async_op
+        )
+
+    def _scatter_from(self, engine: Engine, operands: list[Operand] | None, root: int) -> Array:
+        me = engine.rank
+        metas = np.zeros((engine.size, META_WORDS), np.uint64)
+        for rank, operand in enumerate(operands or ()):
+            metas[rank] = as_meta(operand.shape, operand.code)
+        engine.execute(direct.scatter(me, root, [META_WORDS] * engine.size), list(metas))
+        mine = np.empty(*from_meta(metas[me]))
+        if operands is not None:
+            blocks = [operand.flat.view(np.uint8) for operand in operands]
+            mine[...] = operands[me].flat.reshape(operands[me].shape)
+        else:
+            blocks = [np.empty(0, np.uint8)] * engine.size
+            blocks[me] = mine.reshape(-1).view(np.uint8)
+        engine.execute(direct.scatter(me, root, [block.size for block in blocks]), blocks)
+        return mine
+
+    def all_to_all(self, xs: Sequence[Any], *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Give element r of the list `xs` to rank r; return the list of what every rank gave to this one."""
+        operands = self._list_of_operands(xs, "xs")
+        call = self._call("all_to_all", None, None)
+        return self._engine.run(
+            call, lambda engine: self._exchange_all(engine, operands), timeout=timeout, async_op=async_op
+        )
+
+    def _exchange_all(self, engine: Engine, operands: list[Operand]) -> list[Array]:
+        size, me = engine.size, engine.rank
+        out_metas = np.stack([as_meta(operand.shape, operand.code) for operand in operands])
+        in_metas = np.zeros_like(out_metas)
+        in_metas[me] = out_metas[me]
+        fixed = [META_WORDS] * size
+        engine.execute(direct.all_to_all(me, fixed, fixed), [*out_metas, *in_metas])
+        arrays = [np.empty(*from_meta(meta)) for meta in in_metas]
+        arrays[me][...] = operands[me].flat.reshape(operands[me].shape)
+        outgoing = [operand.flat.view(np.uint8) for operand in operands]
+        incoming = [array.reshape(-1).view(np.uint8) for array in arrays]
+        plan = direct.all_to_all(me, [block.size for block in outgoing], [block.size for block in incoming])
+        engine.execute(plan, [*outgoing, *incoming])
+        return arrays
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Return once every rank has come here."""
+        call = self._call("barrier", None, None)
+        plan = barrier.dissemination(self.rank, self.size)
+        nothing = [np.empty(0, np.uint8)]
+        return self._engine.run(call, lambda engine: engine.execute(plan, nothing), timeout=timeout, async_op=async_op)
+
+    # Objects
+
+    def broadcast_object(
+        self,
+        value: Any = None,
+        root: int = 0,
+        *,
+        type: Any = None,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return `value` of `root` on every rank.
+
+        Values are JSON-like, dataclasses, bytes and numpy arrays; a dataclass arrives as a dict unless `type` names
+        its class. `allow_pickle=True` takes anything else: only among ranks you trust with your account, because
+        unpickling runs code that the sender chose.
+        """
+        self._check_rank(root, "root")
+        data = _encoded(value, allow_pickle) if self.rank == root else b""
+        call = self._call("broadcast_object", None, None, root=root)
+
+        def body(engine: Engine) -> bytes:
+            length = np.array([len(data)], np.uint64)
+            engine.execute(choose.broadcast(engine.rank, engine.size, root, 1, 8, "stream", "tree"), [length])
+            payload = np.frombuffer(data, np.uint8) if engine.rank == root else np.empty(int(length[0]), np.uint8)
+            plan = choose.broadcast(engine.rank, engine.size, root, payload.size, 1, self._lane_family(), None)
+            engine.execute(plan, [payload])
+            return payload.tobytes()
+
+        return self._run_object(call, body, type, allow_pickle, timeout, async_op)
+
+    def all_gather_object(
+        self,
+        value: Any,
+        *,
+        type: Any = None,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return `value` of every rank as a list by rank; see `broadcast_object` for what values may be."""
+        operand = _byte_operand(_encoded(value, allow_pickle))
+        call = self._call("all_gather_object", None, None)
+        return self._run_object(
+            call, lambda engine: self._gather_all(engine, operand), type, allow_pickle, timeout, async_op
+        )
+
+    def gather_object(
+        self,
+        value: Any,
+        root: int = 0,
+        *,
+        type: Any = None,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return `value` of every rank as a list by rank on `root`, None elsewhere; see `broadcast_object`."""
+        self._check_rank(root, "root")
+        operand = _byte_operand(_encoded(value, allow_pickle))
+        call = self._call("gather_object", None, None, root=root)
+        return self._run_object(
+            call, lambda engine: self._gather_to(engine, operand, root), type, allow_pickle, timeout, async_op
+        )
+
+    def scatter_object(
+        self,
+        values: Sequence[Any] | None,
+        root: int = 0,
+        *,
+        type: Any = None,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return this rank's element of `values`, a list by rank that `root` passes; see `broadcast_object`."""
+        self._check_rank(root, "root")
+        operands = None
+        if self.rank == root:
+            if values is None or len(values) != self.size:
+                raise ConfigError(f"values must have one element for each of the {self.size} ranks")
+            operands = [_byte_operand(_encoded(value, allow_pickle)) for value in values]
+        call = self._call("scatter_object", None, None, root=root)
+        return self._run_object(
+            call,
+            lambda engine: self._scatter_from(engine, operands, root).tobytes(),
+            type,
+            allow_pickle,
+            timeout,
+            async_op,
+        )
+
+    def _run_object(
+        self,
+        call: Call,
+        body: Callable[[Engine], Any],
+        type: Any,
+        allow_pickle: bool,
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:
+        def decode(data: Any) -> Any:
+            if isinstance(data, list):
+                return [objects.decode(item.tobytes(), type=type, allow_pickle=allow_pickle) for item in data]
+            return data if data is None else objects.decode(data, type=type, allow_pickle=allow_pickle)
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=decode)
+
+    # Point to point
+
+    def send(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Send an array to rank `dst`; returns when `x` may be changed again.
+
+        Up to 64 KiB leave at once (4 MiB may be under way to a rank that does not receive); more waits for the
+        matching `recv`. Messages of one pair with one tag arrive in order.
+        """
+        operand = readable(x)
+        return self._send(operand.flat.view(np.uint8), dst, tag, operand.code, operand.shape, False, timeout, async_op)
+
+    def recv(
+        self,
+        src: int = ANY,
+        tag: int = ANY,
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return the next array from `src` with `tag`; `out` receives it in place.
+
+        Raises:
+            MismatchError: `out` has another size or dtype than the message, or the message is an object. The
+                message is gone; the group goes on.
+        """
+        target = writable(out) if out is not None else None
+
+        def finish(message: Any) -> Any:
+            if message.is_object:
+                raise MismatchError(f"rank {message.source} sent an object with tag {message.tag}; use recv_object")
+            if target is not None:
+                target.done()
+                return out
+            return message.data.view(DTYPES[message.dtype_code]).reshape(message.shape)
+
+        return self._recv(src, tag, target, finish, timeout, async_op)
+
+    def send_object(
+        self,
+        value: Any,
+        dst: int,
+        tag: int = 0,
+        *,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send a value to rank `dst`; see `broadcast_object` for what values may be."""
+        data = np.frombuffer(objects.encode(value, allow_pickle=allow_pickle), np.uint8)
+        return self._send(data, dst, tag, _BYTES, data.shape, True, timeout, async_op)
+
+    def recv_object(
+        self,
+        src: int = ANY,
+        tag: int = ANY,
+        *,
+        type: Any = None,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return the next value from `src` with `tag`; see `broadcast_object`."""
+
+        def finish(message: Any) -> Any:
+            if not message.is_object:
+                raise MismatchError(f"rank {message.source} sent an array with tag {message.tag}; use recv")
+            return objects.decode(message.data.tobytes(), type=type, allow_pickle=allow_pickle)
+
+        return self._recv(src, tag, None, finish, timeout, async_op)
+
+    def _send(
+        self,
+        data: Array,
+        dst: int,
+        tag: int,
+        code: int,
+        shape: tuple[int, ...],
+        is_object: bool,
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:
+        self._check_rank(dst, "dst")
+        if not 0 <= tag < TAG_LIMIT:
+            raise ConfigError(f"tag={tag} must be from 0 to 2**62 - 1")
+        messenger, deadline = self._messages(timeout)
+        work = messenger.post_send(memoryview(data), dst, tag, code, shape, is_object)
+        return self._finish_message(work, deadline, lambda _: None, async_op)
+
+    def _recv(
+        self,
+        src: int,
+        tag: int,
+        target: Operand | None,
+        finish: Callable[[Any], Any],
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:
+        if src != ANY:
+            self._check_rank(src, "src")
+        if tag != ANY and not 0 <= tag < TAG_LIMIT:
+            raise ConfigError(f"tag={tag} must be from 0 to 2**62 - 1, or covey.ANY")
+        messenger, deadline = self._messages(timeout)
+        out = None if target is None else memoryview(target.flat.view(np.uint8))
+        work = messenger.post_recv(src, tag, out, None if target is None else (target.code, target.shape))
+        return self._finish_message(work, deadline, finish, async_op)
+
+    def _finish_message(self, work: Work[Any], deadline: float, finish: Callable[[Any], Any], async_op: bool) -> Any:
+        messenger = self._messenger
+        assert messenger is not None
+        if async_op:
+            messenger.progress_in_background()
+            return _mapped(work, finish)
+        messenger.wait(work, deadline)
+        return finish(work.wait(0))
+
+    def _messages(self, timeout: float | None) -> tuple[Messenger, float]:
+        engine = self._engine
+        engine.require_open()
+        if self._messenger is None:
+            self._messenger = engine.messenger()
+        limit = engine.config.timeout if timeout is None else check_timeout(timeout)
+        return self._messenger, time.monotonic() + limit
+
+    # Groups of groups
+
+    def split(self, color: int | None, key: int | None = None, *, timeout: float | None = None) -> Group | None:
+        """Make new groups: one of all ranks that passed the same `color`, ordered by `key`, then by rank.
+
+        Every rank of this group takes part; one that passes None gets None. The new group has lanes, order and
+        failures of its own, and may be used at the same time as this one from another thread.
+        """
+        for name, value in (("color", color), ("key", key)):
+            if value is not None and (not isinstance(value, int) or not -(1 << 62) < value < 1 << 62):
+                raise ConfigError(f"{name}={value!r} must be an int or None")
+        choice = np.array([color is not None, color or 0, self.rank if key is None else key], np.int64)
+        call = self._call("split", None, None)
+        operand = readable(choice)
+        choices = self._engine.run(
+            call, lambda engine: self._gather_all(engine, operand), timeout=timeout, async_op=False
+        )
+        if color is None:
+            return None
+        engine = self._engine
+        chosen = [rank for rank in engine.ranks if choices[rank][0] and choices[rank][1] == color]
+        chosen.sort(key=lambda rank: (int(choices[rank][2]), rank))
+        members = tuple(engine.members[rank] for rank in chosen)
+        name = f"{self.name}/{engine.sequence}.{color}"
+        digest = hashlib.blake2b(f"{engine.id}/{engine.sequence}/{color}".encode(), digest_size=8).digest()
+        node = engine.node if len(members) > 1 else None
+        return Group(
+            Engine(node, int.from_bytes(digest, "little"), members if node else (0,), name, engine.config),
+            local_rank=self._local_rank,
+        )
+
+    # The end
+
+    def close(self) -> None:
+        """Leave the group and free what it holds. Closing twice is fine."""
+        if self._messenger is not None:
+            self._messenger.close(time.monotonic() + 5.0)
+        self._engine.close()
+        if self._on_close is not None:
+            self._on_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            text = f"rank {self.rank} left the group because of {type(error).__name__}: {error}"
+            self._engine.fail(Fault("PeerLostError", text, (self.rank,)))
+        self.close()
+
+    # Small things
+
+    def _lane_family(self) -> str:
+        """Return "ring" if all pairs of the group share memory by the host map, else "stream"."""
+        return self._engine.lane_family
+
+    def _call(self, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
+        key = (operation, code, shape, *agreed.values())
+        return self._calls.get(key) or self._remember(key, operation, code, shape, **agreed)
+
+    def _remember(
+        self, key: Any, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any
+    ) -> Call:
+        if len(self._calls) > 4096:
+            self._calls.clear()
+        call = self._calls[key] = make_call(operation, code, shape, **agreed)
+        return call
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise ConfigError(f"{what}={rank!r} is no rank of this group; it has ranks 0 to {self.size - 1}")
+
+    def _counts(self, counts: Sequence[int] | None, rows: int) -> list[int]:
+        if counts is None:
+            ranges = (part(rows, self.size, rank) for rank in self._engine.ranks)
+            return [stop - start for start, stop in ranges]
+        if len(counts) != self.size or any(count < 0 for count in counts) or sum(counts) != rows:
+            raise ConfigError(f"counts={list(counts)} must be {self.size} numbers of rows that add up to {rows}")
+        return [int(count) for count in counts]
+
+    def _list_of_operands(self, xs: Sequence[Any] | None, what: str) -> list[Operand]:
+        if xs is None or len(xs) != self.size:
+            got = "None" if xs is None else f"{len(xs)} elements"
+            raise ConfigError(f"{what} must have one array for each of the {self.size} ranks, not {got}")
+        return [readable(x) for x in xs]
+
+
+def _check_weight(op: str, weight: float) -> None:
+    if op != "mean":
+        raise ConfigError(f"weight= goes with op='mean', not op={op!r}")
+    if not 0 <= weight < float("inf"):
+        raise ConfigError(f"weight={weight!r} must be a number from 0 up")
+
+
+def _number_array(x: Any, op: str) -> Array:
+    """Return a Python number as an array that `op` can work on."""
+    if isinstance(x, bool | np.bool_) and op in ("and", "or", "xor", "min", "max"):
+        return np.array([x], np.bool_)
+    if isinstance(x, complex | np.complexfloating):
+        return np.array([x], np.complex128)
+    if isinstance(x, float | np.floating) or op == "mean":
+        return np.array([x], np.float64)
+    if isinstance(x, int | np.integer):
+        try:
+            return np.array([int(x)], np.int64)
+        except OverflowError:
+            raise TypeError(f"{x} does not fit into 64 bits; pass a float or an array") from None
+    raise TypeError(f"cannot reduce a {type(x).__name__}; pass int, float, complex, bool or an array")
+
+
+def _as_number(array: Array) -> Any:
+    return array[0].item()
+
+
+def _byte_operand(data: bytes) -> Operand:
+    flat = np.frombuffer(data, np.uint8)
+    return Operand(flat, flat.shape, _BYTES, None)
+
+
+def _encoded(value: Any, allow_pickle: bool) -> bytes:
+    """Encode a value; if that fails, the other ranks must hear of it, so the failure itself is sent."""
+    try:
+        return objects.encode(value, allow_pickle=allow_pickle)
+    except TypeError as error:
+        return objects.encode_failure(str(error))
+
+
+def _mapped(work: Work[Any], function: Callable[[Any], Any]) -> Work[Any]:
+    """Return a Work that ends with `function` of the other's result."""
+    result: Work[Any] = type(work)(work.description, drive=lambda _, deadline: work.drive_until(deadline))
+
+    def pass_on(ended: Work[Any]) -> None:
+        try:
+            value = function(ended.wait(0))
+        except BaseException as error:
+            result.fail(error)
+        else:
+            result.finish(value)
+
+    work.add_done_callback(pass_on)
+    return result

@@ -1,0 +1,380 @@
+"""The keeper: starts the ranks of a run on this host, watches over them, and leaves nothing behind.
+
+`LocalRun` starts ranks and ends them with all that they started. `keep` is what `covey run` does with one: it relays
+what the ranks print, passes signals on, and stops everybody when one of them fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import secrets
+import select
+import selectors
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO, TYPE_CHECKING, Final, NamedTuple
+
+from covey.base.errors import ConfigError
+from covey.runtime.voices import LINE_LIMIT_BYTES, Cursor, Voice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+TOKEN_BYTES: Final = 32
+FOLDER_LIMIT_BYTES: Final = 75
+"""Longest path of a run's folder. A unix socket's path may have 103 bytes, so its name in the folder may have 27."""
+
+FAILURE_GRACE: Final = 1.0
+"""Seconds in which the other ranks may notice a failure by themselves and say what they lost, before SIGTERM."""
+SIGNAL_GRACE: Final = 30.0
+"""Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C ends them at once."""
+TERM_GRACE: Final = 3.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+Stdio = int | IO[bytes] | None
+
+
+class LocalRun:
+    """A run whose ranks all live on this host: a folder to meet in, and a token that proves membership.
+
+    Leaving the `with` block ends every rank together with what it left in its process group, and removes the folder.
+    Start ranks from a thread that outlives them: on Linux they die with the thread that started them.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ConfigError(f"a run needs at least one rank, got {size}")
+        self.size = size
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.folder = _fresh_folder()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self,
+        rank: int,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdout: Stdio = None,
+        stderr: Stdio = None,
+        stdin: Stdio = subprocess.DEVNULL,
+    ) -> subprocess.Popen[bytes]:
+        """Start `argv` as `rank`, in a session of its own; `env` adds to this process's environment.
+
+        Raises:
+            ConfigError: `rank` is not in the run, or `argv` cannot be executed.
+        """
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"rank {rank} is not in a run of {self.size}")
+        _libc()  # loaded here, because little is safe between fork and exec
+        token_end, write_end = os.pipe()
+        try:
+            os.write(write_end, self.token)
+            place = {
+                "COVEY_RANK": rank,
+                "COVEY_SIZE": self.size,
+                "COVEY_LOCAL_RANK": rank,
+                "COVEY_LOCAL_SIZE": self.size,
+                "COVEY_MEET": self.folder,
+                "COVEY_TOKEN_FD": token_end,
+                "PYTHONUNBUFFERED": 1,
+            }
+            process = subprocess.Popen(
+                argv,
+                env={**os.environ, **(env or {}), **{name: str(value) for name, value in place.items()}},
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=(token_end,),
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with, os.getpid()),
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from error
+        finally:
+            os.close(token_end)
+            os.close(write_end)
+        self._processes.append(process)
+        return process
+
+    def signal(self, signum: int) -> None:
+        """Send `signum` to every process of the run that is still there."""
+        for process in self._processes:
+            signal_group(process.pid, signum, reaped=process.poll() is not None)
+
+    def stop(self, grace: float = TERM_GRACE) -> None:
+        """End and reap all: SIGTERM to each rank's process group, SIGKILL to what is left after `grace` seconds."""
+        try:
+            self.signal(signal.SIGTERM)
+            deadline = time.monotonic() + grace
+            while self._any_left() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:  # also when Ctrl-C cuts the grace short
+            self.signal(signal.SIGKILL)
+            for process in self._processes:
+                process.wait()
+
+    def _any_left(self) -> bool:
+        return any(p.poll() is None or signal_group(p.pid, 0, reaped=True) for p in self._processes)
+
+    def __enter__(self) -> LocalRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop()
+        finally:
+            for process in self._processes:
+                for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+                    with contextlib.suppress(OSError):  # input that the rank never took
+                        pipe.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def keep(size: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
+    """Run `argv` as `size` local ranks, relay their output, and return the exit code of the first that failed, or 0.
+
+    A signal's code is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all ranks once; a second SIGINT
+    kills them. Call it on the main thread: it takes over signal handling until it returns.
+    """
+    arrived: list[int] = []
+    with _signals_noted(arrived) as wake, LocalRun(size) as run, selectors.DefaultSelector() as selector:
+        return _Watch(run, selector, wake, arrived).over(argv, env)
+
+
+def signal_group(pid: int, signum: int, *, reaped: bool) -> bool:
+    """Send `signum` (0 only asks) to the process group that child `pid` leads; False when there is nobody in it."""
+    # While a group has members the kernel gives its number to nobody else. So when our child was reaped and there is
+    # a process with its number, that is a stranger, and the group is empty.
+    if reaped and _exists(pid):
+        return False
+    try:
+        os.killpg(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent`, which started it, dies; only Linux can."""
+    if libc := _libc():
+        libc.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # 1: PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _fresh_folder() -> str:
+    for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
+        with contextlib.suppress(OSError):
+            if _is_guarded(base):
+                folder = tempfile.mkdtemp(prefix="covey-", dir=base)
+                if len(os.fsencode(folder)) <= FOLDER_LIMIT_BYTES:
+                    return folder
+                os.rmdir(folder)
+    raise ConfigError("found no folder with a short path for the run's sockets; set TMPDIR to one that you can write")
+
+
+def _is_guarded(base: str) -> bool:
+    """Whether no other user could swap a folder that we make in `base` for one of theirs."""
+    if not os.path.isabs(base):
+        return False
+    info = os.stat(base)
+    others_may_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return info.st_uid in (0, os.geteuid()) and (not others_may_write or bool(info.st_mode & stat.S_ISVTX))
+
+
+class _Pipe(NamedTuple):
+    """One output stream of one rank: where it comes from, and which of the keeper's own it goes to."""
+
+    source: IO[bytes]
+    target: int
+    voice: Voice
+
+
+class _Watch:
+    """The keeper's watch over the ranks of one run, until all have ended."""
+
+    def __init__(
+        self, run: LocalRun, selector: selectors.BaseSelector, wake: socket.socket, arrived: list[int]
+    ) -> None:
+        self._run, self._selector, self._wake, self._arrived = run, selector, wake, arrived
+        self._selector.register(wake, selectors.EVENT_READ)
+        self._out = Cursor()
+        self._err = self._out if _same_file(1, 2) else Cursor()
+        self._alive: dict[int, subprocess.Popen[bytes]] = {}
+        self._code: int | None = None
+        """The first failure's exit code."""
+        self._steps: list[tuple[float, signal.Signals]] = []
+        """What is sent to ranks that do not end by themselves, and when."""
+        self._told = False
+        """A signal asked us to end."""
+        self._killed = False
+        """The ranks were killed because of it."""
+        self._unheard = False
+        """Who read our output has gone away."""
+
+    def over(self, argv: Sequence[str], env: Mapping[str, str] | None) -> int:
+        """Start all ranks, watch until the last has ended, and return the exit code of the whole."""
+        for rank in range(self._run.size):
+            self._start(rank, argv, env)
+        while self._alive:
+            for key, _ in self._selector.select(self._patience()):
+                if key.data is not None:
+                    self._relay(key.data)
+            self._tend()
+            now = time.monotonic()
+            for pipe in self._pipes():
+                if pipe.voice.show_at is not None and pipe.voice.show_at <= now:
+                    self._write(pipe.target, pipe.voice.hush())
+        self._run.stop()
+        for pipe in self._pipes():
+            self._drain(pipe)
+        return self._code or 0
+
+    def _start(self, rank: int, argv: Sequence[str], env: Mapping[str, str] | None) -> None:
+        process = self._run.start(rank, argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._alive[rank] = process
+        for source, target, cursor in ((process.stdout, 1, self._out), (process.stderr, 2, self._err)):
+            assert source is not None
+            os.set_blocking(source.fileno(), False)
+            voice = Voice(rank, cursor, coloured=os.isatty(target) and not os.environ.get("NO_COLOR"))
+            self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, voice))
+
+    def _pipes(self) -> list[_Pipe]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+
+    def _patience(self) -> float | None:
+        due = [pipe.voice.show_at for pipe in self._pipes() if pipe.voice.show_at is not None]
+        due += [at for at, _ in self._steps]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _relay(self, pipe: _Pipe) -> bool:
+        """Read once and pass it on; False at the end."""
+        data = os.read(pipe.source.fileno(), LINE_LIMIT_BYTES)
+        if data:
+            self._write(pipe.target, pipe.voice.hear(data, now=time.monotonic()))
+        else:
+            self._selector.unregister(pipe.source)
+            self._write(pipe.target, pipe.voice.end())
+        return bool(data)
+
+    def _drain(self, pipe: _Pipe) -> None:
+        """Pass on what a rank that has ended left in the pipe, even if somebody else holds the other end open."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(64):  # more than a pipe holds; a descendant that escaped may go on writing for ever
+                if not self._relay(pipe):
+                    return
+        self._write(pipe.target, pipe.voice.end())
+
+    def _tend(self) -> None:
+        """React to signals, to ranks that ended, and to the clock."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+        while self._arrived:
+            self._on_signal(signal.Signals(self._arrived.pop(0)))
+        ended = [(rank, code) for rank, process in self._alive.items() if (code := process.poll()) is not None]
+        # Of several that ended since we looked, one that was killed comes first: who only lost it exits by itself.
+        for rank, code in sorted(ended, key=lambda end: end[1] > 0):
+            del self._alive[rank]
+            if code and self._code is None:
+                self._on_failure(rank, code)
+        while self._steps and self._steps[0][0] <= time.monotonic():
+            _, signum = self._steps.pop(0)
+            self._run.signal(signum)
+            self._killed = self._told and signum is signal.SIGKILL
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if not self._told:
+            self._told = True
+            self._code = self._code or 128 + signum
+            self._run.signal(signum)
+            self._stop_at(time.monotonic() + SIGNAL_GRACE)
+            self._note(f"passed {signum.name} on to all ranks; Ctrl-C kills them")
+        elif signum is signal.SIGINT:
+            self._steps = [(time.monotonic(), signal.SIGKILL)]
+
+    def _on_failure(self, rank: int, code: int) -> None:
+        self._code = code if code > 0 else 128 - code
+        self._stop_at(time.monotonic() + FAILURE_GRACE)
+        how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
+        self._note(f"rank {rank} {how}" + ("; stopping the others" if self._alive else ""))
+
+    def _stop_at(self, at: float) -> None:
+        self._steps = [(at, signal.SIGTERM), (at + TERM_GRACE, signal.SIGKILL)]
+
+    def _note(self, text: str) -> None:
+        self._write(2, self._err.make_room() + f"covey: {text}\n".encode())
+
+    def _write(self, target: int, data: bytes) -> None:
+        # A reader that does not read (a pager) must keep us neither from passing signals on nor, after that, from
+        # ending. PIPE_BUF bytes never block where select saw room.
+        rest = memoryview(data)
+        while rest and not self._unheard:
+            patience = 0.0 if self._killed else self._patience()
+            if select.select([self._wake], [target], [], patience)[1]:
+                try:
+                    rest = rest[os.write(target, rest[: select.PIPE_BUF]) :]
+                except BrokenPipeError:
+                    self._unheard = True
+                    self._code = self._code or 128 + signal.SIGPIPE
+                    self._stop_at(time.monotonic())
+            elif self._killed:
+                return
+            else:
+                self._tend()
+
+
+@contextlib.contextmanager
+def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
+    """Yield a socket that can be read once a signal came; those that ask us to end are added to `arrived`."""
+
+    def note(signum: int, _: object) -> None:
+        if signum != signal.SIGCHLD:
+            arrived.append(signum)
+
+    with contextlib.ExitStack() as stack:
+        wake, ring = (stack.enter_context(end) for end in socket.socketpair())
+        wake.setblocking(False)
+        ring.setblocking(False)
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            # What our parent told us to ignore (nohup, a shell's background job) stays ignored.
+            if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
+                stack.callback(signal.signal, signum, signal.signal(signum, note))
+        yield wake
+
+
+def _same_file(one: int, other: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.sameopenfile(one, other)
+    return False
+
+
+def signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"

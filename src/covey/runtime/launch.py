@@ -1,0 +1,253 @@
+"""`launch`: call a function as every rank of a local run, and get the results back.
+
+Each rank is a fresh interpreter (multiprocessing's spawn). It reports over a pipe: a length, then a pickled `_Report`.
+Pickle is safe here: both ends are one program, started by the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import struct
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from covey.base.errors import ClosedError, ConfigError, ConnectError, DeadlineError, PeerLostError, RankFailedError
+from covey.runtime.keeper import FAILURE_GRACE, TERM_GRACE, LocalRun, die_with, signal_group, signal_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
+
+EXIT_GRACE: Final = 10.0
+"""Seconds that a rank has to end after it returned its result."""
+SYMPTOMS: Final = (PeerLostError, ClosedError, ConnectError)
+"""What ranks raise because another one failed; any other error explains more."""
+
+LENGTH: Final = struct.Struct("<Q")
+ResultT = TypeVar("ResultT")
+
+
+def launch(fn: Callable[..., ResultT], nprocs: int, *args: Any, timeout: float | None = None) -> list[ResultT]:
+    """Call `fn(group, *args)` in `nprocs` new processes and return their results, by rank.
+
+    `fn`, `args` and the results must be picklable, and `fn` importable: a function at the top level of a module. In a
+    script, call `launch` under `if __name__ == "__main__":`, because every rank imports the script. When a rank fails
+    the others are stopped, and the exception that it raised is raised here, with the rank and its traceback as a note.
+
+    Raises:
+        ConfigError: `nprocs` is less than one, or `fn` or `args` cannot be pickled.
+        DeadlineError: not all ranks returned within `timeout` seconds.
+        RankFailedError: a rank died, or raised what cannot be pickled.
+    """
+    call = _pickle_call(fn, args)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    children: list[_Child] = []
+    with LocalRun(nprocs) as run:
+        try:
+            for rank in range(nprocs):
+                children.append(_Child(rank, run, call))
+            failures = _collect(children, deadline)
+            if failures:
+                raise min(failures, key=lambda error: isinstance(error, SYMPTOMS))  # the earliest of the best kind
+            if late := tuple(child.rank for child in children if child.report is None):
+                names = ", ".join(map(str, late))
+                raise DeadlineError(f"launch: no result from rank {names} of {nprocs} in {timeout:g} s", late=late)
+            results = [pickle.loads(child.report.body) for child in children if child.report is not None]
+            _await_exit(children)
+            return results
+        finally:
+            _stop(children)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank's call came to."""
+
+    ok: bool
+    body: bytes
+    """The pickled result or exception; empty when the exception cannot be pickled."""
+    text: str = ""
+    """The traceback."""
+
+
+class _Child:
+    """One launched rank, as its parent sees it."""
+
+    def __init__(self, rank: int, run: LocalRun, call: bytes) -> None:
+        self.rank, self.size = rank, run.size
+        self.report: _Report | None = None
+        self._heard = bytearray()
+        spawn = multiprocessing.get_context("spawn")
+        self.reader, writer = spawn.Pipe(duplex=False)
+        place = {"rank": rank, "size": run.size, "local_rank": rank, "local_size": run.size, "folder": run.folder}
+        self.process: SpawnProcess = spawn.Process(
+            target=_serve,
+            name=f"covey rank {rank}",
+            args=(os.getpid(), {**place, "token": run.token}, call, writer),
+        )
+        with writer:
+            try:
+                self.process.start()
+            except BaseException:
+                self.reader.close()
+                raise
+
+    def listen(self) -> bool:
+        """Read what has come; True when the report is complete or can no longer be."""
+        over = not self.process.is_alive()  # asked first: what it wrote before it died is in the pipe
+        while self.report is None and self.reader.poll(0):
+            piece = os.read(self.reader.fileno(), 1 << 20)
+            if not piece:
+                return True
+            self._heard += piece
+            if len(self._heard) >= LENGTH.size:
+                (length,) = LENGTH.unpack_from(self._heard)
+                if len(self._heard) == LENGTH.size + length:
+                    self.report = pickle.loads(memoryview(self._heard)[LENGTH.size :])
+        return over or self.report is not None
+
+    def failure(self) -> BaseException | None:
+        """Return what to raise for a rank that has reported or died; None if it succeeded."""
+        if self.report is None:
+            return self._death()
+        if self.report.ok:
+            return None
+        try:
+            error = _unpack(self.report.body)
+        except Exception:
+            return RankFailedError(f"rank {self.rank} of {self.size} failed:\n{self.report.text}", rank=self.rank)
+        error.add_note(f"raised in rank {self.rank} of {self.size}\n\n{self.report.text}")
+        return error
+
+    def _death(self) -> RankFailedError:
+        self.process.join(FAILURE_GRACE)  # its pipe closes a little earlier than it ends
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            how = f"was killed by {signal_name(-code)}"
+        else:
+            how = f'ended without a result (exit code {code}); is launch() under `if __name__ == "__main__":`?'
+        return RankFailedError(f"rank {self.rank} of {self.size} {how}", rank=self.rank, exit_code=code)
+
+    def signal(self, signum: int) -> None:
+        pid = self.process.pid
+        if pid is not None:
+            alive = self.process.is_alive()
+            if not signal_group(pid, signum, reaped=not alive) and alive:  # so young that it has no group yet
+                os.kill(pid, signum)
+
+    def is_left(self) -> bool:
+        pid = self.process.pid
+        return pid is not None and (self.process.is_alive() or signal_group(pid, 0, reaped=True))
+
+
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return bytes(ForkingPickler.dumps((fn, args)))
+    except Exception as error:
+        raise ConfigError(
+            f"launch() starts new interpreters, so {getattr(fn, '__qualname__', fn)!s} must be a function at the top "
+            f"level of a module, and its arguments picklable: {error}"
+        ) from error
+
+
+def _unpickle_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    try:
+        fn, args = pickle.loads(call)
+    except (ImportError, AttributeError) as error:  # defined at a prompt, or in a folder that is not on the path
+        raise ConfigError(f"launch() needs a function in a module that new interpreters can import: {error}") from error
+    return fn, args
+
+
+def _collect(children: Sequence[_Child], deadline: float | None) -> list[BaseException]:
+    """Wait for all reports, or until `deadline`, or a moment after a failure; return the failures as they came."""
+    waiting = list(children)
+    failures: list[BaseException] = []
+    while waiting:
+        patience = None if deadline is None else deadline - time.monotonic()
+        if patience is not None and patience <= 0:
+            break
+        sources = [source for child in waiting for source in (child.reader, child.process.sentinel)]
+        multiprocessing.connection.wait(sources, patience)
+        for child in [child for child in waiting if child.listen()]:
+            waiting.remove(child)
+            if error := child.failure():
+                failures.append(error)
+                grace = time.monotonic() + FAILURE_GRACE
+                deadline = grace if deadline is None else min(deadline, grace)
+    return failures
+
+
+def _await_exit(children: Sequence[_Child]) -> None:
+    deadline = time.monotonic() + EXIT_GRACE
+    for child in children:
+        child.process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _stop(children: Sequence[_Child]) -> None:
+    """End and reap all children, with what they left in their process groups."""
+    try:
+        deadline = time.monotonic() + TERM_GRACE
+        for child in children:
+            child.signal(signal.SIGTERM)
+        while any(child.is_left() for child in children) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        for child in children:
+            child.signal(signal.SIGKILL)
+            child.process.join()
+            child.process.close()
+            child.reader.close()
+
+
+def _serve(parent: int, place: dict[str, Any], call: bytes, writer: Connection) -> None:
+    """The life of a launched rank: join, call, report."""
+    os.setsid()  # Ctrl-C reaches the parent alone, which decides; and our own children can be found
+    die_with(parent)
+    report = _call(place, call)
+    body = pickle.dumps(report)
+    with contextlib.suppress(BrokenPipeError), open(writer.fileno(), "wb", closefd=False) as pipe:
+        pipe.write(LENGTH.pack(len(body)) + body)
+
+
+def _call(place: dict[str, Any], call: bytes) -> _Report:
+    try:
+        from covey.runtime.bootstrap import Place, join_at  # the parent has no use for what this brings in
+
+        fn, args = _unpickle_call(call)
+        with join_at(Place(**place)) as group:
+            # Pickled while the group is open: the result may be a view of memory that the group owns.
+            return _Report(ok=True, body=pickle.dumps(fn(group, *args), protocol=pickle.HIGHEST_PROTOCOL))
+    except BaseException as error:
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without this function's own
+        text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        return _Report(ok=False, body=_pack(error), text=text)
+
+
+def _pack(error: BaseException) -> bytes:
+    """Pickle `error` in a way that can be undone, or return nothing."""
+    if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt would end the parent
+        for form in (error, (type(error), error.args, error.__dict__)):
+            with contextlib.suppress(Exception):
+                body = pickle.dumps(form)
+                _unpack(body)
+                return body
+    return b""
+
+
+def _unpack(body: bytes) -> BaseException:
+    form = pickle.loads(body)
+    if isinstance(form, BaseException):
+        return form
+    kind, args, state = form  # of an exception whose __init__ wants more than its args, which pickle cannot repeat
+    error: BaseException = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error

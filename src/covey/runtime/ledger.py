@@ -1,0 +1,129 @@
+"""What this rank called, and what the others say they called: how a stall becomes a name and a reason."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from covey.base.dtypes import DTYPES
+
+KEPT: Final = 64
+"""Past operations that can still be compared. Ranks further apart than this did not just slip."""
+
+OPERATIONS: Final = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "scan",
+    "exscan",
+    "barrier",
+    "broadcast_object",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object",
+    "split",
+    "sync_gradients",
+)
+
+
+class Call(NamedTuple):
+    """One operation as all ranks must have called it."""
+
+    operation: int
+    dtype: int
+    fingerprint: int
+    text: str
+
+
+def make_call(operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
+    """Describe a call; equal calls on different ranks have equal fingerprints."""
+    words = []
+    if code is not None:
+        words.append(DTYPES[code].name + (str(list(shape)) if shape is not None else ""))
+    words += [f"{name}={value}" for name, value in agreed.items() if value is not None]
+    text = f"{operation}({', '.join(words)})"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return Call(OPERATIONS.index(operation), 255 if code is None else code, int.from_bytes(digest, "little"), text)
+
+
+class Heard(NamedTuple):
+    """What another rank said about itself."""
+
+    entered: int
+    calls: dict[int, tuple[int, str]]
+
+
+class Ledger:
+    """The recent calls of one group on this rank, and what other ranks answered about theirs."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self._calls: list[tuple[int, Call] | None] = [None] * KEPT
+        self._others: dict[int, Heard] = {}
+
+    def enter(self, sequence: int, call: Call) -> None:
+        """This rank starts operation `sequence`."""
+        self._calls[sequence % KEPT] = (sequence, call)
+        self.entered = sequence
+
+    def at(self, sequence: int) -> Call | None:
+        """Return what this rank called at `sequence`, if it was there and remembers."""
+        entry = self._calls[sequence % KEPT]
+        return entry[1] if entry is not None and entry[0] == sequence else None
+
+    def heard(self, rank: int, entered: int, sequence: int, fingerprint: int, text: str) -> bool:
+        """Note what `rank` said; tell whether it contradicts what this rank called."""
+        known = self._others.get(rank)
+        calls = known.calls if known is not None else {}
+        if text:
+            calls[sequence] = (fingerprint, text)
+            while len(calls) > KEPT:
+                del calls[min(calls)]
+        self._others[rank] = Heard(max(entered, known.entered if known else 0), calls)
+        mine = self.at(sequence)
+        return bool(text) and mine is not None and mine.fingerprint != fingerprint
+
+    def late(self, sequence: int, ranks: range, me: int) -> tuple[int, ...]:
+        """Return the ranks that are not known to have come to `sequence`."""
+        return tuple(
+            rank for rank in ranks if rank != me and (rank not in self._others or self._others[rank].entered < sequence)
+        )
+
+    def story(self, sequence: int, ranks: range, me: int) -> str:
+        """Say what each rank called at `sequence`, equal ones together."""
+        said: dict[str, list[int]] = {}
+        for rank in ranks:
+            mine = self.at(sequence)
+            if rank == me:
+                text = mine.text if mine else "nothing yet"
+            else:
+                heard = self._others.get(rank)
+                text = heard.calls.get(sequence, (0, "nothing yet"))[1] if heard else "nothing yet"
+            said.setdefault(text, []).append(rank)
+        return "; ".join(
+            f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} called {text}" for text, who in said.items()
+        )
+
+
+def as_meta(array_shape: tuple[int, ...], code: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return a shape and dtype as a block of fixed size that can travel ahead of the contents."""
+    block = np.zeros(META_WORDS, np.uint64)
+    block[0], block[1] = code, len(array_shape)
+    block[2 : 2 + len(array_shape)] = array_shape
+    return block
+
+
+def from_meta(block: np.ndarray[Any, np.dtype[np.uint64]]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and dtype that a block names."""
+    return tuple(int(length) for length in block[2 : 2 + int(block[1])]), DTYPES[int(block[0])]
+
+
+META_WORDS: Final = 66
+"""dtype, number of dimensions, and numpy's limit of 64 lengths."""

@@ -1,0 +1,51 @@
+"""The one asyncio loop of the process, on a thread of its own. It carries control, never tensor bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Coroutine
+    from concurrent.futures import Future
+
+T = TypeVar("T")
+
+_loop: asyncio.AbstractEventLoop | None = None
+_starting = threading.Lock()
+
+
+def control_loop() -> asyncio.AbstractEventLoop:
+    """Return the running loop, started on first use."""
+    global _loop
+    with _starting:
+        if _loop is None:
+            import asyncio  # here, because it costs half as much to import as numpy
+
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="covey-control", daemon=True).start()
+            _loop = loop
+    return _loop
+
+
+def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run a coroutine on the loop; the future can be waited for on any thread."""
+    loop = control_loop()
+    import asyncio
+
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+
+def soon(function: Callable[..., object], *args: Any) -> None:
+    """Call `function` on the loop, soon."""
+    control_loop().call_soon_threadsafe(function, *args)
+
+
+def _forget_in_child() -> None:
+    global _loop, _starting
+    _loop, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

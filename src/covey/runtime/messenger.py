@@ -1,0 +1,424 @@
+"""Point-to-point messages of a group over stream sockets: the shell around `proto.matching`.
+
+Whoever waits drives: it polls all lanes for everybody and hands over when its own operation is done. If nobody waits
+and something is to be done, a background thread drives; it steps aside for waiters and sleeps when there is nothing.
+All state is guarded by one lock, which is held for socket calls (none of them blocks) but not while polling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import ClosedError, DeadlineError, PeerLostError, RemoteProtocolError
+from covey.net.descriptors import track
+from covey.proto.matching import ANY, Matcher
+from covey.proto.message import Operation, Received, Send
+from covey.runtime.message_lane import MessageLane
+from covey.runtime.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MAX_POLL_MS: Final = 2**31 - 1
+
+
+class Messenger:
+    """Sends and receives the messages of one rank. Any thread may call any method."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        open_lane: Callable[[int], socket.socket],
+        wake_fd: int,
+        fault: Callable[[], BaseException | None],
+        lost: Callable[[int], BaseException | None],
+        name: str,
+    ) -> None:
+        """Nothing is opened until a message needs it.
+
+        Args:
+            open_lane: returns a connected, non-blocking stream socket to a rank; asked once per rank, unless it raises.
+            wake_fd: readable from the moment the group failed; never read here.
+            fault: why the group failed, or None.
+            lost: why a rank whose lane ended is gone, or None if that is not known; may take its time.
+            name: the group's, for messages to people.
+        """
+        self._rank, self._size, self._name = rank, size, name
+        self._open_lane, self._wake_fd, self._fault, self._lost = open_lane, wake_fd, fault, lost
+        self._matcher = Matcher(rank, size)
+        self._lanes: dict[int, MessageLane] = {}
+        self._lanes_by_fd: dict[int, MessageLane] = {}
+        self._opening = [threading.Lock() for _ in range(size)]
+        self._pending: dict[Operation, Work[Any]] = {}
+        self._ended: list[tuple[MessageLane, BaseException | None]] = []
+        """Lanes that ended and whose operations are still to be told, with the reason if it is ours to give."""
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        """Waiters: some work ended, or nobody drives."""
+        self._needed = threading.Condition(self._lock)
+        """The background thread: somebody should drive."""
+        self._driver: int | None = None
+        """The thread that drives."""
+        self._waiters = 0
+        """Threads that want to drive or to be told."""
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._bell, self._bell_rope = (track(end) for end in socket.socketpair())
+        self._poll = select.poll()
+        for end in (self._bell, self._bell_rope):
+            end.setblocking(False)
+        for descriptor in (self._bell.fileno(), wake_fd):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def post_send(
+        self, view: memoryview, dst: int, tag: int, dtype_code: int, shape: tuple[int, ...], is_object: bool
+    ) -> Work[None]:
+        """Start to send `view`, which holds an array of that dtype and shape, or an encoded object.
+
+        The work is done when `view` may be reused. Up to 64 KiB that is at once, as long as the receiver holds less
+        than 4 MiB of ours that it has not asked for.
+
+        Raises:
+            ConfigError: there is no such rank or tag.
+            CoveyError: the group has failed or is closed, or the lane cannot be opened.
+        """
+        self._raise_if_over()
+        if dst != self._rank and 0 <= dst < self._size:
+            self._open(dst)
+        with self._lock:
+            operation = self._matcher.send(view, dst, tag, dtype_code=dtype_code, shape=shape, is_object=is_object)
+            work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
+        return self._started(work)
+
+    def post_recv(
+        self, src: int, tag: int, out: memoryview | None, expect: tuple[int, tuple[int, ...]] | None
+    ) -> Work[Received]:
+        """Start to receive the earliest message from `src` with `tag`, each of which may be ANY.
+
+        The payload is written to `out`, if given; `expect` is the dtype code and shape of `out`, and a message of
+        another dtype or size is consumed and fails the work with MismatchError.
+
+        Raises:
+            ConfigError: there is no such rank or tag.
+            CoveyError: the group has failed or is closed, or a lane cannot be opened.
+        """
+        self._raise_if_over()
+        with self._lock:
+            is_here = self._matcher.has_match(src, tag)
+        if not is_here:
+            for peer in range(self._size) if src == ANY else (src,):
+                if peer != self._rank and 0 <= peer < self._size:
+                    self._open(peer)
+        with self._lock:
+            operation = self._matcher.receive(src, tag, out, expect)
+            names = ("any rank" if src == ANY else f"rank {src}", "any tag" if tag == ANY else f"tag {tag}")
+            work = self._start(operation, f"receive from {names[0]} with {names[1]}")
+        return self._started(work)
+
+    def wait(self, work: Work[Any], deadline: float | None) -> Any:
+        """Drive until `work` is done and return its result; `deadline` is a time of time.monotonic().
+
+        Raises:
+            DeadlineError: `work` was not done in time and has failed with this error; `late` has the ranks it needed. A
+                receive is withdrawn, and its message goes to the next receive that fits. A send that the receiver has
+                heard of cannot be withdrawn, so its lane is closed and later messages to that rank fail.
+            Exception: whatever ended the work.
+        """
+        try:
+            self._drive(work, deadline)
+        except BaseException as error:  # Ctrl-C: the caller's memory must be left alone from here on
+            self._abandon(work, error)
+            raise
+        if not work.done():
+            self._abandon(work, None)
+        return work.wait()
+
+    def progress_in_background(self) -> None:
+        """Make sure that what was posted goes on although nobody waits for it."""
+        with self._lock:
+            self._call_background()
+
+    def adopt(self, peer: int, sock: socket.socket) -> None:
+        """Take the lane that `peer` opened first: a connected, non-blocking stream socket."""
+        with self._lock, contextlib.suppress(ClosedError):  # a peer may come just when we go
+            self._add_lane(peer, sock)
+
+    def sockets(self) -> list[socket.socket]:
+        """Return everything that is open, for a forked child to close."""
+        return [self._bell, self._bell_rope, *(lane.sock for lane in list(self._lanes.values()))]
+
+    def close(self, flush_deadline: float) -> None:
+        """Send what was accepted, until `flush_deadline` at the latest; then end all works (ClosedError) and lanes."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._needed.notify_all()
+            self._ring()
+            while self._driver not in (None, threading.get_ident()):
+                self._freed.wait()  # drivers look at `is_closing` after each poll, and they were woken
+            self._driver = threading.get_ident()
+            self._matcher.finish_lines()
+        while self._matcher.ready and self._fault() is None and time.monotonic() < flush_deadline:
+            self._turn(flush_deadline)
+        with self._lock:
+            self._matcher.fail_all(ClosedError(f"{self._name}: closed before the message was through"))
+        self._settle()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        for lane in list(self._lanes.values()):
+            if not lane.is_ended:
+                lane.close(flush_deadline)
+        with self._lock:
+            self._bell.close()
+            self._bell_rope.close()
+            self._driver = None
+            self._freed.notify_all()
+
+    # Operations.
+
+    def _raise_if_over(self) -> None:
+        if self._is_closing:
+            raise ClosedError(f"{self._name}: the group is closed")
+        if (fault := self._fault()) is not None:
+            raise fault
+
+    def _start(self, operation: Operation, description: str) -> Work[Any]:
+        work: Work[Any] = Work(f"{self._name}: {description}", drive=self._drive)
+        self._pending[operation] = work
+        self._flush_ready()
+        return work
+
+    def _started(self, work: Work[Any]) -> Work[Any]:
+        self._settle()
+        if self._matcher.ready and work.done():  # nobody will wait, but the kernel has not taken all of it
+            self.progress_in_background()
+        return work
+
+    def _settle(self) -> None:
+        """Tell works that they are over. Called without the lock, since that may run other people's code."""
+        while self._ended:
+            with self._lock:
+                ended, self._ended = self._ended, []
+            for lane, cause in ended:
+                error = cause or self._fault() or self._lost(lane.peer) or self._peer_lost(lane.peer)
+                with self._lock:
+                    self._matcher.fail(lane.peer, error)
+                    lane.sock.close()
+        if not self._matcher.completed:
+            return
+        with self._lock:
+            over = [(operation, self._pending.pop(operation, None)) for operation in self._matcher.completed]
+            self._matcher.completed.clear()
+        for operation, work in over:
+            if work is None:
+                continue
+            if operation.error is not None:
+                work.fail(operation.error)
+            else:
+                work.finish(None if isinstance(operation, Send) else operation.result)
+        if self._waiters:
+            with self._lock:
+                self._freed.notify_all()
+
+    def _abandon(self, work: Work[Any], reason: BaseException | None) -> None:
+        """Fail a work that is not done, with a DeadlineError or `reason`, so that its memory is left alone."""
+        with self._lock:
+            operation = next((operation for operation, pending in self._pending.items() if pending is work), None)
+            if operation is not None and operation not in self._matcher.completed:
+                peer = operation.peer if isinstance(operation, Send) else operation.source
+                del self._pending[operation]
+                late = [peer] if peer != ANY else [rank for rank in range(self._size) if rank != self._rank]
+                named = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+                error = reason or DeadlineError(
+                    f"{work.description} was not done in time; it waited for {named}", late=tuple(late)
+                )
+                if not self._matcher.withdraw(operation):
+                    closed = ClosedError(
+                        f"{self._name}: the lane to {named} is closed, because an earlier send was given up"
+                    )
+                    closed.__cause__ = error
+                    self._end_lane(self._lanes[peer], closed)
+                self._flush_ready()
+            else:
+                error = None
+        if error is not None:
+            work.fail(error)
+        self._settle()
+
+    def _peer_lost(self, peer: int) -> PeerLostError:
+        return PeerLostError(
+            f"{self._name}: rank {peer} closed its connection for messages", rank=peer, operation="send/recv"
+        )
+
+    # Lanes.
+
+    def _open(self, peer: int) -> None:
+        if peer in self._lanes:
+            return
+        with self._opening[peer]:
+            if peer not in self._lanes:
+                sock = self._open_lane(peer)
+                with self._lock:
+                    self._add_lane(peer, sock)
+
+    def _add_lane(self, peer: int, sock: socket.socket) -> None:
+        if peer in self._lanes:
+            if self._lanes[peer].sock is not sock:
+                raise RuntimeError(f"{self._name}: a second lane to rank {peer}")
+            return
+        if self._is_closing:
+            sock.close()
+            raise ClosedError(f"{self._name}: the group is closed")
+        self._lanes[peer] = self._lanes_by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher)
+        self._poll.register(sock, select.POLLIN)
+        self._ring()
+
+    def _end_lane(self, lane: MessageLane, cause: BaseException | None) -> None:
+        if not lane.is_ended:
+            lane.is_ended = True
+            self._poll.unregister(lane.sock)
+            del self._lanes_by_fd[lane.sock.fileno()]
+            self._ended.append((lane, cause))
+
+    def _flush_ready(self) -> None:
+        for peer in sorted(self._matcher.ready):
+            lane = self._lanes[peer]
+            if not lane.is_ended and not lane.is_blocked:
+                self._flush(lane)
+
+    def _flush(self, lane: MessageLane) -> None:
+        was_blocked = lane.is_blocked
+        try:
+            lane.flush()
+        except OSError:
+            self._read(lane, to_the_end=True)
+            self._end_lane(lane, None)
+            return
+        if lane.is_blocked != was_blocked:
+            self._poll.modify(lane.sock, select.POLLIN | (select.POLLOUT if lane.is_blocked else 0))
+            self._ring()
+
+    def _read(self, lane: MessageLane, *, to_the_end: bool = False) -> None:
+        try:
+            if to_the_end:
+                lane.read_rest()
+            elif not lane.read():
+                self._end_lane(lane, None)
+        except OSError:
+            self._end_lane(lane, None)
+        except RemoteProtocolError as error:
+            self._end_lane(lane, error)
+
+    # Driving.
+
+    def _drive(self, work: Work[Any], deadline: float | None) -> None:
+        """Make progress on this thread until `work` is done or the deadline has passed."""
+        while not work.done():
+            with self._lock:
+                self._waiters += 1
+                try:
+                    while (self._driver is not None or self._is_closing) and not work.done():
+                        self._ring()  # the background thread steps aside
+                        if not self._freed.wait(_left(deadline)):
+                            break
+                    may_drive = self._driver is None and not self._is_closing
+                    if may_drive:
+                        self._driver = threading.get_ident()
+                finally:
+                    self._waiters -= 1
+            try:
+                while may_drive and not work.done() and not self._is_closing:
+                    self._turn(deadline)
+                    if _left(deadline) == 0:
+                        break
+            finally:
+                with self._lock:
+                    if may_drive:
+                        self._driver = None
+                    self._hand_over()
+            if _left(deadline) == 0:
+                return
+
+    def _hand_over(self) -> None:
+        if self._driver is None:
+            if self._waiters or self._is_closing:
+                self._freed.notify_all()
+            elif self._pending or self._matcher.ready:
+                self._call_background()
+
+    def _turn(self, deadline: float | None) -> None:
+        """Wait until something happens, or the deadline; and deal with it."""
+        left = _left(deadline)
+        events = self._poll.poll(None if left is None else min(math.ceil(left * 1000), _MAX_POLL_MS))
+        has_fault = False
+        with self._lock:
+            for descriptor, event in events:
+                if lane := self._lanes_by_fd.get(descriptor):
+                    if event & ~select.POLLOUT:
+                        self._read(lane)
+                    if event & select.POLLOUT and not lane.is_ended:
+                        self._flush(lane)
+                elif descriptor == self._wake_fd:
+                    has_fault = True
+                else:
+                    self._bell.recv(4096)
+            self._flush_ready()
+        if has_fault:
+            self._fail_all()
+        self._settle()
+
+    def _fail_all(self) -> None:
+        if (fault := self._fault()) is None:
+            time.sleep(0.001)  # whoever made the descriptor readable is about to say why
+            return
+        with self._lock:
+            self._matcher.fail_all(fault)
+
+    def _call_background(self) -> None:
+        if self._thread is None and not self._is_closing:
+            self._thread = threading.Thread(target=self._run_background, name=f"{self._name} messages", daemon=True)
+            self._thread.start()
+        self._needed.notify()
+
+    def _run_background(self) -> None:
+        while True:
+            with self._lock:
+                while not self._is_closing and (self._driver is not None or self._waiters or not self._has_more()):
+                    self._needed.wait()
+                if self._is_closing:
+                    return
+                self._driver = threading.get_ident()
+            try:
+                while self._has_more() and not self._waiters and not self._is_closing:
+                    self._turn(None)
+            except BaseException as error:  # nobody else would hear of it
+                with self._lock:
+                    self._matcher.fail_all(error)
+                self._settle()
+            finally:
+                with self._lock:
+                    self._driver = None
+                    self._freed.notify_all()
+
+    def _has_more(self) -> bool:
+        return bool(self._pending or self._matcher.ready)
+
+    def _ring(self) -> None:
+        """Wake the driver from its poll, unless that is the caller."""
+        if self._driver not in (None, threading.get_ident()):
+            with contextlib.suppress(BlockingIOError):  # it is ringing already
+                self._bell_rope.send(b"!")
+
+
+def _left(deadline: float | None) -> float | None:
+    """Return the seconds until the deadline, not below 0; None if there is none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

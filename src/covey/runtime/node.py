@@ -1,0 +1,719 @@
+"""One process in a run: who the others are, a control connection to each, and the lanes that groups open.
+
+Everything that touches a control connection happens on the control loop; other threads ask for it by `soon` or wait
+for a future. The higher rank of a pair dials, whoever needs the connection; the lower one asks it to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
+from covey.net import memory, shm
+from covey.net.descriptors import track
+from covey.net.meeting import check_peer, host_token
+from covey.net.ring import RingLane, memory_bytes
+from covey.net.stream import StreamLane
+from covey.runtime import loop as control
+from covey.runtime.greet import GREETING_SECONDS, RefusedError, accept, dial, receive_exactly
+from covey.wire import messages
+from covey.wire.frame import CONTROL_LIMIT, Framer, frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from covey.base.config import GroupConfig
+    from covey.net.lane import Lane
+
+logger = logging.getLogger("covey")
+
+GREETINGS_AT_ONCE: Final = 64
+"""Connections that may be proving the token at the same time; more are closed at once."""
+LARGE_RING_BYTES: Final = 2 << 20
+SMALL_RING_BYTES: Final = 128 << 10
+LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
+"""Rings are large until a process has this much of them; programs with dozens of groups get small ones after that."""
+BACKLOG_LIMIT: Final = 1 << 20
+"""Control bytes queued for a peer that does not read; beyond this, questions to it are dropped."""
+
+LaneKey = tuple[int, int, str]
+"""Group, rank of the peer in the run, purpose."""
+
+
+class Member(Protocol):
+    """A group, as its node sees it. Called on the control loop; `peer` is a rank of the run."""
+
+    def heard(self, peer: int, message: messages.Announce | messages.Position | messages.Revoke) -> None: ...
+
+    def peer_gone(self, peer: int, *, left: bool) -> None: ...
+
+    def lane_arrived(self, peer: int, purpose: str) -> None: ...
+
+    def forked(self) -> None: ...
+
+
+class Peer:
+    """What is known of another rank of the run."""
+
+    def __init__(self, rank: int, contact: messages.Contact | None) -> None:
+        self.rank = rank
+        self.contact = contact
+        self.life = b""
+        self.host_name = ""
+        self.pid = 0
+        self.connection: _Control | None = None
+        self.ready = False
+        self.left = False
+        self.gone = False
+
+
+class Node:
+    """This process's place in a run of `size` ranks."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        run: str,
+        token: bytes,
+        config: GroupConfig,
+        listeners: Iterable[socket.socket],
+        socket_path: str,
+        address: tuple[str, int] | None,
+        contacts: dict[int, messages.Contact],
+        on_close: Callable[[], None],
+    ) -> None:
+        """Take ownership of `listeners`; `contacts` of ranks that are missing come from rank 0's roster."""
+        self.rank, self.size, self.run, self.config = rank, size, run, config
+        self.host = host_token()
+        self.host_name = socket.gethostname()
+        self.life = secrets.token_bytes(16)
+        self._token = token
+        self._listeners = [track(listener) for listener in listeners]
+        self._socket_path, self._address = socket_path, address
+        self._on_close = on_close
+        self.peers = {peer: Peer(peer, contacts.get(peer)) for peer in range(size) if peer != rank}
+        self._groups: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+        self._closed_groups: set[int] = set()
+        self._lanes: dict[LaneKey, Future[Any]] = {}
+        self._dialling: set[LaneKey] = set()
+        self._lock = threading.Lock()
+        self._ring_bytes = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._greetings = 0
+        self.turned_away = 0
+        self._refused_at = 0.0
+        self._formed: asyncio.Future[None] | None = None
+        self._complaint: CoveyError | None = None
+        self._closing = False
+        _nodes.add(self)
+
+    # Forming
+
+    def form(self, timeout: float) -> None:
+        """Return once every rank is connected to every other and knows it.
+
+        Raises:
+            DeadlineError: some did not come in time; says which.
+            ConfigError: another rank has other settings.
+        """
+        try:
+            control.start(self._form(within=timeout)).result()
+        except BaseException:
+            self.close()
+            raise
+
+    async def _form(self, *, within: float) -> None:
+        self._formed = asyncio.get_running_loop().create_future()
+        for listener in self._listeners:
+            self._listen(listener)
+        for peer in self.peers.values():
+            if peer.rank < self.rank and peer.contact is not None:
+                self._spawn(self._dial_control(peer))
+        self._spawn(self._tell_who_is_missing())
+        try:
+            async with asyncio.timeout(within):
+                await self._formed
+        except TimeoutError:
+            missing = ", ".join(map(str, self._missing()))
+            raise DeadlineError(
+                f"rank {self.rank} of {self.size} waited {within:g} s in {self.run} for rank {missing}. "
+                "Is it running, and with the same job id or MASTER_ADDR and MASTER_PORT?",
+                late=tuple(self._missing()),
+            ) from None
+
+    def _missing(self) -> list[int]:
+        return [peer.rank for peer in self.peers.values() if not peer.ready]
+
+    async def _tell_who_is_missing(self) -> None:
+        for pause in (5.0, *(30.0,) * 1000):
+            await asyncio.sleep(pause)
+            if self._formed is None or self._formed.done():
+                return
+            logger.warning("rank %d of %d waits in %s for rank %s", self.rank, self.size, self.run,
+                           ", ".join(map(str, self._missing())))  # fmt: skip
+
+    def _settle(self) -> None:
+        """Take the next step of forming that is possible now."""
+        assert self._formed is not None
+        if self._formed.done():
+            return
+        if self._complaint is not None:
+            self._formed.set_exception(self._complaint)
+            return
+        connected = all(peer.connection is not None or peer.ready for peer in self.peers.values())
+        if self.rank == 0 and connected:
+            contacts = [self._own_contact(), *(self.peers[rank].contact for rank in range(1, self.size))]
+            self._send_all(messages.Roster(tuple(contact for contact in contacts if contact is not None)))
+        if connected:
+            self._send_all(messages.Ready())
+        if connected and not self._missing():
+            self._formed.set_result(None)
+
+    def _own_contact(self) -> messages.Contact:
+        return messages.Contact(self.host, self._address, self._socket_path)
+
+    async def _dial_control(self, peer: Peer) -> None:
+        pause = 0.005
+        while peer.connection is None and not peer.ready and not self._closing:
+            try:
+                sock, welcome = await dial(self._way_to(peer), self._token, self._hello("control"))
+            except (ConnectError, TimeoutError):
+                pass  # not there yet
+            except RefusedError as error:
+                if not error.retry:
+                    self._complain(ConfigError(f"rank {peer.rank} refused this rank: {error}"))
+                    return
+            except CoveyError as error:
+                self._complain(error)
+                return
+            else:
+                await self._connected(peer, sock, welcome)
+                return
+            await asyncio.sleep(pause)
+            pause = min(0.1, pause * 1.5)
+
+    def _complain(self, error: CoveyError) -> None:
+        self._complaint = self._complaint or error
+        self._settle()
+
+    async def _connected(self, peer: Peer, sock: socket.socket, who: messages.Hello | messages.Welcome) -> None:
+        peer.life, peer.host_name, peer.pid = who.life, who.host_name, who.pid
+        peer.contact = messages.Contact(who.host, who.address, who.socket)
+        connection = _Control(self, peer)
+        peer.connection = connection
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=track(sock))
+        self._settle()
+
+    # Connections that others open
+
+    def _take_connection(self, listener: socket.socket) -> None:
+        """Someone connected: start greeting, unless too many are being greeted already."""
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # out of descriptors, most likely: let some go before looking again
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(0.1, self._listen, listener)
+            return
+        if self._greetings >= GREETINGS_AT_ONCE:
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._greetings += 1
+        self._spawn(self._greet(track(sock)))
+
+    def _listen(self, listener: socket.socket) -> None:
+        if not self._closing:
+            asyncio.get_running_loop().add_reader(listener, self._take_connection, listener)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        try:
+            if sock.family == socket.AF_UNIX:
+                check_peer(sock)
+            hello = await accept(sock, self._token, self._judge)
+        except (OSError, TimeoutError, CoveyError) as error:
+            sock.close()
+            self._turn_away(error)
+            return
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            self._greetings -= 1
+        if hello is None:
+            sock.close()
+            return
+        peer = self.peers[hello.rank]
+        if hello.purpose == "control":
+            await self._connected(peer, sock, hello)
+            return
+        key = (hello.group, hello.rank, hello.purpose)
+        try:
+            async with asyncio.timeout(GREETING_SECONDS):
+                lane = await self._accept_lane(hello, sock)
+        except (OSError, TimeoutError, CoveyError) as error:
+            sock.close()
+            self._turn_away(error)
+            return
+        self._lane_open(key, lane)
+
+    def _turn_away(self, error: BaseException) -> None:
+        self.turned_away += 1
+        if time.monotonic() > self._refused_at + 10:  # a flood of strangers must not become a flood of lines
+            self._refused_at = time.monotonic()
+            logger.info("%s turned a connection away: %s", self.run, error or type(error).__name__)
+
+    def _judge(self, hello: messages.Hello) -> messages.Welcome | messages.Refusal:
+        welcome = messages.Welcome(
+            self.rank, self.life, self.host, self.host_name, os.getpid(), self._address, self._socket_path
+        )
+        if hello.version != messages.VERSION:
+            return self._refuse(f"it speaks version {hello.version}, this rank {messages.VERSION}")
+        peer = self.peers.get(hello.rank)
+        if peer is None or hello.rank < self.rank:
+            return self._refuse(f"rank {hello.rank} has no business dialling rank {self.rank}")
+        if hello.purpose == "control":
+            for what, here, there in (
+                ("run", self.run, hello.run),
+                ("size", self.size, hello.size),
+                ("lanes", self.config.lanes, hello.lanes),
+            ):
+                if here != there:
+                    reason = f"{what} is {there!r} on rank {hello.rank} and {here!r} on rank {self.rank}"
+                    self._complain(ConfigError(f"{reason}; start all ranks with the same settings"))
+                    return messages.Refusal(reason, retry=False)
+            if peer.connection is not None or peer.ready:
+                return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
+            return welcome
+        if hello.purpose not in ("collectives", "messages") or hello.life != peer.life or peer.gone:
+            return self._refuse(f"rank {hello.rank} is not the one that joined")
+        if hello.group in self._closed_groups:
+            return messages.Refusal(f"rank {self.rank} has closed the group", retry=False)
+        future = self._lanes.get((hello.group, hello.rank, hello.purpose))
+        if (future is not None and future.done()) or len(self._lanes) > 100_000:
+            return self._refuse("this lane is open already")
+        return welcome
+
+    def _refuse(self, reason: str) -> messages.Refusal:
+        return messages.Refusal(reason, retry=False)
+
+    # Lanes
+
+    def lane_kind(self, peer: int) -> str:
+        """Return the lane that this pair will use, from facts that both ends know."""
+        forced = self.config.lanes
+        contact = self.peers[peer].contact
+        here = contact is not None and contact.host == self.host
+        if forced == "memory" or (forced in ("shm", "unix") and here):
+            return forced
+        if forced in ("shm", "unix"):
+            raise ConfigError(f"lanes={forced!r} works on one host only, but rank {peer} is on another")
+        if forced == "tcp" or not here:
+            return "tcp"
+        return "shm" if shm.usable() else "unix"
+
+    def open_lane(self, group: int, peer: int, purpose: str, timeout: float) -> Any:
+        """Return the lane (for collectives) or the socket and its kind (for messages) to `peer`, opened if need be.
+
+        Raises:
+            ConnectError: the peer is gone or said no.
+            DeadlineError: it did not open in time.
+        """
+        future = self._request_lane(group, peer, purpose)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            raise DeadlineError(f"no lane to rank {peer} after {timeout:g} s", late=(peer,)) from None
+
+    def arrived_lanes(self, group: int, purpose: str) -> list[int]:
+        """Return the peers whose lane of a group is open."""
+        with self._lock:
+            return [
+                key[1] for key, lane in self._lanes.items() if key[0] == group and key[2] == purpose and lane.done()
+            ]
+
+    def _request_lane(self, group: int, peer: int, purpose: str) -> Future[Any]:
+        key = (group, peer, purpose)
+        with self._lock:
+            future = self._lanes.get(key)
+            if future is not None and future.done():
+                return future
+            if future is None:
+                future = self._lanes[key] = Future()
+        if self.rank > peer:
+            control.soon(self._dial_lane_once, key)
+        else:
+            control.soon(self._send, peer, messages.Dial(group, purpose))
+        if self.peers[peer].gone:
+            self._lane_failed(key, ConnectError(f"rank {peer} is gone"))
+        return future
+
+    def _dial_lane_once(self, key: LaneKey) -> None:
+        future = self._lanes.get(key)
+        if key in self._dialling or (future is not None and future.done()) or self._closing:
+            return
+        self._dialling.add(key)
+        self._spawn(self._dial_lane(key))
+
+    async def _dial_lane(self, key: LaneKey) -> None:
+        group, rank, purpose = key
+        peer = self.peers[rank]
+        try:
+            kind = self.lane_kind(rank)
+            if purpose == "messages" and kind == "shm":
+                kind = "unix"
+            while True:
+                try:
+                    self._lane_open(key, await self._open_lane(peer, group, purpose, kind))
+                    return
+                except (ConnectError, TimeoutError):
+                    if peer.gone or self._closing:
+                        raise
+                    await asyncio.sleep(0.02)  # a full backlog, or out of descriptors
+        except RefusedError as error:
+            self._lane_failed(key, ConnectError(f"rank {rank}: {error}"))
+        except (CoveyError, OSError, TimeoutError) as error:
+            self._lane_failed(key, error)
+        finally:
+            self._dialling.discard(key)
+
+    async def _open_lane(self, peer: Peer, group: int, purpose: str, kind: str) -> Any:
+        capacity = 0
+        segment: Any = None
+        descriptor, name = -1, ""
+        if purpose == "collectives" and kind in ("shm", "memory"):
+            capacity = self._next_ring_bytes()
+            try:
+                if kind == "shm":
+                    descriptor, segment = shm.create(memory_bytes(capacity))
+                else:
+                    name, segment = memory.offer(memory_bytes(capacity))
+            except OSError as error:
+                logger.warning("no shared memory for the lane to rank %d (%s); using a unix socket", peer.rank, error)
+                kind, capacity = "unix", 0
+        try:
+            hello = self._hello(purpose, group=group, lane=kind, capacity=capacity)
+            sock, _ = await dial(self._way_to(peer, kind), self._token, hello)
+            track(sock)
+            try:
+                if segment is not None:
+                    await self._hand_over(sock, descriptor, name, segment)
+                    return RingLane(segment, capacity, sock, first=True, kind=kind)
+            except BaseException:
+                sock.close()
+                raise
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        if purpose == "messages":
+            return sock, kind
+        return StreamLane(sock, kind)
+
+    def _next_ring_bytes(self) -> int:
+        large = self._ring_bytes + 2 * LARGE_RING_BYTES <= LARGE_RINGS_TOTAL_BYTES
+        capacity = LARGE_RING_BYTES if large else SMALL_RING_BYTES
+        self._ring_bytes += 2 * capacity
+        return capacity
+
+    async def _hand_over(self, sock: socket.socket, descriptor: int, name: str, segment: Any) -> None:
+        """Give the peer our segment, and see a random word of ours come back out of it."""
+        word = secrets.token_bytes(32)
+        view = memoryview(segment).cast("B")
+        view[-32:] = word
+        if descriptor >= 0:
+            socket.send_fds(sock, [b"\0"], [descriptor])
+        else:
+            await asyncio.get_running_loop().sock_sendall(sock, name.encode())
+        async with asyncio.timeout(GREETING_SECONDS):
+            if await receive_exactly(sock, 32) != word:
+                raise ConnectError("the peer does not see the memory it was given")
+
+    async def _accept_lane(self, hello: messages.Hello, sock: socket.socket) -> Any:
+        if not hello.capacity:
+            return (sock, hello.lane) if hello.purpose == "messages" else StreamLane(sock, hello.lane)
+        if hello.capacity not in (LARGE_RING_BYTES, SMALL_RING_BYTES):
+            raise ConnectError(f"rank {hello.rank} offers a ring of {hello.capacity} bytes")
+        nbytes = memory_bytes(hello.capacity)
+        segment: Any
+        if hello.lane == "shm":
+            await _readable(sock)
+            _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+            if len(descriptors) != 1:
+                raise ConnectError(f"rank {hello.rank} sent no shared memory")
+            segment = shm.attach(descriptors[0], nbytes)
+        else:
+            segment = memory.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
+            if segment is None or len(segment) != nbytes:
+                raise ConnectError(f"rank {hello.rank} is not a thread of this process")
+        self._ring_bytes += nbytes
+        word = bytes(memoryview(segment).cast("B")[-32:])
+        await asyncio.get_running_loop().sock_sendall(sock, word)
+        return RingLane(segment, hello.capacity, sock, first=False, kind=hello.lane)
+
+    def _lane_open(self, key: LaneKey, lane: Any) -> None:
+        with self._lock:
+            future = self._lanes.setdefault(key, Future())
+            if not future.done() and not self._closing and key[0] not in self._closed_groups:
+                future.set_result(lane)
+                lane = None
+        if lane is not None:
+            _close_lane(lane)
+            return
+        group = self._groups.get(key[0])
+        if group is not None:
+            group.lane_arrived(key[1], key[2])
+
+    def _lane_failed(self, key: LaneKey, error: BaseException) -> None:
+        with self._lock:
+            future = self._lanes.get(key)
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    # Groups
+
+    def register(self, group_id: int, group: Member) -> None:
+        """Let `group` hear what is said about it from now on."""
+        with self._lock:
+            self._groups[group_id] = group
+
+    def forget(self, group_id: int) -> None:
+        """Close what is left of a group's lanes; later ones are refused."""
+        with self._lock:
+            self._closed_groups.add(group_id)
+            self._groups.pop(group_id, None)
+            keys = [key for key in self._lanes if key[0] == group_id]
+            futures = [self._lanes.pop(key) for key in keys]
+        for future in futures:
+            _close_lane_of(future)
+
+    def abandon_lanes(self, group_id: int, error: BaseException) -> None:
+        """Wake everyone who waits for a lane of a group that failed."""
+        with self._lock:
+            keys = [key for key, future in self._lanes.items() if key[0] == group_id and not future.done()]
+        for key in keys:
+            self._lane_failed(key, error)
+
+    def tell(self, peers: Iterable[int], message: messages.Control) -> None:
+        """Send a control message to some ranks of the run. Returns at once; the dead are skipped."""
+        control.soon(self._send_each, tuple(peers), message)
+
+    def _send_each(self, peers: tuple[int, ...], message: messages.Control) -> None:
+        for peer in peers:
+            self._send(peer, message)
+
+    def _send_all(self, message: messages.Control) -> None:
+        self._send_each(tuple(self.peers), message)
+
+    def _send(self, peer: int, message: messages.Control) -> None:
+        connection = self.peers[peer].connection
+        if connection is not None:
+            connection.send(message)
+
+    # What arrives on control connections
+
+    def _heard(self, peer: Peer, message: messages.Control) -> None:
+        match message:
+            case messages.Ready():
+                peer.ready = True
+                self._settle()
+            case messages.Roster(contacts):
+                if peer.rank != 0 or len(contacts) != self.size:
+                    return
+                for other in self.peers.values():
+                    if other.contact is None:
+                        other.contact = contacts[other.rank]
+                        if other.rank < self.rank:
+                            self._spawn(self._dial_control(other))
+            case messages.Goodbye():
+                peer.left = True
+            case messages.Dial(group, purpose):
+                if (
+                    self.rank > peer.rank
+                    and purpose in ("collectives", "messages")
+                    and group not in self._closed_groups
+                ):
+                    self._dial_lane_once((group, peer.rank, purpose))
+            case messages.Announce() | messages.Position() | messages.Revoke():
+                member = self._groups.get(message.group)
+                if member is not None:
+                    member.heard(peer.rank, message)
+
+    def _lost(self, peer: Peer) -> None:
+        peer.connection = None
+        if self._closing:
+            return
+        if not peer.ready:  # it never saw the run formed, so it may come again
+            if peer.rank < self.rank:
+                self._spawn(self._dial_control(peer))
+            return
+        peer.gone = True
+        with self._lock:
+            keys = [key for key, future in self._lanes.items() if key[1] == peer.rank and not future.done()]
+        for key in keys:
+            self._lane_failed(key, ConnectError(f"rank {peer.rank} is gone"))
+        for group in list(self._groups.values()):
+            group.peer_gone(peer.rank, left=peer.left)
+
+    # Small things
+
+    def _way_to(self, peer: Peer, kind: str = "") -> str | tuple[str, int]:
+        contact = peer.contact
+        assert contact is not None
+        if contact.socket and contact.host == self.host and kind != "tcp":
+            return contact.socket
+        if contact.address is None:
+            raise ConfigError(f"rank {peer.rank} has no address that can be dialled from here")
+        return contact.address
+
+    def _hello(self, purpose: str, **lane: Any) -> messages.Hello:
+        return messages.Hello(
+            version=messages.VERSION,
+            nonce=secrets.token_bytes(32),
+            run=self.run,
+            rank=self.rank,
+            size=self.size,
+            life=self.life,
+            purpose=purpose,
+            host=self.host,
+            host_name=self.host_name,
+            pid=os.getpid(),
+            lanes=self.config.lanes,
+            address=self._address,
+            socket=self._socket_path,
+            **lane,
+        )
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a control task of %s failed", self.run, exc_info=error)
+
+    def close(self) -> None:
+        """Say goodbye and free everything. Closing twice is fine."""
+        if self._closing:
+            return
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            control.start(self._close()).result(2.0)
+        with self._lock:
+            futures, self._lanes = list(self._lanes.values()), {}
+        for future in futures:
+            _close_lane_of(future)
+        _nodes.discard(self)
+        self._on_close()
+
+    async def _close(self) -> None:
+        connections = [peer.connection for peer in self.peers.values() if peer.connection is not None]
+        for connection in connections:
+            connection.leave()
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.timeout(1.0):
+            await asyncio.gather(*(connection.ended.wait() for connection in connections))
+
+    def forked(self) -> None:
+        """This process is a fork of the one that joined: nothing here may be used again."""
+        self._closing = True
+        for group in list(self._groups.values()):
+            group.forked()
+
+
+class _Control(asyncio.Protocol):
+    """One control connection."""
+
+    def __init__(self, node: Node, peer: Peer) -> None:
+        self._node, self._peer = node, peer
+        self._framer = Framer(CONTROL_LIMIT)
+        self._transport: asyncio.Transport | None = None
+        self.ended = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._framer.feed(data):
+                self._node._heard(self._peer, messages.decode_control(body))
+        except CoveyError as error:
+            logger.warning("rank %d sent nonsense and is cut off: %s", self._peer.rank, error)
+            assert self._transport is not None
+            self._transport.abort()
+
+    def connection_lost(self, _error: BaseException | None) -> None:
+        self.ended.set()
+        if self._peer.connection is self:
+            self._node._lost(self._peer)
+
+    def send(self, message: messages.Control) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size() > BACKLOG_LIMIT:
+            return
+        transport.write(frame(messages.encode(message)))
+
+    def leave(self) -> None:
+        """Say goodbye, and close once it is sent."""
+        self.send(messages.Goodbye())
+        if self._transport is not None:
+            self._transport.close()
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)
+
+
+def _close_lane_of(future: Future[Any]) -> None:
+    """Close what a lane's future holds; end the wait of those who wait for it."""
+    if not future.done():
+        future.set_exception(ClosedError("the group was closed"))
+    elif future.exception() is None:
+        _close_lane(future.result())
+
+
+def _close_lane(lane: Lane | tuple[socket.socket, str]) -> None:
+    if isinstance(lane, tuple):
+        lane[0].close()
+    else:
+        lane.close()
+
+
+_nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for node in list(_nodes):
+        node.forked()
+    _nodes.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

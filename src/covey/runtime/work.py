@@ -1,0 +1,114 @@
+"""The handle of a started operation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from covey.base.errors import DeadlineError
+
+T = TypeVar("T")
+
+
+class Work(Generic[T]):
+    """An operation that was started with `async_op=True`.
+
+    It runs whether or not anyone waits. Waiting with a timeout, or cancelling an `await`, never cancels the
+    operation; the operation's own `timeout=` ends it.
+    """
+
+    def __init__(self, description: str, *, drive: Callable[[Work[Any], float | None], None] | None = None) -> None:
+        """`drive(work, deadline)` is called by waiters to make progress themselves until the work is done."""
+        self.description = description
+        self._drive = drive
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Work[T]], None]] = []
+        self._result: T
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Tell whether the operation ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Return the result once the operation ended.
+
+        Raises:
+            DeadlineError: it did not end within `timeout` seconds; it goes on.
+            Exception: whatever ended the operation.
+        """
+        if not self._done.is_set():
+            self.drive_until(None if timeout is None else time.monotonic() + timeout)
+            if not self._done.wait(timeout if self._drive is None else 0):
+                raise DeadlineError(f"{self.description} is not done after {timeout} s; it goes on in the background")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def drive_until(self, deadline: float | None) -> None:
+        """Make progress on the calling thread until the work is done or `deadline` has passed."""
+        if not self._done.is_set() and self._drive is not None:
+            self._drive(self, deadline)
+
+    def result(self) -> T:
+        """Return the result; wait for it if need be."""
+        return self.wait()
+
+    def exception(self) -> BaseException | None:
+        """Return what ended the operation, or None if it went well; wait for the end if need be."""
+        try:
+            self.wait()
+        except BaseException:
+            if self._error is None:  # the wait itself failed, Ctrl-C for instance
+                raise
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Work[T]], None]) -> None:
+        """Call `callback(self)` when the operation ends, on the thread that ends it; at once if it has ended."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def finish(self, result: T) -> None:
+        """End the operation well. For those who run operations, not for those who wait."""
+        self._result = result
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End the operation with `error`."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def wake() -> None:
+            if not ended.done():  # the await may have been cancelled
+                ended.set_result(None)
+
+        def tell(_: Work[T]) -> None:
+            if not loop.is_closed():  # else no one is left to tell
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(tell)
+        yield from ended
+        return self.wait(0)
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.done() else "failed" if self._error else "done"
+        return f"<Work {self.description}: {state}>"

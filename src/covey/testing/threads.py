@@ -1,0 +1,63 @@
+"""A whole group inside one process: every rank is a thread, everything else is real."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from covey.base.config import GroupConfig
+from covey.net.meeting import TOKEN_BYTES
+from covey.runtime.bootstrap import Place, join_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.group import Group
+
+T = TypeVar("T")
+
+
+def run_threads(
+    size: int,
+    function: Callable[..., T],
+    *args: Any,
+    lanes: str = "memory",
+    timeout: float = 30.0,
+) -> list[T]:
+    """Call `function(group, *args)` once for each of `size` ranks, on threads; return the results by rank.
+
+    `lanes` may be memory, unix, tcp or shm. `timeout` is each group's default and bounds the whole. If ranks fail,
+    raises an ExceptionGroup of what they raised, each with a note that names its rank.
+    """
+    results: list[Any] = [None] * size
+    errors: list[Exception] = []
+    config = GroupConfig(lanes=lanes, timeout=timeout)
+    token = secrets.token_bytes(TOKEN_BYTES)
+
+    def rank_main(rank: int, folder: str) -> None:
+        try:
+            place = Place(
+                rank=rank, size=size, local_rank=rank, local_size=size, folder=folder, token=token, name="threads"
+            )
+            with join_at(place, config, timeout=timeout) as group:
+                results[rank] = function(group, *args)
+        except Exception as error:
+            error.add_note(f"in rank {rank} of {size}")
+            errors.append(error)
+
+    with tempfile.TemporaryDirectory(prefix="covey-") as folder:
+        threads = [threading.Thread(target=rank_main, args=(rank, folder), daemon=True) for rank in range(size)]
+        deadline = time.monotonic() + 2 * timeout
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if stuck:
+        errors.append(TimeoutError(f"ranks {stuck} are still running after {2 * timeout:g} s"))
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} of {size} ranks failed", errors)
+    return results

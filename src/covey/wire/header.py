@@ -1,0 +1,47 @@
+"""The 64 bytes in front of every transfer of a collective.
+
+Both ends know what should come, so a header is checked by comparing bytes; it is taken apart only to explain
+a difference. 64 bytes keep the payload behind it aligned for every dtype and on its own cache line.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from covey.base.errors import RemoteProtocolError
+
+MAGIC: Final = b"CVY\x01"
+HEADER: Final = struct.Struct("<4sBBHIIQQQQ16x")
+HEADER_BYTES: Final = HEADER.size
+assert HEADER_BYTES == 64
+
+
+class Header(NamedTuple):
+    """One transfer of one operation of one group."""
+
+    operation: int
+    dtype: int
+    phase: int
+    """Which plan of the operation: some exchange shapes first and contents second."""
+    attempt: int
+    move: int
+    """Counts the transfers of this plan from this sender to this receiver."""
+    group: int
+    sequence: int
+    fingerprint: int
+    """Digest of everything all ranks must agree on: operation, dtype, shape, root, reduction."""
+    nbytes: int
+
+    def pack(self) -> bytes:
+        return HEADER.pack(MAGIC, *self)
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Header:
+    """Take a header apart; RemoteProtocolError if it is none."""
+    if len(data) != HEADER_BYTES:
+        raise RemoteProtocolError(f"a transfer header has {HEADER_BYTES} bytes, not {len(data)}")
+    magic, *fields = HEADER.unpack(data)
+    if magic != MAGIC:
+        raise RemoteProtocolError(f"not a transfer header: it starts with {magic!r}")
+    return Header(*fields)

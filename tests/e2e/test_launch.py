@@ -1,0 +1,264 @@
+"""`launch`: functions as ranks in real processes; results by rank, the root cause of failures, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from covey.base.errors import ConfigError, DeadlineError, PeerLostError, RankFailedError
+from covey.runtime.launch import launch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.slow
+
+SOURCE = Path(__file__).parents[2] / "src"
+DEADLINE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private folder with a short path, which must be empty again after each test."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+        assert list(Path(folder).iterdir()) == []
+
+
+class PickyError(Exception):
+    """An exception that pickle alone cannot repeat."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class SecretiveError(Exception):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+def place_and_sum(group: Any, scale: int, word: str) -> tuple[int, int, str, np.ndarray]:
+    x = np.arange(5.0) * scale + group.rank
+    group.all_reduce(x)
+    return group.rank, group.size, word, x
+
+
+def array_of(group: Any, count: int) -> np.ndarray:
+    return np.arange(count) * (group.rank + 1)
+
+
+def fail_in_rank_1(group: Any, kind: str) -> None:
+    if group.rank == 1:
+        match kind:
+            case "value":
+                raise ValueError("one is not enough")
+            case "picky":
+                raise PickyError("fields kept", code=17)
+            case "secretive":
+                raise SecretiveError("cannot travel")
+            case "exit":
+                sys.exit(3)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "unpicklable result":
+                return lambda: None
+    group.all_reduce(np.ones(4))
+    group.barrier()
+
+
+def wait_for_ever(group: Any, folder: str) -> None:
+    note_pid(folder, f"rank{group.rank}")
+    threading.Event().wait()
+
+
+def leave_a_child(group: Any, folder: str) -> int:
+    return subprocess.Popen(["sleep", "1000"]).pid
+
+
+def finish_all_but_rank_1(group: Any, folder: str) -> None:
+    if group.rank == 1:
+        wait_for_ever(group, folder)
+
+
+def note_pid(folder: str, name: str) -> None:
+    draft = Path(folder, f"{name}.draft")
+    draft.write_text(str(os.getpid()))
+    draft.rename(Path(folder, name))
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+
+def test_results_come_back_by_rank() -> None:
+    results = launch(place_and_sum, 3, 10, "egg", timeout=DEADLINE)
+    expected = np.arange(5.0) * 30 + 3
+    for rank, (own, size, word, total) in enumerate(results):
+        assert (own, size, word) == (rank, 3, "egg")
+        np.testing.assert_array_equal(total, expected)
+
+
+def test_large_results_come_back_whole() -> None:
+    results = launch(array_of, 2, 3_000_001, timeout=DEADLINE)
+    for rank, result in enumerate(results):
+        np.testing.assert_array_equal(result, np.arange(3_000_001) * (rank + 1))
+
+
+def test_the_root_cause_is_raised_and_not_what_others_lost_by_it() -> None:
+    with pytest.raises(ValueError, match="one is not enough") as caught:
+        launch(fail_in_rank_1, 3, "value", timeout=DEADLINE)
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised in rank 1 of 3\n")
+    assert 'raise ValueError("one is not enough")' in note
+    assert "fail_in_rank_1" in note
+
+
+def test_an_exception_keeps_its_fields() -> None:
+    with pytest.raises(PickyError, match="fields kept") as caught:
+        launch(fail_in_rank_1, 2, "picky", timeout=DEADLINE)
+    assert caught.value.code == 17
+
+
+@pytest.mark.parametrize(("kind", "text"), [("secretive", "cannot travel"), ("exit", "SystemExit: 3")])
+def test_what_cannot_be_raised_here_becomes_a_rank_failure_with_its_traceback(kind: str, text: str) -> None:
+    with pytest.raises(RankFailedError, match="rank 1 of 2 failed") as caught:
+        launch(fail_in_rank_1, 2, kind, timeout=DEADLINE)
+    assert caught.value.rank == 1
+    assert text in str(caught.value)
+    assert "fail_in_rank_1" in str(caught.value)
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(RankFailedError, match="rank 1 of 3 was killed by SIGKILL") as caught:
+        launch(fail_in_rank_1, 3, "kill", timeout=DEADLINE)
+    assert (caught.value.rank, caught.value.exit_code) == (1, -signal.SIGKILL)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
+    with pytest.raises(Exception, match="pickle") as caught:
+        launch(fail_in_rank_1, 2, "unpicklable result", timeout=DEADLINE)
+    assert not isinstance(caught.value, PeerLostError)
+    assert "raised in rank 1 of 2" in caught.value.__notes__[0]
+
+
+def test_a_function_that_cannot_be_imported_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="top level of a module"):
+        launch(lambda group: group.rank, 2)
+    with pytest.raises(ConfigError, match="at least one rank, got 0"):
+        launch(array_of, 0, 3)
+
+
+def test_a_function_typed_at_a_prompt_is_refused_with_the_reason() -> None:
+    typed = "from covey.runtime.launch import launch\ndef job(group): pass\nlaunch(job, 2)"
+    done = subprocess.run(
+        [sys.executable, "-c", typed],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 1
+    assert "ConfigError: launch() needs a function in a module that new interpreters can import" in done.stderr
+
+
+def test_ranks_that_are_late_are_named_and_stopped(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match="no result from rank 1 of 3 in 5 s") as caught:
+        launch(finish_all_but_rank_1, 3, str(tmp_path), timeout=5)
+    assert caught.value.late == (1,)
+    assert is_gone(int((tmp_path / "rank1").read_text()))
+
+
+def test_what_a_rank_leaves_running_does_not_survive(tmp_path: Path) -> None:
+    for pid in launch(leave_a_child, 2, str(tmp_path), timeout=DEADLINE):
+        wait_until(lambda pid=pid: is_gone(pid))
+
+
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    from threading import Event
+
+    import covey.runtime.launch
+
+    def job(group, folder):
+        import os
+        Path(folder, f"draft{group.rank}").write_text(str(os.getpid()))
+        Path(folder, f"draft{group.rank}").rename(Path(folder, f"rank{group.rank}"))
+        Event().wait()
+
+    if __name__ == "__main__":
+        covey.runtime.launch.launch(job, 2, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        pytest.param(signal.SIGINT, -signal.SIGINT, id="ctrl-c"),
+        pytest.param(
+            signal.SIGKILL,
+            -signal.SIGKILL,
+            id="killed",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent"),
+        ),
+    ],
+)
+def test_ranks_end_with_a_script_that_is_interrupted(
+    tmp_path: Path, runtime: Path, signum: signal.Signals, code: int
+) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    parent = subprocess.Popen(
+        [sys.executable, "script.py", str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        stderr=subprocess.PIPE,
+        text=True,
+        # a test run in the background may have been told to ignore Ctrl-C, which children inherit
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        wait_until(lambda: parent.poll() is not None or all((tmp_path / f"rank{rank}").exists() for rank in range(2)))
+        parent.send_signal(signum)
+        _, errors = parent.communicate(timeout=DEADLINE)
+        assert parent.returncode == code
+        if signum == signal.SIGINT:
+            assert errors.count("KeyboardInterrupt") == 1
+            assert list(runtime.iterdir()) == []
+        for rank in range(2):
+            pid = int((tmp_path / f"rank{rank}").read_text())
+            wait_until(lambda pid=pid: is_gone(pid))
+    finally:
+        parent.kill()
+        parent.wait(DEADLINE)
+        assert parent.stderr is not None
+        parent.stderr.close()
+        with contextlib.suppress(FileNotFoundError):  # a killed parent cannot clean up
+            for left in runtime.iterdir():
+                for socket in left.iterdir():
+                    socket.unlink()
+                left.rmdir()

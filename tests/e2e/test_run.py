@@ -1,0 +1,440 @@
+"""`covey run` as people use it: real processes, real signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.slow
+
+SOURCE = Path(__file__).parents[2] / "src"
+DEADLINE = 60.0
+
+
+class Keeper:
+    """One `covey run` process and the folder that its run's folder is made in."""
+
+    def __init__(self, cwd: Path, runtime: Path, *words: str, **streams: object) -> None:
+        env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{cwd}", "XDG_RUNTIME_DIR": str(runtime)}
+        for name in ("COVEY_DEBUG", "NO_COLOR"):
+            env.pop(name, None)
+        env |= streams.pop("env", {})  # type: ignore[arg-type]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "covey", "run", *words],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},  # type: ignore[call-overload]
+            text=True,
+            cwd=cwd,
+            env=env,
+            # a test run in the background may have been told to ignore Ctrl-C, which children inherit
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, out, err
+
+    def close(self) -> None:
+        self.process.kill()
+        for pipe in filter(None, (self.process.stdout, self.process.stderr)):
+            pipe.close()
+        self.process.wait(DEADLINE)
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """A private folder with a short path, in which nothing may be left."""
+    folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def covey_run(tmp_path: Path, runtime: Path) -> Iterator[Callable[..., Keeper]]:
+    keepers: list[Keeper] = []
+
+    def start(*words: str, **streams: object) -> Keeper:
+        keepers.append(Keeper(tmp_path, runtime, *words, **streams))
+        return keepers[-1]
+
+    try:
+        yield start
+    finally:
+        for keeper in keepers:
+            keeper.close()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Write a script that knows its rank and return its name."""
+    prelude = "import os, signal, subprocess, sys, time\nrank = int(os.environ['COVEY_RANK'])\n"
+
+    def write(body: str) -> str:
+        (tmp_path / "job.py").write_text(prelude + textwrap.dedent(body))
+        return "job.py"
+
+    return write
+
+
+def said_by(rank: int, output: str) -> list[str]:
+    prefix = f"[{rank}] "
+    return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_lines_carry_their_rank_and_keep_their_order(covey_run, script) -> None:
+    job = script("""
+        for i in range(3000):
+            print("out", rank, i)
+            print("err", i, rank, file=sys.stderr)
+    """)
+    code, out, err = covey_run("-n", "3", job).finish()
+    assert code == 0
+    for rank in range(3):
+        assert said_by(rank, out) == [f"out {rank} {i}" for i in range(3000)]
+        assert said_by(rank, err) == [f"err {i} {rank}" for i in range(3000)]
+    assert len(out.splitlines()) == len(err.splitlines()) == 9000
+
+
+def test_a_rank_is_told_its_place_and_a_secret_token(covey_run, script, runtime) -> None:
+    job = script("""
+        import json
+        token = os.read(int(os.environ["COVEY_TOKEN_FD"]), 100)
+        more = os.read(int(os.environ["COVEY_TOKEN_FD"]), 100)
+        info = os.stat(os.environ["COVEY_MEET"])
+        facts = dict(token=token.hex(), more=more.hex(), mode=info.st_mode)
+        print(json.dumps(dict(facts, env=dict(os.environ), argv=sys.argv)))
+    """)
+    code, out, _ = covey_run("-n", "3", "--lanes", "unix", "--insecure", job).finish()
+    assert code == 0
+    ranks = [json.loads(said_by(rank, out)[0]) for rank in range(3)]
+    for rank, facts in enumerate(ranks):
+        env = facts["env"]
+        assert (env["COVEY_RANK"], env["COVEY_LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (env["COVEY_SIZE"], env["COVEY_LOCAL_SIZE"]) == ("3", "3")
+        assert (env["COVEY_LANES"], env["COVEY_INSECURE"], env["PYTHONUNBUFFERED"]) == ("unix", "1", "1")
+        assert Path(env["COVEY_MEET"]).parent == runtime
+        assert stat.S_IMODE(facts["mode"]) == 0o700
+        assert len(facts["token"]) == 64
+        assert facts["more"] == ""
+        assert facts["token"] not in json.dumps([facts["env"], facts["argv"]])
+    assert len({(facts["token"], facts["env"]["COVEY_MEET"]) for facts in ranks}) == 1
+    assert list(runtime.iterdir()) == []
+
+
+def test_the_first_failure_stops_the_others_and_gives_its_exit_code(covey_run, script, runtime) -> None:
+    job = script("""
+        print(os.getpid())
+        if rank == 2:
+            sys.exit(7)
+        signal.pause()
+    """)
+    code, out, err = covey_run("-n", "4", job).finish()
+    assert code == 7
+    assert err.splitlines() == ["covey: rank 2 failed with exit code 7; stopping the others"]
+    assert all(is_gone(int(said_by(rank, out)[0])) for rank in range(4))
+    assert list(runtime.iterdir()) == []
+
+
+def test_other_ranks_have_a_moment_to_say_what_they_lost(covey_run, script, tmp_path) -> None:
+    job = script("""
+        if rank == 1:
+            sys.exit(3)
+        os.waitid(os.P_PID, subprocess.Popen(["sleep", "0.3"]).pid, os.WEXITED)
+        print("lost rank 1")
+        sys.exit(9)
+    """)
+    code, out, err = covey_run("-n", "3", job).finish()
+    assert code == 3
+    assert said_by(0, out) == said_by(2, out) == ["lost rank 1"]
+    assert len(err.splitlines()) == 1
+
+
+def test_a_killed_rank_is_named_with_its_signal(covey_run, script) -> None:
+    job = script("""
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+    """)
+    code, _, err = covey_run("-n", "2", job).finish()
+    assert code == 128 + signal.SIGKILL
+    assert err == "covey: rank 1 was killed by SIGKILL; stopping the others\n"
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(covey_run, script) -> None:
+    job = script("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(os.getpid())
+        if rank == 0:
+            sys.exit(5)
+        while True:
+            signal.pause()
+    """)
+    code, out, _ = covey_run("-n", "2", job).finish()
+    assert code == 5
+    assert is_gone(int(said_by(1, out)[0]))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_rank_once(covey_run, script, runtime, signum) -> None:
+    job = script(f"""
+        def on_signal(*_):
+            print("saved by", rank)
+            sys.exit(0)
+        signal.signal({int(signum)}, on_signal)
+        print("ready")
+        while True:
+            signal.pause()
+    """)
+    keeper = covey_run("-n", "3", job)
+    ready = [keeper.process.stdout.readline() for _ in range(3)]
+    assert sorted(ready) == [f"[{rank}] ready\n" for rank in range(3)]
+    keeper.process.send_signal(signum)
+    code, out, _ = keeper.finish()
+    assert code == 128 + signum
+    assert sorted(out.splitlines()) == [f"[{rank}] saved by {rank}" for rank in range(3)]
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_second_ctrl_c_kills_ranks_that_ignore_the_first(covey_run, script) -> None:
+    job = script("""
+        signal.signal(signal.SIGINT, lambda *_: print("not now"))
+        print(os.getpid())
+        while True:
+            signal.pause()
+    """)
+    keeper = covey_run("-n", "2", job)
+    pids = [int(keeper.process.stdout.readline()[4:]) for _ in range(2)]
+    keeper.process.send_signal(signal.SIGINT)
+    assert sorted(keeper.process.stdout.readline() for _ in range(2)) == ["[0] not now\n", "[1] not now\n"]
+    keeper.process.send_signal(signal.SIGINT)
+    assert keeper.finish()[0] == 130
+    assert all(map(is_gone, pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_ranks_die_with_a_keeper_that_is_killed(covey_run, script) -> None:
+    job = script("""
+        print(os.getpid())
+        while True:
+            signal.pause()
+    """)
+    keeper = covey_run("-n", "3", job)
+    pids = [int(keeper.process.stdout.readline()[4:]) for _ in range(3)]
+    keeper.process.kill()
+    wait_until(lambda: all(map(is_gone, pids)))
+
+
+def test_what_a_rank_leaves_running_neither_survives_nor_holds_up_the_keeper(covey_run, script) -> None:
+    job = script("""
+        child = subprocess.Popen(["sleep", "1000"])
+        print(child.pid)
+    """)
+    code, out, _ = covey_run("-n", "2", job).finish()
+    assert code == 0
+    for rank in range(2):
+        (pid,) = map(int, said_by(rank, out))
+        wait_until(lambda pid=pid: is_gone(pid))
+
+
+def test_a_descendant_that_left_the_group_cannot_hold_up_the_keeper(covey_run, script, tmp_path) -> None:
+    job = script("""
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print(child.pid)
+    """)
+    code, out, _ = covey_run(job).finish()
+    (pid,) = map(int, said_by(0, out))
+    try:
+        assert code == 0
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_prompt_is_shown_before_its_line_ends(covey_run, script, tmp_path) -> None:
+    os.mkfifo(tmp_path / "answer")
+    job = script("""
+        print("name? ", end="")
+        print("hello", open("answer").read())
+    """)
+    keeper = covey_run(job)
+    prompt = "[0] name? "
+    assert keeper.process.stdout.read(len(prompt)) == prompt
+    (tmp_path / "answer").write_text("wren")
+    assert keeper.finish()[:2] == (0, "hello wren\n")
+
+
+def test_an_unfinished_last_line_is_shown_and_finished(covey_run, script) -> None:
+    job = script("sys.stdout.write(f'out {rank}'); sys.stderr.write(f'err {rank}')")
+    code, out, err = covey_run("-n", "2", job).finish()
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0] out 0", "[1] out 1"]
+    assert sorted(err.splitlines()) == ["[0] err 0", "[1] err 1"]
+    assert out.endswith("\n")
+
+
+def test_an_enormous_line_is_relayed_in_pieces_without_loss(covey_run, script) -> None:
+    job = script("os.write(1, b''.join(b'%d.%d,' % (rank, i) for i in range(200_000)))")
+    code, out, _ = covey_run("-n", "2", job).finish()
+    assert code == 0
+    for rank in range(2):
+        assert "".join(said_by(rank, out)) == "".join(f"{rank}.{i}," for i in range(200_000))
+
+
+def test_ranks_stop_when_the_reader_of_their_output_goes_away(covey_run, script) -> None:
+    job = script("""
+        while True:
+            print("again", rank)
+    """)
+    keeper = covey_run("-n", "2", job)
+    keeper.process.stdout.readline()
+    keeper.process.stdout.close()
+    assert keeper.process.wait(DEADLINE) == 128 + signal.SIGPIPE
+
+
+def test_a_reader_that_does_not_read_cannot_keep_ctrl_c_from_ending_all(covey_run, script, tmp_path) -> None:
+    job = script("""
+        def stubborn(*_):
+            open(f"told{rank}", "w").close()
+        signal.signal(signal.SIGINT, stubborn)
+        open(f"pid{rank}.new", "w").write(str(os.getpid()))
+        os.rename(f"pid{rank}.new", f"pid{rank}")
+        while True:
+            os.write(1, b"x" * 70_000)
+    """)
+    keeper = covey_run("-n", "2", job)
+    wait_until(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(2)))
+    keeper.process.send_signal(signal.SIGINT)
+    wait_until(lambda: all((tmp_path / f"told{rank}").exists() for rank in range(2)))
+    keeper.process.send_signal(signal.SIGINT)
+    assert keeper.process.wait(DEADLINE) == 130
+    assert all(is_gone(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
+
+
+@pytest.mark.parametrize(("setting", "coloured"), [("", True), ("1", False)])
+def test_prefixes_are_coloured_on_a_terminal_unless_it_asks_not_to(covey_run, script, setting, coloured) -> None:
+    screen, terminal = pty.openpty()
+    try:
+        keeper = covey_run("-n", "2", script("print('hello', rank)"), stdout=terminal, env={"NO_COLOR": setting})
+        assert keeper.finish()[0] == 0
+        shown = os.read(screen, 10_000).decode()
+    finally:
+        os.close(terminal)
+        os.close(screen)
+    assert ("\x1b[" in shown) is coloured
+    plain = re.sub(r"\x1b\[\d+m", "", shown)
+    assert sorted(plain.splitlines()) == ["[0] hello 0", "[1] hello 1"]
+
+
+def test_what_follows_the_script_belongs_to_the_script(covey_run, script) -> None:
+    job = script("import json; print(json.dumps(sys.argv))")
+    words = [job, "--epochs", "3", "-n", "9", "--help", "--", "-x"]
+    for before in ([], ["--"]):
+        code, out, err = covey_run("-n", "2", *before, *words).finish()
+        assert (code, err) == (0, "")
+        assert json.loads(said_by(0, out)[0]) == json.loads(said_by(1, out)[0]) == words
+
+
+def test_a_module_can_be_run_with_its_own_options(covey_run, tmp_path) -> None:
+    (tmp_path / "nest").mkdir()
+    (tmp_path / "nest" / "egg.py").write_text("import sys; print(__name__, __spec__.name, sys.argv[1:])")
+    code, out, _ = covey_run("-n", "2", "-m", "nest.egg", "--lanes", "none").finish()
+    assert code == 0
+    assert sorted(out.splitlines()) == [f"[{rank}] __main__ nest.egg ['--lanes', 'none']" for rank in range(2)]
+
+
+def test_any_program_can_be_a_rank(covey_run, tmp_path) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text('#!/bin/sh\necho "rank $COVEY_RANK of $COVEY_SIZE: $1"\n')
+    tool.chmod(0o755)
+    code, out, _ = covey_run("-n", "2", "tool", "-v").finish()
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0] rank 0 of 2: -v", "[1] rank 1 of 2: -v"]
+    assert covey_run("sh", "-c", "exit 4").finish()[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["-n", "0", "job.py"], "at least one rank, got 0"),
+        (["-n", "2", "absent.py"], "no script or program 'absent.py'"),
+        (["broken"], "cannot start"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line_and_a_remedy(
+    covey_run, script, tmp_path, runtime, words, complaint
+) -> None:
+    script("print('never')")
+    (tmp_path / "broken").write_bytes(b"\x00\x01 neither a program nor a script")
+    (tmp_path / "broken").chmod(0o755)
+    code, out, err = covey_run(*words).finish()
+    assert (code, out) == (2, "")
+    error, remedy = err.splitlines()
+    assert error.startswith("error: ")
+    assert complaint in error
+    assert remedy == "what to do: correct the call or the setting"
+    assert "Traceback" in covey_run(*words, env={"COVEY_DEBUG": "1"}).finish()[2]
+    assert list(runtime.iterdir()) == []
+
+
+def test_an_empty_script_on_four_ranks_takes_less_than_a_second_and_a_half(covey_run, script) -> None:
+    job = script("")
+    times = []
+    for _ in range(5):  # the best of five, as other work on the machine is none of our business
+        began = time.monotonic()
+        assert covey_run("-n", "4", job).finish()[0] == 0
+        times.append(time.monotonic() - began)
+    assert min(times) < 1.5
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    probe = """
+        import sys
+        from covey.cli.main import COMMANDS, main
+        sys.argv = ["covey", "--help"]
+        try:
+            main()
+        except SystemExit:
+            loaded = [name for name in COMMANDS if f"covey.cli.{name}" in sys.modules]
+            print("loaded:", loaded)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(probe)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=True,
+    )
+    assert "loaded: []" in done.stdout
+    assert all(name in done.stdout for name in ("run", "bench", "demo"))

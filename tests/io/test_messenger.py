@@ -1,0 +1,539 @@
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from covey.base.dtypes import dtype_code
+from covey.base.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    RemoteProtocolError,
+)
+from covey.proto.matching import ANY, CREDIT_BYTES
+from covey.runtime.messenger import Messenger
+
+if TYPE_CHECKING:
+    from covey.runtime.work import Work
+
+UINT8 = dtype_code(np.dtype(np.uint8))
+INT64 = dtype_code(np.dtype(np.int64))
+KIB, MIB = 1024, 1024 * 1024
+SIZES = [0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 10 * MIB]
+PATIENCE = 30.0
+
+
+def content(seed: int, length: int) -> bytes:
+    """Bytes that differ by message and by position."""
+    return np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8).tobytes()
+
+
+def unix_pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    for sock in (near, far):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return near, far
+
+
+class Crew:
+    """The messengers of a group of threads. The first to ask for a lane makes it; the other one adopts it."""
+
+    def __init__(self, size: int, make_pair: Callable[[], tuple[socket.socket, socket.socket]] = unix_pair) -> None:
+        self._make_pair = make_pair
+        self._lock = threading.Lock()
+        self.ends: dict[tuple[int, int], socket.socket] = {}
+        self.asked: list[tuple[int, int]] = []
+        self.fault: BaseException | None = None
+        self.gone: dict[int, BaseException] = {}
+        self.wakes = [socket.socketpair() for _ in range(size)]
+        self.messengers = [self._make_messenger(rank, size) for rank in range(size)]
+
+    def _make_messenger(self, rank: int, size: int) -> Messenger:
+        def open_lane(peer: int) -> socket.socket:
+            return self.open_lane(rank, peer)
+
+        wake_fd = self.wakes[rank][0].fileno()
+        return Messenger(
+            rank,
+            size,
+            open_lane=open_lane,
+            wake_fd=wake_fd,
+            fault=lambda: self.fault,
+            lost=self.gone.get,
+            name=f"test[{rank}]",
+        )
+
+    def open_lane(self, rank: int, peer: int) -> socket.socket:
+        with self._lock:
+            self.asked.append((rank, peer))
+            is_new = (rank, peer) not in self.ends
+            if is_new:
+                near, far = self._make_pair()
+                near.setblocking(False)
+                far.setblocking(False)
+                self.ends[rank, peer], self.ends[peer, rank] = near, far
+        if is_new:
+            self.messengers[peer].adopt(rank, self.ends[peer, rank])
+        return self.ends[rank, peer]
+
+    def fail(self, fault: BaseException) -> None:
+        self.fault = fault
+        for _, rope in self.wakes:
+            rope.send(b"!")
+
+    def post_send(self, rank: int, data: bytes | bytearray, dst: int, tag: int = 0) -> Work[None]:
+        return self.messengers[rank].post_send(memoryview(data), dst, tag, UINT8, (len(data),), False)
+
+    def post_recv(self, rank: int, src: int = ANY, tag: int = ANY, out: bytearray | None = None) -> Work[Any]:
+        return self.messengers[rank].post_recv(src, tag, None if out is None else memoryview(out), None)
+
+    def wait(self, rank: int, work: Work[Any], seconds: float = PATIENCE) -> Any:
+        return self.messengers[rank].wait(work, time.monotonic() + seconds)
+
+    def ends_with(self, error: type[BaseException], rank: int, work: Work[Any]) -> None:
+        with pytest.raises(error):
+            self.wait(rank, work)
+
+    def send(self, rank: int, data: bytes | bytearray, dst: int, tag: int = 0, *, seconds: float = PATIENCE) -> None:
+        self.wait(rank, self.post_send(rank, data, dst, tag), seconds)
+
+    def recv(self, rank: int, src: int = ANY, tag: int = ANY, *, seconds: float = PATIENCE) -> bytes:
+        return bytes(self.wait(rank, self.post_recv(rank, src, tag), seconds).data)
+
+    def run(self, *bodies: Callable[[], None]) -> None:
+        """Run each body on a thread of its own and raise what the first failing one raised."""
+        errors: list[BaseException] = []
+
+        def guarded(body: Callable[[], None]) -> None:
+            try:
+                body()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE)
+            assert not thread.is_alive(), "a body hangs"
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        deadline = time.monotonic()
+        for messenger in self.messengers:
+            messenger.close(deadline)
+        for sock in [*itertools.chain(*self.wakes), *self.ends.values()]:
+            sock.close()
+
+
+MakeCrew = Callable[..., Crew]
+
+
+@pytest.fixture
+def make_crew() -> Iterator[MakeCrew]:
+    crews: list[Crew] = []
+
+    def make(*args: Any) -> Crew:
+        crews.append(Crew(*args))
+        return crews[-1]
+
+    try:
+        yield make
+    finally:
+        for crew in crews:
+            crew.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("messages")]
+
+
+both_lanes = pytest.mark.parametrize("make_pair", [unix_pair, tcp_pair], ids=["unix", "tcp"])
+
+
+@both_lanes
+@pytest.mark.parametrize("length", SIZES)
+def test_messages_of_any_size_arrive_whole(
+    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]], length: int
+) -> None:
+    crew = make_crew(2, make_pair)
+    out = bytearray(length)
+
+    def first() -> None:
+        crew.send(0, content(1, length), 1, tag=7)
+        assert crew.recv(0, 1, 8) == content(2, length)
+
+    def second() -> None:
+        message = crew.wait(1, crew.post_recv(1, 0, 7, out))
+        assert (message.source, message.tag, message.dtype_code, message.shape) == (0, 7, UINT8, (length,))
+        assert (message.is_object, message.data) == (False, None)
+        crew.send(1, content(2, length), 0, tag=8)
+
+    crew.run(first, second)
+    assert out == content(1, length)
+
+
+def test_lanes_are_opened_on_first_use_and_once(make_crew: MakeCrew) -> None:
+    crew = make_crew(4)
+    crew.send(0, b"hello", 1)
+    assert crew.asked == [(0, 1)]
+    assert crew.recv(1, 0) == b"hello"
+    assert crew.asked == [(0, 1)]
+    crew.send(1, b"back", 0)
+    with pytest.raises(DeadlineError):
+        crew.recv(2, seconds=0.01)
+    assert crew.asked == [(0, 1), (2, 0), (2, 1), (2, 3)]
+    assert crew.recv(0) == b"back"
+    assert crew.asked == [(0, 1), (2, 0), (2, 1), (2, 3), (0, 3)]
+
+
+def test_a_lane_that_cannot_be_opened_is_asked_for_again(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    make_pair = crew._make_pair
+
+    def refuse() -> tuple[socket.socket, socket.socket]:
+        crew._make_pair = make_pair
+        raise ConnectionRefusedError("not there yet")
+
+    crew._make_pair = refuse
+    with pytest.raises(ConnectionRefusedError):
+        crew.post_send(0, b"early", 1)
+    crew.send(0, b"later", 1)
+    assert crew.recv(1, 0) == b"later"
+
+
+def test_objects_and_empty_shapes_keep_their_description(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    messenger = crew.messengers[0]
+    messenger.post_send(memoryview(b"encoded"), 1, 3, INT64, (4, 5), True)
+    messenger.post_send(memoryview(b""), 1, 3, INT64, (4, 0, 5), False)
+    first, second = (crew.wait(1, crew.post_recv(1, 0, 3)) for _ in range(2))
+    assert (first.is_object, bytes(first.data)) == (True, b"encoded")
+    assert (second.is_object, second.dtype_code, second.shape, second.data.size) == (False, INT64, (4, 0, 5), 0)
+
+
+@both_lanes
+@pytest.mark.parametrize("seed", range(3))
+def test_thousands_of_messages_of_three_ranks_arrive_once_and_in_order(
+    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]], seed: int
+) -> None:
+    size, count, tags = 3, 400, 4
+    crew = make_crew(size, make_pair)
+    rng = random.Random(seed)
+    sizes = [0, 1, 10, 1000, 30_000, 64 * KIB, 64 * KIB + 1, 300_000]
+    weights = [4, 8, 20, 20, 4, 2, 1, 1]
+    script = {
+        (source, peer): [(rng.randrange(tags), rng.choices(sizes, weights)[0]) for _ in range(count)]
+        for source in range(size)
+        for peer in range(size)
+    }
+
+    def body_of(source: int, peer: int, at: int) -> bytes:
+        return content(source * 10**6 + peer * 10**5 + at, script[source, peer][at][1])
+
+    def sender(rank: int) -> None:
+        # Posted first and waited for last: rank 1 asks in an order of its own.
+        works = [
+            crew.post_send(rank, body_of(rank, peer, at), peer, script[rank, peer][at][0])
+            for at in range(count)
+            for peer in range(size)
+        ]
+        for work in works:
+            crew.wait(rank, work)
+
+    def receiver(rank: int, any_tag: bool) -> None:
+        expected: dict[tuple[int, int], list[int]] = {}
+        for source in range(size):
+            for at, (tag, _) in enumerate(script[source, rank]):
+                expected.setdefault((source, tag), []).append(at)
+        wishes = [(source, tag) for (source, tag), ats in expected.items() for _ in ats]
+        random.Random(rank).shuffle(wishes)
+        for wish in wishes:
+            message = crew.wait(rank, crew.post_recv(rank, *((ANY, ANY) if any_tag else wish)))
+            at = expected[message.source, message.tag].pop(0)
+            assert bytes(message.data) == body_of(message.source, rank, at)
+        assert not any(expected.values())
+
+    crew.run(*(lambda r=r: sender(r) for r in range(size)), *(lambda r=r: receiver(r, r != 1) for r in range(size)))
+
+
+def test_everyone_may_post_everything_and_wait_in_any_order(make_crew: MakeCrew) -> None:
+    size, length = 4, 3 * MIB
+    crew = make_crew(size)
+
+    def body(rank: int) -> None:
+        peers = [peer for peer in range(size) if peer != rank]
+        works = [crew.post_send(rank, content(10 * rank + peer, length), peer) for peer in peers]
+        outs = {peer: bytearray(length) for peer in peers}
+        works += [crew.post_recv(rank, peer, 0, outs[peer]) for peer in peers]
+        random.Random(rank).shuffle(works)
+        for work in works:
+            crew.wait(rank, work)
+        assert all(outs[peer] == content(10 * peer + rank, length) for peer in peers)
+
+    crew.run(*(lambda r=r: body(r) for r in range(size)))
+
+
+def test_one_thread_can_send_to_itself_first_and_receive_later(make_crew: MakeCrew) -> None:
+    crew = make_crew(1)
+    for length in SIZES:
+        crew.send(0, content(length, length), 0, tag=length)
+    for length in reversed(SIZES):
+        assert crew.recv(0, 0, length) == content(length, length)
+
+
+def test_a_sender_may_leave_four_mebibytes_and_then_waits(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    works = [crew.post_send(0, content(seed, 64 * KIB), 1, tag=seed % 3) for seed in range(100)]
+    allowed = CREDIT_BYTES // (64 * KIB)
+    assert [work.done() for work in works] == [True] * allowed + [False] * (100 - allowed)
+    with pytest.raises(DeadlineError, match="rank 1"):
+        crew.wait(0, works[-1], 0.02)
+    for seed in range(99):
+        assert crew.recv(1, 0, seed % 3) == content(seed, 64 * KIB)
+    crew.send(0, b"room again", 1, tag=9)
+    assert crew.recv(1, 0) == b"room again"  # and not the one that was withdrawn
+
+
+def test_what_was_accepted_arrives_though_the_sender_has_turned_to_other_things(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    for seed in range(40):  # far more than a socket's buffer holds
+        crew.send(0, content(seed, 64 * KIB), 1)
+    assert [crew.recv(1, 0) for _ in range(40)] == [content(seed, 64 * KIB) for seed in range(40)]
+
+
+def test_a_large_message_nobody_wants_holds_up_no_other_tag(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    large = crew.post_send(0, content(1, 10 * MIB), 1, tag=1)
+    for seed in range(200):
+        crew.send(0, content(seed, 50_000), 1, tag=2)
+        assert crew.recv(1, 0, 2) == content(seed, 50_000)
+    assert not large.done()
+    crew.messengers[0].progress_in_background()
+    assert crew.recv(1, 0, 1) == content(1, 10 * MIB)
+    crew.wait(0, large)
+
+
+def test_works_nobody_waits_for_go_on_in_the_background(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    out = bytearray(10 * MIB)
+    ended = threading.Semaphore(0)
+    for work in (crew.post_recv(1, 0, 5, out), crew.post_send(0, content(5, 10 * MIB), 1, tag=5)):
+        work.add_done_callback(lambda _: ended.release())
+    for messenger in crew.messengers:
+        messenger.progress_in_background()
+    for _ in range(2):
+        assert ended.acquire(timeout=PATIENCE)
+    assert out == content(5, 10 * MIB)
+
+
+def test_waiting_threads_of_one_rank_help_each_other(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    count = 8
+
+    def receiver(tag: int) -> None:
+        for at in range(20):
+            assert crew.recv(1, 0, tag) == content(100 * tag + at, 1000 * tag)
+
+    def sender() -> None:
+        for at in range(20):
+            for tag in reversed(range(count)):
+                crew.send(0, content(100 * tag + at, 1000 * tag), 1, tag)
+
+    crew.messengers[1].progress_in_background()
+    crew.run(sender, *(lambda tag=tag: receiver(tag) for tag in range(count)))
+
+
+def test_an_idle_messenger_uses_no_cpu(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    pending = crew.post_recv(1, 0, 1)
+    crew.messengers[1].progress_in_background()
+    before = time.process_time()
+    with pytest.raises(DeadlineError):
+        pending.wait(0.4)
+    assert time.process_time() - before < 0.1
+
+
+@pytest.mark.parametrize("length", [80, 800_000])
+def test_a_message_that_does_not_fit_fails_its_receive_only(make_crew: MakeCrew, length: int) -> None:
+    crew = make_crew(2)
+    sends = [crew.post_send(0, content(seed, length), 1) for seed in range(2)]
+    crew.messengers[0].progress_in_background()
+    out = memoryview(bytearray(length))
+    with pytest.raises(MismatchError, match=r"int64.*uint8"):
+        crew.wait(1, crew.messengers[1].post_recv(0, 0, out, (INT64, (length // 8,))))
+    crew.wait(1, crew.messengers[1].post_recv(0, 0, out, (UINT8, (length,))))
+    assert out == content(1, length)
+    for send in sends:
+        crew.wait(0, send)
+
+
+def test_ranks_that_do_not_exist_are_refused_before_anything_is_opened(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    with pytest.raises(ConfigError, match="rank 2"):
+        crew.post_send(0, b"", 2)
+    with pytest.raises(ConfigError, match="rank -2"):
+        crew.post_recv(0, -2)
+    assert crew.asked == []
+
+
+def test_a_receive_that_is_late_is_withdrawn(make_crew: MakeCrew) -> None:
+    crew = make_crew(3)
+    out = bytearray(5)
+    with pytest.raises(DeadlineError, match="rank 1") as caught:
+        crew.wait(0, crew.post_recv(0, 1, 4, out), 0.02)
+    assert caught.value.late == (1,)
+    late = crew.post_recv(0, ANY, 4)
+    with pytest.raises(DeadlineError, match="ranks 1, 2") as caught:
+        crew.wait(0, late, 0.02)
+    assert caught.value.late == (1, 2)
+    assert isinstance(late.exception(), DeadlineError)
+    crew.send(1, b"hello", 0, tag=4)
+    assert crew.recv(0, 1, 4) == b"hello"
+    assert out == bytes(5)
+
+
+def test_two_ranks_that_both_send_first_end_with_a_deadline_and_a_closed_lane(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    errors: dict[int, BaseException] = {}
+
+    def body(rank: int) -> None:
+        try:
+            crew.send(rank, content(rank, MIB), 1 - rank, seconds=0.3)
+        except (DeadlineError, PeerLostError) as error:
+            errors[rank] = error
+
+    crew.run(lambda: body(0), lambda: body(1))
+    late = [error.late for error in errors.values() if isinstance(error, DeadlineError)]
+    assert len(errors) == 2
+    assert late
+    assert set(late) <= {(0,), (1,)}
+    rank = next(rank for rank, error in errors.items() if isinstance(error, DeadlineError))
+    with pytest.raises(ClosedError, match="given up"):
+        crew.send(rank, b"more", 1 - rank)
+
+
+@both_lanes
+def test_messages_that_arrived_outlive_their_sender_and_then_its_loss_is_told(
+    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]]
+) -> None:
+    crew = make_crew(3, make_pair)
+    crew.gone[0] = PeerLostError("rank 0 was killed", rank=0)
+    for seed in range(30):
+        crew.send(0, content(seed, 5000), 2, tag=seed)
+    half_way = crew.post_send(0, content(99, MIB), 2, tag=50)
+    blocked = crew.post_recv(2, 1, 60)
+    crew.messengers[0].close(time.monotonic() + 0.1)  # nobody reads yet: the kernel goes on alone
+    assert isinstance(half_way.exception(), ClosedError)
+    assert [crew.recv(2, 0, seed) for seed in reversed(range(15))] == [
+        content(seed, 5000) for seed in reversed(range(15))
+    ]
+    assert [crew.recv(2) for _ in range(15)] == [content(seed, 5000) for seed in range(15, 30)]
+    for source, tag in [(0, ANY), (0, 50), (ANY, ANY)]:
+        with pytest.raises(PeerLostError, match="killed"):
+            crew.recv(2, source, tag)
+    with pytest.raises(PeerLostError, match="killed"):
+        crew.send(2, b"anyone?", 0)
+    crew.send(1, b"still here", 2, tag=60)
+    assert bytes(crew.wait(2, blocked).data) == b"still here"
+
+
+def test_the_loss_of_a_peer_is_told_at_once_to_those_who_wait_for_it(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    works = [crew.post_recv(1, 0, 1), crew.post_recv(1, ANY, 2), crew.post_send(1, content(1, MIB), 0, tag=3)]
+    crew.messengers[1].progress_in_background()
+    crew.ends[0, 1].shutdown(socket.SHUT_RDWR)
+    for work in works:
+        with pytest.raises(PeerLostError, match="rank 0") as caught:
+            crew.wait(1, work)
+        assert caught.value.rank == 0
+
+
+def test_a_receive_in_the_middle_of_a_payload_ends_when_the_sender_dies(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    send = crew.post_send(0, content(1, 30 * MIB), 1)
+    receive = crew.post_recv(1, 0)
+    with pytest.raises(DeadlineError):
+        receive.wait(0)  # one look: the header is here, the payload is asked for
+    with pytest.raises(DeadlineError):
+        send.wait(0)  # one look: the first bytes leave
+    crew.ends[0, 1].shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerLostError):
+        crew.wait(1, receive)
+
+
+def test_bytes_that_are_not_messages_end_the_lane_with_a_protocol_error(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    crew.open_lane(0, 1).send(b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n")
+    with pytest.raises(RemoteProtocolError):
+        crew.recv(1, 0)
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["waiting", "background"])
+def test_a_failed_group_ends_all_works_with_its_first_cause(make_crew: MakeCrew, waiting: bool) -> None:
+    crew = make_crew(2)
+    works = [crew.post_recv(1, 0, 1), crew.post_recv(1, ANY, ANY), crew.post_send(1, content(1, MIB), 0)]
+    ended = threading.Semaphore(0)
+    for work in works:
+        work.add_done_callback(lambda _: ended.release())
+    fault = MismatchError("rank 0 called something else")
+    if waiting:
+        crew.run(lambda: crew.fail(fault), lambda: crew.ends_with(MismatchError, 1, works[0]))
+    else:
+        crew.messengers[1].progress_in_background()
+        crew.fail(fault)
+    for _ in works:
+        assert ended.acquire(timeout=PATIENCE)
+    assert all(work.exception() is fault for work in works)
+    with pytest.raises(MismatchError):
+        crew.post_recv(1, 0, 1)
+
+
+@both_lanes
+def test_close_delivers_what_was_accepted(
+    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]]
+) -> None:
+    crew = make_crew(2, make_pair)
+    bodies = [content(seed, 60_000) for seed in range(60)]
+    received: list[bytes] = []
+    crew.send(1, content(100, 60_000), 0)  # never received: closing with unread bytes must not reset the lane
+
+    def first() -> None:
+        for body in bodies:
+            crew.send(0, body, 1)
+        crew.messengers[0].close(time.monotonic() + PATIENCE)
+
+    def second() -> None:
+        for _ in bodies:
+            received.append(crew.recv(1, 0))
+
+    crew.run(first, second)
+    assert received == bodies
+
+
+def test_close_ends_pending_works_waiters_and_later_calls(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    works = [crew.post_recv(0, 1, 1), crew.post_send(0, content(1, MIB), 1)]
+    crew.run(
+        lambda: crew.ends_with(ClosedError, 0, works[0]),
+        lambda: crew.messengers[0].close(time.monotonic() + 0.05),
+    )
+    assert all(isinstance(work.exception(), ClosedError) for work in works)
+    with pytest.raises(ClosedError):
+        crew.post_recv(0, 1)
+    crew.messengers[0].close(time.monotonic())
+    assert all(sock.fileno() == -1 for sock in crew.messengers[0].sockets())

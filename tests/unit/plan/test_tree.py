@@ -1,0 +1,24 @@
+import pytest
+from tests.unit.plan.cases import SIZES, counts, everyone, roots
+
+from covey.plan import check, tree
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_brings_the_roots_buffer_to_everyone(size: int) -> None:
+    for count in counts(size):
+        for root in roots(size, count):
+            plans = everyone(size, lambda rank, r=root, c=count: tree.broadcast(rank, size, r, c))
+            check.broadcast(plans, root, count)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_leaves_the_whole_sum_at_the_root(size: int) -> None:
+    for count in counts(size):
+        for root in roots(size, count):
+            check.reduce(everyone(size, lambda rank, r=root, c=count: tree.reduce(rank, size, r, c)), root, count)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_root_has_a_child_for_each_round(size: int) -> None:
+    assert len(tree.broadcast(size - 1, size, size - 1, 4).sends) == (size - 1).bit_length()

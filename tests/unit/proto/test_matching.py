@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.base.dtypes import dtype_code
+from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
+from covey.proto.matching import ANY, CREDIT_BYTES, Matcher
+from covey.proto.message import HEADER_COST, Operation, Receive, Send
+from covey.proto.message_stream import EAGER_BYTES, PIECE_BYTES
+from covey.wire import message_header as wire
+from covey.wire.message_header import Header
+
+UINT8 = dtype_code(np.dtype(np.uint8))
+INT32 = dtype_code(np.dtype(np.int32))
+LARGE = EAGER_BYTES + 1
+COST = EAGER_BYTES + HEADER_COST
+
+
+def content(seed: int, length: int) -> bytes:
+    """Bytes that differ by message and by position."""
+    return np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8).tobytes()
+
+
+class World:
+    """Matchers joined by pipes that move when told to, in slices of any size."""
+
+    def __init__(self, size: int, rng: random.Random | None = None) -> None:
+        self.matchers = [Matcher(rank, size) for rank in range(size)]
+        self.pairs = list(itertools.permutations(range(size), 2))
+        self.pipes = {pair: bytearray() for pair in self.pairs}
+        self.rng = rng
+        self.over: set[Operation] = set()
+
+    def send(self, data: bytes, source: int, peer: int, tag: int) -> Send:
+        view = memoryview(data)
+        return self.matchers[source].send(view, peer, tag, dtype_code=UINT8, shape=(len(data),), is_object=False)
+
+    def push(self, source: int, peer: int) -> int:
+        """Move some of what `source` has to say into the pipe."""
+        buffers = self.matchers[source].outgoing(peer)
+        total = sum(map(len, buffers))
+        count = self.rng.randint(0, total) if self.rng else total
+        self.pipes[source, peer] += b"".join(buffers)[:count]
+        self.matchers[source].sent(peer, count)
+        return count
+
+    def pull(self, source: int, peer: int) -> int:
+        """Move some of what is in the pipe to `peer`."""
+        pipe, count = self.pipes[source, peer], 0
+        for buffer in self.matchers[peer].incoming(source):
+            step = min(len(pipe), self.rng.randint(0, len(buffer)) if self.rng else len(buffer))
+            buffer[:step] = pipe[:step]
+            del pipe[:step]
+            count += step
+            if step < len(buffer):
+                break
+        self.matchers[peer].received(source, count)
+        return count
+
+    def settle(self) -> None:
+        """Move everything until nothing is left to move."""
+        rng, self.rng = self.rng, None
+        while sum(self.push(*pair) + self.pull(*pair) for pair in self.pairs):
+            pass
+        assert all(peer not in self.matchers[source].ready for source, peer in self.pairs)
+        self.rng = rng
+        self.collect()
+
+    def collect(self) -> None:
+        for matcher in self.matchers:
+            for operation in matcher.completed:
+                assert operation not in self.over
+                self.over.add(operation)
+            matcher.completed.clear()
+
+
+def payload(receive: Receive) -> bytes:
+    assert receive.error is None
+    assert receive.result is not None
+    return bytes(receive.out) if receive.out is not None else bytes(receive.result.data)  # type: ignore[arg-type]
+
+
+def admits(receive: Receive, source: int, tag: int) -> bool:
+    return receive.source in (ANY, source) and receive.tag in (ANY, tag)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_message_arrives_once_and_in_order_whatever_the_schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    size, tags = 3, 3
+    world = World(size, rng)
+    sizes = [0, 1, 100, 5000, EAGER_BYTES - 1, EAGER_BYTES, LARGE, 150_000, PIECE_BYTES + 77]
+    sent: list[tuple[int, int, int, bytes, Send]] = []
+    receives: list[list[Receive]] = [[] for _ in range(size)]
+    interrupts = seed % 3 == 0  # receives are withdrawn even while their message is landing
+    for _ in range(150):
+        match rng.choice(["send", "receive", "push", "pull", "push", "pull", "withdraw"]):
+            case "send":
+                source, peer, tag = rng.randrange(size), rng.randrange(size), rng.randrange(tags)
+                data = content(len(sent), rng.choice(sizes))
+                sent.append((source, peer, tag, data, world.send(data, source, peer, tag)))
+            case "receive":
+                rank = rng.randrange(size)
+                source, tag = rng.choice([ANY, *range(size)]), rng.choice([ANY, *range(tags)])
+                receives[rank].append(world.matchers[rank].receive(source, tag))
+            case "push":
+                world.push(*rng.choice(world.pairs))
+            case "pull":
+                world.pull(*rng.choice(world.pairs))
+            case "withdraw":
+                rank = rng.randrange(size)
+                world.collect()
+                pending = [r for r in receives[rank] if r not in world.over and (interrupts or r.arrival is None)]
+                if pending:
+                    receive = rng.choice(pending)
+                    assert world.matchers[rank].withdraw(receive)
+                    receives[rank].remove(receive)
+
+    world.settle()
+    for rank in range(size):  # those without a message step aside for receives that take anything
+        for receive in [receive for receive in receives[rank] if receive not in world.over]:
+            world.matchers[rank].withdraw(receive)
+            receives[rank].remove(receive)
+        due = sum(peer == rank for _, peer, *_ in sent) - len(receives[rank])
+        receives[rank] += [world.matchers[rank].receive(ANY, ANY) for _ in range(due)]
+    world.settle()
+
+    assert all(send in world.over and send.error is None for *_, send in sent)
+    for rank in range(size):
+        expected = sorted((source, tag, data) for source, peer, tag, data, _ in sent if peer == rank)
+        actual = [(payload(receive), receive.result) for receive in receives[rank]]
+        assert sorted((result.source, result.tag, data) for data, result in actual if result) == expected
+        assert not world.matchers[rank].has_match(ANY, ANY)
+        if not interrupts:
+            position = {data: at for at, (_, peer, _, data, _) in enumerate(sent) if peer == rank and data}
+            for first, second in itertools.combinations(receives[rank], 2):
+                one, two = first.result, second.result
+                if one and two and one.source == two.source and admits(first, two.source, two.tag):
+                    a, b = payload(first), payload(second)
+                    assert not a or not b or position[a] < position[b]
+
+
+def test_a_sender_stops_at_its_credit_and_goes_on_as_messages_are_taken() -> None:
+    world = World(2)
+    data = [content(seed, EAGER_BYTES) for seed in range(200)]
+    sends = [world.send(each, 0, 1, tag=5) for each in data]
+    world.settle()
+    allowed = -(-CREDIT_BYTES // COST)
+    assert [send in world.over for send in sends] == [True] * allowed + [False] * (200 - allowed)
+    for at, each in enumerate(data):
+        receive = world.matchers[1].receive(0, 5)
+        world.settle()
+        assert payload(receive) == each
+        unmatched = sum(send in world.over for send in sends) - at - 1
+        assert unmatched * COST < CREDIT_BYTES + COST
+        assert unmatched >= min(199 - at, allowed - CREDIT_BYTES // 16 // COST - 1)
+    assert all(send in world.over for send in sends)
+
+
+def test_empty_messages_and_headers_of_large_ones_are_bounded_too() -> None:
+    world = World(2)
+    large = content(1, LARGE)
+    for at in range(CREDIT_BYTES // HEADER_COST + 10):
+        world.send(large if at % 2 else b"", 0, 1, tag=at)
+    world.settle()
+    assert world.matchers[1].has_match(0, CREDIT_BYTES // HEADER_COST - 1)
+    assert not world.matchers[1].has_match(0, CREDIT_BYTES // HEADER_COST)
+    receive = world.matchers[1].receive(0, 0)
+    world.settle()
+    assert payload(receive) == b""
+    assert world.matchers[1].has_match(0, CREDIT_BYTES // HEADER_COST)
+
+
+def test_large_messages_nobody_asks_for_hold_up_no_other_tag() -> None:
+    world = World(2)
+    large = [content(seed, 3 * PIECE_BYTES) for seed in range(4)]
+    sends = [world.send(each, 0, 1, tag=seed) for seed, each in enumerate(large)]
+    small = world.matchers[1].receive(0, 9)
+    world.send(b"small", 0, 1, tag=9)
+    world.settle()
+    assert payload(small) == b"small"
+    assert not any(send in world.over for send in sends)
+    late = [world.matchers[1].receive(ANY, tag) for tag in (2, 0, 3, 1)]
+    world.settle()
+    assert [payload(receive) for receive in late] == [large[2], large[0], large[3], large[1]]
+    assert all(send in world.over for send in sends)
+
+
+def test_a_small_message_overtakes_the_rest_of_a_large_one() -> None:
+    world = World(2)
+    large, small = world.matchers[1].receive(0, 1), world.matchers[1].receive(0, 2)
+    world.send(content(1, 10 * PIECE_BYTES), 0, 1, tag=1)
+    world.push(0, 1)
+    world.pull(0, 1)
+    world.push(1, 0)
+    world.pull(1, 0)
+    world.push(0, 1)  # the first piece
+    world.send(b"quick", 0, 1, tag=2)
+    world.push(0, 1)  # it, and the second piece
+    while world.pull(0, 1):
+        pass
+    world.collect()
+    assert small in world.over
+    assert large not in world.over
+    world.settle()
+    assert payload(large) == content(1, 10 * PIECE_BYTES)
+
+
+def test_any_takes_the_earliest_announced_message_of_all_sources() -> None:
+    world = World(3)
+    for source, tag, data in [(0, 4, b"first"), (1, 3, content(1, LARGE)), (0, 3, b"third"), (1, 4, b"fourth")]:
+        world.send(data, source, 2, tag)
+        world.settle()
+    matcher = world.matchers[2]
+    fourth_tag, first, second = matcher.receive(1, 4), matcher.receive(ANY, 4), matcher.receive(ANY, ANY)
+    third = matcher.receive(ANY, ANY)
+    world.settle()
+    assert [payload(r) for r in (first, third, fourth_tag)] == [b"first", b"third", b"fourth"]
+    assert payload(second) == content(1, LARGE)
+
+
+@pytest.mark.parametrize("length", [0, 7, EAGER_BYTES, LARGE, 3_000_000])
+def test_a_message_to_oneself_is_a_copy(length: int) -> None:
+    world = World(1)
+    data = bytearray(content(3, length))
+    out = memoryview(bytearray(length))
+    send = world.matchers[0].send(memoryview(data), 0, 1, dtype_code=UINT8, shape=(length,), is_object=False)
+    data[:] = bytes(length)
+    early, late = world.matchers[0].receive(0, 1, out), world.matchers[0].receive(ANY, ANY)
+    world.send(content(4, length), 0, 0, 2)
+    world.settle()
+    assert send in world.over
+    assert payload(early) == content(3, length)
+    assert payload(late) == content(4, length)
+
+
+@pytest.mark.parametrize("length", [40, 400_000])
+@pytest.mark.parametrize("early", [True, False], ids=["posted first", "posted later"])
+@pytest.mark.parametrize("wrong", ["dtype", "size", "object"])
+def test_a_message_that_does_not_fit_is_consumed_and_named(length: int, early: bool, wrong: str) -> None:
+    world = World(2)
+    out_length = length - 4 if wrong == "size" else length
+    expect = (INT32, (out_length // 4,))
+
+    def receive() -> Receive:
+        return world.matchers[1].receive(0, 1, memoryview(bytearray(out_length)), expect)
+
+    def send() -> Send:
+        code = UINT8 if wrong == "dtype" else INT32
+        shape = (length,) if wrong == "dtype" else (length // 4,)
+        view = memoryview(content(1, length))
+        return world.matchers[0].send(view, 1, 1, dtype_code=code, shape=shape, is_object=wrong == "object")
+
+    if early:
+        refused, sent = receive(), send()
+    else:
+        sent = send()
+        world.settle()
+        refused = receive()
+    world.settle()
+    assert sent in world.over
+    assert sent.error is None
+    assert isinstance(refused.error, MismatchError)
+    assert "int32" in str(refused.error)
+    assert {"dtype": "uint8", "size": str(length), "object": "an object"}[wrong] in str(refused.error)
+    following = world.matchers[1].receive(0, 1, memoryview(bytearray(length)), (INT32, (length // 8, 2)))
+    data = content(2, length)
+    world.matchers[0].send(memoryview(data), 1, 1, dtype_code=INT32, shape=(length // 4,), is_object=False)
+    world.settle()
+    assert payload(following) == data
+
+
+def test_a_receive_withdrawn_while_its_message_lands_leaves_it_to_the_next_in_order() -> None:
+    world = World(2)
+    messages = [content(seed, 2 * PIECE_BYTES) for seed in range(2)]
+    out = bytearray(2 * PIECE_BYTES)
+    receive = world.matchers[1].receive(0, 1, memoryview(out))
+    for data in messages:
+        world.send(data, 0, 1, 1)
+    for pair in [(0, 1), (1, 0), (0, 1)]:  # header, request, first piece
+        world.push(*pair)
+        world.pull(*pair)
+    assert out[:1000] == messages[0][:1000]
+    world.matchers[1].withdraw(receive)
+    before = bytes(out)
+    again = [world.matchers[1].receive(0, 1) for _ in range(2)]
+    world.settle()
+    assert [payload(each) for each in again] == messages
+    assert bytes(out) == before
+    assert receive not in world.over
+
+
+def test_a_send_can_be_withdrawn_only_before_it_is_announced() -> None:
+    world = World(2)
+    announced = world.send(content(0, LARGE), 0, 1, tag=1)
+    for seed in range(64):
+        world.send(content(seed, EAGER_BYTES), 0, 1, tag=2)
+    waiting = world.send(b"late", 0, 1, tag=3)
+    assert not world.matchers[0].withdraw(announced)
+    assert world.matchers[0].withdraw(waiting)
+    taken = [world.matchers[1].receive(0, 2) for _ in range(64)]
+    world.settle()
+    assert [payload(receive) for receive in taken] == [content(seed, EAGER_BYTES) for seed in range(64)]
+    assert not world.matchers[1].has_match(0, 3)
+    assert waiting not in world.over
+
+
+def test_messages_that_are_complete_outlive_their_sender() -> None:
+    world = World(3)
+    lost = PeerLostError("rank 0 is gone", rank=0)
+    world.send(b"complete", 0, 2, tag=1)
+    world.send(content(1, LARGE), 0, 2, tag=1)
+    landing = world.matchers[2].receive(0, 7)
+    world.send(content(2, 3 * PIECE_BYTES), 0, 2, tag=7)
+    for pair in [(0, 2), (2, 0), (0, 2)]:
+        world.push(*pair)
+        world.pull(*pair)
+    matcher = world.matchers[2]
+    waits, from_any, from_other = matcher.receive(0, 9), matcher.receive(ANY, 9), matcher.receive(1, 9)
+    to_lost = world.send(content(3, LARGE), 2, 0, tag=1)
+    matcher.fail(0, lost)
+    world.collect()
+    assert [operation.error for operation in (landing, waits, from_any, to_lost)] == [lost] * 4
+    assert from_other not in world.over
+    assert payload(matcher.receive(ANY, ANY)) == b"complete"
+    assert matcher.receive(0, 1).error is lost
+    assert matcher.receive(ANY, ANY).error is lost
+    assert world.send(b"", 2, 0, tag=1).error is lost
+    world.send(b"alive", 1, 2, tag=9)
+    world.pairs = [(1, 2), (2, 1)]
+    world.settle()
+    assert payload(from_other) == b"alive"
+
+
+@pytest.mark.parametrize(("peer", "tag"), [(2, 0), (-1, 0), (0, -1), (0, 2**63)])
+def test_ranks_and_tags_that_do_not_exist_are_refused(peer: int, tag: int) -> None:
+    with pytest.raises(ConfigError):
+        World(2).send(b"", 0, peer, tag)
+    with pytest.raises(ConfigError):
+        World(2).matchers[0].receive(peer if peer >= 0 else -2, tag if tag >= 0 else -2)
+
+
+def feed(matcher: Matcher, peer: int, data: bytes) -> None:
+    while data:
+        buffer = matcher.incoming(peer)[0]
+        step = min(len(buffer), len(data))
+        buffer[:step] = data[:step]
+        data = data[step:]
+        matcher.received(peer, step)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(wire.EAGER, 1, 0, dtype_code=UINT8, shape=(0,)),
+        Header(wire.EAGER, 0, LARGE, dtype_code=UINT8, shape=(LARGE,)),
+        Header(wire.RTS, 0, 5, dtype_code=UINT8, shape=(5,)),
+        Header(wire.CTS, 0, 0),
+        Header(wire.DATA, 0, 10),
+        Header(wire.CREDIT, 0, 1),
+    ],
+    ids=["out of turn", "too large to be eager", "too small to wait", "never offered", "never asked for", "not owed"],
+)
+def test_frames_that_cannot_come_now_are_a_protocol_error(header: Header) -> None:
+    with pytest.raises(RemoteProtocolError, match="rank 1"):
+        feed(Matcher(0, 2), 1, wire.encode(header))
+
+
+def test_a_peer_that_ignores_its_credit_is_a_protocol_error() -> None:
+    matcher = Matcher(0, 2)
+    allowed = CREDIT_BYTES // HEADER_COST
+    headers = [wire.encode(Header(wire.EAGER, at, 0, is_object=True)) for at in range(allowed + 1)]
+    feed(matcher, 1, b"".join(headers[:allowed]))
+    with pytest.raises(RemoteProtocolError, match="no credit"):
+        feed(matcher, 1, headers[allowed])
+
+
+@given(st.data())
+def test_any_bytes_are_frames_or_a_protocol_error(data: st.DataObject) -> None:
+    matcher = Matcher(0, 2)
+    valid = wire.encode(Header(wire.EAGER, 0, 6, 3, dtype_code=UINT8, shape=(2, 3))) + b"abcdef"
+    stream: Any = bytearray(valid + wire.encode(Header(wire.RTS, 1, LARGE, 4, is_object=True)))
+    for at in data.draw(st.lists(st.integers(0, len(stream) - 1), max_size=3)):
+        stream[at] = data.draw(st.integers(0, 255))
+    stream += data.draw(st.binary(max_size=100))
+    try:
+        for at in range(0, len(stream), step := data.draw(st.integers(1, 60))):
+            feed(matcher, 1, bytes(stream[at : at + step]))
+    except RemoteProtocolError:
+        pass
