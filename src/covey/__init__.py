@@ -1,30 +1,37 @@
 """covey: machines you already own, working on arrays together.
 
-import covey, numpy as np
+    import covey, numpy as np
 
-with covey.join() as group:
-    x = np.ones(1000) * group.rank
-    group.all_reduce(x)
+    with covey.join() as group:
+        x = np.ones(1000) * group.rank
+        group.all_reduce(x)
 """
 
-from covey.base.errors import (
-    AuthError,
-    BusyError,
-    ClosedError,
-    ConfigError,
-    ConnectError,
-    CoveyError,
-    DeadlineError,
-    MismatchError,
-    PeerLostError,
-    RankFailedError,
-    Remedy,
-    RemoteProtocolError,
-)
-from covey.runtime.bootstrap import join
-from covey.runtime.group import ANY, Group
-from covey.runtime.launch import launch
-from covey.runtime.work import Work
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from covey.base.errors import (
+        AuthError,
+        BusyError,
+        ClosedError,
+        ConfigError,
+        ConnectError,
+        CoveyError,
+        DeadlineError,
+        MismatchError,
+        PeerLostError,
+        RankFailedError,
+        Remedy,
+        RemoteProtocolError,
+    )
+    from covey.proto.matching import ANY
+    from covey.runtime.bootstrap import join
+    from covey.runtime.group import Group
+    from covey.runtime.launch import launch
+    from covey.runtime.work import Work
 
 __version__ = "0.1.0.dev0"
 
@@ -47,3 +54,23 @@ __all__ = [
     "join",
     "launch",
 ]
+
+_HOMES = {
+    "ANY": "covey.proto.matching",
+    "Group": "covey.runtime.group",
+    "Work": "covey.runtime.work",
+    "join": "covey.runtime.bootstrap",
+    "launch": "covey.runtime.launch",
+}
+"""Where names live that are not errors. They are loaded on first use: the command line needs few of them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'covey' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES.get(name, "covey.base.errors")), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -30,7 +32,7 @@ class Bench:
     """One `covey bench` whose processes carry a mark in their environment, so that each can be found."""
 
     def __init__(self, folder: Path) -> None:
-        self.mark = f"COVEY_TEST_MARK={uuid.uuid4().hex}"
+        self.mark = f"BENCH_TEST_MARK={uuid.uuid4().hex}"
         self.folder = folder
         self.process: subprocess.Popen[str] | None = None
 
@@ -42,7 +44,8 @@ class Bench:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            # a test run in the background may have been told to ignore Ctrl-C, which children inherit
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         return self.process
 
@@ -92,8 +95,7 @@ class Bench:
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     # Not tmp_path: its name is too long for the unix sockets in it.
-    folder = Path(f"/tmp/cb-{uuid.uuid4().hex[:8]}")
-    folder.mkdir(mode=0o700)
+    folder = Path(tempfile.mkdtemp(prefix="cb-", dir="/tmp"))
     bench = Bench(folder)
     try:
         yield bench
@@ -102,7 +104,7 @@ def bench() -> Iterator[Bench]:
             os.kill(pid, signal.SIGKILL)
         if bench.process is not None:
             bench.process.communicate()
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        shutil.rmtree(folder)
 
 
 @needs_opponents

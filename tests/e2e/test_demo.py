@@ -82,7 +82,15 @@ def test_plain_output_is_lines_of_progress_and_a_summary_when_time_is_over(seed:
 
 def test_ctrl_c_ends_the_demo_with_130_and_leaves_no_process(seed: str) -> None:
     command = [*COVEY, "demo", "--ranks", "2", "--steps", "100000", "--seconds", "60", "--seed", seed, "--plain"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=UNBUFFERED)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=UNBUFFERED,
+        # A shell's background job ignores SIGINT, and so would everything that the tests start from there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert process.stdout is not None
         for line in process.stdout:

@@ -167,7 +167,7 @@ def test_the_first_failure_stops_the_others_and_gives_its_exit_code(covey_run, s
     assert list(runtime.iterdir()) == []
 
 
-def test_other_ranks_have_a_moment_to_say_what_they_lost(covey_run, script, tmp_path) -> None:
+def test_other_ranks_have_a_moment_to_say_what_they_lost(covey_run, script) -> None:
     job = script("""
         if rank == 1:
             sys.exit(3)
@@ -268,7 +268,7 @@ def test_what_a_rank_leaves_running_neither_survives_nor_holds_up_the_keeper(cov
         wait_until(lambda pid=pid: is_gone(pid))
 
 
-def test_a_descendant_that_left_the_group_cannot_hold_up_the_keeper(covey_run, script, tmp_path) -> None:
+def test_a_descendant_that_left_the_group_cannot_hold_up_the_keeper(covey_run, script) -> None:
     job = script("""
         child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         print(child.pid)
@@ -356,6 +356,40 @@ def test_prefixes_are_coloured_on_a_terminal_unless_it_asks_not_to(covey_run, sc
     assert sorted(plain.splitlines()) == ["[0] hello 0", "[1] hello 1"]
 
 
+@pytest.mark.parametrize("lanes", ["shm", "unix", "tcp"])
+def test_ranks_join_the_group_of_all(covey_run, script, runtime, lanes) -> None:
+    job = script("""
+        import covey, numpy as np
+        with covey.join() as group:
+            x = np.arange(4) * 10 ** group.rank
+            print(group.rank == rank, group.size, group.all_reduce(x).tolist())
+    """)
+    code, out, err = covey_run("-n", "3", "--lanes", lanes, job).finish()
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[{rank}] True 3 [0, 111, 222, 333]" for rank in range(3)]
+    assert list(runtime.iterdir()) == []
+
+
+def test_survivors_of_a_killed_rank_speak_before_they_are_stopped(covey_run, script, runtime) -> None:
+    job = script("""
+        import covey, numpy as np
+        with covey.join() as group:
+            group.barrier()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                group.all_reduce(np.ones(1000))
+            except covey.PeerLostError as error:
+                print("lost", error.rank)
+                raise
+    """)
+    code, out, err = covey_run("-n", "3", job).finish()
+    assert code == 128 + signal.SIGKILL
+    assert sorted(out.splitlines()) == ["[0] lost 1", "[2] lost 1"]
+    assert "covey: rank 1 was killed by SIGKILL; stopping the others" in err.splitlines()
+    assert list(runtime.iterdir()) == []
+
+
 def test_what_follows_the_script_belongs_to_the_script(covey_run, script) -> None:
     job = script("import json; print(json.dumps(sys.argv))")
     words = [job, "--epochs", "3", "-n", "9", "--help", "--", "-x"]
@@ -409,12 +443,12 @@ def test_what_cannot_be_run_is_refused_in_one_line_and_a_remedy(
 
 def test_an_empty_script_on_four_ranks_takes_less_than_a_second_and_a_half(covey_run, script) -> None:
     job = script("")
-    times = []
-    for _ in range(5):  # the best of five, as other work on the machine is none of our business
+    for _ in range(5):  # once in five is enough: what else the machine does is none of our business
         began = time.monotonic()
         assert covey_run("-n", "4", job).finish()[0] == 0
-        times.append(time.monotonic() - began)
-    assert min(times) < 1.5
+        if time.monotonic() - began < 1.5:
+            return
+    pytest.fail("took longer every time")
 
 
 def test_help_lists_every_command_and_imports_none() -> None:

@@ -358,6 +358,33 @@ def test_waiting_threads_of_one_rank_help_each_other(make_crew: MakeCrew) -> Non
     crew.run(sender, *(lambda tag=tag: receiver(tag) for tag in range(count)))
 
 
+def test_a_thread_that_drives_notices_when_another_one_completes_its_work(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+
+    def player(mine: int, other: int) -> None:
+        for at in range(50):
+            crew.send(0, content(at, 10 + mine), 0, tag=other)
+            assert crew.recv(0, 0, mine) == content(at, 10 + other)
+
+    started_at = time.monotonic()
+    crew.run(lambda: player(1, 2), lambda: player(2, 1))
+    assert time.monotonic() - started_at < PATIENCE / 2
+
+
+def test_a_callback_may_wait_for_another_work(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    answers: list[bytes] = []
+    question = crew.post_recv(1, 0, 1)
+    question.add_done_callback(lambda _: answers.append(crew.recv(1, 0, 2)))
+
+    def asker() -> None:
+        crew.send(0, b"question", 1, tag=1)
+        crew.send(0, content(2, 2 * MIB), 1, tag=2)
+
+    crew.run(asker, lambda: crew.wait(1, question))
+    assert answers == [content(2, 2 * MIB)]
+
+
 def test_an_idle_messenger_uses_no_cpu(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
     pending = crew.post_recv(1, 0, 1)

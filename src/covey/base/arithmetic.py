@@ -15,7 +15,7 @@ from covey.base.dtypes import BFLOAT16, DTYPES
 from covey.base.errors import ConfigError
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Combine = Callable[[Array, Array, Array], Any]
+Combine = Callable[..., Any]
 
 OPS: Final = ("sum", "mean", "min", "max", "prod", "and", "or", "xor")
 
@@ -36,7 +36,7 @@ class Reduction(NamedTuple):
 
     op: str
     combine: Combine
-    """`combine(left, right, out)`; `out` may be either operand."""
+    """`combine(left, right, out=...)`; `out` may be either operand."""
     divides: bool
     """True for a mean: the last combination is divided by the number of contributors."""
 

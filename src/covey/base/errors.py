@@ -16,7 +16,7 @@ CoveyError
 from __future__ import annotations
 
 import enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class Remedy(enum.Enum):
@@ -32,6 +32,9 @@ class CoveyError(Exception):
     """Base of all errors raised by covey."""
 
     remedy: ClassVar[Remedy] = Remedy.STOP
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__)  # __init__ may want more than the message
 
 
 class ConfigError(CoveyError, ValueError):
@@ -109,3 +112,9 @@ class RemoteProtocolError(CoveyError):
     """The other side sent bytes that this version of covey never sends."""
 
     remedy = Remedy.STOP
+
+
+def _restore(kind: type[CoveyError], args: tuple[Any, ...], facts: dict[str, Any]) -> CoveyError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(facts)
+    return error

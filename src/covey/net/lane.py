@@ -40,33 +40,25 @@ class Outgoing:
 
 
 class Incoming:
-    """A transfer on its way in: into `dest`, or piece by piece through `absorb`."""
+    """A transfer on its way in: into `dest`, or piece by piece through `absorb`; exactly one of them is set."""
 
-    __slots__ = ("absorb", "dest", "dtype", "expected", "got", "nbytes", "verify")
+    __slots__ = ("absorb", "dest", "dtype", "expected", "got", "nbytes", "peer", "wrong_header")
 
     def __init__(
-        self,
-        expected: bytes,
-        nbytes: int,
-        verify: Callable[[bytes], None],
-        *,
-        dest: Array | None = None,
-        absorb: Callable[[int, Array], None] | None = None,
-        dtype: np.dtype[Any] | None = None,
+        self, expected: bytes, nbytes: int, wrong_header: Callable[[int, bytes, bytes], None], peer: int
     ) -> None:
-        """Exactly one of `dest` (contiguous uint8) and `absorb` is given.
-
-        `absorb(offset, piece)` gets whole elements of `dtype` that start `offset` bytes into the payload; the piece
-        is valid during the call only. `verify(header)` is called when a header other than `expected` arrives, and
-        raises.
-        """
+        """`wrong_header(peer, expected, header)` is called when another header than `expected` arrives, and raises."""
         self.expected = expected
         self.nbytes = nbytes
-        self.verify = verify
-        self.dest = dest
-        self.absorb = absorb
-        self.dtype = dtype
+        self.wrong_header = wrong_header
+        self.peer = peer
+        self.dest: Array | None = None
+        """Contiguous uint8."""
+        self.absorb: Callable[[int, Array], None] | None = None
+        """Gets whole elements of `dtype` that start so many bytes into the payload; valid during the call only."""
+        self.dtype: np.dtype[Any] | None = None
         self.got = -HEADER_BYTES
+        """Payload bytes received; negative while the header is on its way."""
 
 
 class Lane(Protocol):

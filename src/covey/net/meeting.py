@@ -18,6 +18,7 @@ import socket
 import stat
 import struct
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -85,6 +86,7 @@ class Meeting:
             except BaseException:
                 os.close(self._lock)
                 raise
+        _meetings.add(self)
 
     def _listen(self) -> socket.socket:
         self.path.unlink(missing_ok=True)
@@ -111,6 +113,21 @@ class Meeting:
             folder = self.path.parent
             if self._door is not None and not any(_is_taken(path) for path in folder.glob("*.lock")):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+_meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A lock stays for as long as any process holds the descriptor: a child would keep its dead parent's seat taken.
+    for meeting in list(_meetings):
+        if meeting._lock >= 0:
+            os.close(meeting._lock)
+            meeting._lock = -1
+    _meetings.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @contextlib.contextmanager

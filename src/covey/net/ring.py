@@ -31,6 +31,8 @@ CONTROL_BYTES: Final = 1024
 """Room for both rings' control words, a cache line each."""
 _HEAD, _TAIL, _WRITER_ASLEEP, _READER_ASLEEP = 0, 8, 16, 24
 _WORDS_PER_RING: Final = 32
+SMALL_BYTES: Final = 2048
+"""A payload up to this is written together with its header."""
 
 
 def memory_bytes(capacity: int) -> int:
@@ -64,7 +66,8 @@ class RingLane:
         self._in_reader_asleep, self._in_writer_asleep = in_base + _READER_ASLEEP, in_base + _WRITER_ASLEEP
         self._head = 0  # our own positions; the peer never writes these words, so they need not be read back
         self._tail = 0
-        self._fence = threading.Lock()
+        fence = threading.Lock()
+        self._fence_in, self._fence_out = fence.acquire, fence.release
         self._parked_for = (False, False)
         self._peer_gone = False
 
@@ -76,10 +79,16 @@ class RingLane:
             if room < HEADER_BYTES:
                 return self._refuse_if_gone()
             at = head % capacity
-            self._out_view[at : at + HEADER_BYTES] = out.header
-            head += HEADER_BYTES
-            room -= HEADER_BYTES
-            sent = 0
+            end = at + HEADER_BYTES + out.nbytes
+            if out.nbytes <= SMALL_BYTES and room >= HEADER_BYTES + SMALL_BYTES and end <= capacity:
+                self._out_view[at:end] = out.header + out.data.tobytes()
+                head += HEADER_BYTES + out.nbytes + -out.nbytes % ALIGN
+                sent = out.nbytes
+            else:
+                self._out_view[at : at + HEADER_BYTES] = out.header
+                head += HEADER_BYTES
+                sent = 0
+            room -= head - self._head
         left = out.nbytes - sent
         if left:
             at = head % capacity
@@ -87,18 +96,15 @@ class RingLane:
             if step < left:
                 step -= step % ALIGN
             if step:
-                if step <= 4096:
-                    self._out[at : at + step] = out.data[sent : sent + step]
-                else:
-                    np.copyto(self._out[at : at + step], out.data[sent : sent + step])
+                np.copyto(self._out[at : at + step], out.data[sent : sent + step])
                 sent += step
                 head += step + -step % ALIGN
         if head == self._head:
             return self._refuse_if_gone()
         out.sent = sent
         self._head = words[self._out_head] = head
-        self._fence.acquire()
-        self._fence.release()
+        self._fence_in()
+        self._fence_out()
         if words[self._out_reader_asleep]:
             self._ring()
         return True
@@ -113,7 +119,7 @@ class RingLane:
             at = tail % capacity
             header = self._in_view[at : at + HEADER_BYTES].tobytes()
             if header != incoming.expected:
-                incoming.verify(header)
+                incoming.wrong_header(incoming.peer, incoming.expected, header)
             tail += HEADER_BYTES
             available -= HEADER_BYTES
             got = 0
@@ -134,8 +140,8 @@ class RingLane:
             tail += step + -step % ALIGN
         incoming.got = got
         self._tail = words[self._in_tail] = tail
-        self._fence.acquire()
-        self._fence.release()
+        self._fence_in()
+        self._fence_out()
         if words[self._in_writer_asleep]:
             self._ring()
         return True
@@ -150,8 +156,8 @@ class RingLane:
         if receiving:
             words[self._in_reader_asleep] = 1
         self._parked_for = (sending, receiving)
-        self._fence.acquire()
-        self._fence.release()
+        self._fence_in()
+        self._fence_out()
         if receiving and words[self._in_head] != self._tail:
             return 0
         if sending and self._capacity - (self._head - words[self._out_tail]) >= HEADER_BYTES:

@@ -86,7 +86,7 @@ class StreamLane:
             return True
         header = self._scratch_view[:HEADER_BYTES].tobytes()
         if header != incoming.expected:
-            incoming.verify(header)
+            incoming.wrong_header(incoming.peer, incoming.expected, header)
         if incoming.dest is None and incoming.nbytes:
             arrived, incoming.got = incoming.got, 0
             self._absorb(incoming, arrived)

@@ -41,7 +41,7 @@ def all_reduce(rank: int, size: int, count: int, itemsize: int, lanes: str, algo
             algorithm = "direct" if lanes == "ring" else "ring"
     segment = max(1, SEGMENT_BYTES[lanes] // itemsize)
     match algorithm:
-        case "exchange" if size == 2:
+        case "exchange" if size <= 2:
             return direct.exchange(rank, size, count)
         case "doubling":
             return doubling.all_reduce(rank, size, count)

@@ -195,10 +195,6 @@ class Matcher:
             self.fail(peer, error)
         self._unmatched.clear()
 
-    def failure(self, peer: int) -> BaseException | None:
-        """Return what ended the lane to `peer`, if something did."""
-        return self._failures.get(peer)
-
     def finish_lines(self) -> None:
         """Start no further piece of a payload, so that every stream can end after a whole frame."""
         for peer, link in self._links.items():

@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import ipaddress
 import os
+import select
 import socket
+import stat
 import tempfile
 import threading
 from dataclasses import dataclass, field
@@ -48,6 +50,8 @@ class Place:
             raise ConfigError(f"rank {self.rank} is not one of the {self.size} ranks 0 to {self.size - 1}")
 
 
+_tokens: dict[int, bytes] = {}
+"""By descriptor, what `covey run` left in the pipe there: it can be read once, but a program may join again."""
 _joined: Group | None = None
 _joining = threading.Lock()
 
@@ -82,6 +86,14 @@ def join(
         return _joined
 
 
+def join_as(place: Place) -> Group:
+    """Return the group of the run in which this process has `place`; `join` returns it from now on, too."""
+    global _joined
+    with _joining:
+        _joined = join_at(place)
+        return _joined
+
+
 def join_at(place: Place, config: GroupConfig | None = None, *, timeout: float | None = None) -> Group:
     """Return the group of the run in which this process has `place`."""
     config = config if config is not None else group_config(os.environ)
@@ -98,13 +110,16 @@ def join_at(place: Place, config: GroupConfig | None = None, *, timeout: float |
         raise
     node.form(wait)
     engine = Engine(node, 0, tuple(range(place.size)), place.name, config)
-    atexit.register(node.close)
 
     def on_close() -> None:
+        for member in node.groups():
+            member.close()  # groups that were split off cannot outlive the run
         node.close()
-        atexit.unregister(node.close)
+        atexit.unregister(group.close)
 
-    return Group(engine, local_rank=place.local_rank, on_close=on_close)
+    group = Group(engine, local_rank=place.local_rank, on_close=on_close)
+    atexit.register(group.close)
+    return group
 
 
 def find_place(env: Mapping[str, str]) -> Place:
@@ -137,7 +152,7 @@ def _torchrun(env: Mapping[str, str]) -> Place | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    host, port = env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", 29500)
+    host, port = env.get("MASTER_ADDR", "127.0.0.1"), _master_port(env)
     local_size = _number(env, "LOCAL_WORLD_SIZE", 0)
     words = (env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""), host, str(port))
     return _meet(
@@ -185,7 +200,7 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
 
 def _meet(name: str, *, size: int, local_size: int, master: tuple[str, int] | None, **place: Any) -> Place:
     """Meet in a folder if all ranks are on this host, else at the master's address."""
-    if local_size == size:
+    if local_size == size or (master is not None and is_loopback(master[0])):
         folder = str(meeting_folder(name)) if size > 1 else ""
         return Place(name=name, size=size, local_size=local_size, folder=folder, **place)
     if master is None:
@@ -196,7 +211,14 @@ def _meet(name: str, *, size: int, local_size: int, master: tuple[str, int] | No
 
 
 def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
-    return (env["MASTER_ADDR"], _number(env, "MASTER_PORT", 29500)) if "MASTER_ADDR" in env else None
+    return (env["MASTER_ADDR"], _master_port(env)) if "MASTER_ADDR" in env else None
+
+
+def _master_port(env: Mapping[str, str]) -> int:
+    port = _number(env, "MASTER_PORT", 29500)
+    if not 0 < port <= 65535 - PORT_OFFSET:
+        raise ConfigError(f"MASTER_PORT={env['MASTER_PORT']!r} must be from 1 to {65535 - PORT_OFFSET}")
+    return port
 
 
 def _required(env: Mapping[str, str], key: str) -> str:
@@ -219,18 +241,22 @@ def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int
 
 
 def _read_token(descriptor: int) -> bytes:
-    """Take the token out of the pipe that the keeper left for us; it can be read once."""
-    try:
-        token = os.read(descriptor, TOKEN_BYTES)
+    """Return the token that the keeper left for us in a pipe."""
+    if descriptor not in _tokens:
+        # In a program that the rank started in turn, the number may belong to anything: look before touching it.
+        try:
+            is_ours = stat.S_ISFIFO(os.fstat(descriptor).st_mode) and select.select([descriptor], [], [], 0)[0]
+            token = os.read(descriptor, TOKEN_BYTES) if is_ours else b""
+        except (OSError, ValueError):  # not open; or above what select can watch
+            token = b""
+        if len(token) != TOKEN_BYTES:
+            raise ConfigError(
+                f"the token of this run is not in descriptor {descriptor}. Only the process that `covey run` started "
+                "can join, not a program that it starts in turn."
+            )
         os.close(descriptor)
-    except OSError as error:
-        raise ConfigError(
-            f"the token of this run cannot be read from descriptor {descriptor} ({error.strerror}). Only the process "
-            "that `covey run` started can join, once; not a program that it starts in turn."
-        ) from None
-    if len(token) != TOKEN_BYTES:
-        raise ConfigError("the token of this run was read already: join once, in the process that `covey run` started")
-    return token
+        _tokens[descriptor] = token
+    return _tokens[descriptor]
 
 
 # Seats
@@ -271,7 +297,7 @@ def _take_address_seat(place: Place, config: GroupConfig) -> dict[str, Any]:
 
     assert place.master is not None
     host, port = place.master
-    if not config.insecure and not is_loopback(host):
+    if not config.insecure:
         raise ConfigError(
             f"the ranks of {place.name} are on several hosts ({host}), and covey does not talk beyond this machine in "
             "clear text. On a network you trust, allow it with insecure=True, --insecure or COVEY_INSECURE=1."
@@ -279,7 +305,7 @@ def _take_address_seat(place: Place, config: GroupConfig) -> dict[str, Any]:
     with contextlib.ExitStack() as undo:
         own = host if place.rank == 0 else local_address_towards(host)
         listener = undo.enter_context(_listen(own, port, place.rank))
-        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="covey-")))
+        folder = check_folder(Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="covey-"))))
         local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         local.bind(str(socket_path(folder, place.rank)))
         local.listen(128)

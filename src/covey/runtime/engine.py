@@ -15,6 +15,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,7 +34,7 @@ from covey.runtime.execute import execute
 from covey.runtime.ledger import OPERATIONS, Call, Ledger
 from covey.runtime.work import Work
 from covey.wire import messages
-from covey.wire.header import MAGIC, unpack
+from covey.wire.header import MAGIC, PREFIX, unpack
 
 if TYPE_CHECKING:
     import socket
@@ -115,6 +116,8 @@ class Engine:
         self._spin = same_host <= cores
         self._messenger: Messenger | None = None
         self._messenger_lock = threading.Lock()
+        self._descriptors: list[int] = []
+        self._release = weakref.finalize(self, _release, node, group_id, self._descriptors)
         if node is not None:
             node.register(group_id, self)
 
@@ -130,6 +133,14 @@ class Engine:
     def sequence(self) -> int:
         """The number of operations started."""
         return self._sequence
+
+    def lane_kinds(self) -> dict[int, str]:
+        """Return the kind of lane to each other rank: what it is if it is open, else what it will be."""
+        return {
+            rank: lane.kind if (lane := self._lanes[rank]) is not None else self.node.lane_kind(member)
+            for rank, member in enumerate(self.members)
+            if self.node is not None and rank != self.rank
+        }
 
     # Issuing
 
@@ -183,10 +194,11 @@ class Engine:
     def execute(self, plan: Plan, buffers: Sequence[np.ndarray[Any, Any]], reduction: Reduction | None = None) -> None:
         """Carry out one plan of the current operation."""
         call = self._call
-        front = (MAGIC, call.operation, call.dtype, self._phase, 0)
-        back = (self.id, self._sequence, call.fingerprint)
+        prefix = PREFIX.pack(
+            MAGIC, call.operation, call.dtype, self._phase, 0, self.id, self._sequence, call.fingerprint
+        )
         self._phase += 1
-        execute(plan, buffers, reduction, self.contributors, (front, back), self, spin=self._spin)
+        execute(plan, buffers, reduction, self.contributors, prefix, self, spin=self._spin)
 
     def _gave_up(self, error: BaseException) -> None:
         """The current operation ended with `error`: the others must know, whatever it was."""
@@ -248,12 +260,16 @@ class Engine:
                     self._refuse(call)
                 result = self._perform(call, body, then, limit)
             except BaseException as error:
-                self._unfinished -= 1
+                self._finished()
                 work.fail(error)
             else:
-                self._unfinished -= 1
+                self._finished()
                 work.finish(result)
             del work, call, body, then  # they may hold large arrays; do not keep them while waiting for the next
+
+    def _finished(self) -> None:
+        with self._queued:
+            self._unfinished -= 1
 
     # What an execution asks
 
@@ -288,6 +304,7 @@ class Engine:
         with self._fault_lock:
             if self.wake_fd < 0:
                 self.wake_fd, self._wake_write_fd = _wake_descriptors()
+                self._descriptors += {self.wake_fd, self._wake_write_fd}
         if self._fault is not None:
             self._wake()
 
@@ -312,17 +329,25 @@ class Engine:
         return min(moments[:2] if self._announced else moments)
 
     def lane_closed(self, peer: int, error: LaneClosedError | ConnectError) -> None:
+        text = self._why_closed(peer, str(error))
+        self.fail(Fault("PeerLostError", text, (peer,)))
+        self.check()
+
+    def _why_closed(self, peer: int, symptom: str) -> str:
+        """Wait a moment for the news why a lane ended; say what there is to say if the group has not failed by then."""
         assert self.node is not None
         other = self.node.peers[self.members[peer]]
-        until = time.monotonic() + CAUSE_SECONDS
-        while self._fault is None and not other.left and time.monotonic() < until:
-            if self.wake_fd >= 0:
-                select.select([self.wake_fd], [], [], 0.01)
-            else:
-                time.sleep(0.01)
-        why = "left the group" if other.left else f"closed the group, or the connection broke ({error})"
-        self.fail(Fault("PeerLostError", f"{self._name_ranks((peer,))} {why}", (peer,)))
-        self.check()
+        self._await_fault(CAUSE_SECONDS, lambda: other.left)
+        why = "left the group" if other.left else f"closed the group, or the connection broke ({symptom})"
+        return f"{self._name_ranks((peer,))} {why}"
+
+    def _await_fault(self, seconds: float, or_else: Callable[[], bool] = lambda: False) -> None:
+        poll = select.poll()
+        if self.wake_fd >= 0:
+            poll.register(self.wake_fd, select.POLLIN)
+        until = time.monotonic() + seconds
+        while self._fault is None and not or_else() and time.monotonic() < until:
+            poll.poll(10)
 
     def wrong_header(self, peer: int, expected: bytes, header: bytes) -> None:
         try:
@@ -332,9 +357,7 @@ class Engine:
             self.check()
             raise
         self._announce(min(theirs.sequence, ours.sequence))
-        until = time.monotonic() + 4 * ANSWER_SECONDS
-        while self._fault is None and time.monotonic() < until:
-            select.select([self.wake_fd], [], [], 0.01)
+        self._await_fault(4 * ANSWER_SECONDS)
         operation = OPERATIONS[theirs.operation] if theirs.operation < len(OPERATIONS) else "something else"
         text = (
             f"in group {self.name!r}, rank {self.rank} is in {self._call.text} as its operation {ours.sequence}, but "
@@ -360,14 +383,19 @@ class Engine:
 
     def fault_error(self) -> CoveyError | None:
         """Return the error for a fault, for those who run beside the collectives."""
-        return self._error("point-to-point", self._sequence) if self._fault is not None else None
+        if self._fault is None:
+            return None
+        error = self._error("point-to-point", self._sequence)
+        self._first_error = self._first_error or error
+        return error
 
-    def lost_error(self, peer: int) -> CoveyError | None:
-        """Return the error for a peer that is known to be gone."""
-        if self.node is not None and self.node.peers[self.members[peer]].gone:
-            text = f"{self._name_ranks((peer,))} is gone"
-            return PeerLostError(text, rank=peer, host=self._host(peer), operation="point-to-point")
-        return None
+    def lost_error(self, peer: int) -> CoveyError:
+        """Return the error for a peer whose lane for messages ended; wait a moment for the news that tells why."""
+        text = self._why_closed(peer, "end of stream")
+        lost = PeerLostError(
+            text, rank=peer, host=self._host(peer), operation="point-to-point", sequence=self._sequence
+        )
+        return self.fault_error() or lost
 
     def _error(self, what: str, sequence: int) -> CoveyError:
         fault = self._fault
@@ -494,11 +522,14 @@ class Engine:
         assert self.node is not None
         since = time.monotonic()
         while time.monotonic() < since + self.config.timeout:
-            with contextlib.suppress(DeadlineError):
+            try:
                 sock, _ = self.node.open_lane(self.id, self.members[rank], "messages", 1.0)
                 return sock  # type: ignore[no-any-return]
-            if (fault := self.fault_error()) is not None:
-                raise fault
+            except DeadlineError:
+                if (fault := self.fault_error()) is not None:
+                    raise fault from None
+            except (ConnectError, ClosedError) as error:
+                raise self.lost_error(rank) from error
         raise DeadlineError(f"no lane to {self._name_ranks((rank,))} after {self.config.timeout:g} s", late=(rank,))
 
     def forked(self) -> None:
@@ -506,6 +537,7 @@ class Engine:
         self._queued = threading.Condition()
         self._fault_lock = threading.Lock()
         self._worker = None
+        self._release.detach()
         text = f"group {self.name!r} belongs to the process that joined; this one was forked from it and cannot use it"
         self._fault, self._first_error = Fault("ClosedError", text), None
         self.node = None
@@ -526,12 +558,18 @@ class Engine:
             self._worker.join(5.0)
         if self._issuing.acquire(timeout=5.0):  # another thread's operation ends before its lanes do
             self._issuing.release()
-        if self.node is not None:
-            self.node.forget(self.id)
         self._lanes = [None] * self.size
-        for descriptor in {self.wake_fd, self._wake_write_fd} - {-1}:
-            os.close(descriptor)
         self.wake_fd = self._wake_write_fd = -1
+        self._release()
+
+
+def _release(node: Node | None, group_id: int, descriptors: list[int]) -> None:
+    """Free what a group holds outside of Python's memory."""
+    if node is not None:
+        node.forget(group_id)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    descriptors.clear()
 
 
 def _wake_descriptors() -> tuple[int, int]:

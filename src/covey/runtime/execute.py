@@ -15,7 +15,7 @@ import numpy as np
 
 from covey.net.lane import Incoming, LaneClosedError, Outgoing
 from covey.plan.moves import FINAL, LEFT, REDUCE
-from covey.wire.header import HEADER
+from covey.wire.header import SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,16 +57,12 @@ def execute(
     buffers: Sequence[Array],
     reduction: Reduction | None,
     contributors: int,
-    prefix: tuple[Any, ...],
+    prefix: bytes,
     watch: Watch,
     *,
     spin: bool,
 ) -> None:
-    """Carry out `plan` on `buffers` (one-dimensional, contiguous).
-
-    `prefix` holds the header's fields up to `attempt`, and those after `move` but `nbytes`.
-    """
-    front, back = prefix
+    """Carry out `plan` on `buffers` (one-dimensional, contiguous); `prefix` is what all headers start with."""
     sends, recvs = plan
     send_count, recv_count = len(sends), len(recvs)
     sent = applied = 0
@@ -75,25 +71,26 @@ def execute(
     aside: Array | None = None  # a received payload that must wait for sends before it is applied
     out_moves: dict[int, int] = {}
     in_moves: dict[int, int] = {}
-    out_lane: Lane | None = None
-    in_lane: Lane | None = None
-    in_peer = out_peer = -1
+    out_peer = in_peer = -1
+    out_lane: Any = None
+    in_lane: Any = None
     idle_since = 0.0
 
     while True:
         moved = False
 
-        if out is None and sent < send_count and applied >= sends[sent].after:
-            peer, index, start, stop, _ = sends[sent]
-            if peer != out_peer:
-                out_peer, out_lane = peer, watch.lane(peer)
-            move = out_moves.get(peer, 0)
-            out_moves[peer] = move + 1
-            payload = buffers[index][start:stop].view(BYTE)
-            out = Outgoing(HEADER.pack(*front, move, *back, payload.size), payload)
+        if out is None and sent < send_count:
+            peer, index, start, stop, after = sends[sent]
+            if after <= applied:
+                if peer != out_peer:
+                    out_peer, out_lane = peer, watch.lane(peer)
+                move = out_moves.get(peer, 0)
+                out_moves[peer] = move + 1
+                payload = buffers[index][start:stop].view(BYTE)
+                out = Outgoing(prefix + SUFFIX.pack(move, payload.size), payload)
         if out is not None:
             try:
-                if out_lane.transmit(out):  # type: ignore[union-attr]
+                if out_lane.transmit(out):
                     moved = True
                     if out.sent == out.nbytes:
                         out = None
@@ -102,28 +99,41 @@ def execute(
                 watch.lane_closed(out_peer, error)
 
         if incoming is None and applied < recv_count:
-            recv = recvs[applied]
-            if recv.peer != in_peer:
-                in_peer, in_lane = recv.peer, watch.lane(recv.peer)
-            move = in_moves.get(in_peer, 0)
-            in_moves[in_peer] = move + 1
-            incoming, aside = _begin(recv, buffers, reduction, contributors, front, move, back, sent, watch)
+            peer, index, start, stop, action, after = recvs[applied]
+            if peer != in_peer:
+                in_peer, in_lane = peer, watch.lane(peer)
+            move = in_moves.get(peer, 0)
+            in_moves[peer] = move + 1
+            target = buffers[index][start:stop]
+            nbytes = target.nbytes
+            incoming = Incoming(prefix + SUFFIX.pack(move, nbytes), nbytes, watch.wrong_header, peer)
+            if after > sent:
+                aside = target.copy()
+                incoming.dest = aside.view(BYTE)
+            elif action & REDUCE:
+                incoming.dtype = target.dtype
+                incoming.absorb = _absorber(target, reduction, action, contributors)
+            else:
+                incoming.dest = target.view(BYTE)
         if incoming is not None:
             if incoming.got < incoming.nbytes:
                 try:
-                    if in_lane.receive(incoming):  # type: ignore[union-attr]
+                    if in_lane.receive(incoming):
                         moved = True
                 except LaneClosedError as error:
                     watch.lane_closed(in_peer, error)
             if incoming.got == incoming.nbytes and recvs[applied].after <= sent:
                 if aside is not None:
                     _apply(recvs[applied], aside, buffers, reduction, contributors)
-                incoming = aside = None
+                    aside = None
+                incoming = None
                 applied += 1
                 moved = True
 
         if moved:
             idle_since = 0.0
+            if sent == send_count and applied == recv_count:
+                return
             continue
         if sent == send_count and applied == recv_count:
             return
@@ -143,49 +153,23 @@ def execute(
         watch.check()
 
 
-def _begin(
-    recv: Recv,
-    buffers: Sequence[Array],
-    reduction: Reduction | None,
-    contributors: int,
-    front: tuple[Any, ...],
-    move: int,
-    back: tuple[Any, ...],
-    sent: int,
-    watch: Watch,
-) -> tuple[Incoming, Array | None]:
-    """Make the receiving end of a transfer; the second value is set if the payload must be kept aside."""
-    peer, index, start, stop, action, after = recv
-    target = buffers[index][start:stop]
-    expected = HEADER.pack(*front, move, *back, target.nbytes)
-
-    def verify(header: bytes) -> None:
-        watch.wrong_header(peer, expected, header)
-
-    if after > sent:
-        aside = target.copy()
-        return Incoming(expected, target.nbytes, verify, dest=aside.view(BYTE)), aside
-    if not action & REDUCE:
-        return Incoming(expected, target.nbytes, verify, dest=target.view(BYTE)), None
-    assert reduction is not None
-    absorb = _absorber(target, reduction, action, contributors)
-    return Incoming(expected, target.nbytes, verify, absorb=absorb, dtype=target.dtype), None
-
-
-def _absorber(target: Array, reduction: Reduction, action: int, contributors: int) -> Callable[[int, Array], None]:
+def _absorber(
+    target: Array, reduction: Reduction | None, action: int, contributors: int
+) -> Callable[[int, Array], None]:
     """Return the function that combines a piece at a byte offset into `target`."""
+    assert reduction is not None
     combine, size = reduction.combine, target.itemsize
-    finish = reduction.divides and action & FINAL
+    finish = reduction.finish if reduction.divides and action & FINAL else None
 
     def absorb(offset: int, piece: Array) -> None:
         start = offset // size
         mine = target[start : start + len(piece)]
         if action & LEFT:
-            combine(piece, mine, mine)
+            combine(piece, mine, out=mine)
         else:
-            combine(mine, piece, mine)
-        if finish:
-            reduction.finish(mine, contributors)
+            combine(mine, piece, out=mine)
+        if finish is not None:
+            finish(mine, contributors)
 
     return absorb
 
@@ -194,7 +178,6 @@ def _apply(recv: Recv, aside: Array, buffers: Sequence[Array], reduction: Reduct
     """Apply a payload that was kept aside."""
     target = buffers[recv.buffer][recv.start : recv.stop]
     if recv.action & REDUCE:
-        assert reduction is not None
         _absorber(target, reduction, recv.action, contributors)(0, aside)
     else:
         target[...] = aside

@@ -16,6 +16,7 @@ from covey.base.dtypes import DTYPES, dtype_code
 from covey.base.errors import ConfigError, MismatchError
 from covey.plan import barrier, choose, direct, doubling
 from covey.plan.moves import part
+from covey.proto.matching import ANY
 from covey.runtime import gradients
 from covey.runtime.buffers import Operand, readable, writable
 from covey.runtime.engine import Engine, Fault
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-ANY: Final = -1
-"""As `src` or `tag` of a receive: whichever comes first."""
 TAG_LIMIT: Final = 1 << 62
 
 _BYTES: Final = dtype_code(np.dtype(np.uint8))
@@ -106,13 +105,7 @@ class Group:
 
     def lanes(self) -> dict[int, str]:
         """Return the kind of lane to each other rank: shm, unix, tcp or memory."""
-        engine = self._engine
-        kinds = {}
-        for rank, member in enumerate(engine.members):
-            if rank != engine.rank and engine.node is not None:
-                lane = engine._lanes[rank]
-                kinds[rank] = lane.kind if lane is not None else engine.node.lane_kind(member)
-        return kinds
+        return self._engine.lane_kinds()
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
@@ -239,7 +232,7 @@ class Group:
         starts = [0, *itertools.accumulate(lengths)]
         segment = max(1, choose.SEGMENT_BYTES[self._lane_family()] // operand.flat.itemsize)
         plan = direct.reduce_scatter(self.rank, lengths, segment)
-        call = self._call("reduce_scatter", operand.code, operand.shape, op=op, counts=counts and tuple(counts))
+        call = self._call("reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares))
 
         def body(engine: Engine) -> Any:
             parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
@@ -815,7 +808,8 @@ def _encoded(value: Any, allow_pickle: bool) -> bytes:
 
 def _mapped(work: Work[Any], function: Callable[[Any], Any]) -> Work[Any]:
     """Return a Work that ends with `function` of the other's result."""
-    result: Work[Any] = type(work)(work.description, drive=lambda _, deadline: work.drive_until(deadline))
+    drive = (lambda _, deadline: work.drive_until(deadline)) if work.is_driven else None
+    result: Work[Any] = type(work)(work.description, drive=drive)
 
     def pass_on(ended: Work[Any]) -> None:
         try:

@@ -220,10 +220,10 @@ def _serve(parent: int, place: dict[str, Any], call: bytes, writer: Connection) 
 
 def _call(place: dict[str, Any], call: bytes) -> _Report:
     try:
-        from covey.runtime.bootstrap import Place, join_at  # the parent has no use for what this brings in
+        from covey.runtime.bootstrap import Place, join_as  # the parent has no use for what this brings in
 
         fn, args = _unpickle_call(call)
-        with join_at(Place(**place)) as group:
+        with join_as(Place(**place)) as group:
             # Pickled while the group is open: the result may be a view of memory that the group owns.
             return _Report(ok=True, body=pickle.dumps(fn(group, *args), protocol=pickle.HIGHEST_PROTOCOL))
     except BaseException as error:

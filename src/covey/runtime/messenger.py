@@ -225,9 +225,10 @@ class Messenger:
                 work.fail(operation.error)
             else:
                 work.finish(None if isinstance(operation, Send) else operation.result)
-        if self._waiters:
+        if self._waiters or self._driver not in (None, threading.get_ident()):
             with self._lock:
                 self._freed.notify_all()
+                self._ring()  # the driver's own work may be among them
 
     def _abandon(self, work: Work[Any], reason: BaseException | None) -> None:
         """Fail a work that is not done, with a DeadlineError or `reason`, so that its memory is left alone."""
@@ -322,19 +323,21 @@ class Messenger:
 
     def _drive(self, work: Work[Any], deadline: float | None) -> None:
         """Make progress on this thread until `work` is done or the deadline has passed."""
+        this_thread = threading.get_ident()
         while not work.done():
             with self._lock:
                 self._waiters += 1
                 try:
-                    while (self._driver is not None or self._is_closing) and not work.done():
+                    while not self._may_drive(this_thread) and not work.done():
                         self._ring()  # the background thread steps aside
                         if not self._freed.wait(_left(deadline)):
                             break
-                    may_drive = self._driver is None and not self._is_closing
-                    if may_drive:
-                        self._driver = threading.get_ident()
                 finally:
                     self._waiters -= 1
+                may_drive = self._may_drive(this_thread)
+                was_driving = self._driver == this_thread  # a callback of a work that waits for another work
+                if may_drive:
+                    self._driver = this_thread
             try:
                 while may_drive and not work.done() and not self._is_closing:
                     self._turn(deadline)
@@ -342,11 +345,14 @@ class Messenger:
                         break
             finally:
                 with self._lock:
-                    if may_drive:
+                    if may_drive and not was_driving:
                         self._driver = None
                     self._hand_over()
             if _left(deadline) == 0:
                 return
+
+    def _may_drive(self, thread: int) -> bool:
+        return self._driver in (None, thread) and not self._is_closing
 
     def _hand_over(self) -> None:
         if self._driver is None:
@@ -369,7 +375,7 @@ class Messenger:
                         self._flush(lane)
                 elif descriptor == self._wake_fd:
                     has_fault = True
-                else:
+                elif descriptor == self._bell.fileno():  # else a lane that another thread has just ended
                     self._bell.recv(4096)
             self._flush_ready()
         if has_fault:

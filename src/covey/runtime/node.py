@@ -61,6 +61,8 @@ class Member(Protocol):
 
     def forked(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Peer:
     """What is known of another rank of the run."""
@@ -283,9 +285,6 @@ class Node:
         )
         if hello.version != messages.VERSION:
             return self._refuse(f"it speaks version {hello.version}, this rank {messages.VERSION}")
-        peer = self.peers.get(hello.rank)
-        if peer is None or hello.rank < self.rank:
-            return self._refuse(f"rank {hello.rank} has no business dialling rank {self.rank}")
         if hello.purpose == "control":
             for what, here, there in (
                 ("run", self.run, hello.run),
@@ -296,6 +295,10 @@ class Node:
                     reason = f"{what} is {there!r} on rank {hello.rank} and {here!r} on rank {self.rank}"
                     self._complain(ConfigError(f"{reason}; start all ranks with the same settings"))
                     return messages.Refusal(reason, retry=False)
+        peer = self.peers.get(hello.rank)
+        if peer is None or hello.rank < self.rank:
+            return self._refuse(f"rank {hello.rank} has no business dialling rank {self.rank}")
+        if hello.purpose == "control":
             if peer.connection is not None or peer.ready:
                 return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
             return welcome
@@ -489,6 +492,10 @@ class Node:
         """Let `group` hear what is said about it from now on."""
         with self._lock:
             self._groups[group_id] = group
+
+    def groups(self) -> list[Member]:
+        """Return the groups that are open."""
+        return list(self._groups.values())
 
     def forget(self, group_id: int) -> None:
         """Close what is left of a group's lanes; later ones are refused."""

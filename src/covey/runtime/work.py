@@ -48,6 +48,11 @@ class Work(Generic[T]):
             raise self._error
         return self._result
 
+    @property
+    def is_driven(self) -> bool:
+        """Whether those who wait must make the progress themselves."""
+        return self._drive is not None
+
     def drive_until(self, deadline: float | None) -> None:
         """Make progress on the calling thread until the work is done or `deadline` has passed."""
         if not self._done.is_set() and self._drive is not None:

@@ -12,8 +12,10 @@ from typing import Final, NamedTuple
 from covey.base.errors import RemoteProtocolError
 
 MAGIC: Final = b"CVY\x01"
-HEADER: Final = struct.Struct("<4sBBHIIQQQQ16x")
-HEADER_BYTES: Final = HEADER.size
+PREFIX: Final = struct.Struct("<4sBBHIxxxxQQQ")
+"""The fields that all transfers of one plan share."""
+SUFFIX: Final = struct.Struct("<QQ8x")
+HEADER_BYTES: Final = PREFIX.size + SUFFIX.size
 assert HEADER_BYTES == 64
 
 
@@ -25,23 +27,23 @@ class Header(NamedTuple):
     phase: int
     """Which plan of the operation: some exchange shapes first and contents second."""
     attempt: int
-    move: int
-    """Counts the transfers of this plan from this sender to this receiver."""
     group: int
     sequence: int
     fingerprint: int
     """Digest of everything all ranks must agree on: operation, dtype, shape, root, reduction."""
+    move: int
+    """Counts the transfers of this plan from this sender to this receiver."""
     nbytes: int
 
     def pack(self) -> bytes:
-        return HEADER.pack(MAGIC, *self)
+        return PREFIX.pack(MAGIC, *self[:7]) + SUFFIX.pack(*self[7:])
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
     """Take a header apart; RemoteProtocolError if it is none."""
     if len(data) != HEADER_BYTES:
         raise RemoteProtocolError(f"a transfer header has {HEADER_BYTES} bytes, not {len(data)}")
-    magic, *fields = HEADER.unpack(data)
+    magic, *fields = PREFIX.unpack_from(data)
     if magic != MAGIC:
         raise RemoteProtocolError(f"not a transfer header: it starts with {magic!r}")
-    return Header(*fields)
+    return Header(*fields, *SUFFIX.unpack_from(data, PREFIX.size))

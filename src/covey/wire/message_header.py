@@ -35,7 +35,6 @@ _MAGIC: Final = 0xC0FE
 _VERSION: Final = 1
 _FIXED: Final = struct.Struct("<HBBBBBxqQQ")
 _DIMS: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1))
-MAX_HEADER_BYTES: Final = _FIXED.size + _DIMS[MAX_NDIM].size
 
 
 class Header(NamedTuple):

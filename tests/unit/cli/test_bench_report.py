@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from rich.console import Console
 
+from covey.cli.bench.command import TABLE_WIDTH
 from covey.cli.bench.plot import decades, draw
 from covey.cli.bench.report import Measurement, Round, as_json, format_seconds, line, ratios, table
 from covey.cli.bench.sweep import OPERATIONS, Case, Contender, Sweep
@@ -33,7 +34,7 @@ def everyone(of: Case) -> list[Measurement]:
 
 def shown(measurements: list[Measurement]) -> str:
     out = io.StringIO()
-    Console(file=out, width=120).print(table(measurements))
+    Console(file=out, width=TABLE_WIDTH).print(table(measurements))
     return out.getvalue()
 
 
@@ -82,8 +83,9 @@ def test_ratios_never_mix_sizes() -> None:
 
 
 def test_the_table_names_each_size_once_and_puts_ratios_in_coveys_rows() -> None:
-    text = shown(everyone(case(4)) + everyone(case(1 << 20)))
+    text = shown(everyone(case(4)) + everyone(case(1 << 20)) + everyone(case(512 << 20)))
     assert text.count("1 MiB") == 1
+    assert "…" not in text
     for heading in ("p50", "p99", "alg GB/s", "bus GB/s", "CPU s/GiB", "vs gloo", "vs mpi", "vs mpi-tcp"):
         assert heading in text
     (shm, *_) = [row for row in text.splitlines() if "covey shm" in row]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from covey.base.dtypes import dtype_code
@@ -16,6 +16,9 @@ from covey.proto.message import HEADER_COST, Operation, Receive, Send
 from covey.proto.message_stream import EAGER_BYTES, PIECE_BYTES
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no failure."""
 
 UINT8 = dtype_code(np.dtype(np.uint8))
 INT32 = dtype_code(np.dtype(np.int32))
@@ -382,6 +385,7 @@ def test_a_peer_that_ignores_its_credit_is_a_protocol_error() -> None:
         feed(matcher, 1, headers[allowed])
 
 
+@unhurried
 @given(st.data())
 def test_any_bytes_are_frames_or_a_protocol_error(data: st.DataObject) -> None:
     matcher = Matcher(0, 2)

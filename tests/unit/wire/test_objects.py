@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from covey.base.dtypes import BFLOAT16, DTYPES
 from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.wire import objects
+
+unhurried = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no failure."""
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (2, 3, 4), (3, 0, 2), (1,) * 32]
 
@@ -46,6 +49,7 @@ json_like = st.recursive(
 )
 
 
+@unhurried
 @given(json_like)
 def test_json_like_values_come_back_equal(value: Any) -> None:
     assert objects.decode(objects.encode(value)) == value
@@ -229,16 +233,16 @@ def decodes_or_is_refused(data: bytes) -> None:
         assert data[:1] in (b"\x02", b"\x03")
 
 
+@unhurried
 @given(st.binary())
-@settings(max_examples=300)
 def test_decoding_any_bytes_gives_a_value_or_a_protocol_error(data: bytes) -> None:
     decodes_or_is_refused(data)
     decodes_or_is_refused(b"\x01" + data)
     decodes_or_is_refused(extension(1, data))
 
 
+@unhurried
 @given(st.data())
-@settings(max_examples=300)
 def test_flipping_bytes_of_a_valid_object_never_does_worse_than_a_protocol_error(data: st.DataObject) -> None:
     valid = bytearray(objects.encode({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": [np.int8(4), "text"]}))
     for at in data.draw(st.lists(st.integers(1, len(valid) - 1), max_size=4)):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SIZES = "4,64K,1M,16M,64M"
 QUICK_SIZES = "4,64K,1M,8M"
-TABLE_WIDTH = 100
+TABLE_WIDTH = 104
 """What the table needs beside three opponents; a narrower terminal wraps lines rather than lose digits."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)

@@ -142,9 +142,8 @@ class Crew:
             raise self._failure(f"in {case}", trouble)
         if waiting:
             late = tuple(waiting)
-            raise DeadlineError(
-                f"{self.contender.name}: no answer from {_ranks(late)} in {case} after {patience:.0f} s", late=late
-            )
+            what = f"{self.contender.name}: no answer from {_ranks(late)} in {case} after {patience:.0f} s"
+            raise DeadlineError(what + self._last_words(late[0]), late=late)
         return [answers[rank] for rank in range(self.size)]
 
     def _answer(self, channel: Channel, deadline: float) -> Answer | None:
@@ -159,10 +158,8 @@ class Crew:
             raise self._failure("while starting", ended)
         if time.monotonic() > deadline:
             late = tuple(rank for rank in range(self.size) if rank not in self._channels)
-            words = self._last_words(late[0])
-            raise DeadlineError(
-                f"{self.contender.name}: {_ranks(late)} did not start within {START_SECONDS:.0f} s{words}", late=late
-            )
+            what = f"{self.contender.name}: {_ranks(late)} did not start within {START_SECONDS:.0f} s"
+            raise DeadlineError(what + self._last_words(late[0]), late=late)
 
     def _failure(self, when: str, trouble: dict[int, str]) -> CoveyError:
         """Name the rank that died without a word before those that could still complain about it."""
@@ -183,7 +180,7 @@ class Crew:
     def _last_words(self, rank: int) -> str:
         path = self._log(0 if self.contender.engine == "mpi" else rank)
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        return ":\n" + "\n".join(lines[-TAIL_LINES:]) if lines else " and printed nothing"
+        return ":\n" + "\n".join(lines[-TAIL_LINES:]) if lines else "; nothing was printed"
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"{rank}.log"

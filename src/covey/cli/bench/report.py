@@ -106,7 +106,7 @@ def table(measurements: Sequence[Measurement]) -> Table:
     opponents = list(dict.fromkeys(m.contender.name for m in measurements if m.contender.engine != "covey"))
     opponents = [name for name in opponents if any(key[2] == name for key in found)]
     title = f"{case.operation.name}, {case.ranks} ranks, {case.dtype}"
-    grid = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    grid = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     grid.add_column("size", justify="right", style="bold", no_wrap=True)
     grid.add_column("contender", no_wrap=True)
     for heading in ("p50", "p99", "alg GB/s", "bus GB/s", "CPU s/GiB", *(f"vs {name}" for name in opponents)):

@@ -47,8 +47,9 @@ def demo(
     """
     console = Console(stderr=as_json)
     show = _Show(console, live=console.is_terminal and not plain, silent=as_json and not console.is_terminal)
-    for signum in (signal.SIGTERM, signal.SIGHUP):  # so that the ranks and their folder go, too
-        signal.signal(signum, _leave)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
+            signal.signal(signum, _leave)
     try:
         team, alone = _train_both(show, ranks, -(-steps // ROUND), seconds, seed)
     except KeyboardInterrupt:
@@ -138,6 +139,7 @@ class _Show:
 
 
 def _leave(signum: int, _: object) -> None:
+    """End as Ctrl-C does, so that the ranks and their folder go, too."""
     raise SystemExit(128 + signum)
 
 

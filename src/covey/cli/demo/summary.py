@@ -99,11 +99,10 @@ def _same_samples(team: Progress, alone: Progress) -> Point | None:
 def _point(run: Progress, point: Point | None) -> dict[str, Any] | None:
     if point is None:
         return None
-    rate = run.samples_per_second
     return {
         "steps": point.step,
         "samples": point.samples,
         "seconds": point.seconds,
-        "samples_per_second": rate,
+        "samples_per_second": run.samples_per_second,
         "held_out_loss": point.loss,
     }

@@ -118,6 +118,8 @@ def _progress_line(run: Progress, who: str, width: int) -> RenderableType:
 
 
 def _step_line(run: Progress) -> Text:
+    if not run.last.step:
+        return Text("processes start and find each other", style="dim")
     compute, sync = run.step_seconds
     return Text.assemble(
         f"a step {1e3 * (compute + sync):5.1f} ms = ",
@@ -148,6 +150,6 @@ def _row_cells(row: Row, longest: float) -> list[RenderableType]:
     if row.loss is None:
         return [pid, "", "", "", "", "", state]
     numbers = f"{row.loss:.2f}", f"{row.samples_per_second:,.0f}", f"{1e3 * row.compute:.1f}", f"{1e3 * row.sync:.1f}"
-    computing, syncing = (round(BAR_CELLS * seconds / longest) for seconds in (row.compute, row.sync))
-    bar = Text("█" * computing, style=COMPUTE).append("█" * syncing, style=SYNC)
+    computing, whole = (round(BAR_CELLS * seconds / longest) for seconds in (row.compute, row.compute + row.sync))
+    bar = Text.assemble(("█" * computing, COMPUTE), ("█" * (whole - computing), SYNC))
     return [pid, *numbers, bar, state]

@@ -1,0 +1,406 @@
+"""What every lane promises, held by every kind of lane."""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.net import shm
+from covey.net.lane import PIECE_BYTES, Incoming, Lane, LaneClosedError, Outgoing
+from covey.net.ring import RingLane, memory_bytes
+from covey.net.stream import RECEIVE_BYTES, SEND_BYTES, StreamLane
+from covey.wire.header import HEADER_BYTES, Header
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+KIB, MIB = 1 << 10, 1 << 20
+PATIENCE = 20.0
+DTYPES = [np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "complex128")]
+EDGES = [0, 1, 63, 64, 65, 4096, 4097, 64 * KIB, 64 * KIB + 1, RECEIVE_BYTES - 64, RECEIVE_BYTES, RECEIVE_BYTES + 1,
+         PIECE_BYTES - 64, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, SEND_BYTES, SEND_BYTES + 7, 3 * MIB + 5]  # fmt: skip
+
+Pair = tuple[Lane, Lane]
+
+
+def _rings(capacity: int) -> Pair:
+    memory = bytearray(memory_bytes(capacity))
+    one, other = socket.socketpair()
+    return (
+        RingLane(memory, capacity, one, first=True, kind="memory"),
+        RingLane(memory, capacity, other, first=False, kind="memory"),
+    )
+
+
+def small_memory() -> Pair:
+    return _rings(128 * KIB)
+
+
+def large_memory() -> Pair:
+    return _rings(2 * MIB)
+
+
+def shared_memory() -> Pair:
+    descriptor, segment = shm.create(memory_bytes(128 * KIB))
+    attached = shm.attach(descriptor, memory_bytes(128 * KIB))
+    one, other = socket.socketpair()
+    return (
+        RingLane(segment, 128 * KIB, one, first=True, kind="shm"),
+        RingLane(attached, 128 * KIB, other, first=False, kind="shm"),
+    )
+
+
+def unix() -> Pair:
+    one, other = socket.socketpair()
+    return StreamLane(one, "unix"), StreamLane(other, "unix")
+
+
+def tcp() -> Pair:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    return StreamLane(one, "tcp"), StreamLane(other, "tcp")
+
+
+MAKERS: list[Callable[[], Pair]] = [small_memory, large_memory, unix, tcp]
+if shm.usable():
+    MAKERS.append(shared_memory)
+every_lane = pytest.mark.parametrize("pair", MAKERS, ids=lambda make: make.__name__, indirect=True)
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    lanes = request.param()
+    try:
+        yield lanes
+    finally:
+        for lane in lanes:
+            lane.close()
+
+
+class Transfer(NamedTuple):
+    """One transfer, and whether its receiver stores it (no dtype) or takes it in pieces of a dtype."""
+
+    header: bytes
+    payload: Array
+    dtype: np.dtype[Any] | None
+
+
+def transfer(number: int, nbytes: int, dtype: np.dtype[Any] | None = None) -> Transfer:
+    payload = np.random.default_rng([number, nbytes]).integers(0, 256, nbytes, dtype=np.uint8)
+    return Transfer(Header(0, 0, 0, 0, number, 7, number, 0xFEED, nbytes).pack(), payload, dtype)
+
+
+class Reader:
+    """The receiving end of a transfer; what comes in pieces is put together and its offsets are checked."""
+
+    def __init__(self, expected: Transfer) -> None:
+        self.expected = expected
+        self.bytes = np.zeros(expected.payload.nbytes, np.uint8)
+        self._next = 0
+        if expected.dtype is None:
+            self.incoming = Incoming(expected.header, self.bytes.nbytes, _surprise, dest=self.bytes)
+        else:
+            self.incoming = Incoming(
+                expected.header, self.bytes.nbytes, _surprise, absorb=self._absorb, dtype=expected.dtype
+            )
+
+    def _absorb(self, offset: int, piece: Array) -> None:
+        assert offset == self._next
+        assert piece.dtype == self.expected.dtype
+        assert 0 < piece.nbytes <= PIECE_BYTES
+        self.bytes[offset : offset + piece.nbytes] = piece.view(np.uint8)
+        self._next += piece.nbytes
+
+    @property
+    def done(self) -> bool:
+        return self.incoming.got == self.incoming.nbytes
+
+    def check(self) -> None:
+        assert np.array_equal(self.bytes, self.expected.payload)
+
+
+def _surprise(header: bytes) -> None:
+    raise AssertionError(f"another header: {header!r}")
+
+
+class End:
+    """One end of a lane with all it has to send and to receive."""
+
+    def __init__(self, lane: Lane, sends: list[Transfer], recvs: list[Transfer]) -> None:
+        self.lane = lane
+        self._sends = [Outgoing(each.header, each.payload) for each in reversed(sends)]
+        self._recvs = [Reader(each) for each in reversed(recvs)]
+
+    def send(self) -> bool:
+        if not self._sends:
+            return False
+        moved = self.lane.transmit(self._sends[-1])
+        if self._sends[-1].sent == self._sends[-1].nbytes:
+            self._sends.pop()
+        return moved
+
+    def receive(self) -> bool:
+        if not self._recvs:
+            return False
+        moved = self.lane.receive(self._recvs[-1].incoming)
+        if self._recvs[-1].done:
+            self._recvs.pop().check()
+        return moved
+
+    @property
+    def sending(self) -> bool:
+        return bool(self._sends)
+
+    @property
+    def receiving(self) -> bool:
+        return bool(self._recvs)
+
+
+def carry(near: End, far: End, rng: random.Random | None = None) -> None:
+    """Move everything both ends have; `rng` mixes the order of the steps."""
+    deadline = time.monotonic() + PATIENCE
+    while near.sending or near.receiving or far.sending or far.receiving:
+        steps = [near.send, far.receive, far.send, near.receive]
+        if rng is not None:
+            steps = rng.choices(steps, k=8)
+        moved = [step() for step in steps]
+        if not any(moved) and rng is None:
+            settle(near, far)
+        assert time.monotonic() < deadline, "the lanes are stuck"
+
+
+def settle(*ends: End) -> None:
+    """Sleep as executors do until one of the ends may move."""
+    poll = select.poll()
+    try:
+        for end in ends:
+            if end.sending or end.receiving:
+                events = end.lane.park(sending=end.sending, receiving=end.receiving)
+                if not events:
+                    return
+                poll.register(end.lane.fileno(), events)
+        assert poll.poll(PATIENCE * 1000), "nobody was woken"
+    finally:
+        for end in ends:
+            end.lane.unpark()
+
+
+@every_lane
+@pytest.mark.parametrize("dtype", [None, *DTYPES], ids=lambda dtype: "stored" if dtype is None else dtype.name)
+def test_payloads_of_every_size_arrive_whole_and_in_order(pair: Pair, dtype: np.dtype[Any] | None) -> None:
+    size = 1 if dtype is None else dtype.itemsize
+    sizes = [edge // size * size for edge in EDGES]
+    transfers = [transfer(number, nbytes, dtype) for number, nbytes in enumerate(sizes)]
+    carry(End(pair[0], transfers, []), End(pair[1], [], transfers))
+
+
+@every_lane
+def test_both_directions_move_at_once(pair: Pair) -> None:
+    there = [transfer(number, 700_001 + number, None) for number in range(4)]
+    back = [transfer(10 + number, 600_000 + 16 * number, DTYPES[-1]) for number in range(4)]
+    carry(End(pair[0], there, back), End(pair[1], back, there))
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_sequence_of_transfers_arrives_whatever_the_pace(make: Callable[[], Pair], data: st.DataObject) -> None:
+    size = st.one_of(st.integers(0, 300), st.integers(0, 400_000))
+    plan = st.lists(st.tuples(size, st.sampled_from([None, *DTYPES])), max_size=6)
+
+    def draw(first: int) -> list[Transfer]:
+        sizes = data.draw(plan)
+        return [
+            transfer(first + number, nbytes // (dtype.itemsize if dtype else 1) * (dtype.itemsize if dtype else 1), dtype)
+            for number, (nbytes, dtype) in enumerate(sizes)
+        ]  # fmt: skip
+
+    there, back = draw(0), draw(100)
+    near, far = make()
+    try:
+        carry(End(near, there, back), End(far, back, there), random.Random(data.draw(st.integers(0, 1 << 30))))
+    finally:
+        near.close()
+        far.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from([None, *DTYPES]),
+    elements=st.integers(0, 3000),
+    cuts=st.lists(st.integers(1, 5000), min_size=1, max_size=20),
+)
+def test_a_stream_may_split_headers_and_elements_anywhere(
+    dtype: np.dtype[Any] | None, elements: int, cuts: list[int]
+) -> None:
+    nbytes = elements * (dtype.itemsize if dtype else 1)
+    transfers = [transfer(number, nbytes, dtype) for number in range(3)]
+    wire = b"".join(each.header + each.payload.tobytes() for each in transfers)
+    raw, other = socket.socketpair()
+    raw.setblocking(False)
+    lane = StreamLane(other, "unix")
+    try:
+        readers = [Reader(each) for each in reversed(transfers)]
+        at = turn = 0
+        while readers:
+            if at < len(wire):
+                at += raw.send(wire[at : at + cuts[turn % len(cuts)]])
+                turn += 1
+            while readers and lane.receive(readers[-1].incoming):
+                if readers[-1].done:
+                    readers.pop().check()
+    finally:
+        raw.close()
+        lane.close()
+
+
+@every_lane
+@pytest.mark.parametrize("dtype", [None, np.dtype(np.float32)], ids=["stored", "in pieces"])
+@pytest.mark.parametrize("nbytes", [0, 400], ids=["empty", "full"])
+def test_another_header_than_expected_is_shown_before_any_byte_is_applied(
+    pair: Pair, dtype: np.dtype[Any] | None, nbytes: int
+) -> None:
+    class RefusedError(Exception):
+        pass
+
+    def verify(header: bytes) -> None:
+        seen.append(header)
+        raise RefusedError
+
+    def absorb(_offset: int, _piece: Array) -> None:
+        pytest.fail("a piece of a refused transfer was applied")
+
+    sent, expected = transfer(1, nbytes), transfer(2, nbytes)
+    seen: list[bytes] = []
+    out = Outgoing(sent.header, sent.payload)
+    while out.sent < out.nbytes:
+        pair[0].transmit(out)
+    if dtype is None:
+        incoming = Incoming(expected.header, nbytes, verify, dest=np.zeros(nbytes, np.uint8))
+    else:
+        incoming = Incoming(expected.header, nbytes, verify, absorb=absorb, dtype=dtype)
+    deadline = time.monotonic() + PATIENCE
+    with pytest.raises(RefusedError):
+        while time.monotonic() < deadline:
+            pair[1].receive(incoming)
+    assert seen == [sent.header]
+
+
+@every_lane
+def test_everything_sent_before_a_close_is_received_and_then_the_end_is_told(pair: Pair) -> None:
+    transfers = [transfer(number, nbytes) for number, nbytes in enumerate([0, 5, 20_000, 1])]
+    sender, receiver = End(pair[0], transfers, []), End(pair[1], [], [*transfers, transfer(9, 4)])
+    while sender.sending:
+        sender.send()
+    pair[0].close()
+    with pytest.raises(LaneClosedError):
+        carry_alone(receiver)
+    assert len(receiver._recvs) == 1, "what was sent before the close is missing"
+
+
+@every_lane
+def test_a_close_in_the_middle_of_a_transfer_is_told_after_the_part_that_came(pair: Pair) -> None:
+    whole = transfer(0, 64 * MIB)
+    sender, receiver = End(pair[0], [whole], []), End(pair[1], [], [whole])
+    assert sender.send()
+    pair[0].close()
+    with pytest.raises(LaneClosedError):
+        carry_alone(receiver)
+    got = receiver._recvs[-1].incoming.got
+    assert 0 < got < whole.payload.nbytes
+    assert np.array_equal(receiver._recvs[-1].bytes[:got], whole.payload[:got])
+
+
+def carry_alone(end: End) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while end.sending or end.receiving:
+        if not (end.send() or end.receive()):
+            settle(end)
+        assert time.monotonic() < deadline, "the lane is stuck"
+
+
+@every_lane
+def test_a_sender_whose_peer_closed_is_told_at_the_latest_when_the_lane_is_full(pair: Pair) -> None:
+    pair[1].close()
+    with pytest.raises(LaneClosedError):
+        carry_alone(End(pair[0], [transfer(0, 64 * MIB)], []))
+
+
+@every_lane
+def test_a_parked_receiver_is_woken_by_the_next_byte(pair: Pair) -> None:
+    near, far = pair
+    poll = select.poll()
+    for number in range(3):
+        message = transfer(number, 10)
+        events = far.park(sending=False, receiving=True)
+        assert events & select.POLLIN
+        poll.register(far.fileno(), events)
+        assert poll.poll(0) == []
+        carry_alone(End(near, [message], []))
+        assert poll.poll(PATIENCE * 1000), "the sender did not wake the receiver"
+        far.unpark()
+        carry_alone(End(far, [], [message]))
+
+
+@every_lane
+def test_parking_is_refused_or_ends_at_once_where_bytes_wait_already(pair: Pair) -> None:
+    near, far = pair
+    carry_alone(End(near, [transfer(0, 10)], []))
+    events = far.park(sending=False, receiving=True)
+    try:
+        if events:
+            poll = select.poll()
+            poll.register(far.fileno(), events)
+            assert poll.poll(PATIENCE * 1000)
+    finally:
+        far.unpark()
+    carry_alone(End(far, [], [transfer(0, 10)]))
+
+
+@every_lane
+def test_a_sender_parked_on_a_full_lane_is_woken_when_the_peer_has_read(pair: Pair) -> None:
+    near, far = pair
+    whole = transfer(0, 64 * MIB)
+    sender, receiver = End(near, [whole], []), End(far, [], [whole])
+    while sender.send():
+        pass
+    events = near.park(sending=True, receiving=False)
+    if events:
+        poll = select.poll()
+        poll.register(near.fileno(), events)
+        while receiver.receive():
+            pass
+        assert poll.poll(PATIENCE * 1000), "the reader did not wake the sender"
+    near.unpark()
+    carry(sender, receiver)
+
+
+@every_lane
+def test_closing_twice_is_fine_and_frees_the_descriptor(pair: Pair) -> None:
+    pair[0].close()
+    pair[0].close()
+    assert pair[0].fileno() == -1
+
+
+def test_the_first_bytes_of_a_lane_leave_with_their_header_in_one_call() -> None:
+    near, far = socket.socketpair()
+    lane = StreamLane(near, "unix")
+    try:
+        message = transfer(3, 100)
+        out = Outgoing(message.header, message.payload)
+        assert lane.transmit(out)
+        assert out.sent == 100
+        assert far.recv(HEADER_BYTES + 101) == message.header + message.payload.tobytes()
+    finally:
+        lane.close()
+        far.close()

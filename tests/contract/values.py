@@ -1,0 +1,85 @@
+"""What the group tests share: values that differ by rank and position, and the obvious results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.base.dtypes import DTYPES
+from covey.net import shm
+from covey.plan import choose
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+LANES = ["memory", "unix", "tcp", *(["shm"] if shm.usable() else [])]
+
+UFUNCS: dict[str, Callable[..., Array]] = {
+    "sum": np.add,
+    "mean": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def values(rank: int, shape: int | tuple[int, ...], dtype: Any = np.float64, seed: int = 0) -> Array:
+    """Small whole numbers, so that sums and products of a few ranks are exact in every dtype."""
+    dtype = np.dtype(dtype)
+    rng = np.random.default_rng([rank, seed])
+    numbers = rng.integers(0, 2 if dtype.kind == "b" else 4, shape)
+    if dtype.kind == "c":
+        return (numbers + 1j * rng.integers(0, 3, shape)).astype(dtype)
+    return numbers.astype(dtype)
+
+
+def combined(op: str, arrays: Sequence[Array]) -> Array:
+    """Combine the arrays of all ranks, in rank order."""
+    total = functools.reduce(UFUNCS[op], arrays)
+    return (total / len(arrays)).astype(total.dtype) if op == "mean" else total
+
+
+def everyone(size: int, shape: int | tuple[int, ...], dtype: Any = np.float64, seed: int = 0) -> list[Array]:
+    return [values(rank, shape, dtype, seed) for rank in range(size)]
+
+
+def same(actual: Any, expected: Array) -> None:
+    """Fail unless `actual` is an array of the same dtype, shape and bytes."""
+    assert isinstance(actual, np.ndarray)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    if actual.tobytes() != expected.tobytes():
+        wrong = np.flatnonzero(actual.reshape(-1) != expected.reshape(-1))
+        raise AssertionError(
+            f"{len(wrong)} of {actual.size} elements differ, first at {wrong[:5]}: "
+            f"{actual.reshape(-1)[wrong[:5]]} instead of {expected.reshape(-1)[wrong[:5]]}"
+        )
+
+
+def around_thresholds(size: int, lanes: str, itemsize: int) -> list[int]:
+    """Element counts where the choice of a plan, or the number of its segments, changes."""
+    family = "ring" if lanes in ("memory", "shm") else "stream"
+    segment = choose.SEGMENT_BYTES[family] // itemsize
+    edges = [
+        choose.DOUBLING_BYTES[family] // itemsize,
+        choose.TREE_BYTES // itemsize,
+        choose.EXCHANGE_BYTES // itemsize,
+        segment,
+        size * segment,
+    ]
+    return sorted({0, 1, max(0, size - 1), size, 2 * size + 1, 1001, *edges, *(edge + 1 for edge in edges)})
+
+
+def bits_equal_everywhere(results: Sequence[Any]) -> None:
+    """Fail unless all ranks returned the very same bytes."""
+    for rank, result in enumerate(results):
+        assert result == results[0], f"rank {rank} has other bytes than rank 0"
+
+
+NUMBER_DTYPES = [dtype for dtype in DTYPES if dtype.kind != "b"]

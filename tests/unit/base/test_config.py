@@ -1,0 +1,84 @@
+"""Settings: explicit beats environment beats default, and nonsense is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from covey.base.config import GroupConfig, check_timeout, group_config, refuse_unknown
+from covey.base.errors import ConfigError
+
+
+def test_without_any_setting_the_defaults_hold() -> None:
+    assert group_config({"PATH": "/bin"}) == GroupConfig(lanes="auto", timeout=1800.0, insecure=False)
+
+
+def test_the_environment_beats_the_defaults() -> None:
+    env = {"COVEY_LANES": "tcp", "COVEY_TIMEOUT": "2.5", "COVEY_INSECURE": "1"}
+    assert group_config(env) == GroupConfig(lanes="tcp", timeout=2.5, insecure=True)
+
+
+def test_an_argument_beats_the_environment_and_none_is_no_argument() -> None:
+    env = {"COVEY_LANES": "tcp", "COVEY_TIMEOUT": "2.5", "COVEY_INSECURE": "1"}
+    assert group_config(env, lanes="unix", timeout=None, insecure=False) == GroupConfig(lanes="unix", timeout=2.5)
+
+
+@pytest.mark.parametrize("lanes", ["bogus", "", "SHM", "shm,tcp"])
+def test_lanes_that_do_not_exist_are_refused_with_those_that_do(lanes: str) -> None:
+    with pytest.raises(ConfigError, match=r"auto, shm, unix, tcp") as caught:
+        group_config({"COVEY_LANES": lanes})
+    assert repr(lanes) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["soon", "", "1s", "0", "-1", "nan"])
+def test_a_timeout_that_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"timeout|COVEY_TIMEOUT"):
+        group_config({"COVEY_TIMEOUT": text})
+
+
+@pytest.mark.parametrize("timeout", [0, -0.5, float("nan"), True, "3", None])
+def test_check_timeout_refuses_what_is_not_a_number_of_seconds_above_zero(timeout: object) -> None:
+    with pytest.raises(ConfigError, match="above 0"):
+        check_timeout(timeout)  # type: ignore[arg-type]
+
+
+def test_check_timeout_returns_what_it_accepts() -> None:
+    assert [check_timeout(t) for t in (1, 0.25, float("inf"))] == [1, 0.25, float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [("1", True), ("true", True), ("YES", True), ("0", False), ("", False), ("no", False), ("False", False)],
+)
+def test_a_flag_takes_the_usual_words(text: str, meaning: bool) -> None:
+    assert group_config({"COVEY_INSECURE": text}).insecure is meaning
+
+
+@pytest.mark.parametrize("text", ["2", "on please", "y"])
+def test_a_flag_refuses_other_words(text: str) -> None:
+    with pytest.raises(ConfigError, match="COVEY_INSECURE"):
+        group_config({"COVEY_INSECURE": text})
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match=r"COVEY_LANE is set.*did you mean COVEY_LANES\?"):
+        refuse_unknown({"COVEY_LANE": "shm"})
+
+
+def test_an_unknown_variable_like_no_other_is_refused_without_a_guess() -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_unknown({"COVEY_QQQQQQQQ": "1"})
+    assert "did you mean" not in str(caught.value)
+
+
+def test_variables_of_others_are_not_our_business() -> None:
+    refuse_unknown({"COVEYOR_BELT": "1", "covey_lanes": "x", "RANK": "0", "COVEY_DEBUG": "1", "COVEY_RANK": "0"})
+
+
+def test_a_mistake_in_the_environment_counts_even_where_an_argument_overrides_it() -> None:
+    with pytest.raises(ConfigError, match="COVEY_TIMEOUT"):
+        group_config({"COVEY_TIMEOUT": "soon"}, timeout=3.0)
+
+
+def test_a_config_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="lanes"):
+        GroupConfig(lanes="bogus")

@@ -1,0 +1,368 @@
+"""Which rank of which run a process is, as every launcher tells it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from covey.base.config import GroupConfig
+from covey.base.errors import ConfigError
+from covey.runtime import bootstrap
+from covey.runtime.bootstrap import Place, find_place, is_loopback, join_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+COVEY = {"COVEY_RANK": "1", "COVEY_SIZE": "3", "COVEY_LOCAL_RANK": "1", "COVEY_LOCAL_SIZE": "3"}
+HAND = {"RANK": "2", "WORLD_SIZE": "4"}
+TORCHRUN = {
+    **HAND,
+    "LOCAL_RANK": "2",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node-7",
+    "MASTER_PORT": "31000",
+    "TORCHELASTIC_RUN_ID": "abc",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+TWO_HOSTS = {**TORCHRUN, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "5",
+    "PMIX_NAMESPACE": "prterun-box-17@1",
+}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "6", "HYDRA_JOBID": "j9"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "4",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NUM_NODES": "1",
+}
+MASTER = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4000"}
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Meetings take place in a private folder with a short path."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        monkeypatch.setattr(bootstrap, "_tokens", {})
+        yield Path(folder)
+
+
+@pytest.fixture
+def token_pipe() -> Iterator[tuple[int, bytes]]:
+    """A pipe with a token in it, as `covey run` leaves one for each rank."""
+    token = secrets.token_bytes(32)
+    reader, writer = os.pipe()
+    os.write(writer, token)
+    os.close(writer)
+    try:
+        yield reader, token
+    finally:
+        if is_open(reader):
+            os.close(reader)
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def with_pipe(descriptor: int) -> dict[str, str]:
+    return {**COVEY, "COVEY_MEET": "/run/meet", "COVEY_TOKEN_FD": str(descriptor)}
+
+
+def where(place: Place) -> tuple[int, int, int, int]:
+    return place.rank, place.size, place.local_rank, place.local_size
+
+
+# Who started this process
+
+
+def test_without_a_launcher_a_process_is_a_group_of_one() -> None:
+    place = find_place({"PATH": "/bin", "HOME": "/"})
+    assert where(place) == (0, 1, 0, 1)
+    assert (place.folder, place.master) == ("", None)
+
+
+def test_covey_run_gives_place_folder_and_token(token_pipe: tuple[int, bytes]) -> None:
+    descriptor, token = token_pipe
+    place = find_place(with_pipe(descriptor))
+    assert where(place) == (1, 3, 1, 3)
+    assert (place.folder, place.token) == ("/run/meet", token)
+    assert token.hex() not in repr(place)
+    assert repr(token) not in repr(place)
+
+
+def test_ranks_of_torchrun_on_one_host_meet_in_a_folder_whatever_the_master_is_called(runtime: Path) -> None:
+    place = find_place(TORCHRUN)
+    assert where(place) == (2, 4, 2, 4)
+    assert Path(place.folder).is_relative_to(runtime)
+    assert place.token is None
+
+
+def test_ranks_of_torchrun_on_several_hosts_meet_at_the_master() -> None:
+    place = find_place(TWO_HOSTS)
+    assert where(place) == (2, 4, 0, 2)
+    assert (place.folder, place.master) == ("", ("node-7", 31000))
+
+
+def test_a_restart_of_torchrun_meets_elsewhere_than_the_run_before() -> None:
+    again = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert find_place(TORCHRUN).folder != find_place(again).folder
+
+
+def test_rank_and_size_by_hand_are_enough_on_one_host(runtime: Path) -> None:
+    place = find_place(HAND)
+    assert where(place) == (2, 4, 2, 4)
+    assert Path(place.folder).is_relative_to(runtime)
+
+
+def test_the_master_port_tells_two_jobs_by_hand_apart() -> None:
+    folders = {find_place({**HAND, "MASTER_PORT": port}).folder for port in ("29500", "29501")}
+    assert len(folders) == 2
+    assert find_place(HAND).folder in folders, "29500 is the default"
+
+
+def test_ranks_that_name_a_loopback_master_are_on_this_host_even_if_each_counts_itself_alone(runtime: Path) -> None:
+    place = find_place({**HAND, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
+    assert (place.rank, place.size, place.local_rank) == (2, 4, 0)
+    assert Path(place.folder).is_relative_to(runtime)
+
+
+def test_a_master_elsewhere_without_local_numbers_means_one_rank_a_host() -> None:
+    place = find_place({**HAND, **MASTER})
+    assert where(place) == (2, 4, 0, 1)
+    assert place.master == ("10.1.2.3", 4000)
+
+
+def test_open_mpi_on_one_host(runtime: Path) -> None:
+    place = find_place(OPEN_MPI)
+    assert where(place) == (3, 5, 3, 5)
+    assert Path(place.folder).is_relative_to(runtime)
+
+
+def test_jobs_of_open_mpi_meet_in_folders_of_their_own() -> None:
+    other = {**OPEN_MPI, "PMIX_NAMESPACE": "prterun-box-18@1"}
+    assert find_place(OPEN_MPI).folder != find_place(other).folder
+
+
+def test_open_mpi_on_several_hosts_needs_a_master() -> None:
+    spread = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        find_place(spread)
+    place = find_place({**spread, **MASTER})
+    assert where(place) == (3, 5, 1, 2)
+    assert place.master == ("10.1.2.3", 4000)
+
+
+def test_mpich_by_its_process_manager(runtime: Path) -> None:
+    place = find_place(PMI)
+    assert where(place) == (1, 6, 1, 6)
+    assert Path(place.folder).is_relative_to(runtime)
+
+
+def test_a_slurm_step_of_several_tasks_on_one_host(runtime: Path) -> None:
+    place = find_place(SLURM)
+    assert where(place) == (4, 7, 4, 7)
+    assert Path(place.folder).is_relative_to(runtime)
+
+
+def test_steps_and_jobs_of_slurm_meet_in_folders_of_their_own() -> None:
+    variants = ({}, {"SLURM_STEP_ID": "3"}, {"SLURM_JOB_ID": "78"})
+    assert len({find_place({**SLURM, **change}).folder for change in variants}) == 3
+
+
+def test_a_slurm_step_on_several_hosts_needs_a_master() -> None:
+    spread = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}
+    with pytest.raises(ConfigError, match="several hosts"):
+        find_place(spread)
+    place = find_place({**spread, **MASTER})
+    assert (place.rank, place.size, place.local_rank, place.master) == (4, 7, 1, ("10.1.2.3", 4000))
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"},  # the shell of sbatch
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun of one task
+        {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+    ],
+)
+def test_a_slurm_job_outside_a_step_of_several_tasks_is_a_group_of_one(env: dict[str, str]) -> None:
+    assert where(find_place(env)) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("env", [{"RANK": "3"}, {"WORLD_SIZE": "3"}, {"PMI_RANK": "1"}, {"PMI_SIZE": "2"}])
+def test_half_a_launcher_is_no_launcher(env: dict[str, str]) -> None:
+    assert find_place(env).size == 1
+
+
+def test_the_nearest_launcher_wins(token_pipe: tuple[int, bytes]) -> None:
+    sizes = []
+    for env in (
+        {**SLURM, **PMI, **OPEN_MPI, **HAND, **with_pipe(token_pipe[0])},
+        {**SLURM, **PMI, **OPEN_MPI, **HAND},
+        {**SLURM, **PMI, **OPEN_MPI},
+        {**SLURM, **PMI},
+        SLURM,
+    ):
+        sizes.append(find_place(env).size)
+    assert sizes == [3, 4, 5, 6, 7]
+
+
+# What launchers cannot have meant
+
+
+@pytest.mark.parametrize(
+    ("env", "key"),
+    [
+        ({**HAND, "RANK": "one"}, "RANK"),
+        ({**HAND, "RANK": ""}, "RANK"),
+        ({**HAND, "RANK": "-1"}, "RANK"),
+        ({**HAND, "WORLD_SIZE": "4.0"}, "WORLD_SIZE"),
+        ({**HAND, "MASTER_PORT": "http"}, "MASTER_PORT"),
+        ({**HAND, "MASTER_PORT": "70000"}, "MASTER_PORT"),
+        ({**HAND, **MASTER, "MASTER_PORT": "65535"}, "MASTER_PORT"),
+        ({**HAND, "LOCAL_RANK": "x"}, "LOCAL_RANK"),
+        ({**HAND, "LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "?"}, "OMPI_COMM_WORLD_RANK"),
+        ({**PMI, "PMI_SIZE": "many"}, "PMI_SIZE"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "7(x2)"}, "SLURM_STEP_NUM_TASKS"),
+        ({**COVEY, "COVEY_SIZE": "three"}, "COVEY_SIZE"),
+        ({**COVEY, "COVEY_MEET": "/run/meet", "COVEY_TOKEN_FD": "-3"}, "COVEY_TOKEN_FD"),
+    ],
+)
+def test_a_malformed_number_is_refused_by_name(env: dict[str, str], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}=") as caught:
+        find_place(env)
+    assert repr(env[key]) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "key"),
+    [
+        ({"COVEY_RANK": "0"}, "COVEY_SIZE"),
+        (COVEY, "COVEY_MEET"),
+        ({**COVEY, "COVEY_MEET": "/run/meet"}, "COVEY_TOKEN_FD"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({key: value for key, value in SLURM.items() if key != "SLURM_JOB_ID"}, "SLURM_JOB_ID"),
+    ],
+)
+def test_a_missing_variable_is_named(env: dict[str, str], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key} is not set"):
+        find_place(env)
+
+
+@pytest.mark.parametrize(("rank", "size"), [("4", "4"), ("9", "4"), ("0", "0")])
+def test_a_rank_outside_its_run_is_refused(rank: str, size: str) -> None:
+    with pytest.raises(ConfigError, match=f"rank {rank} is not one of the {size} ranks"):
+        find_place({"RANK": rank, "WORLD_SIZE": size})
+
+
+# The token of `covey run`
+
+
+def test_the_token_outlives_its_pipe_so_a_program_may_join_again(token_pipe: tuple[int, bytes]) -> None:
+    descriptor, token = token_pipe
+    assert find_place(with_pipe(descriptor)).token == token
+    assert not is_open(descriptor)
+    stranger, other = os.pipe()
+    assert stranger == descriptor, "the number is in use again"
+    try:
+        assert find_place(with_pipe(descriptor)).token == token
+        assert is_open(stranger), "a descriptor that is not ours was closed"
+    finally:
+        os.close(stranger)
+        os.close(other)
+
+
+@pytest.mark.parametrize("content", [b"", b"short"])
+def test_a_pipe_without_a_whole_token_is_refused(content: bytes) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, content)
+    os.close(writer)
+    try:
+        with pytest.raises(ConfigError, match="Only the process that `covey run` started can join"):
+            find_place(with_pipe(reader))
+    finally:
+        os.close(reader)
+
+
+def test_a_descriptor_that_is_not_a_pipe_of_covey_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"x" * 100)
+    quiet, writer = os.pipe()
+    descriptors = [os.open(path, os.O_RDONLY), quiet]
+    try:
+        for descriptor in descriptors:
+            with pytest.raises(ConfigError, match=f"descriptor {descriptor}"):
+                find_place(with_pipe(descriptor))
+            assert is_open(descriptor)
+        assert os.lseek(descriptors[0], 0, os.SEEK_CUR) == 0
+    finally:
+        for descriptor in (*descriptors, writer):
+            os.close(descriptor)
+
+
+def test_a_descriptor_that_is_not_open_is_refused() -> None:
+    free = next(number for number in range(200, 1000) if not is_open(number))
+    with pytest.raises(ConfigError, match=f"descriptor {free}"):
+        find_place(with_pipe(free))
+
+
+# Seats
+
+
+def test_a_run_on_several_hosts_is_refused_unless_clear_text_is_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"insecure=True, --insecure or COVEY_INSECURE=1"):
+        join_at(find_place(TWO_HOSTS), GroupConfig())
+
+
+def test_a_master_address_that_is_not_of_this_machine_is_refused_by_rank_0() -> None:
+    place = find_place({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "4000"})
+    with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1, port 4001"):
+        join_at(place, GroupConfig(insecure=True))
+
+
+def test_a_temporary_folder_with_a_long_path_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 30)
+    long.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    with pytest.raises(ConfigError, match="too long for a unix socket; set TMPDIR"):
+        join_at(find_place(HAND), GroupConfig())
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    place = Place(rank=0, size=2, master=("127.0.0.1", 0))
+    with pytest.raises(ConfigError, match="too long for a unix socket; set TMPDIR"):
+        join_at(place, GroupConfig(insecure=True))
+    assert [path for path in long.iterdir() if path.name != f"covey-{os.getuid()}"] == []
+
+
+@pytest.mark.parametrize("wait", [0, -1, float("nan")])
+def test_a_join_timeout_that_is_no_duration_is_refused(wait: float) -> None:
+    with pytest.raises(ConfigError, match="timeout"):
+        join_at(find_place(HAND), GroupConfig(), timeout=wait)
+
+
+@pytest.mark.parametrize(
+    ("host", "answer"),
+    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True)]
+    + [("10.0.0.1", False), ("0.0.0.0", False), ("::", False), ("example.org", False), ("", False)],
+)
+def test_only_addresses_that_never_leave_the_machine_are_loopback(host: str, answer: bool) -> None:
+    assert is_loopback(host) is answer
