@@ -42,7 +42,7 @@ DEADLINE = 30.0
 """Seconds after which a test that waits for its ranks fails and shows what they said."""
 LANES = ("shm", "unix", "tcp")
 
-__all__ = ["DEADLINE", "LANES", "Ranks", "attempt", "contextlib", "logging", "multiprocessing", "run_ranks", "say"]
+__all__ = ["DEADLINE", "LANES", "Ranks", "attempt", "await_go", "contextlib", "logging", "multiprocessing", "run_ranks", "say"]
 
 
 # In the test
@@ -94,15 +94,21 @@ class Ranks:
 
     def begin(self, rank: int) -> None:
         """Start `rank`; again, if it ended."""
-        process = self._run.start(
-            rank, self._argv, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        pipe = subprocess.PIPE
+        process = self._run.start(rank, self._argv, env=self._env, stdin=pipe, stdout=pipe, stderr=pipe)
         self._processes[rank] = process
         for pipe, is_error in ((process.stdout, False), (process.stderr, True)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
             self._pipes[pipe.fileno()] = (rank, is_error)
             self._poll.register(pipe, select.POLLIN)
+
+    def go(self, rank: int) -> None:
+        """Let `rank` return from `await_go`."""
+        pipe = self._processes[rank].stdin
+        assert pipe is not None
+        pipe.write(b"\n")
+        pipe.flush()
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
@@ -190,6 +196,11 @@ class Ranks:
 def say(event: str, **facts: Any) -> None:
     """Tell the test something."""
     os.write(1, json.dumps({"event": event, "at": time.monotonic(), **facts}).encode() + b"\n")
+
+
+def await_go() -> None:
+    """Wait until the test says `go`."""
+    sys.stdin.readline()
 
 
 def attempt(function: Callable[[], Any]) -> dict[str, Any]:

@@ -564,3 +564,16 @@ def test_close_ends_pending_works_waiters_and_later_calls(make_crew: MakeCrew) -
         crew.post_recv(0, 1)
     crew.messengers[0].close(time.monotonic())
     assert all(sock.fileno() == -1 for sock in crew.messengers[0].sockets())
+
+
+def test_an_asynchronous_receive_that_nobody_waits_for_fails_at_its_deadline(make_crew: MakeCrew) -> None:
+    two = make_crew(2)
+    work = two.post_recv(0, 1, 7)
+    two.messengers[0].progress_in_background(work, time.monotonic() + 0.2)
+    error = work.exception()
+    assert isinstance(error, DeadlineError)
+    assert error.late == (1,)
+    later = two.post_recv(0, 1, 7)
+    two.messengers[0].progress_in_background(later, time.monotonic() + PATIENCE)
+    two.wait(1, two.post_send(1, b"late", 0, 7))
+    assert later.wait(PATIENCE).data.tobytes() == b"late"

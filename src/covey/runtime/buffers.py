@@ -55,7 +55,7 @@ def writable(x: Any) -> Operand:
 
 def readable(x: Any) -> Operand:
     """See `x` as an operand that an operation only reads; numbers and lists are taken as arrays too."""
-    array = np.asarray(x) if isinstance(x, list | tuple | int | float | complex) else as_array(x)
+    array = np.asarray(x) if isinstance(x, np.generic | list | tuple | int | float | complex) else as_array(x)
     code = dtype_code(array.dtype)
     return Operand(np.ascontiguousarray(array).reshape(-1), array.shape, code, None)
 

@@ -19,6 +19,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.config import check_timeout
 from covey.base.errors import (
     BusyError,
     ClosedError,
@@ -165,7 +166,7 @@ class Engine:
         try:
             if self._fault is not None or self._closed:
                 self._refuse(call)
-            limit = self.config.timeout if timeout is None else timeout
+            limit = self.config.timeout if timeout is None else check_timeout(timeout)
             if not async_op and not self._unfinished:
                 return self._perform(call, body, then, limit)
             work = self._enqueue(call, body, then, limit)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+    from covey.base.arithmetic import Reduction
+    from covey.plan.moves import Plan
     from covey.runtime.messenger import Messenger
     from covey.runtime.node import Node
     from covey.runtime.work import Work
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 TAG_LIMIT: Final = 1 << 62
+CACHED_CALLS: Final = 4096
+"""Descriptions of different calls that are kept; a program that makes more pays for making them again."""
 
 _BYTES: Final = dtype_code(np.dtype(np.uint8))
 
@@ -65,6 +69,7 @@ class Group:
         self._on_close = on_close
         self._messenger: Messenger | None = None
         self._calls: dict[Any, Call] = {}
+        self._prepared: dict[Any, tuple[Call, Plan, Reduction, bool]] = {}
         self._children = itertools.count(1)
 
     # Who
@@ -127,57 +132,77 @@ class Group:
         `weight` makes a mean count this rank's `x` that many times (unequal batches); every rank passes one.
         The result is bit-identical on all ranks.
         """
-        if isinstance(x, numbers.Number) and not isinstance(x, np.ndarray):
-            return self._all_reduce_number(x, op, weight, timeout, async_op)
-        operand = writable(x)
-        flat = operand.flat
-        rule = reduction(op, flat.dtype)
-        key = ("all_reduce", operand.code, operand.shape, op, weight is None, algorithm)
-        call = self._calls.get(key) or self._remember(
-            key, "all_reduce", operand.code, operand.shape, op=op, weighted=weight is not None, algorithm=algorithm
-        )
+        if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
+            operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
+        elif isinstance(x, numbers.Number | np.bool_):
+            return self._all_reduce_number(x, op, weight, timeout, algorithm, async_op)
+        else:
+            operand = writable(x)
+            flat, shape = operand.flat, operand.shape
+        key = (flat.dtype, shape, op, algorithm, weight is None)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if len(self._prepared) > CACHED_CALLS:
+                self._prepared.clear()
+            prepared = self._prepared[key] = self._prepare_all_reduce(flat, *key[1:])
+        call, plan, rule, is_quiet = prepared
         if weight is not None:
             _check_weight(op, weight)
-        engine = self._engine
-        plan = self._plan_all_reduce(flat.size, flat.itemsize, algorithm)
-        quiet = is_float(flat.dtype)
 
         def body(engine: Engine) -> Any:
-            if weight is not None:
-                self._weigh(engine, flat, weight)
-                with np.errstate(all="ignore"):
-                    engine.execute(plan, [flat], reduction("sum", flat.dtype))
-            elif quiet:
-                with np.errstate(all="ignore"):
-                    engine.execute(plan, [flat], rule)
+            if weight is not None and not self._weigh(engine, flat, weight):
+                return None  # every rank finds the same, so the group can go on
+            if is_quiet:
+                engine.execute(plan, (flat,), rule)
             else:
-                engine.execute(plan, [flat], rule)
-            if operand.write_back is not None:
-                operand.write_back(flat)
+                with np.errstate(all="ignore"):
+                    engine.execute(plan, (flat,), rule)
+            if operand is not None:
+                operand.done()
             return x
 
-        return engine.run(call, body, timeout=timeout, async_op=async_op)
+        then = None if weight is None else _require_weight
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 
-    def _plan_all_reduce(self, count: int, itemsize: int, algorithm: str | None) -> Any:
+    def _prepare_all_reduce(
+        self, flat: Array, shape: tuple[int, ...], op: str, algorithm: str | None, is_plain: bool
+    ) -> tuple[Call, Plan, Reduction, bool]:
+        """Return all that repeated calls with arrays like this one share; raise if they cannot work."""
+        code = dtype_code(flat.dtype)
+        rule = reduction(op, flat.dtype)
+        call = make_call("all_reduce", code, shape, op=op, weighted=None if is_plain else True, algorithm=algorithm)
+        plan = self._plan_all_reduce(flat.size, flat.itemsize, algorithm)
+        # Shares add up to the mean by themselves.
+        return call, plan, rule if is_plain else reduction("sum", flat.dtype), not is_float(flat.dtype)
+
+    def _plan_all_reduce(self, count: int, itemsize: int, algorithm: str | None) -> Plan:
         engine = self._engine
         if engine.size == 1 and algorithm is None:
             algorithm = "doubling"  # an empty plan; an unknown name is still an error
         return choose.all_reduce(engine.rank, engine.size, count, itemsize, self._lane_family(), algorithm)
 
-    def _weigh(self, engine: Engine, flat: Array, weight: float) -> None:
-        """Scale this rank's contribution by its share of the total weight."""
+    def _weigh(self, engine: Engine, flat: Array, weight: float) -> bool:
+        """Scale this rank's contribution by its share of the total weight; tell whether there is any weight."""
         total = np.array([weight], np.float64)
         plan = choose.all_reduce(engine.rank, engine.size, 1, 8, self._lane_family(), "doubling")
         engine.execute(plan, [total], reduction("sum", total.dtype))
         if not total[0] > 0:
-            raise ConfigError("the weights of all ranks add up to 0")
-        np.multiply(flat, flat.dtype.type(weight / total[0]), out=flat)
+            return False
+        share = weight / total[0]
+        if not share:  # what counts for nothing may be nan or infinite
+            flat[...] = 0
+            return True
+        factor = np.float32(share) if flat.itemsize == 2 else flat.dtype.type(share)
+        with np.errstate(all="ignore"):
+            np.multiply(flat, factor, out=flat, casting="unsafe")
+        return True
 
-    def _all_reduce_number(self, x: Any, op: str, weight: float | None, timeout: float | None, async_op: bool) -> Any:
+    def _all_reduce_number(
+        self, x: Any, op: str, weight: float | None, timeout: float | None, algorithm: str | None, async_op: bool
+    ) -> Any:
         array = _number_array(x, op)
-        if async_op:
-            return _mapped(self.all_reduce(array, op, weight=weight, timeout=timeout, async_op=True), _as_number)
-        return _as_number(self.all_reduce(array, op, weight=weight, timeout=timeout))
+        done = self.all_reduce(array, op, weight=weight, timeout=timeout, algorithm=algorithm, async_op=async_op)
+        return _mapped(done, _as_number) if async_op else _as_number(done)
 
     def reduce(
         self,
@@ -232,7 +257,9 @@ class Group:
         starts = [0, *itertools.accumulate(lengths)]
         segment = max(1, choose.SEGMENT_BYTES[self._lane_family()] // operand.flat.itemsize)
         plan = direct.reduce_scatter(self.rank, lengths, segment)
-        call = self._call("reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares))
+        call = self._call(
+            "reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares)
+        )
 
         def body(engine: Engine) -> Any:
             parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
@@ -327,6 +354,7 @@ class Group:
         """
         operand = readable(x)
         if out is None:
+            choose.all_gather(self.rank, (0,) * self.size, self._lane_family(), algorithm)  # refuses unknown names now
             call = self._call("all_gather", operand.code, None, algorithm=algorithm)
             return self._engine.run(
                 call, lambda engine: self._gather_all(engine, operand, algorithm), timeout=timeout, async_op=async_op
@@ -664,7 +692,7 @@ class Group:
         messenger = self._messenger
         assert messenger is not None
         if async_op:
-            messenger.progress_in_background()
+            messenger.progress_in_background(work, deadline)
             return _mapped(work, finish)
         messenger.wait(work, deadline)
         return finish(work.wait(0))
@@ -742,7 +770,7 @@ class Group:
     def _remember(
         self, key: Any, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any
     ) -> Call:
-        if len(self._calls) > 4096:
+        if len(self._calls) > CACHED_CALLS:
             self._calls.clear()
         call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
@@ -773,17 +801,23 @@ def _check_weight(op: str, weight: float) -> None:
         raise ConfigError(f"weight={weight!r} must be a number from 0 up")
 
 
+def _require_weight(x: Any) -> Any:
+    if x is None:
+        raise ConfigError("the weights of all ranks add up to 0")
+    return x
+
+
 def _number_array(x: Any, op: str) -> Array:
     """Return a Python number as an array that `op` can work on."""
     if isinstance(x, bool | np.bool_) and op in ("and", "or", "xor", "min", "max"):
         return np.array([x], np.bool_)
     if isinstance(x, complex | np.complexfloating):
         return np.array([x], np.complex128)
-    if isinstance(x, float | np.floating) or op == "mean":
+    if isinstance(x, float | np.floating):
         return np.array([x], np.float64)
-    if isinstance(x, int | np.integer):
+    if isinstance(x, int | np.integer | np.bool_):
         try:
-            return np.array([int(x)], np.int64)
+            return np.array([int(x)], np.float64 if op == "mean" else np.int64)
         except OverflowError:
             raise TypeError(f"{x} does not fit into 64 bits; pass a float or an array") from None
     raise TypeError(f"cannot reduce a {type(x).__name__}; pass int, float, complex, bool or an array")

@@ -8,6 +8,8 @@ All state is guarded by one lock, which is held for socket calls (none of them b
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import math
 import select
 import socket
@@ -58,6 +60,9 @@ class Messenger:
         self._lanes_by_fd: dict[int, MessageLane] = {}
         self._opening = [threading.Lock() for _ in range(size)]
         self._pending: dict[Operation, Work[Any]] = {}
+        self._expiring: list[tuple[float, int, Work[Any]]] = []
+        """A heap of works that nobody waits for, by their deadlines; only the driver takes from it."""
+        self._order = itertools.count()
         self._ended: list[tuple[MessageLane, BaseException | None]] = []
         """Lanes that ended and whose operations are still to be told, with the reason if it is ours to give."""
         self._lock = threading.Lock()
@@ -141,9 +146,12 @@ class Messenger:
             self._abandon(work, None)
         return work.wait()
 
-    def progress_in_background(self) -> None:
-        """Make sure that what was posted goes on although nobody waits for it."""
+    def progress_in_background(self, work: Work[Any] | None = None, deadline: float = math.inf) -> None:
+        """Make sure that what was posted goes on although nobody waits for it; `work` fails at `deadline`, as in `wait`."""
         with self._lock:
+            if work is not None and not work.done() and deadline < math.inf:
+                heapq.heappush(self._expiring, (deadline, next(self._order), work))
+                self._ring()
             self._call_background()
 
     def adopt(self, peer: int, sock: socket.socket) -> None:
@@ -363,7 +371,9 @@ class Messenger:
 
     def _turn(self, deadline: float | None) -> None:
         """Wait until something happens, or the deadline; and deal with it."""
-        left = _left(deadline)
+        while self._expiring and self._expiring[0][2].done():
+            heapq.heappop(self._expiring)
+        left = _left(min(deadline or math.inf, self._expiring[0][0]) if self._expiring else deadline)
         events = self._poll.poll(None if left is None else min(math.ceil(left * 1000), _MAX_POLL_MS))
         has_fault = False
         with self._lock:
@@ -381,6 +391,8 @@ class Messenger:
         if has_fault:
             self._fail_all()
         self._settle()
+        while self._expiring and self._expiring[0][0] <= time.monotonic():
+            self._abandon(heapq.heappop(self._expiring)[2], None)
 
     def _fail_all(self) -> None:
         if (fault := self._fault()) is None:

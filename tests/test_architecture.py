@@ -1,0 +1,137 @@
+"""The diagram of layers, held by reading every import in the source."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SRC = Path(__file__).parents[1] / "src" / "covey"
+
+BELOW = {
+    "base": set(),
+    "wire": {"base"},
+    "plan": {"base"},
+    "proto": {"wire", "base"},
+    "net": {"wire", "base"},
+    "runtime": {"net", "proto", "plan", "wire", "base"},
+    "cli": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
+    "testing": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
+    "__init__": {"runtime", "base"},
+    "__main__": {"cli"},
+}
+"""What each layer may import besides itself; "covey" is the package's public face."""
+
+PURE = {"base", "wire", "plan", "proto"}
+"""Layers without I/O, threads or clocks: time is an argument, randomness a random.Random."""
+IMPURE = {
+    *("asyncio", "atexit", "concurrent", "ctypes", "fcntl", "http", "importlib", "io", "logging", "mmap"),
+    *("multiprocessing", "os", "pathlib", "platform", "queue", "sched", "secrets", "select", "selectors", "shutil"),
+    *("signal", "socket", "socketserver", "ssl", "subprocess", "sys", "tempfile", "threading", "time", "urllib"),
+}
+IMPURE_BUILTINS = {"breakpoint", "input", "open", "print"}
+
+THIRD_PARTY = {
+    "base": {"numpy", "ml_dtypes"},
+    "wire": {"numpy", "msgspec"},
+    "plan": set(),
+    "proto": set(),
+    "net": {"numpy"},
+    "runtime": {"numpy"},
+    "cli": {"numpy", "msgspec", "rich", "typer"},
+    "testing": {"numpy"},
+}
+OPPONENTS = {"torch", "mpi4py"}
+"""Only the benchmark measures itself against these, and only when asked to."""
+
+FILES = sorted(SRC.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield the full name of every module a file imports, wherever in the file that happens."""
+    package = ["covey", *path.relative_to(SRC).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(), path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node
+        elif isinstance(node, ast.ImportFrom):
+            home = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*home, *([node.module] if node.module else [])])
+            # `from covey import base` names a layer as much as `from covey.base import errors` does.
+            yield from ((f"{base}.{alias.name}" if base == "covey" else base, node) for alias in node.names)
+
+
+def target_layer(name: str) -> str:
+    """Return the layer that `covey.x.y` belongs to, or "covey" for what the package itself offers."""
+    inner = name.split(".")[1:]
+    return inner[0] if inner and inner[0] in BELOW else "covey"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_point_down(path: Path) -> None:
+    layer = layer_of(path)
+    for name, node in imports(path):
+        if name.split(".")[0] == "covey":
+            assert target_layer(name) in BELOW[layer] | {layer}, f"{path}:{node.lineno} imports {name}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if layer_of(path) in PURE], ids=lambda path: path.stem)
+def test_pure_layers_touch_neither_the_world_nor_the_clock(path: Path) -> None:
+    for name, node in imports(path):
+        assert name.split(".")[0] not in IMPURE, f"{path}:{node.lineno} imports {name}"
+    for node in ast.walk(ast.parse(path.read_text(), path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in IMPURE_BUILTINS, f"{path}:{node.lineno} calls {node.func.id}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_each_layer_uses_only_the_libraries_it_is_known_for(path: Path) -> None:
+    layer = layer_of(path)
+    for name, node in imports(path):
+        top = name.split(".")[0]
+        if top == "covey" or top in sys.stdlib_module_names:
+            continue
+        if top in OPPONENTS:
+            assert path.is_relative_to(SRC / "cli" / "bench"), f"{path}:{node.lineno} imports {name}"
+            assert node.col_offset > 0, f"{path}:{node.lineno} imports {name} before anyone asked for it"
+        else:
+            assert top in THIRD_PARTY.get(layer, set()), f"{path}:{node.lineno} imports {name}"
+
+
+def test_every_layer_is_in_the_diagram() -> None:
+    assert {layer_of(path) for path in FILES} <= set(BELOW)
+
+
+def test_the_walk_sees_every_way_to_import(tmp_path: Path) -> None:
+    """A test of the test: an import that it cannot see would be free to point up."""
+    path = SRC / "plan" / "imagined.py"
+    source = """
+import covey.cli.main, os.path as p
+from covey import runtime, Group
+from ..net import lane
+from . import moves
+def later():
+    from covey.testing.threads import run_threads
+"""
+    file = tmp_path / "imagined.py"
+    file.write_text(source)
+
+    class Imagined(type(path)):  # type: ignore[misc]
+        def read_text(self, *_: object) -> str:  # type: ignore[override]
+            return source
+
+    names = [name for name, _ in imports(Imagined(path))]
+    assert sorted(names) == sorted(
+        ["covey.cli.main", "os.path", "covey.runtime", "covey.Group", "covey.net", "covey.plan", "covey.testing.threads"]
+    )
+    assert [target_layer(name) for name in ("covey.runtime", "covey.Group", "covey")] == ["runtime", "covey", "covey"]

@@ -1,0 +1,142 @@
+"""What people hold: exactly these names, each documented, each module importable by itself."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import covey
+import covey.testing
+
+SRC = Path(__file__).parents[1] / "src"
+DEADLINE = 60.0
+
+PUBLIC = {
+    *("join", "launch", "Group", "Work", "ANY"),
+    *("CoveyError", "Remedy", "AuthError", "BusyError", "ClosedError", "ConfigError", "ConnectError", "DeadlineError"),
+    *("MismatchError", "PeerLostError", "RankFailedError", "RemoteProtocolError"),
+}
+GROUP = {
+    *("rank", "size", "live", "generation", "name", "local_rank", "lanes"),
+    *("all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "sync_gradients"),
+    *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
+    *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
+    *("send", "recv", "send_object", "recv_object", "split", "close"),
+}
+MODULES = sorted(
+    ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+    for path in (SRC / "covey").rglob("*.py")
+    if path.name != "__main__.py"
+)
+
+
+def public_members(thing: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(thing).items() if not name.startswith("_")}
+
+
+def test_the_package_offers_exactly_these_names() -> None:
+    assert set(covey.__all__) == PUBLIC
+    assert list(covey.__all__) == sorted(covey.__all__), "kept sorted, so that two changes do not collide"
+    for name in covey.__all__:
+        assert getattr(covey, name) is not None
+
+
+def test_a_star_import_brings_the_names_and_nothing_else() -> None:
+    names: dict[str, Any] = {}
+    exec("from covey import *", names)
+    assert set(names) - {"__builtins__"} == PUBLIC
+
+
+def test_a_group_offers_exactly_these_operations() -> None:
+    assert set(public_members(covey.Group)) == GROUP
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"ANY"}))
+def test_everything_public_says_what_it_does_and_so_do_its_methods(name: str) -> None:
+    thing = getattr(covey, name)
+    assert inspect.getdoc(thing), name
+    assert thing.__doc__, f"{name} has only the docstring of its base"
+    if inspect.isclass(thing):
+        for member, value in public_members(thing).items():
+            target = value.fget if isinstance(value, property) else value
+            if inspect.isroutine(target):
+                assert target.__doc__, f"{name}.{member} has no docstring"
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"ANY", "join", "launch", "Group", "Work", "Remedy"}))
+def test_every_error_is_a_covey_error_with_a_remedy(name: str) -> None:
+    error = getattr(covey, name)
+    assert issubclass(error, covey.CoveyError)
+    assert isinstance(error.remedy, covey.Remedy)
+
+
+def test_what_others_expect_to_catch_they_catch() -> None:
+    assert issubclass(covey.ConfigError, ValueError)
+    assert issubclass(covey.DeadlineError, TimeoutError)
+    assert issubclass(covey.ConnectError, ConnectionError)
+
+
+def test_arguments_that_qualify_a_call_are_named() -> None:
+    """Flags and time limits read as statements at the call, on every operation that has them."""
+    for name in sorted(GROUP):
+        member = inspect.getattr_static(covey.Group, name)
+        if inspect.isfunction(member):
+            for parameter in inspect.signature(member).parameters.values():
+                if parameter.name in ("timeout", "async_op", "algorithm", "allow_pickle", "weight", "counts"):
+                    assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, f"Group.{name}({parameter.name})"
+
+
+def test_the_test_kit_is_public() -> None:
+    assert "run_threads" in covey.testing.__all__
+    assert covey.testing.run_threads.__doc__
+
+
+def test_every_module_can_be_imported_first() -> None:
+    """No module depends on another one having been imported before it."""
+    code = """
+import importlib, json, sys
+import numpy, ml_dtypes, msgspec, typer, rich  # once: only our own modules are imported anew
+failures = {}
+for name in json.load(sys.stdin):
+    for loaded in [key for key in sys.modules if key.split(".")[0] == "covey"]:
+        del sys.modules[loaded]
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        failures[name] = repr(error)
+print(json.dumps(failures))
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        input=json.dumps(MODULES),
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {}
+
+
+def test_importing_covey_starts_nothing_and_reads_no_setting() -> None:
+    code = """
+import sys, threading
+import covey
+print(threading.active_count(), *(name in sys.modules for name in ("asyncio", "typer", "rich", "torch", "ssl")))
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(SRC), "COVEY_LANES": "bogus", "COVEY_NONSENSE": "1", "RANK": "x"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["1", *["False"] * 5]
