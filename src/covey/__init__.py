@@ -1,10 +1,10 @@
 """covey: machines you already own, working on arrays together.
 
-    import covey, numpy as np
+import covey, numpy as np
 
-    with covey.join() as group:
-        x = np.ones(1000) * group.rank
-        group.all_reduce(x)
+with covey.join() as group:
+    x = np.ones(1000) * group.rank
+    group.all_reduce(x)
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Crew:
         self.messengers = [self._make_messenger(rank, size) for rank in range(size)]
 
     def _make_messenger(self, rank: int, size: int) -> Messenger:
-        def open_lane(peer: int) -> socket.socket:
+        def open_lane(peer: int, _deadline: float | None) -> socket.socket:
             return self.open_lane(rank, peer)
 
         wake_fd = self.wakes[rank][0].fileno()

@@ -55,6 +55,8 @@ def check_timeout(timeout: float) -> float:
 def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
     """Build the settings from the environment and from the arguments that are not None."""
     refuse_unknown(env)
+    if "memory" in (explicit.get("lanes"), env.get("COVEY_LANES")):
+        raise ConfigError("lanes='memory' is for covey.testing.run_threads, whose ranks are threads of one process")
     found = {field: parse(key, env[key]) for key, (field, parse) in _ENVIRONMENT.items() if key in env}
     return GroupConfig(**(found | {field: value for field, value in explicit.items() if value is not None}))
 

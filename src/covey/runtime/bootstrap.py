@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import GroupConfig, check_timeout, group_config
 from covey.base.errors import ConfigError
+from covey.net import shm
 from covey.net.meeting import TOKEN_BYTES, Meeting, check_folder, local_address_towards, meeting_folder, socket_path
 from covey.runtime.engine import Engine
 from covey.runtime.group import Group
@@ -98,6 +99,8 @@ def join_at(place: Place, config: GroupConfig | None = None, *, timeout: float |
     """Return the group of the run in which this process has `place`."""
     config = config if config is not None else group_config(os.environ)
     wait = check_timeout(timeout if timeout is not None else JOIN_SECONDS)
+    if config.lanes == "shm" and not shm.usable():
+        raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
     if place.size == 1:
         return Group(Engine(None, 0, (0,), place.name, config), local_rank=place.local_rank)
     seat = _take_folder_seat(place, config) if place.folder else _take_address_seat(place, config)

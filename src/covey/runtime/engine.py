@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import check_timeout
+from covey.base.config import check_timeout
 from covey.base.errors import (
     BusyError,
     ClosedError,
@@ -518,20 +519,20 @@ class Engine:
                     self._messenger.adopt(rank, self._message_socket(rank))
             return self._messenger
 
-    def _message_socket(self, rank: int) -> socket.socket:
+    def _message_socket(self, rank: int, deadline: float | None = None) -> socket.socket:
         """Return the socket that carries messages to and from `rank`; the same one every time."""
         assert self.node is not None
-        since = time.monotonic()
-        while time.monotonic() < since + self.config.timeout:
+        deadline = time.monotonic() + self.config.timeout if deadline is None else deadline
+        while (left := deadline - time.monotonic()) > 0:
             try:
-                sock, _ = self.node.open_lane(self.id, self.members[rank], "messages", 1.0)
+                sock, _ = self.node.open_lane(self.id, self.members[rank], "messages", min(1.0, left))
                 return sock  # type: ignore[no-any-return]
             except DeadlineError:
                 if (fault := self.fault_error()) is not None:
                     raise fault from None
             except (ConnectError, ClosedError) as error:
                 raise self.lost_error(rank) from error
-        raise DeadlineError(f"no lane to {self._name_ranks((rank,))} after {self.config.timeout:g} s", late=(rank,))
+        raise DeadlineError(f"no lane for messages to {self._name_ranks((rank,))} opened in time", late=(rank,))
 
     def forked(self) -> None:
         self._issuing = threading.Lock()

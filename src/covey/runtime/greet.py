@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
+from covey.net.descriptors import track
 from covey.wire import greeting, messages
 from covey.wire.frame import GREETING_LIMIT, LENGTH, frame, frame_length
 
@@ -26,19 +27,23 @@ class RefusedError(Exception):
         self.retry = retry
 
 
+class HungUpError(ConnectError):
+    """The other side closed the connection instead of answering: it rejects our token, or it has just died."""
+
+
 async def dial(
     address: str | tuple[str, int], token: bytes, hello: messages.Hello
 ) -> tuple[socket.socket, messages.Welcome]:
     """Connect to a unix socket path or a TCP address, prove the token, and return the connection.
 
     Raises:
-        ConnectError: nobody answers there (yet).
-        AuthError: someone answers who does not know the token, or does not accept ours.
+        ConnectError: nobody answers there (yet); a HungUpError if they might not accept our token.
+        AuthError: someone answers who does not know the token.
         RefusedError: a member of the run answered and said no.
     """
     loop = asyncio.get_running_loop()
     where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
-    sock = _new_socket(address)
+    sock = track(_new_socket(address))
     try:
         async with asyncio.timeout(GREETING_SECONDS):
             await loop.sock_connect(sock, address)
@@ -52,7 +57,7 @@ async def dial(
             try:
                 proof = await receive_exactly(sock, greeting.PROOF_BYTES)
             except ConnectionError as error:
-                raise AuthError(f"the rank at {where} did not accept this run's token") from error
+                raise HungUpError(f"the rank at {where} did not accept this run's token") from error
             answer = await _receive_frame(sock)
             if not greeting.proofs_equal(proof, greeting.accept_proof(token, challenge, hello.nonce, answer)):
                 raise AuthError(f"the rank at {where} does not know this run's token")

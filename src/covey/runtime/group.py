@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-TAG_LIMIT: Final = 1 << 62
 CACHED_CALLS: Final = 4096
 """Descriptions of different calls that are kept; a program that makes more pays for making them again."""
 
@@ -663,11 +662,8 @@ class Group:
         timeout: float | None,
         async_op: bool,
     ) -> Any:
-        self._check_rank(dst, "dst")
-        if not 0 <= tag < TAG_LIMIT:
-            raise ConfigError(f"tag={tag} must be from 0 to 2**62 - 1")
         messenger, deadline = self._messages(timeout)
-        work = messenger.post_send(memoryview(data), dst, tag, code, shape, is_object)
+        work = messenger.post_send(memoryview(data), dst, tag, code, shape, is_object, deadline)
         return self._finish_message(work, deadline, lambda _: None, async_op)
 
     def _recv(
@@ -679,13 +675,9 @@ class Group:
         timeout: float | None,
         async_op: bool,
     ) -> Any:
-        if src != ANY:
-            self._check_rank(src, "src")
-        if tag != ANY and not 0 <= tag < TAG_LIMIT:
-            raise ConfigError(f"tag={tag} must be from 0 to 2**62 - 1, or covey.ANY")
         messenger, deadline = self._messages(timeout)
         out = None if target is None else memoryview(target.flat.view(np.uint8))
-        work = messenger.post_recv(src, tag, out, None if target is None else (target.code, target.shape))
+        work = messenger.post_recv(src, tag, out, None if target is None else (target.code, target.shape), deadline)
         return self._finish_message(work, deadline, finish, async_op)
 
     def _finish_message(self, work: Work[Any], deadline: float, finish: Callable[[Any], Any], async_op: bool) -> Any:

@@ -57,6 +57,8 @@ class Heard(NamedTuple):
     """What another rank said about itself."""
 
     entered: int
+    spoke_of: int
+    """The latest operation that it said anything about: a living process answers whatever it does."""
     calls: dict[int, tuple[int, str]]
 
 
@@ -86,15 +88,17 @@ class Ledger:
             calls[sequence] = (fingerprint, text)
             while len(calls) > KEPT:
                 del calls[min(calls)]
-        self._others[rank] = Heard(max(entered, known.entered if known else 0), calls)
+        known = known or Heard(0, 0, calls)
+        self._others[rank] = Heard(max(entered, known.entered), max(sequence, known.spoke_of), calls)
         mine = self.at(sequence)
         return bool(text) and mine is not None and mine.fingerprint != fingerprint
 
     def late(self, sequence: int, ranks: range, me: int) -> tuple[int, ...]:
-        """Return the ranks that are not known to have come to `sequence`."""
-        return tuple(
-            rank for rank in ranks if rank != me and (rank not in self._others or self._others[rank].entered < sequence)
-        )
+        """Return the ranks that keep `sequence` waiting: those who do not even answer, else those furthest behind."""
+        others = {rank: self._others.get(rank, Heard(0, 0, {})) for rank in ranks if rank != me}
+        silent = tuple(rank for rank, heard in others.items() if heard.spoke_of < sequence)
+        last = min((heard.entered for heard in others.values()), default=sequence)
+        return silent or tuple(rank for rank, heard in others.items() if heard.entered == last < sequence)
 
     def story(self, sequence: int, ranks: range, me: int) -> str:
         """Say what each rank called at `sequence`, equal ones together."""

@@ -38,7 +38,7 @@ class Messenger:
         rank: int,
         size: int,
         *,
-        open_lane: Callable[[int], socket.socket],
+        open_lane: Callable[[int, float | None], socket.socket],
         wake_fd: int,
         fault: Callable[[], BaseException | None],
         lost: Callable[[int], BaseException | None],
@@ -47,7 +47,8 @@ class Messenger:
         """Nothing is opened until a message needs it.
 
         Args:
-            open_lane: returns a connected, non-blocking stream socket to a rank; asked once per rank, unless it raises.
+            open_lane: returns a connected, non-blocking stream socket to a rank, or raises once the deadline (a time of
+                time.monotonic(), or None) has passed; asked once per rank, unless it raises.
             wake_fd: readable from the moment the group failed; never read here.
             fault: why the group failed, or None.
             lost: why a rank whose lane ended is gone, or None if that is not known; may take its time.
@@ -84,7 +85,14 @@ class Messenger:
             self._poll.register(descriptor, select.POLLIN)
 
     def post_send(
-        self, view: memoryview, dst: int, tag: int, dtype_code: int, shape: tuple[int, ...], is_object: bool
+        self,
+        view: memoryview,
+        dst: int,
+        tag: int,
+        dtype_code: int,
+        shape: tuple[int, ...],
+        is_object: bool,
+        deadline: float | None = None,
     ) -> Work[None]:
         """Start to send `view`, which holds an array of that dtype and shape, or an encoded object.
 
@@ -97,14 +105,19 @@ class Messenger:
         """
         self._raise_if_over()
         if dst != self._rank and 0 <= dst < self._size:
-            self._open(dst)
+            self._open(dst, deadline)
         with self._lock:
             operation = self._matcher.send(view, dst, tag, dtype_code=dtype_code, shape=shape, is_object=is_object)
             work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
         return self._started(work)
 
     def post_recv(
-        self, src: int, tag: int, out: memoryview | None, expect: tuple[int, tuple[int, ...]] | None
+        self,
+        src: int,
+        tag: int,
+        out: memoryview | None,
+        expect: tuple[int, tuple[int, ...]] | None,
+        deadline: float | None = None,
     ) -> Work[Received]:
         """Start to receive the earliest message from `src` with `tag`, each of which may be ANY.
 
@@ -121,7 +134,7 @@ class Messenger:
         if not is_here:
             for peer in range(self._size) if src == ANY else (src,):
                 if peer != self._rank and 0 <= peer < self._size:
-                    self._open(peer)
+                    self._open(peer, deadline)
         with self._lock:
             operation = self._matcher.receive(src, tag, out, expect)
             names = ("any rank" if src == ANY else f"rank {src}", "any tag" if tag == ANY else f"tag {tag}")
@@ -270,12 +283,12 @@ class Messenger:
 
     # Lanes.
 
-    def _open(self, peer: int) -> None:
+    def _open(self, peer: int, deadline: float | None) -> None:
         if peer in self._lanes:
             return
         with self._opening[peer]:
             if peer not in self._lanes:
-                sock = self._open_lane(peer)
+                sock = self._open_lane(peer, deadline)
                 with self._lock:
                     self._add_lane(peer, sock)
 

@@ -18,14 +18,14 @@ import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
+from covey.base.errors import AuthError, ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.net import memory, shm
 from covey.net.descriptors import track
 from covey.net.meeting import check_peer, host_token
 from covey.net.ring import RingLane, memory_bytes
 from covey.net.stream import StreamLane
 from covey.runtime import loop as control
-from covey.runtime.greet import GREETING_SECONDS, RefusedError, accept, dial, receive_exactly
+from covey.runtime.greet import GREETING_SECONDS, HungUpError, RefusedError, accept, dial, receive_exactly
 from covey.wire import messages
 from covey.wire.frame import CONTROL_LIMIT, Framer, frame
 
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 GREETINGS_AT_ONCE: Final = 64
-"""Connections that may be proving the token at the same time; more are closed at once."""
+"""Connections that may be proving the token at the same time. Members take a millisecond, so when a stranger too many
+comes, the one who has been at it for longest has to go."""
+HANG_UPS: Final = 5
+"""Times in a row that a rank is hung up on before it believes that its token is wrong, and that nobody died."""
 LARGE_RING_BYTES: Final = 2 << 20
 SMALL_RING_BYTES: Final = 128 << 10
 LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
@@ -113,7 +116,7 @@ class Node:
         self._lock = threading.Lock()
         self._ring_bytes = 0
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._greetings = 0
+        self._greetings: dict[socket.socket, asyncio.Task[None]] = {}
         self.turned_away = 0
         self._refused_at = 0.0
         self._formed: asyncio.Future[None] | None = None
@@ -187,12 +190,17 @@ class Node:
         return messages.Contact(self.host, self._address, self._socket_path)
 
     async def _dial_control(self, peer: Peer) -> None:
-        pause = 0.005
+        pause, hang_ups = 0.005, 0
         while peer.connection is None and not peer.ready and not self._closing:
             try:
                 sock, welcome = await dial(self._way_to(peer), self._token, self._hello("control"))
+            except HungUpError as error:
+                hang_ups += 1
+                if hang_ups == HANG_UPS:
+                    self._complain(AuthError(str(error)))
+                    return
             except (ConnectError, TimeoutError):
-                pass  # not there yet
+                hang_ups = 0  # not there yet
             except RefusedError as error:
                 if not error.retry:
                     self._complain(ConfigError(f"rank {peer.rank} refused this rank: {error}"))
@@ -221,7 +229,7 @@ class Node:
     # Connections that others open
 
     def _take_connection(self, listener: socket.socket) -> None:
-        """Someone connected: start greeting, unless too many are being greeted already."""
+        """Someone connected: start greeting."""
         try:
             sock, _ = listener.accept()
         except BlockingIOError:
@@ -231,12 +239,12 @@ class Node:
             loop.remove_reader(listener)
             loop.call_later(0.1, self._listen, listener)
             return
-        if self._greetings >= GREETINGS_AT_ONCE:
-            sock.close()
-            return
         sock.setblocking(False)
-        self._greetings += 1
-        self._spawn(self._greet(track(sock)))
+        self._greetings[sock] = self._spawn(self._greet(track(sock)))
+        if len(self._greetings) > GREETINGS_AT_ONCE:
+            oldest = next(iter(self._greetings))
+            self._greetings.pop(oldest).cancel()
+            self._turn_away(ConnectError(f"more than {GREETINGS_AT_ONCE} were waiting to prove the token"))
 
     def _listen(self, listener: socket.socket) -> None:
         if not self._closing:
@@ -255,7 +263,7 @@ class Node:
             sock.close()
             raise
         finally:
-            self._greetings -= 1
+            self._greetings.pop(sock, None)
         if hello is None:
             sock.close()
             return
@@ -387,10 +395,10 @@ class Node:
                     if peer.gone or self._closing:
                         raise
                     await asyncio.sleep(0.02)  # a full backlog, or out of descriptors
-        except RefusedError as error:
-            self._lane_failed(key, ConnectError(f"rank {rank}: {error}"))
-        except (CoveyError, OSError, TimeoutError) as error:
+        except CoveyError as error:
             self._lane_failed(key, error)
+        except (RefusedError, OSError) as error:
+            self._lane_failed(key, ConnectError(f"rank {rank}: {error}"))
         finally:
             self._dialling.discard(key)
 
@@ -604,10 +612,11 @@ class Node:
             **lane,
         )
 
-    def _spawn(self, coroutine: Any) -> None:
+    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
+        return task
 
     def _reap(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -29,6 +29,12 @@ def test_lanes_that_do_not_exist_are_refused_with_those_that_do(lanes: str) -> N
     assert repr(lanes) in str(caught.value)
 
 
+def test_memory_lanes_cannot_join_processes_but_the_test_kit_may_ask_for_them() -> None:
+    with pytest.raises(ConfigError, match="run_threads"):
+        group_config({"COVEY_LANES": "memory"})
+    assert GroupConfig(lanes="memory").lanes == "memory"
+
+
 @pytest.mark.parametrize("text", ["soon", "", "1s", "0", "-1", "nan"])
 def test_a_timeout_that_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"timeout|COVEY_TIMEOUT"):

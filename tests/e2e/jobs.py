@@ -1,0 +1,128 @@
+"""Real processes as ranks of a job, started as any launcher or a person would, and nothing left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+SOURCE = Path(__file__).parents[2] / "src"
+DEADLINE = 30.0
+LAUNCHERS = ("COVEY_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
+
+
+@dataclass
+class Ended:
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> Any:
+        """What it printed last, as JSON."""
+        assert self.code == 0, f"exit code {self.code}\n{self.err}"
+        return json.loads(self.out.splitlines()[-1])
+
+    @property
+    def error(self) -> str:
+        """The last line of its traceback."""
+        assert self.code == 1, f"exit code {self.code}\n{self.out}\n{self.err}"
+        return self.err.strip().splitlines()[-1]
+
+
+@dataclass
+class Job:
+    """Processes that share a temporary folder of their own, which has a short path."""
+
+    folder: Path
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, code: str, *, before: Sequence[str] = (), **env: object) -> subprocess.Popen[str]:
+        """Start a Python program, perhaps by way of the command `before`; `env` is all it knows of a launcher."""
+        script = self.folder / f"job{len(self.processes)}.py"
+        script.write_text(code)
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+        clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": ""}
+        process = subprocess.Popen(
+            [*(before or [sys.executable]), str(script)],
+            env=clean | {key: str(value) for key, value in env.items()},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def ranks(self, code: str, size: int, **env: object) -> list[subprocess.Popen[str]]:
+        """Start `size` ranks on this host by hand."""
+        return [self.start(code, RANK=rank, WORLD_SIZE=size, **env) for rank in range(size)]
+
+    @property
+    def temp(self) -> Path:
+        """The temporary folder that the processes see."""
+        return self.folder / "t"
+
+    def left_behind(self) -> list[str]:
+        """Return what is in the temporary folder, but for the door of this user's meetings."""
+        door = Path(f"covey-{os.getuid()}") / "door"
+        paths = {path.relative_to(self.temp) for path in self.temp.rglob("*")}
+        return sorted(map(str, paths - {door, door.parent}))
+
+    def meeting_place(self, rank: int) -> Path:
+        """Wait until `rank` listens in a meeting, and return the folder."""
+        found: list[Path] = []
+
+        def listens() -> bool:
+            found[:] = self.temp.glob(f"covey-*/*/{rank}.sock")
+            return bool(found)
+
+        wait_until(listens)
+        return found[0].parent
+
+
+@contextlib.contextmanager
+def new_job() -> Iterator[Job]:
+    """A job whose processes, with all that they started, are gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
+        job = Job(Path(name))
+        job.temp.mkdir(mode=0o1777)
+        try:
+            yield job
+        finally:
+            for process in job.processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, 9)
+                for pipe in (process.stdin, process.stdout, process.stderr):
+                    pipe.close()
+                process.wait(DEADLINE)
+
+
+def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> Ended:
+    """Wait for the end of a process that wants no more input."""
+    out, err = process.communicate(timeout=deadline)
+    return Ended(process.returncode, out, err)
+
+
+def finish_all(processes: Sequence[subprocess.Popen[str]], deadline: float = DEADLINE) -> list[Ended]:
+    return [finish(process, deadline) for process in processes]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)

@@ -1,0 +1,391 @@
+"""How ranks find each other, under every launcher and by hand; and who is kept out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import covey
+from tests.e2e.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+NOBODY = 65534
+QUICKLY = 5.0
+"""Seconds in which ranks that contradict each other must know; most of it is Python starting on a busy machine."""
+
+WORK = """
+import json, os, sys
+import numpy as np
+import covey
+
+group = covey.join()
+x = np.arange(1000.0) * (group.rank + 1)
+group.all_reduce(x)
+sums = [float(x[1]), float(x[-1])]
+place = [group.rank, group.size, group.local_rank]
+report = dict(place=place, sums=sums, name=group.name, lanes=list(group.lanes().values()), env=dict(os.environ))
+"""
+TELL = 'print(json.dumps(report) + "\\n", end="", flush=True)\n'
+JOB = WORK + TELL  # closed by the interpreter's end
+WAITING_JOB = WORK + TELL + "sys.stdin.read()\n"
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with new_job() as job:
+        yield job
+
+
+def check(reports: list[Any], size: int) -> None:
+    """Every rank had its own place in one group of `size`, and their sum is right."""
+    assert sorted(report["place"] for report in reports) == [[rank, size, rank] for rank in range(size)]
+    total = size * (size + 1) / 2
+    for report in reports:
+        assert report["sums"] == [total, 999 * total]
+        assert report["name"] == reports[0]["name"]
+
+
+def reports_of(ended: list[Ended]) -> list[Any]:
+    return [one.report for one in ended]
+
+
+# Launchers
+
+
+def test_torchrun_starts_a_group_although_its_agent_holds_the_master_port(job: Job) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    ended = finish(job.start(JOB, before=torchrun, OMP_NUM_THREADS=1))
+    assert ended.code == 0, ended.err
+    reports = [json.loads(line) for line in ended.out.splitlines()]
+    check(reports, 3)
+    for report in reports:
+        assert report["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        assert report["lanes"] == ["shm", "shm"]
+    assert [name for name in job.left_behind() if "covey" in name] == []
+
+
+def test_mpirun_starts_a_group(job: Job) -> None:
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    assert mpirun, "the development requirements bring it"
+    words = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3", sys.executable]
+    ended = finish(job.start(JOB, before=[mpirun, *words]))
+    assert ended.code == 0, ended.err
+    check([json.loads(line) for line in ended.out.splitlines()], 3)
+    assert [name for name in job.left_behind() if "covey" in name] == []
+
+
+def test_a_slurm_step_on_one_host_is_a_group(job: Job) -> None:
+    step = {"SLURM_JOB_ID": 17, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 3, "SLURM_STEP_NUM_NODES": 1}
+    ranks = [job.start(JOB, SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in (1, 2, 0)]
+    check(reports_of(finish_all(ranks)), 3)
+    assert job.left_behind() == []
+
+
+def test_two_jobs_by_hand_on_different_ports_do_not_meet(job: Job) -> None:
+    one, other = (job.ranks(JOB, 2, MASTER_PORT=port) for port in (29500, 29507))
+    names = set()
+    for ranks in (one, other):
+        reports = reports_of(finish_all(ranks))
+        check(reports, 2)
+        names.add(reports[0]["name"])
+    assert len(names) == 2
+    assert job.left_behind() == []
+
+
+def test_ranks_come_in_any_order_with_pauses_between_them(job: Job) -> None:
+    ranks = {}
+    for rank in (2, 0, 1):
+        ranks[rank] = job.start(JOB, RANK=rank, WORLD_SIZE=3)
+        if rank != 1:
+            job.meeting_place(rank)
+            time.sleep(0.7)  # the pause is what is tested; the ranks before it are waiting by now
+    check(reports_of(finish_all([ranks[rank] for rank in range(3)])), 3)
+    assert job.left_behind() == []
+
+
+@pytest.mark.parametrize("lanes", ["shm", "unix", "tcp"])
+def test_lanes_can_be_forced_by_the_environment(job: Job, lanes: str) -> None:
+    ended = finish_all(job.ranks(JOB, 3, COVEY_LANES=lanes, MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE=1))
+    for report in reports_of(ended):
+        assert report["lanes"] == [lanes, lanes]
+        assert report["sums"] == [6.0, 999 * 6.0]
+    assert job.left_behind() == []
+
+
+def test_a_program_may_join_close_and_join_again(job: Job) -> None:
+    code = """
+import covey, json
+sums = []
+for turn in range(3):
+    with covey.join() as group:
+        assert covey.join() is group
+        sums.append(group.all_reduce(10 ** turn * (group.rank + 1)))
+    assert group.all_reduce is not None
+print(json.dumps(sums))
+"""
+    by_hand = job.ranks(code, 2)
+    kept = job.start(code, before=[sys.executable, "-m", "covey", "run", "-n", "2"])
+    for ended in finish_all(by_hand):
+        assert ended.report == [3, 30, 300]
+    ended = finish(kept)
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == ["[0] [3, 30, 300]", "[1] [3, 30, 300]"]
+    assert job.left_behind() == []
+
+
+# Ranks that contradict each other
+
+
+def test_a_rank_started_twice_is_told_who_has_its_place_and_the_first_goes_on(job: Job) -> None:
+    first = job.start(JOB, RANK=0, WORLD_SIZE=2)
+    job.meeting_place(0)
+    second = finish(job.start(JOB, RANK=0, WORLD_SIZE=2))
+    assert second.error.startswith("covey.base.errors.ConfigError")
+    assert f"rank 0 of this job is already running as process {first.pid}" in second.error
+    check(reports_of(finish_all([first, job.start(JOB, RANK=1, WORLD_SIZE=2)])), 2)
+    assert job.left_behind() == []
+
+
+def test_a_job_takes_over_what_a_killed_one_of_the_same_name_left(job: Job) -> None:
+    killed = job.ranks(WAITING_JOB, 3)
+    for process in killed:
+        assert process.stdout.readline()
+    for process in killed:
+        process.send_signal(signal.SIGKILL)
+        process.wait(DEADLINE)
+    assert len(job.left_behind()) == 8, "a folder, a token, three sockets and three locks"
+    check(reports_of(finish_all(job.ranks(JOB, 2))), 2)
+    assert job.left_behind() == []
+
+
+def test_a_rank_that_died_while_the_others_gathered_may_come_again(job: Job) -> None:
+    early = [job.start(JOB, RANK=rank, WORLD_SIZE=3) for rank in (0, 1)]
+    for rank in (0, 1):
+        job.meeting_place(rank)
+    early[1].send_signal(signal.SIGKILL)
+    early[1].wait(DEADLINE)
+    late = [job.start(JOB, RANK=rank, WORLD_SIZE=3) for rank in (1, 2)]
+    check(reports_of(finish_all([early[0], *late])), 3)
+    assert job.left_behind() == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        ({"RANK": 0, "WORLD_SIZE": 2}, {"RANK": 1, "WORLD_SIZE": 3}, "size is 3 on rank 1 and 2 on rank 0"),
+        ({"RANK": 0, "WORLD_SIZE": 3}, {"RANK": 1, "WORLD_SIZE": 2}, "size is 2 on rank 1 and 3 on rank 0"),
+        ({"RANK": 0, "WORLD_SIZE": 2}, {"RANK": 2, "WORLD_SIZE": 3}, "size is 3 on rank 2 and 2 on rank 0"),
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "COVEY_LANES": "tcp"},
+            {"RANK": 1, "WORLD_SIZE": 2, "COVEY_LANES": "shm"},
+            "lanes is 'shm' on rank 1 and 'tcp' on rank 0",
+        ),
+    ],
+    ids=["larger", "smaller", "outside", "lanes"],
+)
+def test_settings_that_differ_between_ranks_are_an_error_on_both(
+    job: Job, one: dict[str, Any], other: dict[str, Any], text: str
+) -> None:
+    start = time.monotonic()
+    for ended in finish_all([job.start(JOB, **one), job.start(JOB, **other)]):
+        assert ended.error.startswith("covey.base.errors.ConfigError")
+        assert text in ended.error
+    assert time.monotonic() - start < QUICKLY
+    assert job.left_behind() == []
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"COVEY_LANES": "bogus"}, "lanes='bogus' is unknown; use one of auto, shm, unix, tcp"),
+        ({"COVEY_LANES": "memory"}, "lanes='memory' is for covey.testing.run_threads"),
+        ({"COVEY_LANSE": "shm"}, "COVEY_LANSE is set, but covey has no such setting; did you mean COVEY_LANES?"),
+        ({"COVEY_TIMEOUT": "soon"}, "COVEY_TIMEOUT='soon' is not a number of seconds"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT='99999'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_setting_that_cannot_work_is_refused_before_anyone_waits(job: Job, env: dict[str, str], text: str) -> None:
+    ended = finish(job.start(JOB, RANK=0, WORLD_SIZE=2, **env))
+    assert ended.error.startswith("covey.base.errors.ConfigError")
+    assert text in ended.error
+    assert job.left_behind() == []
+
+
+def test_the_deadline_of_join_names_who_did_not_come(job: Job) -> None:
+    code = """
+import covey, json
+try:
+    covey.join(join_timeout=0.6)
+except covey.DeadlineError as error:
+    print(json.dumps([error.late, str(error)]))
+"""
+    ranks = [job.start(code, RANK=rank, WORLD_SIZE=4) for rank in (0, 3)]
+    for rank, ended in zip((0, 3), finish_all(ranks), strict=True):
+        late, text = ended.report
+        assert set(late) >= {1, 2}
+        assert text.startswith(f"rank {rank} of 4 waited 0.6 s in torchrun-127.0.0.1-29500 for rank ")
+        assert "1, 2" in text
+    assert job.left_behind() == []
+
+
+def test_a_program_that_a_rank_starts_is_told_that_it_cannot_join_in_its_place(job: Job) -> None:
+    inner = "import covey; covey.join()"
+    code = f"""
+import covey, subprocess, sys
+group = covey.join()
+if group.rank == 1:
+    inner = subprocess.run([sys.executable, "-c", {inner!r}], capture_output=True, text=True)
+    print(inner.stderr.strip().splitlines()[-1])
+group.barrier()
+"""
+    ended = finish(job.start(code, before=[sys.executable, "-m", "covey", "run", "-n", "2"]))
+    assert ended.code == 0, ended.err
+    assert "ConfigError: the token of this run is not in descriptor" in ended.out
+
+
+# A group of one
+
+
+def test_a_group_of_one_does_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("COVEY_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(key, raising=False)
+    x = np.arange(6.0)
+    with covey.join() as group:
+        assert covey.join() is group
+        assert (group.rank, group.size, group.local_rank, group.live, group.lanes()) == (0, 1, 0, (0,), {})
+        for op in ("sum", "mean", "min", "max", "prod"):
+            np.testing.assert_array_equal(group.all_reduce(x.copy(), op=op), x)
+        np.testing.assert_array_equal(group.all_reduce(x.copy(), op="mean", weight=7), x)
+        assert group.all_reduce(x, async_op=True).wait() is x
+        assert group.all_reduce(3) == 3
+        for result in (group.reduce(x.copy()), group.broadcast(x.copy()), group.reduce_scatter(x), group.scan(x)):
+            np.testing.assert_array_equal(result, x)
+        np.testing.assert_array_equal(group.exscan(x), np.zeros(6))
+        for (only,) in (group.all_gather(x), group.gather(x), group.all_to_all([x])):
+            np.testing.assert_array_equal(only, x)
+        np.testing.assert_array_equal(group.all_gather(x, out=np.empty((1, 6))), [x])
+        np.testing.assert_array_equal(group.scatter([x]), x)
+        group.barrier()
+        group.sync_gradients({"w": x})
+        sent = group.send(x, dst=0, tag=4, async_op=True)
+        np.testing.assert_array_equal(group.recv(src=covey.ANY, tag=4), x)
+        sent.wait()
+        assert group.broadcast_object({"a": 1}) == {"a": 1}
+        assert group.all_gather_object([2]) == [[2]]
+        assert group.gather_object("x") == ["x"]
+        assert group.scatter_object([5]) == 5
+        group.send_object({"b": 2}, dst=0)
+        assert group.recv_object() == {"b": 2}
+        with group.split(color=1) as part:
+            assert (part.rank, part.size) == (0, 1)
+            assert part.all_reduce(2.5) == 2.5
+        assert group.split(color=None) is None
+    with pytest.raises(covey.ClosedError):
+        group.barrier()
+
+
+# Strangers
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize("lanes", ["unix", "tcp"])
+def test_another_user_can_neither_join_a_group_nor_keep_it_from_working(job: Job, lanes: str) -> None:
+    """A stranger finds every listening socket of a group that has formed but not opened its lanes yet."""
+    code = """
+import sys, json, covey, numpy as np
+with covey.join() as group:
+    print(json.dumps([group._engine.node._address, group._engine.node._socket_path]) + "\\n", end="", flush=True)
+    sys.stdin.readline()
+    x = np.arange(1000.0) * (group.rank + 1)
+    group.all_reduce(x)
+    print(json.dumps([list(group.lanes().values()), float(x[-1]), group._engine.node.turned_away]))
+"""
+    stranger = f"""
+import encodings.idna, json, os, socket, sys  # all of it now: another user may not be able to read our Python
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+said = []
+held = []
+for address, path in json.loads(sys.stdin.readline()):
+    try:
+        socket.socket(socket.AF_UNIX).connect(path)
+        said.append("connected")
+    except OSError as error:
+        said.append(type(error).__name__)
+    if address:
+        with socket.create_connection(address, timeout=10) as guess:
+            assert guess.recv(40).startswith(b"covey/1")
+            guess.sendall(bytes(32) + b"\\0\\0\\0\\4junk")
+            try:
+                said.append(guess.recv(100).decode())
+            except ConnectionResetError:
+                said.append("")
+        held += [socket.create_connection(address, timeout=10) for _ in range(100)]
+print(json.dumps(said) + "\\n", end="", flush=True)
+sys.stdin.read()
+"""
+    job.folder.chmod(0o755)  # as a shared /tmp would be
+    ranks = job.ranks(code, 3, COVEY_LANES=lanes)
+    places = [json.loads(process.stdout.readline()) for process in ranks]
+    folder = Path(places[0][1]).parent
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
+    outsider = job.start(stranger)
+    outsider.stdin.write(json.dumps(places) + "\n")
+    outsider.stdin.flush()
+    said = json.loads(outsider.stdout.readline())
+    refused = ["PermissionError"] if lanes == "unix" else ["PermissionError", ""]
+    assert said == refused * 3, "no socket file can be reached, and a wrong proof ends the connection"
+    for process in ranks:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for ended in finish_all(ranks):
+        kinds, total, turned_away = ended.report
+        assert kinds == [lanes, lanes]
+        assert total == 999 * 6.0
+        assert (turned_away > 0) is (lanes == "tcp")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_meeting_folder_that_another_user_made_first_is_refused(job: Job) -> None:
+    trap = job.temp / f"covey-{os.getuid()}"
+    trap.mkdir(mode=0o777)
+    os.chown(trap, NOBODY, NOBODY)
+    ended = finish(job.start(JOB, RANK=0, WORLD_SIZE=2))
+    assert f"ConfigError: {trap} must be a folder of yours with mode 0700" in ended.error
+    assert list(trap.iterdir()) == []
+
+
+def test_a_rank_of_another_run_that_knows_no_token_is_turned_away(job: Job) -> None:
+    """Whoever says something else than the token at a rank's door is no reason to stop gathering."""
+    first = job.start(JOB, RANK=0, WORLD_SIZE=2, COVEY_LANES="tcp")
+    folder = job.meeting_place(0)
+    guess = """
+import contextlib, socket, sys
+for junk in (b"", b"GET / HTTP/1.0\\r\\n\\r\\n", bytes(32) + b"\\xff" * 4, bytes(200)):
+    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(ConnectionResetError):
+        sock.settimeout(10)
+        sock.connect(sys.argv[1])
+        sock.sendall(junk)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(100): pass
+"""
+    code = f"import sys; sys.argv[1:] = [{str(folder / '0.sock')!r}]\n{guess}"
+    assert finish(job.start(code)).code == 0
+    check(reports_of(finish_all([first, job.start(JOB, RANK=1, WORLD_SIZE=2, COVEY_LANES="tcp")])), 2)
+    wait_until(lambda: job.left_behind() == [])

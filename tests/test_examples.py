@@ -1,0 +1,41 @@
+"""The examples run, and say what the README says they do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXPECTED = {
+    "hello.py": r"\[2\] rank 2 of 3: \[ 3\.  6\.  9\. 12\.\] by \{0: '\w+', 1: '\w+'\}",
+    "data_parallel.py": r"\[0\] 3 ranks found \[.*\]; off by at most 0\.00\d+",
+    "pipeline.py": r"\[2\] item 4 came out as 36",
+}
+
+
+def run(*command: str) -> str:
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, env=env, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_the_example_runs_on_three_ranks_and_alone(example: str) -> None:
+    output = run("-m", "covey", "run", "-n", "3", str(ROOT / "examples" / example))
+    assert re.search(EXPECTED[example], output), output
+    assert run(str(ROOT / "examples" / example))
+
+
+def test_the_program_on_the_readmes_first_screen_is_the_hello_example() -> None:
+    readme = (ROOT / "README.md").read_text()
+    example = (ROOT / "examples" / "hello.py").read_text()
+    code = re.search(r"# hello\.py\n(.*?)```", readme, re.DOTALL)
+    assert code is not None
+    shown = {line.split("  #")[0].strip() for line in code[1].splitlines()}
+    assert shown == {line.strip() for line in example.splitlines()[2:]}
