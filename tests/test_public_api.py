@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 import covey
 import covey.testing
 
-SRC = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src"
 DEADLINE = 60.0
 
 PUBLIC = {
@@ -91,6 +93,26 @@ def test_arguments_that_qualify_a_call_are_named() -> None:
             for parameter in inspect.signature(member).parameters.values():
                 if parameter.name in ("timeout", "async_op", "algorithm", "allow_pickle", "weight", "counts"):
                     assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, f"Group.{name}({parameter.name})"
+
+
+def documents() -> dict[str, str]:
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths if path.exists()}
+
+
+def test_the_documents_name_only_what_exists() -> None:
+    modules = {name.split(".")[1] for name in MODULES if "." in name}
+    for document, text in documents().items():
+        for name in re.findall(r"\bcovey\.([A-Za-z_]+)\b(?!/)", text):
+            assert name in PUBLIC | modules, f"{document} names covey.{name}"
+        for name in re.findall(r"\bgroup\.([a-z_]+)\b", text):
+            assert name in GROUP, f"{document} names group.{name}"
+
+
+def test_the_documents_name_every_operation_of_a_group() -> None:
+    text = "\n".join(documents().values())
+    missing = [name for name in sorted(GROUP) if not re.search(rf"\b{name}\b", text)]
+    assert missing == []
 
 
 def test_the_test_kit_is_public() -> None:

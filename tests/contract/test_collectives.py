@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,30 +18,30 @@ if TYPE_CHECKING:
 
 on_every_lane = pytest.mark.parametrize("lanes", LANES)
 with_ranks = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+with_crews = pytest.mark.parametrize(("size", "lanes"), [(1, "memory"), *itertools.product([2, 3, 4, 5], LANES)])
 MIB = 1 << 20
 
 
-@on_every_lane
-@with_ranks
+@with_crews
 def test_all_reduce_combines_in_place_and_returns_its_argument(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         assert set(group.lanes().values()) <= {lanes}
         for count in around_thresholds(size, lanes, 4):
             x = values(group.rank, count, np.float32, seed=count)
+            sums = combined("sum", everyone(size, count, np.float32, seed=count))
             assert group.all_reduce(x) is x
-            same(x, combined("sum", everyone(size, count, np.float32, seed=count)))
+            same(x, sums)
             group.all_reduce(x, "mean")
-            same(x, combined("sum", everyone(size, count, np.float32, seed=count)))
+            same(x, sums)
 
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@with_ranks
+@with_crews
 def test_every_all_reduce_algorithm_gives_the_same_numbers(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for algorithm in choose.ALL_REDUCE:
-            for count in (0, 1, size - 1, size, 5 * size + 1, 40_000, 200_003):
+            for count in (0, 1, size - 1, size, 5 * size + 1, 100_003):
                 for op in ("sum", "mean", "max"):
                     x = values(group.rank, count, np.float64, seed=count)
                     if algorithm == "exchange" and size > 2:
@@ -53,8 +54,7 @@ def test_every_all_reduce_algorithm_gives_the_same_numbers(size: int, lanes: str
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@with_ranks
+@with_crews
 def test_reduce_changes_the_root_only(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for seed, count in enumerate(around_thresholds(size, lanes, 8)):
@@ -68,8 +68,7 @@ def test_reduce_changes_the_root_only(size: int, lanes: str) -> None:
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@with_ranks
+@with_crews
 def test_broadcast_copies_the_root_to_everyone(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for seed, count in enumerate(around_thresholds(size, lanes, 4)):
@@ -99,8 +98,7 @@ def test_rooted_algorithms_agree_for_every_root(size: int, lanes: str) -> None:
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@with_ranks
+@with_crews
 def test_all_gather_returns_the_blocks_of_all_ranks_even_of_other_shapes(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for algorithm in (None, "direct", "ring"):
@@ -123,8 +121,7 @@ def test_all_gather_returns_the_blocks_of_all_ranks_even_of_other_shapes(size: i
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@with_ranks
+@with_crews
 def test_gather_scatter_and_all_to_all_move_uneven_blocks(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank
@@ -150,8 +147,7 @@ def test_gather_scatter_and_all_to_all_move_uneven_blocks(size: int, lanes: str)
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@with_ranks
+@with_crews
 def test_blocks_of_all_to_all_and_scatter_may_have_dtypes_of_their_own(size: int, lanes: str) -> None:
     kinds = ["uint8", "float32", "complex128", "bool", "int16"]
 
@@ -160,18 +156,21 @@ def test_blocks_of_all_to_all_and_scatter_may_have_dtypes_of_their_own(size: int
         received = group.all_to_all([values(me, 5 + to, kinds[(me + to) % 5]) for to in range(size)])
         for rank, block in enumerate(received):
             same(block, values(rank, 5 + me, kinds[(me + rank) % 5]))
-        mine = group.scatter([values(7, rank, kinds[rank]) for rank in range(size)] if me == size - 1 else None, size - 1)
+        mine = group.scatter(
+            [values(7, rank, kinds[rank]) for rank in range(size)] if me == size - 1 else None, size - 1
+        )
         same(mine, values(7, me, kinds[me]))
 
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@with_ranks
+@with_crews
 def test_reduce_scatter_returns_the_own_rows_and_leaves_the_argument(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank
-        for seed, shape in enumerate([(0,), (1,), (size - 1, 3), (size, 0), (2 * size + 1, 5), (100_003,), (7, 50_001)]):
+        for seed, shape in enumerate(
+            [(0,), (1,), (size - 1, 3), (size, 0), (2 * size + 1, 5), (100_003,), (7, 50_001)]
+        ):
             for op in ("sum", "mean"):
                 x = values(me, shape, np.float64, seed)
                 before = x.copy()
@@ -192,8 +191,7 @@ def test_reduce_scatter_returns_the_own_rows_and_leaves_the_argument(size: int, 
     run_threads(size, body, lanes=lanes)
 
 
-@on_every_lane
-@with_ranks
+@with_crews
 def test_scan_and_exscan_return_the_combination_of_the_ranks_before(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank
@@ -342,7 +340,14 @@ def test_python_numbers_come_back_as_numbers(size: int) -> None:
         assert group.all_reduce(2.0, algorithm="doubling") == 2.0 * size
         with pytest.raises(ConfigError, match="no-such"):
             group.all_reduce(2.0, algorithm="no-such")
-        for wrong, op in ((1 << 70, "sum"), (10**400, "mean"), ("text", "sum"), (None, "sum"), (1j, "max"), (1.5, "xor")):
+        for wrong, op in (
+            (1 << 70, "sum"),
+            (10**400, "mean"),
+            ("text", "sum"),
+            (None, "sum"),
+            (1j, "max"),
+            (1.5, "xor"),
+        ):
             with pytest.raises(TypeError):
                 group.all_reduce(wrong, op)
 

@@ -97,7 +97,7 @@ class Transfer(NamedTuple):
 
 def transfer(number: int, nbytes: int, dtype: np.dtype[Any] | None = None) -> Transfer:
     payload = np.random.default_rng([number, nbytes]).integers(0, 256, nbytes, dtype=np.uint8)
-    return Transfer(Header(0, 0, 0, 0, number, 7, number, 0xFEED, nbytes).pack(), payload, dtype)
+    return Transfer(Header(0, 0, 0, 0, 7, number, 0xFEED, number, nbytes).pack(), payload, dtype)
 
 
 class Reader:
@@ -107,12 +107,11 @@ class Reader:
         self.expected = expected
         self.bytes = np.zeros(expected.payload.nbytes, np.uint8)
         self._next = 0
+        self.incoming = Incoming(expected.header, self.bytes.nbytes, _surprise, peer=1)
         if expected.dtype is None:
-            self.incoming = Incoming(expected.header, self.bytes.nbytes, _surprise, dest=self.bytes)
+            self.incoming.dest = self.bytes
         else:
-            self.incoming = Incoming(
-                expected.header, self.bytes.nbytes, _surprise, absorb=self._absorb, dtype=expected.dtype
-            )
+            self.incoming.absorb, self.incoming.dtype = self._absorb, expected.dtype
 
     def _absorb(self, offset: int, piece: Array) -> None:
         assert offset == self._next
@@ -129,7 +128,7 @@ class Reader:
         assert np.array_equal(self.bytes, self.expected.payload)
 
 
-def _surprise(header: bytes) -> None:
+def _surprise(_peer: int, _expected: bytes, header: bytes) -> None:
     raise AssertionError(f"another header: {header!r}")
 
 
@@ -273,27 +272,28 @@ def test_another_header_than_expected_is_shown_before_any_byte_is_applied(
     class RefusedError(Exception):
         pass
 
-    def verify(header: bytes) -> None:
-        seen.append(header)
+    def wrong_header(*what: Any) -> None:
+        seen.append(what)
         raise RefusedError
 
     def absorb(_offset: int, _piece: Array) -> None:
         pytest.fail("a piece of a refused transfer was applied")
 
     sent, expected = transfer(1, nbytes), transfer(2, nbytes)
-    seen: list[bytes] = []
+    seen: list[Any] = []
     out = Outgoing(sent.header, sent.payload)
     while out.sent < out.nbytes:
         pair[0].transmit(out)
+    incoming = Incoming(expected.header, nbytes, wrong_header, peer=3)
     if dtype is None:
-        incoming = Incoming(expected.header, nbytes, verify, dest=np.zeros(nbytes, np.uint8))
+        incoming.dest = np.zeros(nbytes, np.uint8)
     else:
-        incoming = Incoming(expected.header, nbytes, verify, absorb=absorb, dtype=dtype)
+        incoming.absorb, incoming.dtype = absorb, dtype
     deadline = time.monotonic() + PATIENCE
     with pytest.raises(RefusedError):
         while time.monotonic() < deadline:
             pair[1].receive(incoming)
-    assert seen == [sent.header]
+    assert seen == [(3, expected.header, sent.header)]
 
 
 @every_lane

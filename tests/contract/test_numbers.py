@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,7 @@ def test_integers_wrap_around_as_numpy_s_do() -> None:
     run_threads(3, body)
 
 
+@functools.lru_cache(maxsize=256)  # all ranks and algorithms look at the same numbers
 def _awkward(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
     """Ordinary numbers of very different sizes, zeros of both signs, infinities, and nans with payloads."""
     rng = np.random.default_rng([rank, count, 5])
@@ -113,21 +115,21 @@ def _awkward(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
 
 
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, 4, 5])
 def test_all_ranks_hold_the_same_bits_even_of_nans_and_zeros(size: int, lanes: str) -> None:
     cases = [
         (dtype, op, algorithm, count)
         for dtype in (*FLOATS, *COMPLEX)
         for op in ("sum", "mean", "prod", "min", "max")
         if op in allowed(dtype)
-        for algorithm in (None, *choose.ALL_REDUCE[size > 2 :])
-        for count in (1, 13, 1009, 20_011)
+        for algorithm in choose.ALL_REDUCE[size > 2 :]
+        for count in (1, 1009, 20_011)
     ]
 
     def body(group: Group) -> list[bytes]:
         results = []
         for dtype, op, algorithm, count in cases:
-            x = _awkward(group.rank, count, dtype)
+            x = _awkward(group.rank, count, dtype).copy()
             group.all_reduce(x, op, algorithm=algorithm)
             results.append(x.tobytes())
         return results
@@ -137,9 +139,9 @@ def test_all_ranks_hold_the_same_bits_even_of_nans_and_zeros(size: int, lanes: s
         dtype = case[0]
         for rank, other in enumerate(bits):
             if other != bits[0]:
-                here, there = (np.frombuffer(each, f"u{dtype.itemsize // (2 if dtype.kind == 'c' else 1)}") for each in (bits[0], other))
-                at = np.flatnonzero(here != there)
-                pytest.fail(f"{case}: ranks 0 and {rank} differ at {at[:5]}: {here[at[0]]:x}, {there[at[0]]:x}")
+                here, there = np.frombuffer(bits[0], np.uint8), np.frombuffer(other, np.uint8)
+                at = np.flatnonzero(here != there) // dtype.itemsize
+                pytest.fail(f"{case}: ranks 0 and {rank} differ in element {at[0]}")
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=lambda dtype: dtype.name)

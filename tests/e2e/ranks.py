@@ -132,7 +132,7 @@ class Ranks:
         deadline = time.monotonic() + timeout
         while missing := [rank for rank in wanted if not heard(rank)]:
             over = [rank for rank in missing if self._processes[rank].poll() is not None]
-            more = self._listen(0 if over else deadline - time.monotonic())
+            more = self._listen(0 if over else 0.1)  # a rank may close its pipes before it ends
             assert more or (not over and time.monotonic() < deadline), self._story(event, missing)
         return [heard(rank)[0] for rank in wanted]
 

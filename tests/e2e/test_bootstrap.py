@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 NOBODY = 65534
-QUICKLY = 5.0
+QUICKLY = 10.0
 """Seconds in which ranks that contradict each other must know; most of it is Python starting on a busy machine."""
 
 WORK = """

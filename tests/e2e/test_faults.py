@@ -241,3 +241,109 @@ def test_a_stopped_rank_is_named_at_the_deadline_on_all_others(lanes: str) -> No
             assert warning, ranks.errors(rank)
             assert f"for rank {victim} (" in warning[0]
             assert str(ranks.pid(victim)) in warning[0]
+
+
+def end_early(how: str, leaver: int) -> Any:
+    """Block in an operation until the leaver ends in its own way; the leaver tells what it saw itself."""
+    if how == "sys.exit without with":
+        group = covey.join()
+        group.barrier()
+        say("ready")
+        if group.rank == leaver:
+            await_go()
+            sys.exit(5)
+        return attempt(lambda: group.all_reduce(np.ones(9))), attempt(group.barrier)
+    try:
+        with covey.join() as group:
+            group.barrier()
+            say("ready")
+            if group.rank != leaver:
+                wait = (lambda: group.recv(src=leaver)) if how == "Ctrl-C in recv" else group.barrier
+                return attempt(wait), attempt(group.barrier)
+            await_go()
+            match how:
+                case "exception":
+                    raise ValueError("cannot divide the cake")
+                case "sys.exit":
+                    sys.exit(5)
+                case "early end":
+                    return None
+            say("blocking")
+            if how == "Ctrl-C in recv":
+                group.recv(src=0)
+            group.all_reduce(np.ones(5))
+    except BaseException as error:
+        say("ended", error=type(error).__name__)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("how", "lanes", "code", "reason"),
+    [
+        ("exception", "unix", 1, "rank 1 left the group because of ValueError: cannot divide the cake"),
+        ("sys.exit", "shm", 5, "rank 1 left the group because of SystemExit: 5"),
+        ("sys.exit without with", "tcp", 5, "left the group"),
+        ("early end", "shm", 0, "left the group"),
+        ("early end", "tcp", 0, "left the group"),
+    ],
+)
+def test_others_learn_why_a_rank_ended_early(how: str, lanes: str, code: int, reason: str) -> None:
+    with Ranks(3, end_early, how, VICTIM, lanes=lanes) as ranks:
+        ranks.hear("ready")
+        ranks.go(VICTIM)
+        for first, further in ranks.results(SURVIVORS):
+            assert (first["error"], first["rank"]) == ("PeerLostError", VICTIM), first
+            assert reason in first["text"]
+            assert (further["error"], further["cause"]) == ("ClosedError", "PeerLostError")
+        ranks.await_exit([VICTIM], code=code)
+        ranks.await_exit(SURVIVORS)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-C in recv"])
+def test_ctrl_c_ends_a_blocked_operation_there_and_everywhere(how: str, lanes: str) -> None:
+    with Ranks(3, end_early, how, VICTIM, lanes=lanes) as ranks:
+        ranks.hear("ready")
+        ranks.go(VICTIM)
+        ranks.hear("blocking", [VICTIM])
+        interrupted_at = ranks.signal(VICTIM, signal.SIGINT)
+        [ended] = ranks.hear("ended", [VICTIM])
+        assert ended["error"] == "KeyboardInterrupt"
+        assert ended["at"] - interrupted_at < NOTICE_SECONDS
+        for first, further in ranks.results(SURVIVORS):
+            assert (first["error"], first["rank"]) == ("PeerLostError", VICTIM), first
+            assert "KeyboardInterrupt" in first["text"]
+            assert first["at"] - interrupted_at < NOTICE_SECONDS
+            assert (further["error"], further["cause"]) == ("ClosedError", "PeerLostError")
+        ranks.await_exit([VICTIM], code=-signal.SIGINT)
+
+
+def finish_and_exit_at_once(rounds: int) -> Any:
+    """Come to the last operation at very different times, and leave right after it."""
+    with covey.join() as group:
+        x = np.arange(300_000, dtype=np.float32) * (group.rank + 1)
+        for _ in range(rounds):
+            group.all_reduce(x)
+        if group.rank == 0:
+            group.broadcast(x, root=0)
+            group.send(x[:1000], dst=2, tag=1)
+            group.send(x[:7], dst=1, tag=2)
+            return float(x[1])
+        threading.Event().wait(0.1 * group.rank)  # a slow reader: the others have left when it reads
+        y = np.empty_like(x)
+        group.broadcast(y, root=0)
+        message = group.recv(src=0, tag=1 if group.rank == 2 else 2)
+        expected = np.arange(300_000, dtype=np.float32) * (6 if rounds else 1)
+        assert (y == expected).all()
+        assert (message == expected[: len(message)]).all()
+        return float(message[1])
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_ranks_that_end_at_different_times_disturb_nobody(lanes: str) -> None:
+    for rounds in (0, 1):
+        with Ranks(3, finish_and_exit_at_once, rounds, lanes=lanes) as ranks:
+            results = ranks.results()
+            ranks.await_exit()
+            assert len(set(results)) == 1
+            assert results[0] == (1.0, 6.0)[rounds]

@@ -102,7 +102,11 @@ def test_the_folders_above_and_of_a_job_are_closed_to_others(runtime: Path) -> N
 
 
 def test_ranks_share_one_secret_token_and_jobs_do_not() -> None:
-    with seat(meeting_folder("a"), 0) as one, seat(meeting_folder("a"), 1) as two, seat(meeting_folder("b"), 0) as other:
+    with (
+        seat(meeting_folder("a"), 0) as one,
+        seat(meeting_folder("a"), 1) as two,
+        seat(meeting_folder("b"), 0) as other,
+    ):
         assert one.token == two.token != other.token
         assert len(one.token) == 32
 

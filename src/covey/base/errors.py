@@ -116,5 +116,6 @@ class RemoteProtocolError(CoveyError):
 
 def _restore(kind: type[CoveyError], args: tuple[Any, ...], facts: dict[str, Any]) -> CoveyError:
     error = kind.__new__(kind, *args)
+    error.args = args  # an OSError with an __init__ of its own leaves them to it
     error.__dict__.update(facts)
     return error

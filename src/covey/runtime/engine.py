@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from covey.base.config import check_timeout
 from covey.base.config import check_timeout
@@ -209,6 +209,12 @@ class Engine:
             self.fail(Fault("PeerLostError", text, (self.rank,)))
         if self._first_error is None:
             self._first_error = error
+
+    def close_with(self, error: MismatchError) -> NoReturn:
+        """Close the group with an error that every rank finds by itself, and raise it."""
+        self.fail(Fault("MismatchError", str(error)), tell=False)
+        self._gave_up(error)
+        raise error
 
     def _refuse(self, call: Call) -> None:
         """Raise what keeps `call` from running."""
@@ -477,8 +483,14 @@ class Engine:
             self._announce(message.sequence)
             control.control_loop().call_later(ANSWER_SECONDS, self._compare, message.sequence)
 
-    def _compare(self, sequence: int) -> None:
+    def _compare(self, sequence: int, *, is_last: bool = False) -> None:
         """Everyone had time to say what it called at `sequence`; at least one differs from us."""
+        if not is_last and not self._ledger.heard_all(sequence, self.ranks, self.rank):
+            self._announce(sequence)  # who had not come to it then may have come to it by now
+            control.control_loop().call_later(
+                ANSWER_SECONDS, functools.partial(self._compare, sequence, is_last=True)
+            )
+            return
         story = self._ledger.story(sequence, self.ranks, self.rank)
         text = f"ranks of group {self.name!r} called different things as operation {sequence}: {story}"
         self.fail(Fault("MismatchError", text))

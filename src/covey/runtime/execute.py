@@ -112,7 +112,8 @@ def execute(
                 incoming.dest = aside.view(BYTE)
             elif action & REDUCE:
                 incoming.dtype = target.dtype
-                incoming.absorb = _absorber(target, reduction, action, contributors)
+                absorb = _absorber(target, reduction, action, contributors)
+                incoming.absorb = _at_once(absorb, target) if after else absorb
             else:
                 incoming.dest = target.view(BYTE)
         if incoming is not None:
@@ -172,6 +173,29 @@ def _absorber(
             finish(mine, contributors)
 
     return absorb
+
+
+def _at_once(absorb: Callable[[int, Array], None], target: Array) -> Callable[[int, Array], None]:
+    """Return the function that collects pieces and combines them all in one call.
+
+    Two ranks that swap and then combine for themselves must get the same bits, however the bytes arrive. How numpy
+    rounds a complex product, and which of two nans it keeps, depends on where an element stands in the call.
+    """
+    whole: Array | None = None
+
+    def collect(offset: int, piece: Array) -> None:
+        nonlocal whole
+        if len(piece) == len(target):
+            absorb(0, piece)
+            return
+        if whole is None:
+            whole = np.empty_like(target)
+        start = offset // target.itemsize
+        whole[start : start + len(piece)] = piece
+        if start + len(piece) == len(target):
+            absorb(0, whole)
+
+    return collect
 
 
 def _apply(recv: Recv, aside: Array, buffers: Sequence[Array], reduction: Reduction | None, contributors: int) -> None:

@@ -10,13 +10,14 @@ import numpy as np
 from covey.base.arithmetic import reduction
 from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError
+from covey.plan import choose
 from covey.runtime.buffers import Operand, writable
-from covey.runtime.engine import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from covey.runtime.group import Group
+    from covey.runtime.ledger import Call
 
 Named = list[tuple[str, Operand]]
 
@@ -29,7 +30,7 @@ def sync(group: Group, grads: Mapping[str, Any], op: str, bucket_bytes: int, tim
     for _, operand in named:
         reduction(op, operand.flat.dtype)
     if group.size > 1:
-        _agree(group, named, timeout)
+        _agree(group, named, group._call("sync_gradients", None, None, op=op, bucket_bytes=bucket_bytes), timeout)
     for bucket in _buckets(named, bucket_bytes):
         if len(bucket) == 1:
             flat = bucket[0].flat
@@ -59,20 +60,21 @@ def _buckets(named: Named, limit: int) -> Iterator[list[Operand]]:
         yield bucket
 
 
-def _agree(group: Group, named: Named, timeout: float | None) -> None:
+def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> None:
     """Compare what the ranks passed: a digest every time, the lists themselves only if the digests differ."""
     lines = [f"{name}: {DTYPES[operand.code].name}{list(operand.shape)}" for name, operand in named]
     digest = np.frombuffer(hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest(), np.uint8)
     digests = np.empty((group.size, 16), np.uint8)
-    group.all_gather(digest, out=digests, timeout=timeout)
+    digests[group.rank] = digest
+    plan = choose.all_gather(group.rank, (16,) * group.size, "stream", "direct")
+    group._engine.run(call, lambda engine: engine.execute(plan, list(digests)), timeout=timeout, async_op=False)
     if (digests == digest).all():
         return
     lists = group.all_gather_object(lines, timeout=timeout)
     first = next(index for index, line in enumerate([*max(lists, key=len), ""]) if len({*_at(lists, index)}) > 1)
     said = "; ".join(f"rank {rank} has {line or 'nothing'}" for rank, line in enumerate(_at(lists, first)))
     text = f"sync_gradients: the arrays differ between ranks, first at number {first} in the order of names: {said}"
-    group._engine.fail(Fault("MismatchError", text), tell=False)  # every rank finds the same
-    raise MismatchError(text)
+    group._engine.close_with(MismatchError(text))
 
 
 def _at(lists: list[list[str]], index: int) -> list[str]:

@@ -100,6 +100,10 @@ class Ledger:
         last = min((heard.entered for heard in others.values()), default=sequence)
         return silent or tuple(rank for rank, heard in others.items() if heard.entered == last < sequence)
 
+    def heard_all(self, sequence: int, ranks: range, me: int) -> bool:
+        """Tell whether every other rank has said what it called at `sequence`."""
+        return all(rank == me or sequence in self._others.get(rank, Heard(0, 0, {})).calls for rank in ranks)
+
     def story(self, sequence: int, ranks: range, me: int) -> str:
         """Say what each rank called at `sequence`, equal ones together."""
         said: dict[str, list[int]] = {}

@@ -1,0 +1,235 @@
+"""Ranks that call different things: all of them get a MismatchError that says what each one called, within a second."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.e2e.ranks import LANES, attempt, run_ranks
+
+import covey
+from covey.testing import run_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+SIZE = 3
+AT_ONCE = 8
+"""Disagreements that one set of ranks goes through side by side, each in a group of its own."""
+OPERATIONS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "scan"),
+    *("exscan", "barrier", "broadcast_object", "all_gather_object", "gather_object", "scatter_object", "split"),
+    "sync_gradients",
+)
+DETAILS = (
+    ("all_reduce", "all_reduce of 7"),
+    ("all_reduce", "all_reduce of 2x3"),
+    ("all_reduce", "all_reduce of float64"),
+    ("all_reduce", "all_reduce of int32"),
+    ("all_reduce", "all_reduce of a number"),
+    ("all_reduce", "max"),
+    ("all_reduce", "weighted mean"),
+    ("all_reduce by ring", "all_reduce by doubling"),
+    ("all_gather", "all_gather of float64"),
+    ("all_gather", "all_gather into out"),
+    ("broadcast", "broadcast from 1"),
+    ("broadcast from 2", "broadcast from 1"),
+    ("reduce", "reduce to 1"),
+    ("gather", "gather to 1"),
+    ("scatter", "scatter from 1"),
+    ("gather_object", "gather_object to 1"),
+    ("reduce_scatter", "reduce_scatter by counts"),
+    ("scan", "scan of products"),
+    ("large all_reduce", "large broadcast"),
+    ("large all_reduce", "large all_gather"),
+)
+
+
+def disagree(cases: list[list[list[str]]], group: covey.Group | None = None) -> list[Any]:
+    """Go through the cases side by side. A case tells what each rank calls, in order; then everyone calls barrier.
+
+    Returns, for each case, the first error and the one after it.
+    """
+
+    def call(group: covey.Group, name: str) -> None:
+        rank, size = group.rank, group.size
+        x = np.arange(6, dtype=np.float32) + rank
+        large = np.arange(1 << 20, dtype=np.float32) + rank
+        match name:
+            case "all_reduce":
+                group.all_reduce(x)
+            case "all_reduce of 7":
+                group.all_reduce(np.ones(7, np.float32))
+            case "all_reduce of 2x3":
+                group.all_reduce(x.reshape(2, 3))
+            case "all_reduce of float64":
+                group.all_reduce(x.astype(np.float64))
+            case "all_reduce of int32":
+                group.all_reduce(x.astype(np.int32))
+            case "all_reduce of a number":
+                group.all_reduce(1.5)
+            case "max":
+                group.all_reduce(x, op="max")
+            case "weighted mean":
+                group.all_reduce(x, op="mean", weight=1 + rank)
+            case "all_reduce by ring":
+                group.all_reduce(x, algorithm="ring")
+            case "all_reduce by doubling":
+                group.all_reduce(x, algorithm="doubling")
+            case "reduce" | "reduce to 1":
+                group.reduce(x, root=int(name.endswith("1")))
+            case "broadcast" | "broadcast from 1" | "broadcast from 2":
+                group.broadcast(x, root=int(name[-1]) if name[-1].isdigit() else 0)
+            case "all_gather":
+                group.all_gather(x)
+            case "all_gather of float64":
+                group.all_gather(x.astype(np.float64))
+            case "all_gather into out":
+                group.all_gather(x, out=np.empty((size, 6), np.float32))
+            case "gather" | "gather to 1":
+                group.gather(x, root=int(name.endswith("1")))
+            case "scatter" | "scatter from 1":
+                group.scatter([x] * size, root=int(name.endswith("1")))
+            case "reduce_scatter":
+                group.reduce_scatter(x)
+            case "reduce_scatter by counts":
+                group.reduce_scatter(x, counts=[1, 2, 3])
+            case "all_to_all":
+                group.all_to_all([x[: rank + 1]] * size)
+            case "scan":
+                group.scan(x)
+            case "scan of products":
+                group.scan(x, op="prod")
+            case "exscan":
+                group.exscan(x)
+            case "barrier":
+                group.barrier()
+            case "broadcast_object":
+                group.broadcast_object({"rank": rank})
+            case "all_gather_object":
+                group.all_gather_object({"rank": rank})
+            case "gather_object" | "gather_object to 1":
+                group.gather_object({"rank": rank}, root=int(name.endswith("1")))
+            case "scatter_object":
+                group.scatter_object([{"rank": rank}] * size)
+            case "split":
+                group.split(rank % 2)
+            case "sync_gradients":
+                group.sync_gradients({"w": x})
+            case "large all_reduce":
+                group.all_reduce(large)
+            case "large broadcast":
+                group.broadcast(large)
+            case "large all_gather":
+                group.all_gather(large)
+            case _:
+                raise AssertionError(name)
+
+    def go_through(index: int, group: covey.Group) -> None:
+        def sequence() -> None:
+            for name in cases[index][group.rank]:
+                call(group, name)
+            while True:  # a rank that returned hears of it at its next call
+                group.barrier()
+
+        group.barrier()  # so that all begin at the same time, whatever else the machine does
+        began = time.monotonic()
+        first = attempt(sequence)
+        results[index] = {**first, "took": first["at"] - began, "after": attempt(group.barrier)}
+
+    with covey.join() if group is None else contextlib.nullcontext(group) as group:
+        groups = [group.split(0) for _ in cases]
+        results: list[Any] = [None] * len(cases)
+        threads = [threading.Thread(target=go_through, args=pair) for pair in enumerate(groups)]
+        group.barrier()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for subgroup in groups:
+            subgroup.close()
+        return results
+
+
+def odd_one_out(pair: tuple[str, str], odd: int) -> list[list[str]]:
+    return [[pair[rank == odd]] for rank in range(SIZE)]
+
+
+def check(cases: list[list[list[str]]], by_rank: list[list[Any]]) -> None:
+    for index, case in enumerate(cases):
+        for rank, results in enumerate(by_rank):
+            result = results[index]
+            assert result["error"] == "MismatchError", (rank, case, result)
+            assert result["took"] < 1.0, (rank, case, result)
+            assert (result["after"]["error"], result["after"]["cause"]) == ("ClosedError", "MismatchError"), (rank, case)
+            told = [
+                (int(number), what)
+                for ranks, what in re.findall(r"ranks? ([\d, ]+) called (\w+)", result["text"])
+                for number in ranks.split(", ")
+            ]
+            at = int(re.findall(r"as operation (\d+)", result["text"])[0])
+            assert dict(told) == {r: operation(calls, at) for r, calls in enumerate(case)}, (rank, case, result)
+
+
+def operation(calls: list[str], at: int) -> str:
+    """Return what errors call operation number `at` of a rank that goes through `calls` after a first barrier."""
+    name = calls[at - 2] if at < len(calls) + 2 else "barrier"
+    return next((word for word in name.split() if word in OPERATIONS), "all_reduce")
+
+
+def batches(cases: list[list[list[str]]]) -> Iterator[list[list[list[str]]]]:
+    for start in range(0, len(cases), AT_ONCE):
+        yield cases[start : start + AT_ONCE]
+
+
+@pytest.mark.parametrize("odd", range(SIZE))
+def test_every_two_different_operations_are_told_apart(odd: int) -> None:
+    pairs = list(itertools.combinations(OPERATIONS, 2))[odd::SIZE]
+    for cases in batches([odd_one_out(pair, odd) for pair in pairs]):
+        check(cases, run_threads(SIZE, lambda group, cases=cases: disagree(cases, group)))
+
+
+@pytest.mark.parametrize("odd", range(SIZE))
+def test_equal_operations_with_different_arguments_are_told_apart(odd: int) -> None:
+    for cases in batches([odd_one_out(pair, odd) for pair in DETAILS]):
+        check(cases, run_threads(SIZE, lambda group, cases=cases: disagree(cases, group)))
+
+
+CONFUSIONS = [
+    odd_one_out(("all_reduce", "barrier"), 1),
+    odd_one_out(("broadcast", "broadcast from 1"), 0),  # 0 and 1 wait for each other, and no bytes meet
+    odd_one_out(("large all_reduce", "large broadcast"), 2),
+    odd_one_out(("all_gather", "sync_gradients"), 0),
+    [["all_reduce", "all_reduce", "scan"], ["all_reduce", "scan"], ["all_reduce", "scan"]],  # one call too many
+    [["barrier", "all_reduce"], ["barrier", "all_reduce"], ["all_reduce"]],  # one call too few
+    [["broadcast", "all_reduce"], ["broadcast from 1", "all_reduce"], ["broadcast", "all_reduce"]],
+    [["broadcast"] * 3 + ["scan"], ["broadcast", "all_gather"], ["broadcast"] * 3],  # 0 is long gone ahead
+]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_confused_processes_are_told_what_each_of_them_called(lanes: str) -> None:
+    check(CONFUSIONS, run_ranks(SIZE, disagree, CONFUSIONS, lanes=lanes))
+
+
+def await_each_other() -> Any:
+    with covey.join() as group:
+        began = time.monotonic()
+        first = attempt(lambda: group.broadcast(np.ones(4), root=1 - group.rank))
+        return {**first, "took": first["at"] - began}
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_two_ranks_that_await_each_others_first_broadcast_are_told(lanes: str) -> None:
+    for report in run_ranks(2, await_each_other, lanes=lanes):
+        assert report["error"] == "MismatchError", report
+        assert "rank 0 called broadcast(float64[4], root=1); rank 1 called broadcast(float64[4], root=0)" in report["text"]
+        assert report["took"] < 1.0

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from covey.base.errors import ConfigError
+from covey.plan import choose, direct, doubling, ring, tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.plan.moves import Plan
+
+FAMILIES = ("ring", "stream")
+
+
+def segment(lanes: str, itemsize: int) -> int:
+    return choose.SEGMENT_BYTES[lanes] // itemsize
+
+
+@pytest.mark.parametrize("lanes", FAMILIES)
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
+def test_two_ranks_swap_small_buffers_and_own_halves_of_large_ones(lanes: str, itemsize: int) -> None:
+    limit = choose.EXCHANGE_BYTES // itemsize
+    for rank in (0, 1):
+        assert choose.all_reduce(rank, 2, limit, itemsize, lanes, None) == direct.exchange(rank, 2, limit)
+        owned = direct.owner_reduce(rank, 2, limit + 1, segment(lanes, itemsize))
+        assert choose.all_reduce(rank, 2, limit + 1, itemsize, lanes, None) == owned
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_more_ranks_take_few_rounds_for_small_buffers_and_few_bytes_for_large_ones(size: int) -> None:
+    large: dict[str, Callable[..., Plan]] = {"ring": direct.owner_reduce, "stream": ring.all_reduce}
+    for lanes in FAMILIES:
+        limit = choose.DOUBLING_BYTES[lanes] // 4
+        for rank in range(size):
+            assert choose.all_reduce(rank, size, limit, 4, lanes, None) == doubling.all_reduce(rank, size, limit)
+            expected = large[lanes](rank, size, limit + 1, segment(lanes, 4))
+            assert choose.all_reduce(rank, size, limit + 1, 4, lanes, None) == expected
+
+
+@pytest.mark.parametrize(("chosen", "small", "large"), [
+    (choose.broadcast, tree.broadcast, ring.broadcast),
+    (choose.reduce, tree.reduce, ring.reduce),
+])  # fmt: skip
+def test_rooted_operations_use_a_tree_up_to_the_limit_and_a_chain_above(chosen: Any, small: Any, large: Any) -> None:
+    for lanes in FAMILIES:
+        limit = choose.TREE_BYTES // 8
+        for rank in range(5):
+            assert chosen(rank, 5, 2, limit, 8, lanes, None) == small(rank, 5, 2, limit)
+            assert chosen(rank, 5, 2, limit + 1, 8, lanes, None) == large(rank, 5, 2, limit + 1, segment(lanes, 8))
+            assert chosen(rank, 5, 2, 3, 8, lanes, "ring") == large(rank, 5, 2, 3, segment(lanes, 8))
+            assert chosen(rank, 5, 2, 1 << 20, 8, lanes, "tree") == small(rank, 5, 2, 1 << 20)
+
+
+def test_gathered_blocks_go_directly_through_memory_and_round_the_ring_on_a_wire() -> None:
+    lengths = (5, 0, 7)
+    assert choose.all_gather(1, lengths, "ring", None) == direct.all_gather(1, lengths)
+    assert choose.all_gather(1, lengths, "stream", None) == ring.all_gather(1, lengths)
+    assert choose.all_gather(1, lengths, "ring", "ring") == ring.all_gather(1, lengths)
+    assert choose.all_gather(1, lengths, "stream", "direct") == direct.all_gather(1, lengths)
+
+
+@pytest.mark.parametrize("algorithm", choose.ALL_REDUCE)
+def test_every_all_reduce_algorithm_has_nothing_to_do_alone(algorithm: str) -> None:
+    for count in (0, 1, 1 << 20):
+        plan = choose.all_reduce(0, 1, count, 4, "ring", algorithm)
+        assert not plan.sends
+        assert not plan.recvs
+
+
+@pytest.mark.parametrize("call", [
+    lambda name: choose.all_reduce(0, 3, 5, 4, "ring", name),
+    lambda name: choose.broadcast(0, 3, 0, 5, 4, "ring", name),
+    lambda name: choose.reduce(0, 3, 0, 5, 4, "stream", name),
+    lambda name: choose.all_gather(0, (1, 2), "stream", name),
+], ids=["all_reduce", "broadcast", "reduce", "all_gather"])  # fmt: skip
+def test_an_unknown_algorithm_is_named_with_the_known_ones(call: Callable[[str], Plan]) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm='magic' is not one for .*ring"):
+        call("magic")
+
+
+def test_an_exchange_among_three_says_that_it_is_for_two() -> None:
+    with pytest.raises(ConfigError, match="exchange is for two ranks"):
+        choose.all_reduce(0, 3, 5, 4, "ring", "exchange")
+
+
+def test_a_choice_is_the_same_however_often_it_is_made() -> None:
+    assert choose.all_reduce(1, 4, 1000, 4, "stream", None) is choose.all_reduce(1, 4, 1000, 4, "stream", None)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.base.dtypes import DTYPES, dtype_code
+from covey.runtime.ledger import KEPT, META_WORDS, OPERATIONS, Ledger, as_meta, from_meta, make_call
+
+FLOAT = dtype_code(np.dtype(np.float32))
+BARRIER = make_call("barrier", None, None)
+REDUCE = make_call("all_reduce", FLOAT, (2, 3), op="sum", algorithm=None)
+
+
+def test_a_call_reads_as_a_person_would_write_it() -> None:
+    assert BARRIER.text == "barrier()"
+    assert REDUCE.text == "all_reduce(float32[2, 3], op=sum)"
+    assert make_call("gather", FLOAT, None, root=2).text == "gather(float32, root=2)"
+    assert OPERATIONS[REDUCE.operation] == "all_reduce"
+    assert DTYPES[REDUCE.dtype] == np.float32
+
+
+def test_calls_have_equal_fingerprints_exactly_if_all_that_must_agree_agrees() -> None:
+    variations = [
+        make_call("all_reduce", FLOAT, (2, 3), op="sum"),
+        make_call("reduce", FLOAT, (2, 3), op="sum"),
+        make_call("all_reduce", FLOAT + 1, (2, 3), op="sum"),
+        make_call("all_reduce", FLOAT, (3, 2), op="sum"),
+        make_call("all_reduce", FLOAT, (6,), op="sum"),
+        make_call("all_reduce", FLOAT, (2, 3), op="max"),
+        make_call("all_reduce", FLOAT, (2, 3), op="sum", algorithm="ring"),
+    ]
+    assert variations[0].fingerprint == REDUCE.fingerprint
+    assert len({call.fingerprint for call in variations}) == len(variations)
+
+
+def test_a_ledger_remembers_the_latest_calls_only() -> None:
+    ledger = Ledger()
+    assert ledger.at(0) is None
+    for sequence in range(1, KEPT + 11):
+        ledger.enter(sequence, make_call("broadcast", FLOAT, (sequence,), root=0))
+    assert ledger.entered == KEPT + 10
+    assert ledger.at(10) is None
+    assert ledger.at(KEPT + 11) is None
+    for sequence in (11, KEPT, KEPT + 10):
+        call = ledger.at(sequence)
+        assert call is not None
+        assert f"[{sequence}]" in call.text
+
+
+def test_only_another_call_at_the_same_place_is_a_contradiction() -> None:
+    ledger = Ledger()
+    ledger.enter(1, BARRIER)
+    ledger.enter(2, REDUCE)
+    assert not ledger.heard(1, 2, 2, REDUCE.fingerprint, REDUCE.text)
+    assert not ledger.heard(1, 3, 3, BARRIER.fingerprint, BARRIER.text), "this rank has not come to 3"
+    assert not ledger.heard(2, 1, 2, 0, ""), "that rank has not come to 2"
+    assert ledger.heard(2, 2, 2, BARRIER.fingerprint, BARRIER.text)
+    assert ledger.heard(3, 1, 1, REDUCE.fingerprint, REDUCE.text)
+
+
+def test_the_late_are_those_who_do_not_answer_or_else_those_furthest_behind() -> None:
+    ledger = Ledger()
+    ledger.enter(5, BARRIER)
+    ranks = range(4)
+    assert ledger.late(5, ranks, me=0) == (1, 2, 3)
+    ledger.heard(1, 5, 5, BARRIER.fingerprint, BARRIER.text)
+    ledger.heard(2, 3, 5, 0, "")
+    assert ledger.late(5, ranks, me=0) == (3,)
+    ledger.heard(3, 4, 5, 0, "")
+    assert ledger.late(5, ranks, me=0) == (2,)
+    ledger.heard(2, 5, 5, BARRIER.fingerprint, BARRIER.text)
+    assert ledger.late(5, ranks, me=0) == (3,)
+    ledger.heard(3, 6, 6, 0, "")
+    assert ledger.late(5, ranks, me=0) == ()
+
+
+def test_what_a_rank_says_late_does_not_take_back_what_it_said_before() -> None:
+    ledger = Ledger()
+    ledger.enter(5, BARRIER)
+    ledger.heard(1, 5, 5, BARRIER.fingerprint, BARRIER.text)
+    ledger.heard(1, 3, 3, 0, "")
+    assert ledger.late(5, range(2), me=0) == ()
+
+
+def test_the_story_puts_ranks_that_called_the_same_together() -> None:
+    ledger = Ledger()
+    ledger.enter(1, BARRIER)
+    for rank in (1, 3):
+        ledger.heard(rank, 1, 1, REDUCE.fingerprint, REDUCE.text)
+    ledger.heard(2, 1, 1, BARRIER.fingerprint, BARRIER.text)
+    assert ledger.story(1, range(5), me=0) == (
+        "ranks 0, 2 called barrier(); ranks 1, 3 called all_reduce(float32[2, 3], op=sum); rank 4 called nothing yet"
+    )
+
+
+def test_what_others_say_takes_bounded_memory() -> None:
+    ledger = Ledger()
+    for sequence in range(10 * KEPT):
+        ledger.heard(1, sequence, sequence, BARRIER.fingerprint, BARRIER.text)
+    assert len(ledger._others[1].calls) == KEPT
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=64), st.sampled_from(DTYPES))
+def test_shapes_and_dtypes_come_back_from_their_block(shape: list[int], dtype: np.dtype[np.generic]) -> None:
+    block = as_meta(tuple(shape), dtype_code(dtype))
+    assert block.shape == (META_WORDS,)
+    assert from_meta(block) == (tuple(shape), dtype)

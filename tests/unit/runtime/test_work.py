@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from covey.base.errors import DeadlineError, MismatchError
+from covey.runtime.work import Work
+
+PATIENCE = 10.0
+
+
+def test_a_work_ends_with_its_result() -> None:
+    work: Work[int] = Work("count")
+    assert not work.done()
+    assert repr(work) == "<Work count: pending>"
+    work.finish(7)
+    assert work.done()
+    assert (work.wait(), work.wait(0), work.result(), work.exception()) == (7, 7, 7, None)
+    assert repr(work) == "<Work count: done>"
+
+
+def test_a_work_that_failed_raises_the_same_error_every_time() -> None:
+    work: Work[int] = Work("count")
+    error = MismatchError("differs")
+    work.fail(error)
+    for _ in range(2):
+        with pytest.raises(MismatchError) as caught:
+            work.wait(0)
+        assert caught.value is error
+    assert work.exception() is error
+    assert repr(work) == "<Work count: failed>"
+
+
+def test_a_wait_that_is_over_before_the_work_says_that_it_goes_on() -> None:
+    work: Work[int] = Work("a long sum")
+    with pytest.raises(DeadlineError, match=r"a long sum is not done after 0\.01 s; it goes on"):
+        work.wait(0.01)
+    work.finish(1)
+    assert work.wait(0) == 1
+
+
+def test_a_waiting_thread_is_woken_by_the_end() -> None:
+    work: Work[str] = Work("text")
+    got: list[str] = []
+    thread = threading.Thread(target=lambda: got.append(work.wait(PATIENCE)))
+    thread.start()
+    work.finish("done")
+    thread.join(PATIENCE)
+    assert got == ["done"]
+
+
+def test_callbacks_run_once_at_the_end_or_at_once_after_it() -> None:
+    work: Work[int] = Work("count")
+    seen: list[str] = []
+    work.add_done_callback(lambda ended: seen.append(f"first {ended.result()}"))
+    work.add_done_callback(lambda ended: seen.append(f"second {ended.result()}"))
+    assert seen == []
+    work.finish(3)
+    work.add_done_callback(lambda ended: seen.append(f"late {ended.result()}"))
+    assert seen == ["first 3", "second 3", "late 3"]
+
+
+def test_a_driven_work_makes_progress_on_the_thread_that_waits() -> None:
+    steps: list[float | None] = []
+
+    def drive(work: Work[Any], deadline: float | None) -> None:
+        steps.append(deadline)
+        work.finish(threading.get_ident())
+
+    work: Work[int] = Work("driven", drive=drive)
+    assert work.is_driven
+    assert not Work("plain").is_driven
+    assert work.wait(PATIENCE) == threading.get_ident()
+    work.wait()
+    assert len(steps) == 1
+    assert steps[0] is not None
+
+
+def test_a_driven_work_that_is_not_done_in_time_goes_on() -> None:
+    work: Work[int] = Work("driven", drive=lambda _work, _deadline: None)
+    with pytest.raises(DeadlineError, match="goes on"):
+        work.wait(0.01)
+
+
+def test_a_work_can_be_awaited_before_and_after_its_end_and_by_several() -> None:
+    async def main() -> None:
+        async def result() -> int:
+            return await work
+
+        work: Work[int] = Work("count")
+        first, second = asyncio.ensure_future(result()), asyncio.ensure_future(result())
+        await asyncio.sleep(0)
+        thread = threading.Thread(target=work.finish, args=(5,))
+        thread.start()
+        async with asyncio.timeout(PATIENCE):
+            assert [await first, await second, await work] == [5, 5, 5]
+        thread.join(PATIENCE)
+
+        failed: Work[int] = Work("count")
+        failed.fail(MismatchError("differs"))
+        with pytest.raises(MismatchError):
+            await failed
+
+    asyncio.run(main())
+
+
+def test_a_work_that_ends_after_its_await_was_cancelled_or_its_loop_was_closed_disturbs_nobody() -> None:
+    work: Work[int] = Work("count")
+
+    async def main(*, linger: bool) -> None:
+        async def result() -> int:
+            return await work
+
+        waiting = asyncio.ensure_future(result())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        if linger:
+            work.finish(1)
+            await asyncio.sleep(0)
+
+    asyncio.run(main(linger=False))
+    asyncio.run(main(linger=True))
+    assert work.wait(0) == 1

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.base.errors import RemoteProtocolError
+from covey.wire.header import HEADER_BYTES, MAGIC, PREFIX, SUFFIX, Header, unpack
+
+U8, U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
+HEADERS = st.builds(
+    Header, operation=U8, dtype=U8, phase=U16, attempt=U32, group=U64, sequence=U64, fingerprint=U64, move=U64, nbytes=U64
+)  # fmt: skip
+
+
+@given(HEADERS)
+def test_a_header_comes_back_as_it_was(header: Header) -> None:
+    data = header.pack()
+    assert len(data) == HEADER_BYTES == 64
+    assert unpack(data) == header
+    assert unpack(memoryview(data)) == header
+
+
+@given(HEADERS, HEADERS)
+def test_different_headers_have_different_bytes(one: Header, other: Header) -> None:
+    assert (one.pack() == other.pack()) == (one == other)
+
+
+def test_what_transfers_of_one_plan_share_stands_in_front() -> None:
+    first, second = Header(1, 2, 3, 4, 5, 6, 7, 0, 80), Header(1, 2, 3, 4, 5, 6, 7, 1, 90)
+    prefix = PREFIX.pack(MAGIC, 1, 2, 3, 4, 5, 6, 7)
+    assert first.pack() == prefix + SUFFIX.pack(0, 80)
+    assert second.pack() == prefix + SUFFIX.pack(1, 90)
+
+
+@given(st.binary(max_size=100))
+def test_other_bytes_are_a_protocol_error(data: bytes) -> None:
+    if len(data) == HEADER_BYTES and data.startswith(MAGIC):
+        unpack(data)
+    else:
+        with pytest.raises(RemoteProtocolError):
+            unpack(data)
