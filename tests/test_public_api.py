@@ -111,7 +111,8 @@ def test_the_documents_name_only_what_exists() -> None:
 
 def test_the_documents_name_every_operation_of_a_group() -> None:
     text = "\n".join(documents().values())
-    missing = [name for name in sorted(GROUP) if not re.search(rf"\b{name}\b", text)]
+    operations = [name for name in sorted(GROUP) if inspect.isfunction(inspect.getattr_static(covey.Group, name))]
+    missing = [name for name in operations if not re.search(rf"\b{name}\b", text)]
     assert missing == []
 
 

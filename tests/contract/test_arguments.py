@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.contract.values import everyone, same, values
 
 from covey.testing.threads import run_threads
-from tests.contract.values import everyone, same, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.contract.values import LANES, around_thresholds, combined, everyone, same, values
 
 from covey import ConfigError
 from covey.plan import choose
 from covey.testing.threads import run_threads
-from tests.contract.values import LANES, around_thresholds, combined, everyone, same, values
 
 if TYPE_CHECKING:
     from covey import Group

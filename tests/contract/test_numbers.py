@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.contract.values import LANES, combined, everyone, same, values
 
 from covey.base.dtypes import BFLOAT16, DTYPES
 from covey.plan import choose
 from covey.testing.threads import run_threads
-from tests.contract.values import LANES, combined, everyone, same, values
 
 if TYPE_CHECKING:
     from covey import Group

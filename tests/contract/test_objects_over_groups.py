@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.contract.values import LANES, same, values
 
 from covey import MismatchError
 from covey.testing.threads import run_threads
-from tests.contract.values import LANES, same, values
 
 if TYPE_CHECKING:
     from covey import Group

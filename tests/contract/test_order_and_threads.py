@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.contract.values import LANES, combined, everyone, same, values
 
 from covey import BusyError, ClosedError, ConfigError, CoveyError, DeadlineError
 from covey.testing.threads import run_threads
-from tests.contract.values import LANES, combined, everyone, same, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable

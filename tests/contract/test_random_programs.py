@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.contract.values import LANES, combined, same, values
 
 from covey.base.dtypes import DTYPES
 from covey.plan import choose
 from covey.testing.threads import run_threads
-from tests.contract.values import LANES, combined, same, values
 
 if TYPE_CHECKING:
     from covey import Group

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.contract.values import combined, everyone, same, values
 
 from covey import ClosedError, ConfigError, MismatchError
 from covey.testing.threads import run_threads
-from tests.contract.values import combined, everyone, same, values
 
 if TYPE_CHECKING:
     from covey import Group

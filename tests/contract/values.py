@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,8 @@ from covey.net import shm
 from covey.plan import choose
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     Array = np.ndarray[Any, np.dtype[Any]]
 
 LANES = ["memory", "unix", "tcp", *(["shm"] if shm.usable() else [])]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.e2e.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
 import covey
-from tests.e2e.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

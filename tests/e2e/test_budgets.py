@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
 from tests.e2e.jobs import Job, finish, finish_all, new_job
 
 if TYPE_CHECKING:

@@ -62,7 +62,6 @@ def disagree(cases: list[list[list[str]]], group: covey.Group | None = None) -> 
     def call(group: covey.Group, name: str) -> None:
         rank, size = group.rank, group.size
         x = np.arange(6, dtype=np.float32) + rank
-        large = np.arange(1 << 20, dtype=np.float32) + rank
         match name:
             case "all_reduce":
                 group.all_reduce(x)
@@ -125,11 +124,11 @@ def disagree(cases: list[list[list[str]]], group: covey.Group | None = None) -> 
             case "sync_gradients":
                 group.sync_gradients({"w": x})
             case "large all_reduce":
-                group.all_reduce(large)
+                group.all_reduce(np.arange(1 << 20, dtype=np.float32) + rank)
             case "large broadcast":
-                group.broadcast(large)
+                group.broadcast(np.arange(1 << 20, dtype=np.float32) + rank)
             case "large all_gather":
-                group.all_gather(large)
+                group.all_gather(np.arange(1 << 20, dtype=np.float32) + rank)
             case _:
                 raise AssertionError(name)
 

@@ -13,7 +13,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from tests.e2e.jobs import DEADLINE, Job, finish, finish_all, new_job, wait_until
 
 if TYPE_CHECKING:

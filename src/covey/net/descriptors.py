@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import socket
 
 _tracked: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 

@@ -7,12 +7,12 @@ polls their descriptors, and `unpark`s them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.wire.header import HEADER_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]

@@ -208,7 +208,7 @@ def _meet(name: str, *, size: int, local_size: int, master: tuple[str, int] | No
         return Place(name=name, size=size, local_size=local_size, folder=folder, **place)
     if master is None:
         raise ConfigError(
-            f"the {size} ranks of {name} are on several hosts; set MASTER_ADDR and MASTER_PORT to where rank 0 can listen"
+            f"the {size} ranks of {name} are on several hosts; set MASTER_ADDR and MASTER_PORT to where rank 0 listens"
         )
     return Place(name=name, size=size, local_size=local_size, master=master, **place)
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from covey.base.config import check_timeout
-from covey.base.config import check_timeout
 from covey.base.errors import (
     BusyError,
     ClosedError,
@@ -139,7 +138,7 @@ class Engine:
     def lane_kinds(self) -> dict[int, str]:
         """Return the kind of lane to each other rank: what it is if it is open, else what it will be."""
         return {
-            rank: lane.kind if (lane := self._lanes[rank]) is not None else self.node.lane_kind(member)
+            rank: lane.kind if (lane := self._lanes[rank]) is not None else self.node.lanes.kind(member)
             for rank, member in enumerate(self.members)
             if self.node is not None and rank != self.rank
         }
@@ -170,6 +169,8 @@ class Engine:
             limit = self.config.timeout if timeout is None else check_timeout(timeout)
             if not async_op and not self._unfinished:
                 return self._perform(call, body, then, limit)
+            if not async_op and threading.current_thread() is self._worker:
+                raise BusyError(f"{call.text} would wait for operations that wait for this callback; use async_op=True")
             work = self._enqueue(call, body, then, limit)
             return work if async_op else work.wait()
         finally:
@@ -237,7 +238,7 @@ class Engine:
         """ "ring" if by the host map all pairs of the group share memory, else "stream": the same on all ranks."""
         if self.node is None:
             return "ring"
-        kinds = {self.node.lane_kind(member) for member in self.members if member != self.node.rank}
+        kinds = {self.node.lanes.kind(member) for member in self.members if member != self.node.rank}
         return "ring" if kinds <= {"shm", "memory"} else "stream"
 
     # The worker thread
@@ -296,7 +297,7 @@ class Engine:
         while True:
             self.check()
             try:
-                lane: Lane = self.node.open_lane(self.id, self.members[peer], "collectives", ANNOUNCE_SECONDS)
+                lane: Lane = self.node.lanes.open(self.id, self.members[peer], "collectives", ANNOUNCE_SECONDS)
             except DeadlineError:
                 self.stalled(since, (peer,))
             except ConnectError as error:
@@ -384,7 +385,7 @@ class Engine:
             self._fault = fault
         self._wake()
         if self.node is not None:
-            self.node.abandon_lanes(self.id, ClosedError(fault.text))
+            self.node.lanes.abandon(lambda key: key[0] == self.id, ClosedError(fault.text))
             if tell:
                 others = (member for member in self.members if member != self.node.rank)
                 self.node.tell(others, messages.Revoke(self.id, fault.kind, fault.text[:8000], fault.ranks))
@@ -487,9 +488,7 @@ class Engine:
         """Everyone had time to say what it called at `sequence`; at least one differs from us."""
         if not is_last and not self._ledger.heard_all(sequence, self.ranks, self.rank):
             self._announce(sequence)  # who had not come to it then may have come to it by now
-            control.control_loop().call_later(
-                ANSWER_SECONDS, functools.partial(self._compare, sequence, is_last=True)
-            )
+            control.control_loop().call_later(ANSWER_SECONDS, functools.partial(self._compare, sequence, is_last=True))
             return
         story = self._ledger.story(sequence, self.ranks, self.rank)
         text = f"ranks of group {self.name!r} called different things as operation {sequence}: {story}"
@@ -525,7 +524,7 @@ class Engine:
                     lost=self.lost_error,
                     name=self.name,
                 )
-                arrived = self.node.arrived_lanes(self.id, "messages") if self.node is not None else []
+                arrived = self.node.lanes.arrived(self.id, "messages") if self.node is not None else []
                 for member in arrived:
                     rank = self._ranks_by_member[member]
                     self._messenger.adopt(rank, self._message_socket(rank))
@@ -537,7 +536,7 @@ class Engine:
         deadline = time.monotonic() + self.config.timeout if deadline is None else deadline
         while (left := deadline - time.monotonic()) > 0:
             try:
-                sock, _ = self.node.open_lane(self.id, self.members[rank], "messages", min(1.0, left))
+                sock = self.node.lanes.open(self.id, self.members[rank], "messages", min(1.0, left))
                 return sock  # type: ignore[no-any-return]
             except DeadlineError:
                 if (fault := self.fault_error()) is not None:

@@ -118,10 +118,7 @@ async def _receive_frame(sock: socket.socket) -> bytes:
 
 
 def _new_socket(address: str | tuple[str, int]) -> socket.socket:
-    if isinstance(address, str):
-        family = socket.AF_UNIX
-    else:
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     return sock

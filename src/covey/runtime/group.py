@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from covey.base.arithmetic import Reduction
     from covey.plan.moves import Plan
     from covey.runtime.messenger import Messenger
-    from covey.runtime.node import Node
     from covey.runtime.work import Work
 
     Array = np.ndarray[Any, np.dtype[Any]]

@@ -1,7 +1,7 @@
-"""One process in a run: who the others are, a control connection to each, and the lanes that groups open.
+"""One process in a run: who the others are, a control connection to each, and which groups there are.
 
 Everything that touches a control connection happens on the control loop; other threads ask for it by `soon` or wait
-for a future. The higher rank of a pair dials, whoever needs the connection; the lower one asks it to.
+for a future. The higher rank of a pair dials.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ import socket
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from covey.base.errors import AuthError, ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
-from covey.net import memory, shm
+from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.net.descriptors import track
 from covey.net.meeting import check_peer, host_token
-from covey.net.ring import RingLane, memory_bytes
-from covey.net.stream import StreamLane
 from covey.runtime import loop as control
-from covey.runtime.greet import GREETING_SECONDS, HungUpError, RefusedError, accept, dial, receive_exactly
+from covey.runtime.greet import HungUpError, RefusedError, accept, dial
+from covey.runtime.lanes import Lanes
 from covey.wire import messages
 from covey.wire.frame import CONTROL_LIMIT, Framer, frame
 
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from covey.base.config import GroupConfig
-    from covey.net.lane import Lane
+    from covey.runtime.lanes import LaneKey
 
 logger = logging.getLogger("covey")
 
@@ -42,15 +39,8 @@ GREETINGS_AT_ONCE: Final = 64
 comes, the one who has been at it for longest has to go."""
 HANG_UPS: Final = 5
 """Times in a row that a rank is hung up on before it believes that its token is wrong, and that nobody died."""
-LARGE_RING_BYTES: Final = 2 << 20
-SMALL_RING_BYTES: Final = 128 << 10
-LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
-"""Rings are large until a process has this much of them; programs with dozens of groups get small ones after that."""
 BACKLOG_LIMIT: Final = 1 << 20
 """Control bytes queued for a peer that does not read; beyond this, questions to it are dropped."""
-
-LaneKey = tuple[int, int, str]
-"""Group, rank of the peer in the run, purpose."""
 
 
 class Member(Protocol):
@@ -104,24 +94,21 @@ class Node:
         self.host = host_token()
         self.host_name = socket.gethostname()
         self.life = secrets.token_bytes(16)
-        self._token = token
+        self.token = token
         self._listeners = [track(listener) for listener in listeners]
         self._socket_path, self._address = socket_path, address
         self._on_close = on_close
         self.peers = {peer: Peer(peer, contacts.get(peer)) for peer in range(size) if peer != rank}
         self._groups: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
-        self._closed_groups: set[int] = set()
-        self._lanes: dict[LaneKey, Future[Any]] = {}
-        self._dialling: set[LaneKey] = set()
+        self.lanes = Lanes(self)
         self._lock = threading.Lock()
-        self._ring_bytes = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._greetings: dict[socket.socket, asyncio.Task[None]] = {}
         self.turned_away = 0
         self._refused_at = 0.0
         self._formed: asyncio.Future[None] | None = None
         self._complaint: CoveyError | None = None
-        self._closing = False
+        self.is_closing = False
         _nodes.add(self)
 
     # Forming
@@ -145,8 +132,8 @@ class Node:
             self._listen(listener)
         for peer in self.peers.values():
             if peer.rank < self.rank and peer.contact is not None:
-                self._spawn(self._dial_control(peer))
-        self._spawn(self._tell_who_is_missing())
+                self.spawn(self._dial_control(peer))
+        self.spawn(self._tell_who_is_missing())
         try:
             async with asyncio.timeout(within):
                 await self._formed
@@ -191,9 +178,9 @@ class Node:
 
     async def _dial_control(self, peer: Peer) -> None:
         pause, hang_ups = 0.005, 0
-        while peer.connection is None and not peer.ready and not self._closing:
+        while peer.connection is None and not peer.ready and not self.is_closing:
             try:
-                sock, welcome = await dial(self._way_to(peer), self._token, self._hello("control"))
+                sock, welcome = await dial(self.way_to(peer), self.token, self.hello("control"))
             except HungUpError as error:
                 hang_ups += 1
                 if hang_ups == HANG_UPS:
@@ -240,21 +227,21 @@ class Node:
             loop.call_later(0.1, self._listen, listener)
             return
         sock.setblocking(False)
-        self._greetings[sock] = self._spawn(self._greet(track(sock)))
+        self._greetings[sock] = self.spawn(self._greet(track(sock)))
         if len(self._greetings) > GREETINGS_AT_ONCE:
             oldest = next(iter(self._greetings))
             self._greetings.pop(oldest).cancel()
             self._turn_away(ConnectError(f"more than {GREETINGS_AT_ONCE} were waiting to prove the token"))
 
     def _listen(self, listener: socket.socket) -> None:
-        if not self._closing:
+        if not self.is_closing:
             asyncio.get_running_loop().add_reader(listener, self._take_connection, listener)
 
     async def _greet(self, sock: socket.socket) -> None:
         try:
             if sock.family == socket.AF_UNIX:
                 check_peer(sock)
-            hello = await accept(sock, self._token, self._judge)
+            hello = await accept(sock, self.token, self._judge)
         except (OSError, TimeoutError, CoveyError) as error:
             sock.close()
             self._turn_away(error)
@@ -271,15 +258,11 @@ class Node:
         if hello.purpose == "control":
             await self._connected(peer, sock, hello)
             return
-        key = (hello.group, hello.rank, hello.purpose)
         try:
-            async with asyncio.timeout(GREETING_SECONDS):
-                lane = await self._accept_lane(hello, sock)
+            await self.lanes.accept(hello, sock)
         except (OSError, TimeoutError, CoveyError) as error:
             sock.close()
             self._turn_away(error)
-            return
-        self._lane_open(key, lane)
 
     def _turn_away(self, error: BaseException) -> None:
         self.turned_away += 1
@@ -310,189 +293,11 @@ class Node:
             if peer.connection is not None or peer.ready:
                 return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
             return welcome
-        if hello.purpose not in ("collectives", "messages") or hello.life != peer.life or peer.gone:
-            return self._refuse(f"rank {hello.rank} is not the one that joined")
-        if hello.group in self._closed_groups:
-            return messages.Refusal(f"rank {self.rank} has closed the group", retry=False)
-        future = self._lanes.get((hello.group, hello.rank, hello.purpose))
-        if (future is not None and future.done()) or len(self._lanes) > 100_000:
-            return self._refuse("this lane is open already")
-        return welcome
+        reason = self.lanes.objection(hello)
+        return self._refuse(reason) if reason else welcome
 
     def _refuse(self, reason: str) -> messages.Refusal:
         return messages.Refusal(reason, retry=False)
-
-    # Lanes
-
-    def lane_kind(self, peer: int) -> str:
-        """Return the lane that this pair will use, from facts that both ends know."""
-        forced = self.config.lanes
-        contact = self.peers[peer].contact
-        here = contact is not None and contact.host == self.host
-        if forced == "memory" or (forced in ("shm", "unix") and here):
-            return forced
-        if forced in ("shm", "unix"):
-            raise ConfigError(f"lanes={forced!r} works on one host only, but rank {peer} is on another")
-        if forced == "tcp" or not here:
-            return "tcp"
-        return "shm" if shm.usable() else "unix"
-
-    def open_lane(self, group: int, peer: int, purpose: str, timeout: float) -> Any:
-        """Return the lane (for collectives) or the socket and its kind (for messages) to `peer`, opened if need be.
-
-        Raises:
-            ConnectError: the peer is gone or said no.
-            DeadlineError: it did not open in time.
-        """
-        future = self._request_lane(group, peer, purpose)
-        try:
-            return future.result(timeout)
-        except TimeoutError:
-            raise DeadlineError(f"no lane to rank {peer} after {timeout:g} s", late=(peer,)) from None
-
-    def arrived_lanes(self, group: int, purpose: str) -> list[int]:
-        """Return the peers whose lane of a group is open."""
-        with self._lock:
-            return [
-                key[1] for key, lane in self._lanes.items() if key[0] == group and key[2] == purpose and lane.done()
-            ]
-
-    def _request_lane(self, group: int, peer: int, purpose: str) -> Future[Any]:
-        key = (group, peer, purpose)
-        with self._lock:
-            future = self._lanes.get(key)
-            if future is not None and future.done():
-                return future
-            if future is None:
-                future = self._lanes[key] = Future()
-        if self.rank > peer:
-            control.soon(self._dial_lane_once, key)
-        else:
-            control.soon(self._send, peer, messages.Dial(group, purpose))
-        if self.peers[peer].gone:
-            self._lane_failed(key, ConnectError(f"rank {peer} is gone"))
-        return future
-
-    def _dial_lane_once(self, key: LaneKey) -> None:
-        future = self._lanes.get(key)
-        if key in self._dialling or (future is not None and future.done()) or self._closing:
-            return
-        self._dialling.add(key)
-        self._spawn(self._dial_lane(key))
-
-    async def _dial_lane(self, key: LaneKey) -> None:
-        group, rank, purpose = key
-        peer = self.peers[rank]
-        try:
-            kind = self.lane_kind(rank)
-            if purpose == "messages" and kind == "shm":
-                kind = "unix"
-            while True:
-                try:
-                    self._lane_open(key, await self._open_lane(peer, group, purpose, kind))
-                    return
-                except (ConnectError, TimeoutError):
-                    if peer.gone or self._closing:
-                        raise
-                    await asyncio.sleep(0.02)  # a full backlog, or out of descriptors
-        except CoveyError as error:
-            self._lane_failed(key, error)
-        except (RefusedError, OSError) as error:
-            self._lane_failed(key, ConnectError(f"rank {rank}: {error}"))
-        finally:
-            self._dialling.discard(key)
-
-    async def _open_lane(self, peer: Peer, group: int, purpose: str, kind: str) -> Any:
-        capacity = 0
-        segment: Any = None
-        descriptor, name = -1, ""
-        if purpose == "collectives" and kind in ("shm", "memory"):
-            capacity = self._next_ring_bytes()
-            try:
-                if kind == "shm":
-                    descriptor, segment = shm.create(memory_bytes(capacity))
-                else:
-                    name, segment = memory.offer(memory_bytes(capacity))
-            except OSError as error:
-                logger.warning("no shared memory for the lane to rank %d (%s); using a unix socket", peer.rank, error)
-                kind, capacity = "unix", 0
-        try:
-            hello = self._hello(purpose, group=group, lane=kind, capacity=capacity)
-            sock, _ = await dial(self._way_to(peer, kind), self._token, hello)
-            track(sock)
-            try:
-                if segment is not None:
-                    await self._hand_over(sock, descriptor, name, segment)
-                    return RingLane(segment, capacity, sock, first=True, kind=kind)
-            except BaseException:
-                sock.close()
-                raise
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-        if purpose == "messages":
-            return sock, kind
-        return StreamLane(sock, kind)
-
-    def _next_ring_bytes(self) -> int:
-        large = self._ring_bytes + 2 * LARGE_RING_BYTES <= LARGE_RINGS_TOTAL_BYTES
-        capacity = LARGE_RING_BYTES if large else SMALL_RING_BYTES
-        self._ring_bytes += 2 * capacity
-        return capacity
-
-    async def _hand_over(self, sock: socket.socket, descriptor: int, name: str, segment: Any) -> None:
-        """Give the peer our segment, and see a random word of ours come back out of it."""
-        word = secrets.token_bytes(32)
-        view = memoryview(segment).cast("B")
-        view[-32:] = word
-        if descriptor >= 0:
-            socket.send_fds(sock, [b"\0"], [descriptor])
-        else:
-            await asyncio.get_running_loop().sock_sendall(sock, name.encode())
-        async with asyncio.timeout(GREETING_SECONDS):
-            if await receive_exactly(sock, 32) != word:
-                raise ConnectError("the peer does not see the memory it was given")
-
-    async def _accept_lane(self, hello: messages.Hello, sock: socket.socket) -> Any:
-        if not hello.capacity:
-            return (sock, hello.lane) if hello.purpose == "messages" else StreamLane(sock, hello.lane)
-        if hello.capacity not in (LARGE_RING_BYTES, SMALL_RING_BYTES):
-            raise ConnectError(f"rank {hello.rank} offers a ring of {hello.capacity} bytes")
-        nbytes = memory_bytes(hello.capacity)
-        segment: Any
-        if hello.lane == "shm":
-            await _readable(sock)
-            _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
-            if len(descriptors) != 1:
-                raise ConnectError(f"rank {hello.rank} sent no shared memory")
-            segment = shm.attach(descriptors[0], nbytes)
-        else:
-            segment = memory.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
-            if segment is None or len(segment) != nbytes:
-                raise ConnectError(f"rank {hello.rank} is not a thread of this process")
-        self._ring_bytes += nbytes
-        word = bytes(memoryview(segment).cast("B")[-32:])
-        await asyncio.get_running_loop().sock_sendall(sock, word)
-        return RingLane(segment, hello.capacity, sock, first=False, kind=hello.lane)
-
-    def _lane_open(self, key: LaneKey, lane: Any) -> None:
-        with self._lock:
-            future = self._lanes.setdefault(key, Future())
-            if not future.done() and not self._closing and key[0] not in self._closed_groups:
-                future.set_result(lane)
-                lane = None
-        if lane is not None:
-            _close_lane(lane)
-            return
-        group = self._groups.get(key[0])
-        if group is not None:
-            group.lane_arrived(key[1], key[2])
-
-    def _lane_failed(self, key: LaneKey, error: BaseException) -> None:
-        with self._lock:
-            future = self._lanes.get(key)
-            if future is not None and not future.done():
-                future.set_exception(error)
 
     # Groups
 
@@ -506,21 +311,16 @@ class Node:
         return list(self._groups.values())
 
     def forget(self, group_id: int) -> None:
-        """Close what is left of a group's lanes; later ones are refused."""
+        """Close what is left of a group; lanes for it are refused from now on."""
         with self._lock:
-            self._closed_groups.add(group_id)
             self._groups.pop(group_id, None)
-            keys = [key for key in self._lanes if key[0] == group_id]
-            futures = [self._lanes.pop(key) for key in keys]
-        for future in futures:
-            _close_lane_of(future)
+        self.lanes.forget(group_id)
 
-    def abandon_lanes(self, group_id: int, error: BaseException) -> None:
-        """Wake everyone who waits for a lane of a group that failed."""
-        with self._lock:
-            keys = [key for key, future in self._lanes.items() if key[0] == group_id and not future.done()]
-        for key in keys:
-            self._lane_failed(key, error)
+    def lane_arrived(self, key: LaneKey) -> None:
+        """Tell the group, if it exists already, that a lane is open."""
+        group = self._groups.get(key[0])
+        if group is not None:
+            group.lane_arrived(key[1], key[2])
 
     def tell(self, peers: Iterable[int], message: messages.Control) -> None:
         """Send a control message to some ranks of the run. Returns at once; the dead are skipped."""
@@ -552,16 +352,12 @@ class Node:
                     if other.contact is None:
                         other.contact = contacts[other.rank]
                         if other.rank < self.rank:
-                            self._spawn(self._dial_control(other))
+                            self.spawn(self._dial_control(other))
             case messages.Goodbye():
                 peer.left = True
             case messages.Dial(group, purpose):
-                if (
-                    self.rank > peer.rank
-                    and purpose in ("collectives", "messages")
-                    and group not in self._closed_groups
-                ):
-                    self._dial_lane_once((group, peer.rank, purpose))
+                if self.rank > peer.rank:
+                    self.lanes.dial((group, peer.rank, purpose))
             case messages.Announce() | messages.Position() | messages.Revoke():
                 member = self._groups.get(message.group)
                 if member is not None:
@@ -569,23 +365,21 @@ class Node:
 
     def _lost(self, peer: Peer) -> None:
         peer.connection = None
-        if self._closing:
+        if self.is_closing:
             return
         if not peer.ready:  # it never saw the run formed, so it may come again
             if peer.rank < self.rank:
-                self._spawn(self._dial_control(peer))
+                self.spawn(self._dial_control(peer))
             return
         peer.gone = True
-        with self._lock:
-            keys = [key for key, future in self._lanes.items() if key[1] == peer.rank and not future.done()]
-        for key in keys:
-            self._lane_failed(key, ConnectError(f"rank {peer.rank} is gone"))
+        self.lanes.abandon(lambda key: key[1] == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
         for group in list(self._groups.values()):
             group.peer_gone(peer.rank, left=peer.left)
 
     # Small things
 
-    def _way_to(self, peer: Peer, kind: str = "") -> str | tuple[str, int]:
+    def way_to(self, peer: Peer, kind: str = "") -> str | tuple[str, int]:
+        """Return where to dial `peer`: a unix socket on one host, unless the lane is to be TCP."""
         contact = peer.contact
         assert contact is not None
         if contact.socket and contact.host == self.host and kind != "tcp":
@@ -594,7 +388,8 @@ class Node:
             raise ConfigError(f"rank {peer.rank} has no address that can be dialled from here")
         return contact.address
 
-    def _hello(self, purpose: str, **lane: Any) -> messages.Hello:
+    def hello(self, purpose: str, **lane: Any) -> messages.Hello:
+        """Return how this rank introduces itself."""
         return messages.Hello(
             version=messages.VERSION,
             nonce=secrets.token_bytes(32),
@@ -612,7 +407,8 @@ class Node:
             **lane,
         )
 
-    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+    def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+        """Run a coroutine for as long as the node lives. On the control loop only."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
@@ -625,15 +421,12 @@ class Node:
 
     def close(self) -> None:
         """Say goodbye and free everything. Closing twice is fine."""
-        if self._closing:
+        if self.is_closing:
             return
-        self._closing = True
+        self.is_closing = True
         with contextlib.suppress(TimeoutError):
             control.start(self._close()).result(2.0)
-        with self._lock:
-            futures, self._lanes = list(self._lanes.values()), {}
-        for future in futures:
-            _close_lane_of(future)
+        self.lanes.close()
         _nodes.discard(self)
         self._on_close()
 
@@ -653,7 +446,7 @@ class Node:
 
     def forked(self) -> None:
         """This process is a fork of the one that joined: nothing here may be used again."""
-        self._closing = True
+        self.is_closing = True
         for group in list(self._groups.values()):
             group.forked()
 
@@ -696,31 +489,6 @@ class _Control(asyncio.Protocol):
         self.send(messages.Goodbye())
         if self._transport is not None:
             self._transport.close()
-
-
-async def _readable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(sock)
-
-
-def _close_lane_of(future: Future[Any]) -> None:
-    """Close what a lane's future holds; end the wait of those who wait for it."""
-    if not future.done():
-        future.set_exception(ClosedError("the group was closed"))
-    elif future.exception() is None:
-        _close_lane(future.result())
-
-
-def _close_lane(lane: Lane | tuple[socket.socket, str]) -> None:
-    if isinstance(lane, tuple):
-        lane[0].close()
-    else:
-        lane.close()
 
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()

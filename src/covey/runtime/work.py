@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, TYPE_CHECKING
 
 from covey.base.errors import DeadlineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ from covey.runtime.bootstrap import Place, join_at
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.runtime.group import Group
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ def test_codes_on_the_wire_never_change() -> None:
         "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
     ]  # fmt: skip
     assert [dtype_code(dtype) for dtype in DTYPES] == list(range(15))
-    assert BFLOAT16 == ml_dtypes.bfloat16
+    assert ml_dtypes.bfloat16 == BFLOAT16
 
 
 @pytest.mark.parametrize("code", "bBhHiIlLqQfd")

@@ -359,10 +359,8 @@ def test_a_join_timeout_that_is_no_duration_is_refused(wait: float) -> None:
         join_at(find_place(HAND), GroupConfig(), timeout=wait)
 
 
-@pytest.mark.parametrize(
-    ("host", "answer"),
-    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True)]
-    + [("10.0.0.1", False), ("0.0.0.0", False), ("::", False), ("example.org", False), ("", False)],
-)
-def test_only_addresses_that_never_leave_the_machine_are_loopback(host: str, answer: bool) -> None:
-    assert is_loopback(host) is answer
+def test_only_addresses_that_never_leave_the_machine_are_loopback() -> None:
+    for host in ("127.0.0.1", "127.3.2.1", "::1", "localhost"):
+        assert is_loopback(host), host
+    for host in ("10.0.0.1", "0.0.0.0", "::", "example.org", ""):
+        assert not is_loopback(host), host

@@ -8,9 +8,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.wire.header import HEADER_BYTES, MAGIC, PREFIX, SUFFIX, Header, unpack
 
 U8, U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
-HEADERS = st.builds(
-    Header, operation=U8, dtype=U8, phase=U16, attempt=U32, group=U64, sequence=U64, fingerprint=U64, move=U64, nbytes=U64
-)  # fmt: skip
+HEADERS = st.builds(Header, U8, U8, U16, U32, U64, U64, U64, U64, U64)
 
 
 @given(HEADERS)
