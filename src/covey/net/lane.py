@@ -13,6 +13,7 @@ from covey.wire.header import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]

@@ -75,7 +75,7 @@ def as_array(x: Any) -> Array:
         if hasattr(x, "__dlpack__"):
             return np.from_dlpack(x)
         raise TypeError(
-            f"{type(x).__name__} is no array: pass a numpy array, a torch CPU tensor, or an object with a buffer or DLPack"
+            f"{type(x).__name__} is no array: pass a numpy array, a torch CPU tensor, or what has a buffer or DLPack"
         ) from None
     return np.asarray(view)
 

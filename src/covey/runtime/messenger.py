@@ -160,7 +160,7 @@ class Messenger:
         return work.wait()
 
     def progress_in_background(self, work: Work[Any] | None = None, deadline: float = math.inf) -> None:
-        """Make sure that what was posted goes on although nobody waits for it; `work` fails at `deadline`, as in `wait`."""
+        """Make sure that what was posted goes on although nobody waits; `work` fails at `deadline`, as in `wait`."""
         with self._lock:
             if work is not None and not work.done() and deadline < math.inf:
                 heapq.heappush(self._expiring, (deadline, next(self._order), work))
