@@ -144,6 +144,25 @@ def test_all_ranks_hold_the_same_bits_even_of_nans_and_zeros(size: int, lanes: s
                 pytest.fail(f"{case}: ranks 0 and {rank} differ in element {at[0]}")
 
 
+@pytest.mark.parametrize("lanes", ["memory", "unix"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_keep_the_same_nan_where_every_rank_has_its_own(size: int, lanes: str) -> None:
+    def body(group: Group) -> list[bytes]:
+        results = []
+        for dtype, bits in ((np.float16, np.uint16), (np.float32, np.uint32), (np.float64, np.uint64)):
+            for op in ("sum", "prod", "min", "max"):
+                for algorithm in choose.ALL_REDUCE[size > 2 :]:
+                    for count in (1, 2, 3, 17):
+                        x = np.full(count, np.nan, dtype)
+                        x.view(bits)[...] += group.rank + 1
+                        assert np.isnan(group.all_reduce(x, op, algorithm=algorithm)).all()
+                        results.append(x.tobytes())
+        return results
+
+    first, *others = run_threads(size, body, lanes=lanes)
+    assert all(other == first for other in others)
+
+
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_half_precision_sums_are_rounded_at_most_once_per_contribution(size: int, dtype: np.dtype[Any]) -> None:

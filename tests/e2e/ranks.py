@@ -42,7 +42,9 @@ DEADLINE = 30.0
 """Seconds after which a test that waits for its ranks fails and shows what they said."""
 LANES = ("shm", "unix", "tcp")
 
-__all__ = ["DEADLINE", "LANES", "Ranks", "attempt", "await_go", "contextlib", "logging", "multiprocessing", "run_ranks", "say"]
+# Ranks' functions use the modules imported above.
+__all__ = ["DEADLINE", "LANES", "Ranks", "attempt", "await_go", "contextlib", "covey", "logging", "multiprocessing"]
+__all__ += ["np", "run_ranks", "say", "threading"]
 
 
 # In the test
@@ -218,8 +220,8 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
 def _main() -> None:
     code, name, args = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    names = dict(globals(), np=np, covey=covey, threading=threading)
-    exec(compile(code, f"<{name}>", "exec", dont_inherit=False), names)
+    names = {**globals()}
+    exec(compile(code, f"<{name}>", "exec"), names)
     say("returned", result=names[name](*json.loads(args)))
 
 

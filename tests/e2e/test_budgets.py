@@ -23,15 +23,21 @@ def job() -> Iterator[Job]:
 
 
 def test_importing_covey_takes_at_most_1_6_times_as_long_as_importing_numpy(job: Job) -> None:
-    def seconds(module: str) -> float:
-        code = f"import time\nstart = time.perf_counter()\nimport {module}\nprint(time.perf_counter() - start)\n"
-        return finish(job.start(code)).report
+    """Names are loaded on first use, so what every script needs of it is measured too, and may take twice as long."""
+    statements = ["import numpy", "import covey", "from covey import join"]
+    bytecode = {"PYTHONPYCACHEPREFIX": job.folder / "bytecode", "PYTHONDONTWRITEBYTECODE": ""}
 
-    seconds("covey")  # writes the bytecode, fills the page cache
-    taken = [(seconds("numpy"), seconds("covey")) for _ in range(7)]
-    numpy, covey = (min(column) for column in zip(*taken, strict=True))
-    print(f"import numpy {numpy * 1e3:.0f} ms, import covey {covey * 1e3:.0f} ms: {covey / numpy:.2f}x")
+    def seconds(statement: str) -> float:
+        """Return the processor time, which other programs do not lengthen."""
+        code = f"import time\nstart = time.thread_time()\n{statement}\nprint(time.thread_time() - start)\n"
+        return finish(job.start(code, **bytecode)).report
+
+    seconds(statements[-1])  # compiles everything, as an installer would
+    rounds = [[seconds(statement) for statement in statements] for _ in range(7)]
+    numpy, covey, join = (min(column) for column in zip(*rounds, strict=True))
+    print(f"numpy {numpy * 1e3:.0f} ms, covey {covey / numpy:.2f}x, with join {join / numpy:.2f}x")
     assert covey <= 1.6 * numpy
+    assert join <= 2 * numpy
 
 
 def test_covey_run_of_four_empty_scripts_takes_less_than_1_5_seconds(job: Job) -> None:
@@ -79,27 +85,31 @@ print(json.dumps([extra, list(lanes.values()), float(x[7]), float(x[-1])]))
         assert extra <= 32
 
 
-def test_an_array_of_more_than_4_gibibytes_is_reduced_to_its_last_byte(job: Job) -> None:
+def test_an_array_of_more_than_4_gibibytes_arrives_to_its_last_byte(job: Job) -> None:
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     available = sum(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) >> 20
-    if available < 11:
-        pytest.skip(f"needs 11 GiB of memory; {available} are available")
+    if available < 7:
+        pytest.skip(f"needs 7 GiB of memory; {available} are available")
+    # The sender's array is mostly pages of zeros that nobody wrote, which take no memory; the other's is all ones.
     code = """
 import json
 import numpy as np
 import covey
 
 count = (4 << 30) + 3
-marks = [np.append(np.arange(rank, count - 3, 65_537), count - 1 - rank) for rank in range(2)]
-values = [(mark // 65_537 * (rank + 3) % 254 + 1).astype(np.uint8) for rank, mark in enumerate(marks)]
+marks = np.append(np.arange(0, count - 3, (32 << 20) + 1), [count - 2, count - 1])
+values = (np.arange(marks.size) % 255 + 1).astype(np.uint8)
 with covey.join() as group:
-    x = np.zeros(count, np.uint8)
-    x[marks[group.rank]] = values[group.rank]
-    group.all_reduce(x, op="max")
-    right = [bool(np.array_equal(x[mark], value)) for mark, value in zip(marks, values)]
-    others = int(np.count_nonzero(x)) - sum(map(len, marks))
+    if group.rank == 1:
+        x = np.zeros(count, np.uint8)
+        x[marks] = values
+    else:
+        x = np.full(count, 255, np.uint8)
+    group.broadcast(x, root=1)
+    right = bool(np.array_equal(x[marks], values))
+    others = int(np.count_nonzero(x)) - marks.size
     lanes = group.lanes()
 print(json.dumps([right, others, list(lanes.values())]))
 """
     for ended in finish_all(job.ranks(code, 2, COVEY_LANES="shm"), 100.0):
-        assert ended.report == [[True, True], 0, ["shm"]]
+        assert ended.report == [True, 0, ["shm"]]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.ranks import LANES, Ranks, attempt, await_go, multiprocessing, run_ranks, say
+from tests.e2e.ranks import LANES, Ranks, attempt, await_go, run_ranks, say
 
 import covey
+from covey.testing import run_threads
 
 pytestmark = pytest.mark.slow
 
@@ -347,3 +350,102 @@ def test_ranks_that_end_at_different_times_disturb_nobody(lanes: str) -> None:
             ranks.await_exit()
             assert len(set(results)) == 1
             assert results[0] == (1.0, 6.0)[rounds]
+
+
+@pytest.mark.parametrize("lanes", ["memory", *LANES])
+def test_a_hundred_groups_end_right_after_their_last_operation(lanes: str) -> None:
+    def work(group: covey.Group, number: int) -> float:
+        x = np.arange(5.0) + group.rank
+        match number % 4:
+            case 0:
+                return float(group.broadcast(x, root=number % 3)[1] - number % 3)
+            case 1:
+                return float(group.all_reduce(x)[1] - 5)
+            case 2:
+                group.barrier()
+            case 3:
+                if group.rank == 0:
+                    group.send(x, dst=1)
+                    group.send(x, dst=2)
+                else:
+                    return float(group.recv(src=0)[1])
+        return 1.0
+
+    for number in range(100):
+        assert run_threads(3, work, number, lanes=lanes, timeout=20.0) == [1.0] * 3
+
+
+def count_what_is_left() -> Any:
+    """Use everything a group has, close it, and tell what remains in this process."""
+
+    def left() -> dict[str, Any]:
+        return {
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text().split(),
+            "mappings": Path("/proc/self/maps").read_text().count("memfd:covey"),
+        }
+
+    def use(group: covey.Group) -> None:
+        x = np.arange(1 << 18, dtype=np.float32)
+        group.all_reduce(x)
+        group.all_reduce(x, async_op=True).wait()
+        group.all_to_all([x] * group.size)
+        group.send(x, dst=(group.rank + 1) % group.size, async_op=True)
+        group.recv(src=(group.rank - 1) % group.size)
+        group.barrier()
+
+    folder, before = os.environ["COVEY_MEET"], left()
+    with covey.join() as group:
+        use(group)
+        group.barrier()
+        one = left()
+        for _ in range(5):
+            with group.split(0) as subgroup:
+                use(subgroup)
+        group.barrier()
+        many = left()
+    meeting = [name for name in os.listdir(folder) if name.startswith(os.environ["COVEY_RANK"])]
+    return {"before": before, "one": one, "many": many, "after": left(), "meeting": meeting}
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_closed_group_leaves_nothing_behind(lanes: str) -> None:
+    with Ranks(3, count_what_is_left, lanes=lanes) as ranks:
+        for report in ranks.results():
+            before, one, many, after = (report[when] for when in ("before", "one", "many", "after"))
+            assert many["descriptors"] <= one["descriptors"], report
+            assert many["mappings"] <= one["mappings"], report
+            assert after["threads"] == ["MainThread", "covey-control"]
+            assert after["children"] == []
+            assert after["mappings"] == 0
+            assert after["descriptors"] <= before["descriptors"] + 2  # the event loop's three, less the token's pipe
+            assert report["meeting"] == []
+
+
+def split_many_times(count: int) -> Any:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with covey.join() as group:
+        small, large = np.arange(1 << 10, dtype=np.float32), np.arange(1 << 18, dtype=np.float32)
+        group.all_reduce(small.copy())
+        group.barrier()
+        before = resident_bytes()
+        groups = [group.split(0, key=(number * group.rank) % 4) for number in range(count)]
+        for number, subgroup in enumerate(groups):
+            for x in (small, large):
+                total = subgroup.all_reduce(x + number)
+                assert (total == 4 * (x + number)).all()
+        growth, descriptors = resident_bytes() - before, len(os.listdir("/proc/self/fd"))
+        group.barrier()
+        idle = time.process_time()
+        threading.Event().wait(2.0)
+        return growth, descriptors, time.process_time() - idle
+
+
+def test_64_split_groups_cost_little_and_idle_for_free() -> None:
+    for growth, descriptors, idle_seconds in run_ranks(4, split_many_times, 64, lanes="shm", timeout=60.0):
+        assert growth < 200 << 20
+        assert descriptors < 1024
+        assert idle_seconds < 0.02

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.ranks import LANES, attempt, multiprocessing, run_ranks
+from tests.e2e.ranks import LANES, attempt, run_ranks
 
 import covey
 
@@ -129,10 +131,8 @@ def watch_descriptors() -> Any:
         if not child:
             kept = []
             for descriptor in descriptors() - before - {reader, writer}:
-                try:
+                with contextlib.suppress(OSError):  # the one that listed the folder
                     kept.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-                except OSError:
-                    pass
             os.write(writer, json.dumps([name for name in kept if name.startswith("socket:")]).encode())
             os._exit(0)
         os.close(writer)

@@ -168,7 +168,10 @@ def check(cases: list[list[list[str]]], by_rank: list[list[Any]]) -> None:
             result = results[index]
             assert result["error"] == "MismatchError", (rank, case, result)
             assert result["took"] < 1.0, (rank, case, result)
-            assert (result["after"]["error"], result["after"]["cause"]) == ("ClosedError", "MismatchError"), (rank, case)
+            assert (result["after"]["error"], result["after"]["cause"]) == ("ClosedError", "MismatchError"), (
+                rank,
+                case,
+            )
             told = [
                 (int(number), what)
                 for ranks, what in re.findall(r"ranks? ([\d, ]+) called (\w+)", result["text"])
@@ -230,5 +233,7 @@ def await_each_other() -> Any:
 def test_two_ranks_that_await_each_others_first_broadcast_are_told(lanes: str) -> None:
     for report in run_ranks(2, await_each_other, lanes=lanes):
         assert report["error"] == "MismatchError", report
-        assert "rank 0 called broadcast(float64[4], root=1); rank 1 called broadcast(float64[4], root=0)" in report["text"]
+        assert (
+            "rank 0 called broadcast(float64[4], root=1); rank 1 called broadcast(float64[4], root=0)" in report["text"]
+        )
         assert report["took"] < 1.0

@@ -165,10 +165,11 @@ def _absorber(
     def absorb(offset: int, piece: Array) -> None:
         start = offset // size
         mine = target[start : start + len(piece)]
-        if action & LEFT:
-            combine(piece, mine, out=mine)
-        else:
-            combine(mine, piece, out=mine)
+        left, right = (piece, mine) if action & LEFT else (mine, piece)
+        if len(mine) > 1:
+            combine(left, right, out=mine)
+        else:  # one element that is also the output is a running total to numpy, which rounds and keeps nans otherwise
+            mine[...] = combine(left, right)
         if finish is not None:
             finish(mine, contributors)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import numbers
+import operator
 import time
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -17,10 +18,10 @@ from covey.base.errors import ConfigError, MismatchError
 from covey.plan import barrier, choose, direct, doubling
 from covey.plan.moves import part
 from covey.proto.matching import ANY
-from covey.runtime import gradients
+from covey.runtime import gradients, movements
 from covey.runtime.buffers import Operand, readable, writable
 from covey.runtime.engine import Engine, Fault
-from covey.runtime.ledger import META_WORDS, Call, as_meta, from_meta, make_call
+from covey.runtime.ledger import Call, make_call
 from covey.wire import objects
 
 if TYPE_CHECKING:
@@ -177,12 +178,12 @@ class Group:
         engine = self._engine
         if engine.size == 1 and algorithm is None:
             algorithm = "doubling"  # an empty plan; an unknown name is still an error
-        return choose.all_reduce(engine.rank, engine.size, count, itemsize, self._lane_family(), algorithm)
+        return choose.all_reduce(engine.rank, engine.size, count, itemsize, self._engine.lane_family, algorithm)
 
     def _weigh(self, engine: Engine, flat: Array, weight: float) -> bool:
         """Scale this rank's contribution by its share of the total weight; tell whether there is any weight."""
         total = np.array([weight], np.float64)
-        plan = choose.all_reduce(engine.rank, engine.size, 1, 8, self._lane_family(), "doubling")
+        plan = choose.all_reduce(engine.rank, engine.size, 1, 8, self._engine.lane_family, "doubling")
         engine.execute(plan, [total], reduction("sum", total.dtype))
         if not total[0] > 0:
             return False
@@ -213,11 +214,11 @@ class Group:
         async_op: bool = False,
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`; elsewhere `x` stays as it is. Returns `x`."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         operand = writable(x)
         rule = reduction(op, operand.flat.dtype)
         plan = choose.reduce(
-            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, self._lane_family(), algorithm
+            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, self._engine.lane_family, algorithm
         )
         call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
 
@@ -253,7 +254,7 @@ class Group:
         shares = self._counts(counts, rows)
         lengths = [share * row for share in shares]
         starts = [0, *itertools.accumulate(lengths)]
-        segment = max(1, choose.SEGMENT_BYTES[self._lane_family()] // operand.flat.itemsize)
+        segment = max(1, choose.SEGMENT_BYTES[self._engine.lane_family] // operand.flat.itemsize)
         plan = direct.reduce_scatter(self.rank, lengths, segment)
         call = self._call(
             "reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares)
@@ -323,10 +324,10 @@ class Group:
         async_op: bool = False,
     ) -> Any:
         """Copy `x` of `root` into `x` of every rank; return `x`."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
         plan = choose.broadcast(
-            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, self._lane_family(), algorithm
+            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, self._engine.lane_family, algorithm
         )
         call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
 
@@ -352,10 +353,14 @@ class Group:
         """
         operand = readable(x)
         if out is None:
-            choose.all_gather(self.rank, (0,) * self.size, self._lane_family(), algorithm)  # refuses unknown names now
+            # Unknown names are refused here, before the other ranks are involved.
+            choose.all_gather(self.rank, (0,) * self.size, self._engine.lane_family, algorithm)
             call = self._call("all_gather", operand.code, None, algorithm=algorithm)
             return self._engine.run(
-                call, lambda engine: self._gather_all(engine, operand, algorithm), timeout=timeout, async_op=async_op
+                call,
+                lambda engine: movements.gather_all(engine, operand, algorithm),
+                timeout=timeout,
+                async_op=async_op,
             )
         rows = writable(out)
         if rows.shape != (self.size, *operand.shape) or rows.code != operand.code:
@@ -364,7 +369,7 @@ class Group:
                 f"{DTYPES[rows.code].name}{list(rows.shape)}"
             )
         call = self._call("all_gather", operand.code, operand.shape, out=True, algorithm=algorithm)
-        plan = choose.all_gather(self.rank, (operand.flat.size,) * self.size, self._lane_family(), algorithm)
+        plan = choose.all_gather(self.rank, (operand.flat.size,) * self.size, self._engine.lane_family, algorithm)
 
         def body(engine: Engine) -> Any:
             blocks = list(rows.flat.reshape(engine.size, operand.flat.size))
@@ -375,93 +380,33 @@ class Group:
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
 
-    def _gather_all(self, engine: Engine, operand: Operand, algorithm: str | None = None) -> list[Array]:
-        """Gather blocks whose shapes only their owners know: shapes first, contents second."""
-        metas = np.zeros((engine.size, META_WORDS), np.uint64)
-        metas[engine.rank] = as_meta(operand.shape, operand.code)
-        engine.execute(choose.all_gather(engine.rank, (META_WORDS,) * engine.size, "stream", "direct"), list(metas))
-        arrays = [np.empty(*from_meta(meta)) for meta in metas]
-        arrays[engine.rank][...] = operand.flat.reshape(operand.shape)
-        blocks = [array.reshape(-1).view(np.uint8) for array in arrays]
-        lengths = tuple(block.size for block in blocks)
-        engine.execute(choose.all_gather(engine.rank, lengths, self._lane_family(), algorithm), blocks)
-        return arrays
-
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return `x` of every rank as a list by rank on `root`, None elsewhere; shapes may differ."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         operand = readable(x)
         call = self._call("gather", operand.code, None, root=root)
         return self._engine.run(
-            call, lambda engine: self._gather_to(engine, operand, root), timeout=timeout, async_op=async_op
+            call, lambda engine: movements.gather(engine, operand, root), timeout=timeout, async_op=async_op
         )
-
-    def _gather_to(self, engine: Engine, operand: Operand, root: int) -> list[Array] | None:
-        metas = np.zeros((engine.size, META_WORDS), np.uint64)
-        metas[engine.rank] = as_meta(operand.shape, operand.code)
-        engine.execute(direct.gather(engine.rank, root, [META_WORDS] * engine.size), list(metas))
-        if engine.rank != root:
-            lengths = [0] * engine.size
-            lengths[engine.rank] = operand.flat.nbytes
-            blocks = [np.empty(0, np.uint8)] * engine.size
-            blocks[engine.rank] = operand.flat.view(np.uint8)
-            engine.execute(direct.gather(engine.rank, root, lengths), blocks)
-            return None
-        arrays = [np.empty(*from_meta(meta)) for meta in metas]
-        arrays[root][...] = operand.flat.reshape(operand.shape)
-        blocks = [array.reshape(-1).view(np.uint8) for array in arrays]
-        engine.execute(direct.gather(engine.rank, root, [block.size for block in blocks]), blocks)
-        return arrays
 
     def scatter(
         self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Return this rank's element of `xs`, a list by rank that `root` passes; others pass None."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         operands = self._list_of_operands(xs, "xs") if self.rank == root else None
         call = self._call("scatter", None, None, root=root)
         return self._engine.run(
-            call, lambda engine: self._scatter_from(engine, operands, root), timeout=timeout, async_op=async_op
+            call, lambda engine: movements.scatter(engine, operands, root), timeout=timeout, async_op=async_op
         )
-
-    def _scatter_from(self, engine: Engine, operands: list[Operand] | None, root: int) -> Array:
-        me = engine.rank
-        metas = np.zeros((engine.size, META_WORDS), np.uint64)
-        for rank, operand in enumerate(operands or ()):
-            metas[rank] = as_meta(operand.shape, operand.code)
-        engine.execute(direct.scatter(me, root, [META_WORDS] * engine.size), list(metas))
-        mine = np.empty(*from_meta(metas[me]))
-        if operands is not None:
-            blocks = [operand.flat.view(np.uint8) for operand in operands]
-            mine[...] = operands[me].flat.reshape(operands[me].shape)
-        else:
-            blocks = [np.empty(0, np.uint8)] * engine.size
-            blocks[me] = mine.reshape(-1).view(np.uint8)
-        engine.execute(direct.scatter(me, root, [block.size for block in blocks]), blocks)
-        return mine
 
     def all_to_all(self, xs: Sequence[Any], *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Give element r of the list `xs` to rank r; return the list of what every rank gave to this one."""
         operands = self._list_of_operands(xs, "xs")
         call = self._call("all_to_all", None, None)
         return self._engine.run(
-            call, lambda engine: self._exchange_all(engine, operands), timeout=timeout, async_op=async_op
+            call, lambda engine: movements.exchange_all(engine, operands), timeout=timeout, async_op=async_op
         )
-
-    def _exchange_all(self, engine: Engine, operands: list[Operand]) -> list[Array]:
-        size, me = engine.size, engine.rank
-        out_metas = np.stack([as_meta(operand.shape, operand.code) for operand in operands])
-        in_metas = np.zeros_like(out_metas)
-        in_metas[me] = out_metas[me]
-        fixed = [META_WORDS] * size
-        engine.execute(direct.all_to_all(me, fixed, fixed), [*out_metas, *in_metas])
-        arrays = [np.empty(*from_meta(meta)) for meta in in_metas]
-        arrays[me][...] = operands[me].flat.reshape(operands[me].shape)
-        outgoing = [operand.flat.view(np.uint8) for operand in operands]
-        incoming = [array.reshape(-1).view(np.uint8) for array in arrays]
-        plan = direct.all_to_all(me, [block.size for block in outgoing], [block.size for block in incoming])
-        engine.execute(plan, [*outgoing, *incoming])
-        return arrays
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has come here."""
@@ -488,19 +433,13 @@ class Group:
         its class. `allow_pickle=True` takes anything else: only among ranks you trust with your account, because
         unpickling runs code that the sender chose.
         """
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         data = _encoded(value, allow_pickle) if self.rank == root else b""
         call = self._call("broadcast_object", None, None, root=root)
 
-        def body(engine: Engine) -> bytes:
-            length = np.array([len(data)], np.uint64)
-            engine.execute(choose.broadcast(engine.rank, engine.size, root, 1, 8, "stream", "tree"), [length])
-            payload = np.frombuffer(data, np.uint8) if engine.rank == root else np.empty(int(length[0]), np.uint8)
-            plan = choose.broadcast(engine.rank, engine.size, root, payload.size, 1, self._lane_family(), None)
-            engine.execute(plan, [payload])
-            return payload.tobytes()
-
-        return self._run_object(call, body, type, allow_pickle, timeout, async_op)
+        return self._run_object(
+            call, lambda engine: movements.broadcast_bytes(engine, data, root), type, allow_pickle, timeout, async_op
+        )
 
     def all_gather_object(
         self,
@@ -515,7 +454,7 @@ class Group:
         operand = _byte_operand(_encoded(value, allow_pickle))
         call = self._call("all_gather_object", None, None)
         return self._run_object(
-            call, lambda engine: self._gather_all(engine, operand), type, allow_pickle, timeout, async_op
+            call, lambda engine: movements.gather_all(engine, operand), type, allow_pickle, timeout, async_op
         )
 
     def gather_object(
@@ -529,11 +468,11 @@ class Group:
         async_op: bool = False,
     ) -> Any:
         """Return `value` of every rank as a list by rank on `root`, None elsewhere; see `broadcast_object`."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         operand = _byte_operand(_encoded(value, allow_pickle))
         call = self._call("gather_object", None, None, root=root)
         return self._run_object(
-            call, lambda engine: self._gather_to(engine, operand, root), type, allow_pickle, timeout, async_op
+            call, lambda engine: movements.gather(engine, operand, root), type, allow_pickle, timeout, async_op
         )
 
     def scatter_object(
@@ -547,7 +486,7 @@ class Group:
         async_op: bool = False,
     ) -> Any:
         """Return this rank's element of `values`, a list by rank that `root` passes; see `broadcast_object`."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         operands = None
         if self.rank == root:
             if values is None or len(values) != self.size:
@@ -556,7 +495,7 @@ class Group:
         call = self._call("scatter_object", None, None, root=root)
         return self._run_object(
             call,
-            lambda engine: self._scatter_from(engine, operands, root).tobytes(),
+            lambda engine: movements.scatter(engine, operands, root).tobytes(),
             type,
             allow_pickle,
             timeout,
@@ -711,7 +650,7 @@ class Group:
         call = self._call("split", None, None)
         operand = readable(choice)
         choices = self._engine.run(
-            call, lambda engine: self._gather_all(engine, operand), timeout=timeout, async_op=False
+            call, lambda engine: movements.gather_all(engine, operand), timeout=timeout, async_op=False
         )
         if color is None:
             return None
@@ -750,10 +689,6 @@ class Group:
 
     # Small things
 
-    def _lane_family(self) -> str:
-        """Return "ring" if all pairs of the group share memory by the host map, else "stream"."""
-        return self._engine.lane_family
-
     def _call(self, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
         key = (operation, code, shape, *agreed.values())
         return self._calls.get(key) or self._remember(key, operation, code, shape, **agreed)
@@ -766,9 +701,15 @@ class Group:
         call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
 
-    def _check_rank(self, rank: int, what: str) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise ConfigError(f"{what}={rank!r} is no rank of this group; it has ranks 0 to {self.size - 1}")
+    def _check_rank(self, rank: int, what: str) -> int:
+        """Return `rank` as an int if the group has it."""
+        try:
+            index = operator.index(rank)
+        except TypeError:
+            index = -1
+        if 0 <= index < self.size:
+            return index
+        raise ConfigError(f"{what}={rank!r} is no rank of this group; it has ranks 0 to {self.size - 1}")
 
     def _counts(self, counts: Sequence[int] | None, rows: int) -> list[int]:
         if counts is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from covey.base.dtypes import DTYPES
 
 KEPT: Final = 64
@@ -118,20 +116,3 @@ class Ledger:
         return "; ".join(
             f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} called {text}" for text, who in said.items()
         )
-
-
-def as_meta(array_shape: tuple[int, ...], code: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return a shape and dtype as a block of fixed size that can travel ahead of the contents."""
-    block = np.zeros(META_WORDS, np.uint64)
-    block[0], block[1] = code, len(array_shape)
-    block[2 : 2 + len(array_shape)] = array_shape
-    return block
-
-
-def from_meta(block: np.ndarray[Any, np.dtype[np.uint64]]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and dtype that a block names."""
-    return tuple(int(length) for length in block[2 : 2 + int(block[1])]), DTYPES[int(block[0])]
-
-
-META_WORDS: Final = 66
-"""dtype, number of dimensions, and numpy's limit of 64 lengths."""

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
 from covey.base.dtypes import DTYPES, dtype_code
-from covey.runtime.ledger import KEPT, META_WORDS, OPERATIONS, Ledger, as_meta, from_meta, make_call
+from covey.runtime.ledger import KEPT, OPERATIONS, Ledger, make_call
 
 FLOAT = dtype_code(np.dtype(np.float32))
 BARRIER = make_call("barrier", None, None)
@@ -99,10 +97,3 @@ def test_what_others_say_takes_bounded_memory() -> None:
     for sequence in range(10 * KEPT):
         ledger.heard(1, sequence, sequence, BARRIER.fingerprint, BARRIER.text)
     assert len(ledger._others[1].calls) == KEPT
-
-
-@given(st.lists(st.integers(0, 1 << 40), max_size=64), st.sampled_from(DTYPES))
-def test_shapes_and_dtypes_come_back_from_their_block(shape: list[int], dtype: np.dtype[np.generic]) -> None:
-    block = as_meta(tuple(shape), dtype_code(dtype))
-    assert block.shape == (META_WORDS,)
-    assert from_meta(block) == (tuple(shape), dtype)

@@ -1,0 +1,349 @@
+"""Strangers at the door: whatever they send or keep to themselves, groups form and work, and memory stays bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import tempfile
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.base.config import GroupConfig
+from covey.base.errors import RemoteProtocolError
+from covey.runtime import node as node_module
+from covey.runtime.bootstrap import Place, join_at
+from covey.runtime.greet import GREETING_SECONDS
+from covey.wire import frame, greeting, header, message_header, messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from covey.runtime.group import Group
+
+Address = str | tuple[str, int]
+LANES = ("shm", "unix", "tcp")
+DEADLINE = 20.0
+
+
+# Bytes
+
+
+def mutations(valid: list[bytes]) -> st.SearchStrategy[bytes]:
+    """Random bytes, and valid messages with a few bytes changed, cut off or added."""
+
+    def change(data: bytes, at: int, new: bytes, cut: int) -> bytes:
+        at %= len(data) + 1
+        return (data[:at] + new + data[at + len(new) :])[: max(0, len(data) - cut)]
+
+    changed = st.builds(change, st.sampled_from(valid), st.integers(0, 500), st.binary(max_size=8), st.integers(0, 9))
+    return st.binary(max_size=300) | changed
+
+
+def hello(**changes: Any) -> messages.Hello:
+    values: dict[str, Any] = {
+        "version": messages.VERSION, "nonce": secrets.token_bytes(32), "run": "attacked", "rank": 1, "size": 2,
+        "life": b"l" * 16, "purpose": "control", "host": "h", "host_name": "here", "pid": 1, "lanes": "auto",
+        "address": None, "socket": "",
+    }  # fmt: skip
+    return messages.Hello(**(values | changes))
+
+
+GREETINGS = [
+    messages.encode(message)
+    for message in (
+        hello(),
+        messages.Welcome(0, b"l" * 16, "h", "here", 1, ("127.0.0.1", 9), "/x"),
+        messages.Refusal("no", retry=False),
+    )
+]
+CONTROLS = [
+    messages.encode(message)
+    for message in (
+        messages.Roster((messages.Contact("h", None, "/x"), messages.Contact("h", ("::1", 5), ""))),
+        messages.Ready(),
+        messages.Goodbye(),
+        messages.Dial(1, "messages"),
+        messages.Announce(1, 2, 3, "barrier()"),
+        messages.Position(1, 2, 3, 4, "barrier()"),
+        messages.Revoke(1, "PeerLostError", "gone", (1, 2)),
+    )
+]
+
+
+@given(mutations(GREETINGS))
+def test_any_bytes_are_a_greeting_or_a_protocol_error(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        assert isinstance(messages.decode_greeting(data), messages.Hello | messages.Welcome | messages.Refusal)
+
+
+@given(mutations(CONTROLS))
+def test_any_bytes_are_a_control_message_or_a_protocol_error(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        messages.decode_control(data)
+
+
+@given(mutations([header.Header(1, 2, 0, 0, 3, 4, 5, 6, 7).pack()]))
+def test_any_bytes_are_a_transfer_header_or_a_protocol_error(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        found = header.unpack(data)
+        assert header.unpack(found.pack()) == found
+
+
+@given(mutations([message_header.encode(message_header.Header(1, 2, 12, 5, dtype_code=8, shape=(3,)))]))
+def test_any_bytes_are_a_message_header_incomplete_or_a_protocol_error(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        found = message_header.decode(data, 0, len(data))
+        assert found is None or found[1] <= len(data)
+
+
+@given(st.lists(st.binary(max_size=50)), st.lists(st.integers(1, 40), max_size=30), st.binary(max_size=20))
+def test_frames_do_not_depend_on_how_the_bytes_arrive(bodies: list[bytes], cuts: list[int], rest: bytes) -> None:
+    framer, stream, found = frame.Framer(50), b"".join(map(frame.frame, bodies)) + rest, []
+    with contextlib.suppress(RemoteProtocolError):  # the rest may announce anything
+        for cut in cuts:
+            found += framer.feed(stream[:cut])
+            stream = stream[cut:]
+        found += framer.feed(stream)
+    if not rest:
+        assert found == bodies
+
+
+@given(st.integers(51, 2**32 - 1))
+def test_a_frame_beyond_the_limit_is_refused_before_it_arrives(length: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        frame.Framer(50).feed(struct.pack("<I", length))
+
+
+# Connections
+
+
+class Crew:
+    """Two ranks of one run as threads, whose doors and token the test knows."""
+
+    def __init__(self, folder: str, lanes: str, threads: ThreadPoolExecutor) -> None:
+        self.folder, self.lanes, self.token = folder, lanes, secrets.token_bytes(32)
+        self._threads = threads
+        self._groups: dict[int, Future[Group]] = {}
+
+    def start(self, rank: int) -> None:
+        place = Place(rank=rank, size=2, folder=self.folder, token=self.token, name="attacked")
+        config = GroupConfig(lanes=self.lanes, timeout=DEADLINE)
+        self._groups[rank] = self._threads.submit(join_at, place, config, timeout=DEADLINE)
+
+    def doors(self, rank: int) -> list[Address]:
+        """Return where `rank` listens, as soon as it does."""
+        for _ in range(2000):
+            if self._groups[rank].done():
+                self._groups[rank].result()
+            for node in list(node_module._nodes):
+                if node.rank == rank and node._socket_path.startswith(self.folder) and node._formed is not None:
+                    return [node._socket_path, *([node._address] if node._address is not None else [])]
+            threading.Event().wait(0.005)
+        raise AssertionError("rank does not listen")
+
+    def everywhere(self, work: Any) -> list[Any]:
+        """Call `work(group)` on all ranks at the same time; return the results."""
+        groups = [group.result(DEADLINE) for group in self._groups.values()]
+        return [future.result(DEADLINE) for future in [self._threads.submit(work, group) for group in groups]]
+
+    def close(self) -> None:
+        self.everywhere(lambda group: group.close())
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+@pytest.fixture(params=LANES)
+def crew(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterator[Crew]:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        crew = Crew(folder, request.param, threads)
+        try:
+            yield crew
+        finally:
+            crew.close()
+
+
+@pytest.fixture
+def strangers() -> Iterator[contextlib.ExitStack]:
+    """Connections that stay open until the test is over."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def connect(address: Address) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.connect(address)  # without a timeout: a unix socket refuses those who will not wait when many do
+        sock.settimeout(DEADLINE)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def send(sock: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        sock.sendall(data)
+
+
+def read(sock: socket.socket) -> bytes:
+    """Read until the other side closes."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := sock.recv(4096):
+            data += piece
+    return data
+
+
+def read_challenge(sock: socket.socket) -> bytes:
+    data = b""
+    while len(data) < 40:
+        piece = sock.recv(40 - len(data))
+        assert piece, "closed before the challenge"
+        data += piece
+    assert data.startswith(greeting.BANNER)
+    return data[8:]
+
+
+def introduce(address: Address, token: bytes, who: messages.Hello) -> tuple[bytes, messages.Greeting | None]:
+    """Go through the handshake; return what was sent, and the answer if there was one."""
+    with connect(address) as sock:
+        challenge = read_challenge(sock)
+        body = messages.encode(who)
+        sent = greeting.dial_proof(token, challenge, body) + frame.frame(body)
+        send(sock, sent)
+        sock.shutdown(socket.SHUT_WR)
+        answer = read(sock)
+    return sent, messages.decode_greeting(answer[36:]) if len(answer) > 36 else None
+
+
+RUBBISH = (
+    b"",
+    b"\0",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"tls" * 50,
+    secrets.token_bytes(31),
+    secrets.token_bytes(5000),
+    bytes(32) + b"\xff\xff\xff\xff" + bytes(100_000),
+    bytes(32) + struct.pack("<I", 4096) + bytes(4095),
+    bytes(32) + struct.pack("<I", 0),
+)
+
+
+def bother(address: Address, token: bytes) -> None:
+    """Come with rubbish, without the token, and with an answer to another challenge."""
+    for rubbish in RUBBISH:
+        with connect(address) as sock:
+            send(sock, rubbish)
+            sock.shutdown(socket.SHUT_WR)
+            assert len(read(sock)) <= 40  # nothing beyond the challenge
+    assert introduce(address, secrets.token_bytes(32), hello())[1] is None
+    answered, _ = introduce(address, token, hello(version=99))
+    with connect(address) as sock:
+        read_challenge(sock)
+        send(sock, answered)
+        assert read(sock) == b""
+
+
+def add(group: Group) -> list[float]:
+    return [float(value) for value in group.all_reduce(np.arange(3.0) * (group.rank + 1))]
+
+
+def test_a_group_forms_while_strangers_crowd_its_doors(crew: Crew, strangers: contextlib.ExitStack) -> None:
+    crew.start(0)
+    doors = crew.doors(0)
+    for door in doors:
+        bother(door, crew.token)
+        for _ in range(300):
+            strangers.enter_context(connect(door))
+    began = time.monotonic()
+    crew.start(1)
+    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    assert time.monotonic() - began < GREETING_SECONDS  # it did not wait for the idle ones to run out of time
+
+
+def test_a_group_works_and_opens_lanes_while_strangers_crowd_its_doors(
+    crew: Crew, strangers: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "covey")
+    for rank in range(2):
+        crew.start(rank)
+    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    descriptors, resident = count_descriptors(), resident_bytes()
+    for rank in range(2):
+        for door in crew.doors(rank):
+            bother(door, crew.token)
+            for number in range(300):
+                sock = strangers.enter_context(connect(door))
+                send(sock, secrets.token_bytes(number % 40))
+    assert crew.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
+    assert crew.everywhere(exchange) == [1.0, 0.0]
+    for rank in range(2):
+        for door in crew.doors(rank):
+            bother(door, crew.token)
+    strangers.close()
+    assert resident_bytes() - resident < 32 << 20
+    assert sum("turned a connection away" in record.getMessage() for record in caplog.records) <= 2 * 2
+    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    wait_until(lambda: count_descriptors() < descriptors + 20)
+
+
+def exchange(group: Group) -> float:
+    group.send(np.array([float(group.rank)]), dst=1 - group.rank)
+    return float(group.recv(src=1 - group.rank)[0])
+
+
+def test_those_who_know_the_token_but_are_someone_else_are_refused(crew: Crew) -> None:
+    for rank in range(2):
+        crew.start(rank)
+    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    lives = {peer.rank: peer.life for node in list(node_module._nodes) for peer in node.peers.values()}
+    right = {"lanes": crew.lanes, "size": 2}
+    for door in crew.doors(0):
+        for who in (
+            hello(**right),
+            hello(**right, rank=0),
+            hello(**right, rank=7),
+            hello(**right, rank=-1),
+            hello(**(right | {"size": 3})),
+            hello(**right, version=2),
+            hello(**right, purpose="collectives", lane="unix"),
+            hello(**right, purpose="mischief", life=lives[1]),
+            hello(**right, purpose="collectives", life=lives[1], lane="unix"),
+            hello(**right, run="another"),
+        ):
+            answer = introduce(door, crew.token, who)[1]
+            assert isinstance(answer, messages.Refusal), (who, answer)
+    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    assert crew.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
+
+
+def count_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def wait_until(condition: Any) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("not in time")
