@@ -200,6 +200,12 @@ def send(sock: socket.socket, data: bytes) -> None:
         sock.sendall(data)
 
 
+def end(sock: socket.socket) -> None:
+    """Say that nothing follows, unless the other side has closed already."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+
+
 def read(sock: socket.socket) -> bytes:
     """Read until the other side closes."""
     data = b""
@@ -226,7 +232,7 @@ def introduce(address: Address, token: bytes, who: messages.Hello) -> tuple[byte
         body = messages.encode(who)
         sent = greeting.dial_proof(token, challenge, body) + frame.frame(body)
         send(sock, sent)
-        sock.shutdown(socket.SHUT_WR)
+        end(sock)
         answer = read(sock)
     return sent, messages.decode_greeting(answer[36:]) if len(answer) > 36 else None
 
@@ -249,7 +255,7 @@ def bother(address: Address, token: bytes) -> None:
     for rubbish in RUBBISH:
         with connect(address) as sock:
             send(sock, rubbish)
-            sock.shutdown(socket.SHUT_WR)
+            end(sock)
             assert len(read(sock)) <= 40  # nothing beyond the challenge
     assert introduce(address, secrets.token_bytes(32), hello())[1] is None
     answered, _ = introduce(address, token, hello(version=99))

@@ -78,6 +78,9 @@ class Lane(Protocol):
             LaneClosedError: the peer is gone and all it sent was received.
         """
 
+    def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
+        """Try for some microseconds; tell whether one of the transfers may move now."""
+
     def fileno(self) -> int:
         """Return the descriptor to poll."""
 

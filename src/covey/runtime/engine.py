@@ -91,6 +91,7 @@ class Engine:
         self.ranks = range(self.size)
         self.contributors = self.size
         self.wake_fd = -1
+        self.polls: dict[tuple[int, ...], select.poll] = {}
         self._wake_write_fd = -1
         self._ranks_by_member = {member: rank for rank, member in enumerate(members)}
         self._lanes: list[Lane | None] = [None] * self.size
@@ -572,6 +573,7 @@ class Engine:
         if self._issuing.acquire(timeout=5.0):  # another thread's operation ends before its lanes do
             self._issuing.release()
         self._lanes = [None] * self.size
+        self.polls.clear()
         self.wake_fd = self._wake_write_fd = -1
         self._release()
 

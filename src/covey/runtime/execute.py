@@ -18,7 +18,7 @@ from covey.plan.moves import FINAL, LEFT, REDUCE
 from covey.wire.header import SUFFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from covey.base.arithmetic import Reduction
     from covey.net.lane import Lane
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 BYTE: Final = np.dtype(np.uint8)
-SPIN_SECONDS: Final = 30e-6
-"""How long to try again before sleeping: about what falling asleep and being woken costs."""
 
 
 class Watch(Protocol):
     """What an execution asks of the group it runs for."""
 
     wake_fd: int
+    polls: dict[tuple[int, ...], select.poll]
+    """What was slept on before, by descriptors and events: they last as long as the group's lanes."""
 
     def check(self) -> None:
         """Raise if the group has failed."""
@@ -74,7 +74,7 @@ def execute(
     out_peer = in_peer = -1
     out_lane: Any = None
     in_lane: Any = None
-    idle_since = 0.0
+    idle_since = again_at = 0.0
 
     while True:
         moved = False
@@ -84,8 +84,7 @@ def execute(
             if after <= applied:
                 if peer != out_peer:
                     out_peer, out_lane = peer, watch.lane(peer)
-                move = out_moves.get(peer, 0)
-                out_moves[peer] = move + 1
+                move = out_moves[peer] = out_moves.get(peer, -1) + 1
                 payload = buffers[index][start:stop].view(BYTE)
                 out = Outgoing(prefix + SUFFIX.pack(move, payload.size), payload)
         if out is not None:
@@ -102,8 +101,7 @@ def execute(
             peer, index, start, stop, action, after = recvs[applied]
             if peer != in_peer:
                 in_peer, in_lane = peer, watch.lane(peer)
-            move = in_moves.get(peer, 0)
-            in_moves[peer] = move + 1
+            move = in_moves[peer] = in_moves.get(peer, -1) + 1
             target = buffers[index][start:stop]
             nbytes = target.nbytes
             incoming = Incoming(prefix + SUFFIX.pack(move, nbytes), nbytes, watch.wrong_header, peer)
@@ -112,8 +110,7 @@ def execute(
                 incoming.dest = aside.view(BYTE)
             elif action & REDUCE:
                 incoming.dtype = target.dtype
-                absorb = _absorber(target, reduction, action, contributors)
-                incoming.absorb = _at_once(absorb, target) if after else absorb
+                incoming.absorb = _Reducing(target, reduction, action, contributors, whole=after > 0).absorb
             else:
                 incoming.dest = target.view(BYTE)
         if incoming is not None:
@@ -131,98 +128,106 @@ def execute(
                 applied += 1
                 moved = True
 
-        if moved:
-            idle_since = 0.0
-            if sent == send_count and applied == recv_count:
-                return
-            continue
         if sent == send_count and applied == recv_count:
             return
+        if moved:
+            idle_since = 0.0
+            continue
 
+        waiting = incoming if incoming is not None and incoming.got < incoming.nbytes else None
+        if spin:
+            if waiting is None:
+                ready = out_lane.spin(out, None)
+            else:
+                ready = in_lane.spin(out if out_lane is in_lane else None, waiting)
+            if ready:
+                continue
         now = time.monotonic()
         if not idle_since:
-            idle_since = now
-            watch.check()
-        if spin and now - idle_since < SPIN_SECONDS:
-            continue
-        waiting_in = incoming is not None and incoming.got < incoming.nbytes
-        waiting_for: tuple[int, ...] = (out_peer,) if out is not None else ()
-        if waiting_in:
-            waiting_for += (in_peer,)
-        again_at = watch.stalled(idle_since, waiting_for)
-        _sleep(out_lane if out is not None else None, in_lane if waiting_in else None, watch.wake_fd, again_at - now)
-        watch.check()
+            idle_since, again_at = now, 0.0
+        if now >= again_at:
+            waiting_for: tuple[int, ...] = (out_peer,) if out is not None else ()
+            again_at = watch.stalled(idle_since, waiting_for if waiting is None else (*waiting_for, in_peer))
+        _sleep(out_lane if out is not None else None, in_lane if waiting is not None else None, watch, again_at - now)
 
 
-def _absorber(
-    target: Array, reduction: Reduction | None, action: int, contributors: int
-) -> Callable[[int, Array], None]:
-    """Return the function that combines a piece at a byte offset into `target`."""
-    assert reduction is not None
-    combine, size = reduction.combine, target.itemsize
-    finish = reduction.finish if reduction.divides and action & FINAL else None
+class _Reducing:
+    """Combines what arrives, piece by piece, into `target`."""
 
-    def absorb(offset: int, piece: Array) -> None:
-        start = offset // size
-        mine = target[start : start + len(piece)]
-        left, right = (piece, mine) if action & LEFT else (mine, piece)
-        if len(mine) > 1:
-            combine(left, right, out=mine)
+    __slots__ = ("_collected", "_combine", "_contributors", "_finish", "_is_left", "_target")
+
+    def __init__(
+        self, target: Array, reduction: Reduction | None, action: int, contributors: int, *, whole: bool
+    ) -> None:
+        """`whole` collects all pieces and combines them in one call.
+
+        Two ranks that swap and then combine for themselves must get the same bits, however the bytes arrive. How numpy
+        rounds a complex product, and which of two nans it keeps, depends on where an element stands in the call.
+        """
+        assert reduction is not None
+        self._target = target
+        self._combine = reduction.combine
+        self._is_left = action & LEFT
+        self._finish = reduction.finish if reduction.divides and action & FINAL else None
+        self._contributors = contributors
+        self._collected: Array | None = target if whole else None
+
+    def absorb(self, offset: int, piece: Array) -> None:
+        """Combine a piece that starts `offset` bytes into the transfer."""
+        target = self._target
+        if piece.size == target.size:
+            mine = target
+        else:
+            start = offset // target.itemsize
+            stop = start + piece.size
+            if self._collected is not None:
+                if start == 0:
+                    self._collected = np.empty_like(target)
+                self._collected[start:stop] = piece
+                if stop < target.size:
+                    return
+                mine, piece = target, self._collected
+            else:
+                mine = target[start:stop]
+        left, right = (piece, mine) if self._is_left else (mine, piece)
+        if mine.size > 1:
+            self._combine(left, right, out=mine)
         else:  # one element that is also the output is a running total to numpy, which rounds and keeps nans otherwise
-            mine[...] = combine(left, right)
-        if finish is not None:
-            finish(mine, contributors)
-
-    return absorb
-
-
-def _at_once(absorb: Callable[[int, Array], None], target: Array) -> Callable[[int, Array], None]:
-    """Return the function that collects pieces and combines them all in one call.
-
-    Two ranks that swap and then combine for themselves must get the same bits, however the bytes arrive. How numpy
-    rounds a complex product, and which of two nans it keeps, depends on where an element stands in the call.
-    """
-    whole: Array | None = None
-
-    def collect(offset: int, piece: Array) -> None:
-        nonlocal whole
-        if len(piece) == len(target):
-            absorb(0, piece)
-            return
-        if whole is None:
-            whole = np.empty_like(target)
-        start = offset // target.itemsize
-        whole[start : start + len(piece)] = piece
-        if start + len(piece) == len(target):
-            absorb(0, whole)
-
-    return collect
+            mine[...] = self._combine(left, right)
+        if self._finish is not None:
+            self._finish(mine, self._contributors)
 
 
 def _apply(recv: Recv, aside: Array, buffers: Sequence[Array], reduction: Reduction | None, contributors: int) -> None:
     """Apply a payload that was kept aside."""
     target = buffers[recv.buffer][recv.start : recv.stop]
     if recv.action & REDUCE:
-        _absorber(target, reduction, recv.action, contributors)(0, aside)
+        _Reducing(target, reduction, recv.action, contributors, whole=True).absorb(0, aside)
     else:
         target[...] = aside
 
 
-def _sleep(out_lane: Lane | None, in_lane: Lane | None, wake_fd: int, seconds: float) -> None:
-    """Sleep until a lane may move, the group is woken, or `seconds` have passed."""
-    poll = select.poll()
-    poll.register(wake_fd, select.POLLIN)
-    if out_lane is in_lane:
-        lanes = [] if in_lane is None else [(in_lane, True, True)]
-    else:
-        lanes = [(lane, lane is out_lane, lane is in_lane) for lane in (out_lane, in_lane) if lane is not None]
+def _sleep(out_lane: Lane | None, in_lane: Lane | None, watch: Watch, seconds: float) -> None:
+    """Sleep until a lane may move, the group is woken, or `seconds` have passed; raise if the group has failed."""
+    parked: list[Lane] = []
+    key: tuple[int, ...] = ()
     try:
-        for lane, sending, receiving in lanes:
-            events = lane.park(sending=sending, receiving=receiving)
-            if not events:
-                return
-            poll.register(lane.fileno(), events)
-        poll.poll(max(0.0, seconds) * 1000)
+        for lane in (in_lane, out_lane) if in_lane is not out_lane else (in_lane,):
+            if lane is not None:
+                parked.append(lane)
+                events = lane.park(sending=lane is out_lane, receiving=lane is in_lane)
+                if not events:
+                    return
+                key += (lane.fileno(), events)
+        poll = watch.polls.get(key)
+        if poll is None:
+            poll = watch.polls[key] = select.poll()
+            poll.register(watch.wake_fd, select.POLLIN)
+            for descriptor, events in zip(key[::2], key[1::2], strict=True):
+                poll.register(descriptor, events)
+        for descriptor, _ in poll.poll(seconds * 1000 if seconds > 0 else 0):
+            if descriptor == watch.wake_fd:
+                watch.check()
     finally:
-        for lane, _, _ in lanes:
+        for lane in parked:
             lane.unpark()

@@ -208,7 +208,7 @@ class Node:
     async def _connected(self, peer: Peer, sock: socket.socket, who: messages.Hello | messages.Welcome) -> None:
         peer.life, peer.host_name, peer.pid = who.life, who.host_name, who.pid
         peer.contact = messages.Contact(who.host, who.address, who.socket)
-        connection = _Control(self, peer)
+        connection = _Control(self, peer, sock)
         peer.connection = connection
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=track(sock))
         self._settle()
@@ -454,8 +454,8 @@ class Node:
 class _Control(asyncio.Protocol):
     """One control connection."""
 
-    def __init__(self, node: Node, peer: Peer) -> None:
-        self._node, self._peer = node, peer
+    def __init__(self, node: Node, peer: Peer, sock: socket.socket) -> None:
+        self._node, self._peer, self._sock = node, peer, sock
         self._framer = Framer(CONTROL_LIMIT)
         self._transport: asyncio.Transport | None = None
         self.ended = asyncio.Event()
@@ -473,7 +473,11 @@ class _Control(asyncio.Protocol):
             assert self._transport is not None
             self._transport.abort()
 
-    def connection_lost(self, _error: BaseException | None) -> None:
+    def connection_lost(self, error: BaseException | None) -> None:
+        if error is not None:  # a write failed, perhaps before the peer's last words were read: why it left
+            with contextlib.suppress(OSError):
+                while data := self._sock.recv(1 << 16):
+                    self.data_received(data)
         self.ended.set()
         if self._peer.connection is self:
             self._node._lost(self._peer)
