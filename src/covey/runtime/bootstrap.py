@@ -84,6 +84,8 @@ def join(
     with _joining:
         if _joined is None or _joined._engine.is_over:
             _joined = join_at(find_place(os.environ), config, timeout=join_timeout)
+        elif _joined._engine.config != config:
+            raise ConfigError("the group is open with other settings; close it before you join with new ones")
         return _joined
 
 
@@ -176,7 +178,9 @@ def _mpirun(env: Mapping[str, str]) -> Place | None:
         job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or "job"
     elif "PMI_RANK" in env and "PMI_SIZE" in env:
         rank, size = _number(env, "PMI_RANK"), _number(env, "PMI_SIZE")
-        local_rank, local_size = _number(env, "MPI_LOCALRANKID", rank), _number(env, "MPI_LOCALNRANKS", size)
+        one_host = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1  # srun --mpi=pmi2 sets these variables, too
+        local_rank = _number(env, "MPI_LOCALRANKID", rank if one_host else 0)
+        local_size = _number(env, "MPI_LOCALNRANKS", size if one_host else 1)
         job = env.get("PMI_ID_NAMESPACE") or env.get("HYDRA_JOBID") or env.get("PMI_PORT") or str(os.getppid())
     else:
         return None

@@ -108,6 +108,7 @@ class Node:
         self._refused_at = 0.0
         self._formed: asyncio.Future[None] | None = None
         self._complaint: CoveyError | None = None
+        self._refusal = ""
         self.is_closing = False
         _nodes.add(self)
 
@@ -141,7 +142,7 @@ class Node:
             missing = ", ".join(map(str, self._missing()))
             raise DeadlineError(
                 f"rank {self.rank} of {self.size} waited {within:g} s in {self.run} for rank {missing}. "
-                "Is it running, and with the same job id or MASTER_ADDR and MASTER_PORT?",
+                f"Is it running, and with the same job id or MASTER_ADDR and MASTER_PORT?{self._refusal}",
                 late=tuple(self._missing()),
             ) from None
 
@@ -189,6 +190,7 @@ class Node:
             except (ConnectError, TimeoutError):
                 hang_ups = 0  # not there yet
             except RefusedError as error:
+                self._refusal = f" Rank {peer.rank} says: {error}."
                 if not error.retry:
                     self._complain(ConfigError(f"rank {peer.rank} refused this rank: {error}"))
                     return
