@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from covey.base.dtypes import BFLOAT16, DTYPES
+from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -89,11 +89,6 @@ def identity(op: str, dtype: np.dtype[Any]) -> Any:
         limits = np.iinfo(dtype)
         return dtype.type(limits.max if op == "min" else limits.min)
     return dtype.type(np.inf if op == "min" else -np.inf)
-
-
-def is_float(dtype: np.dtype[Any]) -> bool:
-    """Tell whether arithmetic on `dtype` can overflow or be invalid, and so would warn."""
-    return dtype.kind in "fc" or dtype == BFLOAT16
 
 
 assert all(_allowed(dtype) for dtype in DTYPES)

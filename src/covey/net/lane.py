@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-PIECE_BYTES = 1 << 19
+PIECE_BYTES = 1 << 20
 """Payloads move in pieces of at most this, so that a piece is still in cache when it is reduced or copied on."""
 
 

@@ -15,7 +15,7 @@ from covey.wire.header import HEADER_BYTES
 
 SEND_BYTES = 1 << 20
 """Bytes handed to the kernel at once. Much more leaves the cache before the peer reads it."""
-RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = 1 << 19
 """Bytes taken from the kernel at once for a reduction, which then finds them in the cache."""
 
 SPINS = range(16)
@@ -37,6 +37,8 @@ class StreamLane:
         self._sock = track(sock)
         self._scratch = np.empty(HEADER_BYTES + RECEIVE_BYTES, np.uint8)
         self._scratch_view = memoryview(self._scratch)
+        self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch
+        """The scratch payload, seen as elements of the dtype that was reduced last."""
         self._carry = 0  # bytes of an element that arrived in part, at the front of the scratch payload
 
     def transmit(self, out: Outgoing) -> bool:
@@ -63,9 +65,9 @@ class StreamLane:
                 taken = self._sock.recv_into(incoming.dest[got : got + SEND_BYTES])
                 incoming.got = got + taken
             else:
-                start = HEADER_BYTES + self._carry
-                room = min(RECEIVE_BYTES - self._carry, incoming.nbytes - incoming.got - self._carry)
-                taken = self._sock.recv_into(self._scratch_view[start : start + room])
+                end = incoming.nbytes - incoming.got
+                end = HEADER_BYTES + (end if end < RECEIVE_BYTES else RECEIVE_BYTES)
+                taken = self._sock.recv_into(self._scratch_view[HEADER_BYTES + self._carry : end])
                 self._absorb(incoming, self._carry + taken)
         except BlockingIOError:
             return False
@@ -101,11 +103,13 @@ class StreamLane:
         """Hand the whole elements among `available` scratch bytes over and keep the rest of a split one."""
         assert incoming.absorb is not None
         assert incoming.dtype is not None
-        carry = available % incoming.dtype.itemsize
+        if self._typed.dtype != incoming.dtype:
+            self._typed = self._scratch[HEADER_BYTES:].view(incoming.dtype)
+        size = self._typed.itemsize
+        carry = available % size
         whole = available - carry
         if whole:
-            piece: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES : HEADER_BYTES + whole]
-            incoming.absorb(incoming.got, piece.view(incoming.dtype))
+            incoming.absorb(incoming.got, self._typed[: whole // size])
             incoming.got += whole
         if carry and whole:
             self._scratch[HEADER_BYTES : HEADER_BYTES + carry] = self._scratch[

@@ -21,8 +21,8 @@ DOUBLING_BYTES: Final = {"ring": 16 << 10, "stream": 64 << 10}
 """More ranks use the fewest rounds up to this; above, the fewest bytes."""
 TREE_BYTES: Final = 128 << 10
 """Broadcast and reduce along a binomial tree up to this, along a pipelined chain above."""
-SEGMENT_BYTES: Final = {"ring": 512 << 10, "stream": 1 << 20}
-"""Pipelined transfers: small enough to stay in cache, large enough to need few calls."""
+SEGMENT_BYTES: Final = 4 << 20
+"""Pipelined transfers: large enough to need few calls, small enough that the pipeline fills soon."""
 
 ALL_REDUCE: Final = ("exchange", "doubling", "direct", "ring")
 ROOTED: Final = ("tree", "ring")
@@ -39,7 +39,7 @@ def all_reduce(rank: int, size: int, count: int, itemsize: int, lanes: str, algo
             algorithm = "doubling"
         else:
             algorithm = "direct" if lanes == "ring" else "ring"
-    segment = max(1, SEGMENT_BYTES[lanes] // itemsize)
+    segment = max(1, SEGMENT_BYTES // itemsize)
     match algorithm:
         case "exchange" if size <= 2:
             return direct.exchange(rank, size, count)
@@ -59,7 +59,7 @@ def broadcast(rank: int, size: int, root: int, count: int, itemsize: int, lanes:
         case "tree":
             return tree.broadcast(rank, size, root, count)
         case "ring":
-            return ring.broadcast(rank, size, root, count, max(1, SEGMENT_BYTES[lanes] // itemsize))
+            return ring.broadcast(rank, size, root, count, max(1, SEGMENT_BYTES // itemsize))
     raise _unknown("broadcast", algorithm, ROOTED)
 
 
@@ -70,7 +70,7 @@ def reduce(rank: int, size: int, root: int, count: int, itemsize: int, lanes: st
         case "tree":
             return tree.reduce(rank, size, root, count)
         case "ring":
-            return ring.reduce(rank, size, root, count, max(1, SEGMENT_BYTES[lanes] // itemsize))
+            return ring.reduce(rank, size, root, count, max(1, SEGMENT_BYTES // itemsize))
     raise _unknown("reduce", algorithm, ROOTED)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import logging
 import os
@@ -18,6 +19,8 @@ import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.errors import (
@@ -40,8 +43,6 @@ from covey.wire.header import MAGIC, PREFIX, unpack
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
-
-    import numpy as np
 
     from covey.base.arithmetic import Reduction
     from covey.base.config import GroupConfig
@@ -102,6 +103,9 @@ class Engine:
         self._timeout = self._deadline = 0.0
         self._announced = False
         self._warn_at = 0.0
+        self._quiet = contextvars.Context()
+        """Where infinities and nans are numbers like others and not worth a warning; cheaper than np.errstate."""
+        self._quiet.run(np.seterr, all="ignore")
         self._issuing = threading.Lock()
         self._fault: Fault | None = None
         self._first_error: BaseException | None = None
@@ -202,7 +206,7 @@ class Engine:
             MAGIC, call.operation, call.dtype, self._phase, 0, self.id, self._sequence, call.fingerprint
         )
         self._phase += 1
-        execute(plan, buffers, reduction, self.contributors, prefix, self, spin=self._spin)
+        self._quiet.run(execute, plan, buffers, reduction, self.contributors, prefix, self, self._spin)
 
     def _gave_up(self, error: BaseException) -> None:
         """The current operation ended with `error`: the others must know, whatever it was."""

@@ -59,7 +59,6 @@ def execute(
     contributors: int,
     prefix: bytes,
     watch: Watch,
-    *,
     spin: bool,
 ) -> None:
     """Carry out `plan` on `buffers` (one-dimensional, contiguous); `prefix` is what all headers start with."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from covey.base.arithmetic import identity, is_float, reduction
+from covey.base.arithmetic import identity, reduction
 from covey.base.config import check_timeout
 from covey.base.dtypes import DTYPES, dtype_code
 from covey.base.errors import ConfigError, MismatchError
@@ -68,7 +68,7 @@ class Group:
         self._on_close = on_close
         self._messenger: Messenger | None = None
         self._calls: dict[Any, Call] = {}
-        self._prepared: dict[Any, tuple[Call, Plan, Reduction, bool]] = {}
+        self._prepared: dict[Any, tuple[Call, Plan, Reduction]] = {}
         self._children = itertools.count(1)
 
     # Who
@@ -144,18 +144,14 @@ class Group:
             if len(self._prepared) > CACHED_CALLS:
                 self._prepared.clear()
             prepared = self._prepared[key] = self._prepare_all_reduce(flat, *key[1:])
-        call, plan, rule, is_quiet = prepared
+        call, plan, rule = prepared
         if weight is not None:
             _check_weight(op, weight)
 
         def body(engine: Engine) -> Any:
             if weight is not None and not self._weigh(engine, flat, weight):
                 return None  # every rank finds the same, so the group can go on
-            if is_quiet:
-                engine.execute(plan, (flat,), rule)
-            else:
-                with np.errstate(all="ignore"):
-                    engine.execute(plan, (flat,), rule)
+            engine.execute(plan, (flat,), rule)
             if operand is not None:
                 operand.done()
             return x
@@ -165,14 +161,14 @@ class Group:
 
     def _prepare_all_reduce(
         self, flat: Array, shape: tuple[int, ...], op: str, algorithm: str | None, is_plain: bool
-    ) -> tuple[Call, Plan, Reduction, bool]:
+    ) -> tuple[Call, Plan, Reduction]:
         """Return all that repeated calls with arrays like this one share; raise if they cannot work."""
         code = dtype_code(flat.dtype)
         rule = reduction(op, flat.dtype)
         call = make_call("all_reduce", code, shape, op=op, weighted=None if is_plain else True, algorithm=algorithm)
         plan = self._plan_all_reduce(flat.size, flat.itemsize, algorithm)
         # Shares add up to the mean by themselves.
-        return call, plan, rule if is_plain else reduction("sum", flat.dtype), not is_float(flat.dtype)
+        return call, plan, rule if is_plain else reduction("sum", flat.dtype)
 
     def _plan_all_reduce(self, count: int, itemsize: int, algorithm: str | None) -> Plan:
         engine = self._engine
@@ -225,8 +221,7 @@ class Group:
         def body(engine: Engine) -> Any:
             # A rank that passes others' contributions on combines them in memory of its own.
             flat = operand.flat if engine.rank == root or not plan.recvs else operand.flat.copy()
-            with np.errstate(all="ignore"):
-                engine.execute(plan, [flat], rule)
+            engine.execute(plan, [flat], rule)
             if engine.rank == root:
                 operand.done()
             return x
@@ -254,7 +249,7 @@ class Group:
         shares = self._counts(counts, rows)
         lengths = [share * row for share in shares]
         starts = [0, *itertools.accumulate(lengths)]
-        segment = max(1, choose.SEGMENT_BYTES[self._engine.lane_family] // operand.flat.itemsize)
+        segment = max(1, choose.SEGMENT_BYTES // operand.flat.itemsize)
         plan = direct.reduce_scatter(self.rank, lengths, segment)
         call = self._call(
             "reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares)
@@ -263,8 +258,7 @@ class Group:
         def body(engine: Engine) -> Any:
             parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
             result = parts[engine.rank].copy()
-            with np.errstate(all="ignore"):
-                engine.execute(plan, [*parts, result], rule)
+            engine.execute(plan, [*parts, result], rule)
             return result.reshape(shares[engine.rank], *operand.shape[1:])
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
@@ -291,8 +285,7 @@ class Group:
             else:
                 result = np.full_like(operand.flat, identity(op, operand.flat.dtype))
                 plan, buffers = doubling.exscan(engine.rank, engine.size, result.size), [operand.flat, result]
-            with np.errstate(all="ignore"):
-                engine.execute(plan, buffers, rule)
+            engine.execute(plan, buffers, rule)
             return result.reshape(operand.shape)
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from covey.base.arithmetic import OPS, identity, is_float, reduction
+from covey.base.arithmetic import OPS, identity, reduction
 from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError
 
@@ -90,9 +90,3 @@ def test_a_half_precision_mean_is_divided_by_counts_that_the_dtype_cannot_hold(d
     expected = (x.astype(np.float32) / np.float32(257)).astype(dtype)
     reduction("mean", np.dtype(dtype)).finish(x, 257)
     assert x == expected
-
-
-def test_only_floats_can_raise_float_warnings() -> None:
-    assert [dtype.name for dtype in DTYPES if is_float(dtype)] == [
-        "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-    ]  # fmt: skip
