@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
+SMALL_BYTES = 2048
+"""A payload up to this goes out together with its header, as one string of bytes: copying costs less than a call."""
 PIECE_BYTES = 1 << 20
 """Payloads move in pieces of at most this, so that a piece is still in cache when it is reduced or copied on."""
 
@@ -79,7 +81,11 @@ class Lane(Protocol):
         """
 
     def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
-        """Try for some microseconds; tell whether one of the transfers may move now."""
+        """Try for some microseconds; tell whether one of the transfers may move now, or did.
+
+        Raises:
+            LaneClosedError: as `receive`.
+        """
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""

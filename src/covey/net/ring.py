@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.net.descriptors import track
-from covey.net.lane import PIECE_BYTES, Incoming, LaneClosedError, Outgoing
+from covey.net.lane import PIECE_BYTES, SMALL_BYTES, Incoming, LaneClosedError, Outgoing
 from covey.wire.header import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ _HEAD, _TAIL, _WRITER_ASLEEP, _READER_ASLEEP = 0, 8, 16, 24
 _WORDS_PER_RING: Final = 32
 SPINS: Final = range(300)
 """Looks at a word before going to sleep: some 25 microseconds, about what falling asleep and being woken costs."""
-SMALL_BYTES: Final = 2048
-"""A payload up to this is written together with its header."""
 
 
 def memory_bytes(capacity: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from covey.net.descriptors import track
-from covey.net.lane import Incoming, LaneClosedError, Outgoing
+from covey.net.lane import SMALL_BYTES, Incoming, LaneClosedError, Outgoing
 from covey.wire.header import HEADER_BYTES
 
 SEND_BYTES = 1 << 20
@@ -46,7 +46,10 @@ class StreamLane:
         try:
             if sent < 0:
                 header = out.header if sent == -HEADER_BYTES else out.header[sent:]
-                taken = self._sock.sendmsg([header, out.data[:SEND_BYTES]]) if out.nbytes else self._sock.send(header)
+                if out.nbytes <= SMALL_BYTES:
+                    taken = self._sock.send(header + out.data.tobytes())
+                else:
+                    taken = self._sock.sendmsg([header, out.data[:SEND_BYTES]])
             else:
                 taken = self._sock.send(out.data[sent : sent + SEND_BYTES])
         except BlockingIOError:
@@ -120,14 +123,9 @@ class StreamLane:
     def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
         if out is not None or incoming is None or incoming.nbytes > SPIN_BYTES:
             return False
-        for _ in SPINS:
-            try:
-                self._sock.recv(1, socket.MSG_PEEK)
-            except BlockingIOError:
-                continue
-            except OSError:
+        for _ in SPINS:  # noqa: SIM110  (any() would take longer)
+            if self.receive(incoming):
                 return True
-            return True
         return False
 
     def fileno(self) -> int:

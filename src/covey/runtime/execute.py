@@ -135,10 +135,13 @@ def execute(
 
         waiting = incoming if incoming is not None and incoming.got < incoming.nbytes else None
         if spin:
-            if waiting is None:
-                ready = out_lane.spin(out, None)
-            else:
-                ready = in_lane.spin(out if out_lane is in_lane else None, waiting)
+            try:
+                if waiting is None:
+                    ready = out_lane.spin(out, None)
+                else:
+                    ready = in_lane.spin(out if out_lane is in_lane else None, waiting)
+            except LaneClosedError as error:
+                watch.lane_closed(out_peer if waiting is None else in_peer, error)
             if ready:
                 continue
         now = time.monotonic()
