@@ -53,7 +53,7 @@ def all_reduce(rank: int, size: int, count: int, itemsize: int, lanes: str, algo
 
 
 @lru_cache(maxsize=256)
-def broadcast(rank: int, size: int, root: int, count: int, itemsize: int, lanes: str, algorithm: str | None) -> Plan:
+def broadcast(rank: int, size: int, root: int, count: int, itemsize: int, algorithm: str | None) -> Plan:
     """Return this rank's plan."""
     match _rooted(count * itemsize, algorithm):
         case "tree":
@@ -64,7 +64,7 @@ def broadcast(rank: int, size: int, root: int, count: int, itemsize: int, lanes:
 
 
 @lru_cache(maxsize=256)
-def reduce(rank: int, size: int, root: int, count: int, itemsize: int, lanes: str, algorithm: str | None) -> Plan:
+def reduce(rank: int, size: int, root: int, count: int, itemsize: int, algorithm: str | None) -> Plan:
     """Return this rank's plan."""
     match _rooted(count * itemsize, algorithm):
         case "tree":

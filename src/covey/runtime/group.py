@@ -213,9 +213,7 @@ class Group:
         root = self._check_rank(root, "root")
         operand = writable(x)
         rule = reduction(op, operand.flat.dtype)
-        plan = choose.reduce(
-            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, self._engine.lane_family, algorithm
-        )
+        plan = choose.reduce(self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm)
         call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
 
         def body(engine: Engine) -> Any:
@@ -319,9 +317,7 @@ class Group:
         """Copy `x` of `root` into `x` of every rank; return `x`."""
         root = self._check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
-        plan = choose.broadcast(
-            self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, self._engine.lane_family, algorithm
-        )
+        plan = choose.broadcast(self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm)
         call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
 
         def body(engine: Engine) -> Any:

@@ -84,9 +84,9 @@ def exchange_all(engine: Engine, operands: list[Operand]) -> list[Array]:
 def broadcast_bytes(engine: Engine, data: bytes, root: int) -> bytes:
     """Return `data` of `root`, whose length only it knows."""
     length = np.array([len(data)], np.uint64)
-    engine.execute(choose.broadcast(engine.rank, engine.size, root, 1, 8, engine.lane_family, "tree"), [length])
+    engine.execute(choose.broadcast(engine.rank, engine.size, root, 1, 8, "tree"), [length])
     payload = np.frombuffer(data, np.uint8) if engine.rank == root else np.empty(int(length[0]), np.uint8)
-    plan = choose.broadcast(engine.rank, engine.size, root, payload.size, 1, engine.lane_family, None)
+    plan = choose.broadcast(engine.rank, engine.size, root, payload.size, 1, None)
     engine.execute(plan, [payload])
     return payload.tobytes()
 

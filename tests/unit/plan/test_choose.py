@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 FAMILIES = ("ring", "stream")
 
 
-def segment(lanes: str, itemsize: int) -> int:
-    return choose.SEGMENT_BYTES[lanes] // itemsize
+def segment(itemsize: int) -> int:
+    return choose.SEGMENT_BYTES // itemsize
 
 
 @pytest.mark.parametrize("lanes", FAMILIES)
@@ -25,7 +25,7 @@ def test_two_ranks_swap_small_buffers_and_own_halves_of_large_ones(lanes: str, i
     limit = choose.EXCHANGE_BYTES // itemsize
     for rank in (0, 1):
         assert choose.all_reduce(rank, 2, limit, itemsize, lanes, None) == direct.exchange(rank, 2, limit)
-        owned = direct.owner_reduce(rank, 2, limit + 1, segment(lanes, itemsize))
+        owned = direct.owner_reduce(rank, 2, limit + 1, segment(itemsize))
         assert choose.all_reduce(rank, 2, limit + 1, itemsize, lanes, None) == owned
 
 
@@ -36,7 +36,7 @@ def test_more_ranks_take_few_rounds_for_small_buffers_and_few_bytes_for_large_on
         limit = choose.DOUBLING_BYTES[lanes] // 4
         for rank in range(size):
             assert choose.all_reduce(rank, size, limit, 4, lanes, None) == doubling.all_reduce(rank, size, limit)
-            expected = large[lanes](rank, size, limit + 1, segment(lanes, 4))
+            expected = large[lanes](rank, size, limit + 1, segment(4))
             assert choose.all_reduce(rank, size, limit + 1, 4, lanes, None) == expected
 
 
@@ -45,13 +45,12 @@ def test_more_ranks_take_few_rounds_for_small_buffers_and_few_bytes_for_large_on
     (choose.reduce, tree.reduce, ring.reduce),
 ])  # fmt: skip
 def test_rooted_operations_use_a_tree_up_to_the_limit_and_a_chain_above(chosen: Any, small: Any, large: Any) -> None:
-    for lanes in FAMILIES:
-        limit = choose.TREE_BYTES // 8
-        for rank in range(5):
-            assert chosen(rank, 5, 2, limit, 8, lanes, None) == small(rank, 5, 2, limit)
-            assert chosen(rank, 5, 2, limit + 1, 8, lanes, None) == large(rank, 5, 2, limit + 1, segment(lanes, 8))
-            assert chosen(rank, 5, 2, 3, 8, lanes, "ring") == large(rank, 5, 2, 3, segment(lanes, 8))
-            assert chosen(rank, 5, 2, 1 << 20, 8, lanes, "tree") == small(rank, 5, 2, 1 << 20)
+    limit = choose.TREE_BYTES // 8
+    for rank in range(5):
+        assert chosen(rank, 5, 2, limit, 8, None) == small(rank, 5, 2, limit)
+        assert chosen(rank, 5, 2, limit + 1, 8, None) == large(rank, 5, 2, limit + 1, segment(8))
+        assert chosen(rank, 5, 2, 3, 8, "ring") == large(rank, 5, 2, 3, segment(8))
+        assert chosen(rank, 5, 2, 1 << 20, 8, "tree") == small(rank, 5, 2, 1 << 20)
 
 
 def test_gathered_blocks_go_directly_through_memory_and_round_the_ring_on_a_wire() -> None:
@@ -72,7 +71,7 @@ def test_every_all_reduce_algorithm_has_nothing_to_do_alone(algorithm: str) -> N
 
 @pytest.mark.parametrize("call", [
     lambda name: choose.all_reduce(0, 3, 5, 4, "ring", name),
-    lambda name: choose.broadcast(0, 3, 0, 5, 4, "ring", name),
+    lambda name: choose.broadcast(0, 3, 0, 5, 4, name),
     lambda name: choose.reduce(0, 3, 0, 5, 4, "stream", name),
     lambda name: choose.all_gather(0, (1, 2), "stream", name),
 ], ids=["all_reduce", "broadcast", "reduce", "all_gather"])  # fmt: skip
