@@ -37,7 +37,7 @@ class StreamLane:
         self._sock = track(sock)
         self._scratch = np.empty(HEADER_BYTES + RECEIVE_BYTES, np.uint8)
         self._scratch_view = memoryview(self._scratch)
-        self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch
+        self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
         """The scratch payload, seen as elements of the dtype that was reduced last."""
         self._carry = 0  # bytes of an element that arrived in part, at the front of the scratch payload
 

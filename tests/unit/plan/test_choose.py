@@ -72,7 +72,7 @@ def test_every_all_reduce_algorithm_has_nothing_to_do_alone(algorithm: str) -> N
 @pytest.mark.parametrize("call", [
     lambda name: choose.all_reduce(0, 3, 5, 4, "ring", name),
     lambda name: choose.broadcast(0, 3, 0, 5, 4, name),
-    lambda name: choose.reduce(0, 3, 0, 5, 4, "stream", name),
+    lambda name: choose.reduce(0, 3, 0, 5, 4, name),
     lambda name: choose.all_gather(0, (1, 2), "stream", name),
 ], ids=["all_reduce", "broadcast", "reduce", "all_gather"])  # fmt: skip
 def test_an_unknown_algorithm_is_named_with_the_known_ones(call: Callable[[str], Plan]) -> None:
