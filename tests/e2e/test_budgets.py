@@ -113,3 +113,37 @@ print(json.dumps([right, others, list(lanes.values())]))
 """
     for ended in finish_all(job.ranks(code, 2, COVEY_LANES="shm"), 100.0):
         assert ended.report == [True, 0, ["shm"]]
+
+
+@pytest.mark.parametrize("lanes", ["shm", "tcp"])
+def test_a_large_all_reduce_makes_at_most_12_python_calls_for_a_mebibyte_moved(job: Job, lanes: str) -> None:
+    """Each call must win the interpreter's lock back from the program's other threads."""
+    code = """
+import json, sys
+import numpy as np
+import covey
+
+mebibytes = 64
+with covey.join() as group:
+    x = np.arange(mebibytes << 18, dtype=np.float32) + group.rank
+    events = 0
+    def count(frame, event, argument):
+        global events
+        events += event in ("call", "c_call")
+    counts = []
+    for turn in range(6):
+        group.barrier()
+        events = 0
+        sys.setprofile(count)
+        group.all_reduce(x, op="mean")
+        sys.setprofile(None)
+        counts.append(events)
+    lanes = group.lanes()
+moved = 2 * mebibytes  # two ranks: each sends and receives as much as the array holds
+print(json.dumps([min(counts[1:]) / moved, list(lanes.values()), float(x[1])]))
+"""
+    for ended in finish_all(job.ranks(code, 2, COVEY_LANES=lanes)):
+        calls, kinds, value = ended.report
+        assert kinds == [lanes]
+        assert value == 1.5
+        assert calls <= 12

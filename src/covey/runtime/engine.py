@@ -63,6 +63,7 @@ ANSWER_SECONDS: Final = 0.15
 """How long a rank that found a contradiction collects what the others called."""
 QUEUE_LIMIT: Final = 10_000
 """Asynchronous operations that may wait; the next one is an error, since something is running away."""
+CACHED_PREFIXES: Final = 4096
 MESSAGES: Final = Call(0, 0, 0, "a message")
 
 
@@ -103,6 +104,7 @@ class Engine:
         self._timeout = self._deadline = 0.0
         self._announced = False
         self._warn_at = 0.0
+        self._prefixes: dict[tuple[int, int], bytes] = {}
         self._quiet = contextvars.Context()
         """Where infinities and nans are numbers like others and not worth a warning; cheaper than np.errstate."""
         self._quiet.run(np.seterr, all="ignore")
@@ -201,12 +203,15 @@ class Engine:
 
     def execute(self, plan: Plan, buffers: Sequence[np.ndarray[Any, Any]], reduction: Reduction | None = None) -> None:
         """Carry out one plan of the current operation."""
-        call = self._call
-        prefix = PREFIX.pack(
-            MAGIC, call.operation, call.dtype, self._phase, 0, self.id, self._sequence, call.fingerprint
-        )
-        self._phase += 1
-        self._quiet.run(execute, plan, buffers, reduction, self.contributors, prefix, self, self._spin)
+        call, phase = self._call, self._phase
+        self._phase = phase + 1
+        prefix = self._prefixes.get((call.fingerprint, phase))
+        if prefix is None:
+            if len(self._prefixes) > CACHED_PREFIXES:
+                self._prefixes.clear()
+            prefix = PREFIX.pack(MAGIC, call.operation, call.dtype, phase, 0, self.id, call.fingerprint)
+            self._prefixes[call.fingerprint, phase] = prefix
+        self._quiet.run(execute, plan, buffers, reduction, self.contributors, prefix, self._sequence, self, self._spin)
 
     def _gave_up(self, error: BaseException) -> None:
         """The current operation ended with `error`: the others must know, whatever it was."""

@@ -58,10 +58,11 @@ def execute(
     reduction: Reduction | None,
     contributors: int,
     prefix: bytes,
+    sequence: int,
     watch: Watch,
     spin: bool,
 ) -> None:
-    """Carry out `plan` on `buffers` (one-dimensional, contiguous); `prefix` is what all headers start with."""
+    """Carry out `plan` on `buffers` (one-dimensional, contiguous); `prefix` starts all headers."""
     sends, recvs = plan
     send_count, recv_count = len(sends), len(recvs)
     sent = applied = 0
@@ -85,7 +86,7 @@ def execute(
                     out_peer, out_lane = peer, watch.lane(peer)
                 move = out_moves[peer] = out_moves.get(peer, -1) + 1
                 payload = buffers[index][start:stop].view(BYTE)
-                out = Outgoing(prefix + SUFFIX.pack(move, payload.size), payload)
+                out = Outgoing(prefix + SUFFIX.pack(sequence, move, payload.size), payload)
         if out is not None:
             try:
                 if out_lane.transmit(out):
@@ -103,13 +104,13 @@ def execute(
             move = in_moves[peer] = in_moves.get(peer, -1) + 1
             target = buffers[index][start:stop]
             nbytes = target.nbytes
-            incoming = Incoming(prefix + SUFFIX.pack(move, nbytes), nbytes, watch.wrong_header, peer)
+            incoming = Incoming(prefix + SUFFIX.pack(sequence, move, nbytes), nbytes, watch.wrong_header, peer)
             if after > sent:
                 aside = target.copy()
                 incoming.dest = aside.view(BYTE)
             elif action & REDUCE:
                 incoming.dtype = target.dtype
-                incoming.absorb = _Reducing(target, reduction, action, contributors, whole=after > 0).absorb
+                incoming.absorb = _Reducing(target, reduction, action, contributors, after > 0).absorb
             else:
                 incoming.dest = target.view(BYTE)
         if incoming is not None:
@@ -158,9 +159,7 @@ class _Reducing:
 
     __slots__ = ("_collected", "_combine", "_contributors", "_finish", "_is_left", "_target")
 
-    def __init__(
-        self, target: Array, reduction: Reduction | None, action: int, contributors: int, *, whole: bool
-    ) -> None:
+    def __init__(self, target: Array, reduction: Reduction | None, action: int, contributors: int, whole: bool) -> None:
         """`whole` collects all pieces and combines them in one call.
 
         Two ranks that swap and then combine for themselves must get the same bits, however the bytes arrive. How numpy
@@ -204,7 +203,7 @@ def _apply(recv: Recv, aside: Array, buffers: Sequence[Array], reduction: Reduct
     """Apply a payload that was kept aside."""
     target = buffers[recv.buffer][recv.start : recv.stop]
     if recv.action & REDUCE:
-        _Reducing(target, reduction, recv.action, contributors, whole=True).absorb(0, aside)
+        _Reducing(target, reduction, recv.action, contributors, True).absorb(0, aside)
     else:
         target[...] = aside
 

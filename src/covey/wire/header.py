@@ -12,9 +12,10 @@ from typing import Final, NamedTuple
 from covey.base.errors import RemoteProtocolError
 
 MAGIC: Final = b"CVY\x01"
-PREFIX: Final = struct.Struct("<4sBBHIxxxxQQQ")
-"""The fields that all transfers of one plan share."""
-SUFFIX: Final = struct.Struct("<QQ8x")
+PREFIX: Final = struct.Struct("<4sBBHIxxxxQQ")
+"""The fields that every transfer of a plan shares, each time it is run."""
+SUFFIX: Final = struct.Struct("<QQQ8x")
+"""Sequence, move and payload bytes."""
 HEADER_BYTES: Final = PREFIX.size + SUFFIX.size
 assert HEADER_BYTES == 64
 
@@ -28,15 +29,15 @@ class Header(NamedTuple):
     """Which plan of the operation: some exchange shapes first and contents second."""
     attempt: int
     group: int
-    sequence: int
     fingerprint: int
     """Digest of everything all ranks must agree on: operation, dtype, shape, root, reduction."""
+    sequence: int
     move: int
     """Counts the transfers of this plan from this sender to this receiver."""
     nbytes: int
 
     def pack(self) -> bytes:
-        return PREFIX.pack(MAGIC, *self[:7]) + SUFFIX.pack(*self[7:])
+        return PREFIX.pack(MAGIC, *self[:6]) + SUFFIX.pack(*self[6:])
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:

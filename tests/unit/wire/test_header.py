@@ -26,9 +26,9 @@ def test_different_headers_have_different_bytes(one: Header, other: Header) -> N
 
 def test_what_transfers_of_one_plan_share_stands_in_front() -> None:
     first, second = Header(1, 2, 3, 4, 5, 6, 7, 0, 80), Header(1, 2, 3, 4, 5, 6, 7, 1, 90)
-    prefix = PREFIX.pack(MAGIC, 1, 2, 3, 4, 5, 6, 7)
-    assert first.pack() == prefix + SUFFIX.pack(0, 80)
-    assert second.pack() == prefix + SUFFIX.pack(1, 90)
+    prefix = PREFIX.pack(MAGIC, 1, 2, 3, 4, 5, 6)
+    assert first.pack() == prefix + SUFFIX.pack(7, 0, 80)
+    assert second.pack() == prefix + SUFFIX.pack(7, 1, 90)
 
 
 @given(st.binary(max_size=100))
