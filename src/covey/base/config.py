@@ -6,7 +6,6 @@ callers pass the mapping.
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -66,6 +65,8 @@ def refuse_unknown(env: Mapping[str, str]) -> None:
     known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, "COVEY_DEBUG"}
     for key in sorted(env):
         if key.startswith("COVEY_") and key not in known:
+            import difflib  # rarely needed, and slow to load
+
             near = difflib.get_close_matches(key, sorted(known), n=1)
             raise ConfigError(
                 f"{key} is set, but covey has no such setting" + (f"; did you mean {near[0]}?" if near else "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
 import os
 import select
 import socket
@@ -340,6 +339,8 @@ def _listen(host: str, port: int, rank: int) -> socket.socket:
 
 def is_loopback(host: str) -> bool:
     """Tell whether an address cannot be reached from another machine."""
+    import ipaddress
+
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
