@@ -26,7 +26,7 @@ MIB = 1 << 20
 def test_all_reduce_combines_in_place_and_returns_its_argument(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         assert set(group.lanes().values()) <= {lanes}
-        for count in around_thresholds(size, lanes, 4):
+        for count in around_thresholds(size, 4):
             x = values(group.rank, count, np.float32, seed=count)
             sums = combined("sum", everyone(size, count, np.float32, seed=count))
             assert group.all_reduce(x) is x
@@ -57,7 +57,7 @@ def test_every_all_reduce_algorithm_gives_the_same_numbers(size: int, lanes: str
 @with_crews
 def test_reduce_changes_the_root_only(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
-        for seed, count in enumerate(around_thresholds(size, lanes, 8)):
+        for seed, count in enumerate(around_thresholds(size, 8)):
             root = seed % size
             for op in ("sum", "mean"):
                 x = values(group.rank, count, np.int64 if op == "sum" else np.float64, seed)
@@ -71,7 +71,7 @@ def test_reduce_changes_the_root_only(size: int, lanes: str) -> None:
 @with_crews
 def test_broadcast_copies_the_root_to_everyone(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
-        for seed, count in enumerate(around_thresholds(size, lanes, 4)):
+        for seed, count in enumerate(around_thresholds(size, 4)):
             root = seed % size
             x = values(group.rank, count, np.int32, seed)
             assert group.broadcast(x, root) is x

@@ -67,12 +67,11 @@ def same(actual: Any, expected: Array) -> None:
         )
 
 
-def around_thresholds(size: int, lanes: str, itemsize: int) -> list[int]:
+def around_thresholds(size: int, itemsize: int) -> list[int]:
     """Element counts where the choice of a plan, or the number of its segments, changes."""
-    family = "ring" if lanes in ("memory", "shm") else "stream"
     segment = choose.SEGMENT_BYTES // itemsize
     edges = [
-        choose.DOUBLING_BYTES[family] // itemsize,
+        choose.DOUBLING_BYTES // itemsize,
         choose.TREE_BYTES // itemsize,
         choose.EXCHANGE_BYTES // itemsize,
         segment,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXCHANGE_BYTES: Final = 256 << 10
 """Two ranks swap whole buffers up to this; above, halves are cheaper."""
-DOUBLING_BYTES: Final = {"ring": 16 << 10, "stream": 64 << 10}
+DOUBLING_BYTES: Final = 256 << 10
 """More ranks use the fewest rounds up to this; above, the fewest bytes."""
 TREE_BYTES: Final = 128 << 10
 """Broadcast and reduce along a binomial tree up to this, along a pipelined chain above."""
@@ -35,7 +35,7 @@ def all_reduce(rank: int, size: int, count: int, itemsize: int, lanes: str, algo
     if algorithm is None:
         if size == 2:
             algorithm = "exchange" if nbytes <= EXCHANGE_BYTES else "direct"
-        elif nbytes <= DOUBLING_BYTES[lanes]:
+        elif nbytes <= DOUBLING_BYTES:
             algorithm = "doubling"
         else:
             algorithm = "direct" if lanes == "ring" else "ring"

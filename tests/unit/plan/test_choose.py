@@ -33,7 +33,7 @@ def test_two_ranks_swap_small_buffers_and_own_halves_of_large_ones(lanes: str, i
 def test_more_ranks_take_few_rounds_for_small_buffers_and_few_bytes_for_large_ones(size: int) -> None:
     large: dict[str, Callable[..., Plan]] = {"ring": direct.owner_reduce, "stream": ring.all_reduce}
     for lanes in FAMILIES:
-        limit = choose.DOUBLING_BYTES[lanes] // 4
+        limit = choose.DOUBLING_BYTES // 4
         for rank in range(size):
             assert choose.all_reduce(rank, size, limit, 4, lanes, None) == doubling.all_reduce(rank, size, limit)
             expected = large[lanes](rank, size, limit + 1, segment(4))
