@@ -17,7 +17,6 @@ import select
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
@@ -35,6 +34,7 @@ from covey.base.errors import (
 )
 from covey.runtime import loop as control
 from covey.runtime.execute import execute
+from covey.runtime.fault import Fault
 from covey.runtime.ledger import OPERATIONS, Call, Ledger
 from covey.runtime.work import Work
 from covey.wire import messages
@@ -65,15 +65,6 @@ QUEUE_LIMIT: Final = 10_000
 """Asynchronous operations that may wait; the next one is an error, since something is running away."""
 CACHED_PREFIXES: Final = 4096
 MESSAGES: Final = Call(0, 0, 0, "a message")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """The first thing that went wrong with a group."""
-
-    kind: str
-    text: str
-    ranks: tuple[int, ...] = ()
 
 
 class Engine:
@@ -330,6 +321,9 @@ class Engine:
     def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
         now = time.monotonic()
         if now >= self._deadline:
+            self._announce(self._sequence)  # once more: who could not answer before may do so now, and is not to blame
+            self._await_fault(ANSWER_SECONDS)
+            self.check()
             late = self._late(waiting_for)
             text = f"{self._what()} did not finish within {self._timeout:g} s; {self._name_ranks(late)} did not come"
             self.fail(Fault("DeadlineError", text, late))
@@ -419,18 +413,8 @@ class Engine:
     def _error(self, what: str, sequence: int) -> CoveyError:
         fault = self._fault
         assert fault is not None
-        match fault.kind:
-            case "MismatchError":
-                return MismatchError(fault.text)
-            case "DeadlineError":
-                return DeadlineError(fault.text, late=fault.ranks)
-            case "RemoteProtocolError":
-                return RemoteProtocolError(fault.text)
-            case "ClosedError":
-                return ClosedError(fault.text)
-        rank = fault.ranks[0] if fault.ranks else -1
-        text = f"{fault.text} (noticed by rank {self.rank} in {what}, operation {sequence} of group {self.name!r})"
-        return PeerLostError(text, rank=rank, host=self._host(rank), operation=what, sequence=sequence)
+        host = self._host(fault.culprit)
+        return fault.error(rank=self.rank, host=host, operation=what, sequence=sequence, group=self.name)
 
     def _what(self) -> str:
         return f"{self._call.text}, operation {self._sequence} of group {self.name!r}"
@@ -454,9 +438,10 @@ class Engine:
         return self._ledger.late(self._sequence, self.ranks, self.rank) or tuple(sorted(set(waiting_for)))
 
     def _wake(self) -> None:
-        if self._wake_write_fd >= 0:
-            with contextlib.suppress(OSError):
-                os.write(self._wake_write_fd, b"\1\0\0\0\0\0\0\0")
+        with self._fault_lock:  # the number may mean another file once `close` has had its turn
+            if self._wake_write_fd >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wake_write_fd, b"\1\0\0\0\0\0\0\0")
 
     # What the control loop reports
 
@@ -583,8 +568,9 @@ class Engine:
             self._issuing.release()
         self._lanes = [None] * self.size
         self.polls.clear()
-        self.wake_fd = self._wake_write_fd = -1
-        self._release()
+        with self._fault_lock:
+            self.wake_fd = self._wake_write_fd = -1
+            self._release()
 
 
 def _release(node: Node | None, group_id: int, descriptors: list[int]) -> None:

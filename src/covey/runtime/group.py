@@ -20,7 +20,8 @@ from covey.plan.moves import part
 from covey.proto.matching import ANY
 from covey.runtime import gradients, movements
 from covey.runtime.buffers import Operand, readable, writable
-from covey.runtime.engine import Engine, Fault
+from covey.runtime.engine import Engine
+from covey.runtime.fault import Fault
 from covey.runtime.ledger import Call, make_call
 from covey.wire import objects
 

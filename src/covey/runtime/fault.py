@@ -1,0 +1,37 @@
+"""The first thing that went wrong with a group, in a form that can travel to its other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from covey.base.errors import ClosedError, CoveyError, DeadlineError, MismatchError, PeerLostError, RemoteProtocolError
+
+_PLAIN: Final[dict[str, type[CoveyError]]] = {
+    kind.__name__: kind for kind in (ClosedError, MismatchError, RemoteProtocolError)
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A failure of a group."""
+
+    kind: str
+    """The name of the error class; one that this version does not know becomes a PeerLostError."""
+    text: str
+    ranks: tuple[int, ...] = ()
+    """Who is to blame: lost or late."""
+
+    def error(self, *, rank: int, host: str, operation: str, sequence: int, group: str) -> CoveyError:
+        """Return the error to raise on `rank`, where `operation` met the fault; `host` is that of the lost rank."""
+        if self.kind == "DeadlineError":
+            return DeadlineError(self.text, late=self.ranks)
+        if self.kind in _PLAIN:
+            return _PLAIN[self.kind](self.text)
+        text = f"{self.text} (noticed by rank {rank} in {operation}, operation {sequence} of group {group!r})"
+        return PeerLostError(text, rank=self.culprit, host=host, operation=operation, sequence=sequence)
+
+    @property
+    def culprit(self) -> int:
+        """The first rank to blame, or -1."""
+        return self.ranks[0] if self.ranks else -1
