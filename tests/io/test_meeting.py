@@ -293,10 +293,16 @@ def test_a_connection_of_another_user_is_refused() -> None:
 
 
 def test_the_host_token_is_the_same_in_another_process_and_says_nothing() -> None:
-    code = "from covey.net.meeting import host_token; print(host_token(), flush=True)"
+    code = (
+        "from covey.net.meeting import host_token; from pathlib import Path; print(host_token(Path('/')), flush=True)"
+    )
     with other_process(code) as process:
-        assert process.stdout.readline().strip() == host_token()
-    assert socket.gethostname() not in host_token()
+        assert process.stdout.readline().strip() == host_token(Path("/"))
+    assert socket.gethostname() not in host_token(Path("/"))
+
+
+def test_processes_that_see_other_files_are_on_other_hosts(tmp_path: Path) -> None:
+    assert host_token(tmp_path) != host_token(Path("/"))
 
 
 def test_the_way_to_loopback_is_loopback() -> None:

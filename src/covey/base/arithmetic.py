@@ -1,6 +1,6 @@
-"""What `op=` means for each dtype: how two pieces combine and how a mean is finished.
+"""What `op=` means for each dtype: how two pieces combine, and how the last two of a mean do.
 
-float16 and bfloat16 pieces are added in float32 and rounded once per combination.
+float16 and bfloat16 pieces are combined in float32 and rounded once per combination.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ class Reduction(NamedTuple):
     divides: bool
     """True for a mean: the last combination is divided by the number of contributors."""
 
-    def finish(self, piece: Array, contributors: int) -> None:
-        """Turn a finished sum into the mean, in place."""
-        if piece.dtype.itemsize == 2:  # in float32: a count above 256 is not a bfloat16
-            piece[...] = (piece.astype(np.float32) / np.float32(contributors)).astype(piece.dtype)
+    def average(self, left: Array, right: Array, out: Array, contributors: int) -> None:
+        """Combine the last two pieces of a mean, and divide; half precision is rounded once, after both."""
+        if out.itemsize == 2:
+            out[...] = (left.astype(np.float32) + right.astype(np.float32)) / np.float32(contributors)
+        elif out.size == 1:
+            out[...] = self.combine(left, right) / contributors
         else:
-            np.divide(piece, contributors, out=piece)
+            self.combine(left, right, out=out)
+            np.divide(out, contributors, out=out)
 
 
 @cache

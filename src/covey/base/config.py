@@ -7,6 +7,7 @@ callers pass the mapping.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +16,7 @@ from covey.base.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+YEAR_SECONDS: Final = 365 * 86400.0
 LANES: Final = ("auto", "shm", "unix", "tcp", "memory")
 LAUNCHER_VARIABLES: Final = (
     "COVEY_RANK",
@@ -41,14 +43,14 @@ class GroupConfig:
     def __post_init__(self) -> None:
         if self.lanes not in LANES:
             raise ConfigError(f"lanes={self.lanes!r} is unknown; use one of {', '.join(LANES)}")
-        check_timeout(self.timeout)
+        object.__setattr__(self, "timeout", check_timeout(self.timeout))
 
 
 def check_timeout(timeout: float) -> float:
-    """Return `timeout` if it is a number of seconds above zero."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout) or timeout <= 0:
+    """Return `timeout` if it is a number of seconds above zero; no one waits for more than a year."""
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or math.isnan(timeout) or timeout <= 0:
         raise ConfigError(f"timeout={timeout!r} must be a number of seconds above 0")
-    return timeout
+    return min(float(timeout), YEAR_SECONDS)
 
 
 def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:

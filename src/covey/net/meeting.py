@@ -18,6 +18,7 @@ import socket
 import stat
 import struct
 import tempfile
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOKEN_BYTES: Final = 32
+DOOR_SECONDS: Final = 10.0
 _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux) bytes
 
 
@@ -48,7 +50,9 @@ def check_folder(folder: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"the meeting folder {folder} is not there: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"{folder} must be a folder of yours with mode 0700; remove it and start again")
+        raise ConfigError(
+            f"{folder} must be a folder of yours with mode 0700; remove it, or set TMPDIR to another place"
+        )
     if len(os.fsencode(folder)) + len("/99999.sock") > _PATH_LIMIT:
         raise ConfigError(f"{folder} is too long for a unix socket; set TMPDIR to a shorter folder")
     return folder
@@ -138,10 +142,22 @@ def _closed_door(folder: Path | None) -> Iterator[None]:
         return
     door = os.open(folder / "door", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(door, fcntl.LOCK_EX)  # held for a few file operations only
+        _lock_soon(door, folder / "door")
         yield
     finally:
         os.close(door)
+
+
+def _lock_soon(descriptor: int, path: Path) -> None:
+    """Take a lock that others hold for a few file operations only; ConfigError if one seems to be stuck."""
+    deadline = time.monotonic() + DOOR_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"another process of yours keeps {path} locked; is it stopped?") from None
+            time.sleep(0.002)
 
 
 def _take_seat(path: Path, rank: int) -> int:
@@ -204,9 +220,13 @@ def check_peer(sock: socket.socket) -> None:
         raise AuthError(f"a process of user {uid} tried to join a run of user {os.getuid()}")
 
 
-def host_token() -> str:
-    """Return a name that is equal for processes that can share memory: same boot, network namespace and user."""
-    parts = [str(os.getuid())]
+def host_token(folder: Path) -> str:
+    """Return a name that is equal for processes that can share memory: same boot, network namespace, user and files.
+
+    `folder` is where their sockets lie; containers may share all but that.
+    """
+    status = folder.stat()
+    parts = [str(os.getuid()), f"{status.st_dev}:{status.st_ino}"]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts.append(os.readlink("/proc/self/ns/net"))

@@ -50,7 +50,7 @@ class RingLane:
         self.kind = kind
         doorbell.setblocking(False)
         self._doorbell = track(doorbell)
-        self._capacity = capacity
+        self.capacity = capacity
         self._piece = min(PIECE_BYTES, capacity // 2)
         self._words: memoryview = memoryview(memory).cast("B")[:CONTROL_BYTES].cast("Q")
         rings = [
@@ -76,7 +76,7 @@ class RingLane:
         self._peer_gone = False
 
     def transmit(self, out: Outgoing) -> bool:
-        words, head, capacity = self._words, self._head, self._capacity
+        words, head, capacity = self._words, self._head, self.capacity
         room = capacity - (head - words[self._out_tail])
         sent = out.sent
         if sent < 0:
@@ -118,7 +118,7 @@ class RingLane:
         return True
 
     def receive(self, incoming: Incoming) -> bool:
-        words, tail, capacity = self._words, self._tail, self._capacity
+        words, tail, capacity = self._words, self._tail, self.capacity
         available = words[self._in_head] - tail
         if not available:
             return self._refuse_if_gone()
@@ -164,7 +164,7 @@ class RingLane:
                 if words[head] != tail:
                     return True
             return False
-        read, full = self._out_tail, self._head - self._capacity + HEADER_BYTES
+        read, full = self._out_tail, self._head - self.capacity + HEADER_BYTES
         for _ in SPINS:  # noqa: SIM110
             if (incoming is not None and words[head] != tail) or words[read] >= full:
                 return True
@@ -184,7 +184,7 @@ class RingLane:
         self._fence()
         if receiving and words[self._in_head] != self._tail:
             return 0
-        if sending and self._capacity - (self._head - words[self._out_tail]) >= HEADER_BYTES:
+        if sending and self.capacity - (self._head - words[self._out_tail]) >= HEADER_BYTES:
             return 0
         return 0 if self._peer_gone else select.POLLIN
 

@@ -23,8 +23,6 @@ SPINS = range(16)
 SPIN_BYTES = 1 << 17
 """Larger transfers take so long that sleeping costs little."""
 
-_GONE = (ConnectionResetError, BrokenPipeError)
-
 
 class StreamLane:
     """A connected stream socket. Takes ownership of the socket."""
@@ -54,7 +52,7 @@ class StreamLane:
                 taken = self._sock.send(out.data[sent : sent + SEND_BYTES])
         except BlockingIOError:
             return False
-        except _GONE as error:
+        except OSError as error:  # reset, timed out, unreachable: nothing more will come
             raise LaneClosedError(str(error)) from error
         out.sent = sent + taken
         return True
@@ -74,7 +72,7 @@ class StreamLane:
                 self._absorb(incoming, self._carry + taken)
         except BlockingIOError:
             return False
-        except _GONE as error:
+        except OSError as error:  # reset, timed out, unreachable: nothing more will come
             raise LaneClosedError(str(error)) from error
         if taken == 0:
             raise LaneClosedError("end of stream")

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.config import GroupConfig, check_timeout, group_config
 from covey.base.errors import ConfigError
 from covey.net import shm
-from covey.net.meeting import TOKEN_BYTES, Meeting, check_folder, local_address_towards, meeting_folder, socket_path
+from covey.net.meeting import (
+    TOKEN_BYTES,
+    Meeting,
+    check_folder,
+    host_token,
+    local_address_towards,
+    meeting_folder,
+    socket_path,
+)
 from covey.runtime.engine import Engine
 from covey.runtime.group import Group
 
@@ -269,7 +277,6 @@ def _read_token(descriptor: int) -> bytes:
 
 
 def _take_folder_seat(place: Place, config: GroupConfig) -> dict[str, Any]:
-    from covey.net.meeting import host_token
     from covey.wire.messages import Contact
 
     folder = Path(place.folder)
@@ -282,9 +289,10 @@ def _take_folder_seat(place: Place, config: GroupConfig) -> dict[str, Any]:
         tcp.setblocking(False)
         listeners.append(tcp)
         address = tcp.getsockname()[:2]
-    host = host_token()
+    host = host_token(folder)
     return {
         "token": meeting.token,
+        "host": host,
         "listeners": listeners,
         "socket_path": str(meeting.path),
         "address": address,
@@ -321,6 +329,7 @@ def _take_address_seat(place: Place, config: GroupConfig) -> dict[str, Any]:
     return {
         # Nothing secret is shared yet between hosts: this only keeps different runs apart.
         "token": f"insecure/{place.name}".encode(),
+        "host": host_token(Path(tempfile.gettempdir())),
         "listeners": [listener, local],
         "socket_path": str(socket_path(folder, place.rank)),
         "address": (own, listener.getsockname()[1]),

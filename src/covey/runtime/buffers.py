@@ -11,8 +11,6 @@ import numpy as np
 from covey.base.dtypes import BFLOAT16, dtype_code
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -24,13 +22,19 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     code: int
     """Of the dtype, on the wire."""
-    write_back: Callable[[Array], None] | None
-    """Copies the result into an argument that was not contiguous."""
+    strided: Array | None = None
+    """The argument, if it is not contiguous: then `flat` stands in for it between `load` and `store`."""
 
-    def done(self) -> None:
+    def load(self) -> Array:
+        """Return `flat` with what the argument holds now. An operation may run long after it was issued."""
+        if self.strided is not None:
+            self.flat.reshape(self.shape)[...] = self.strided
+        return self.flat
+
+    def store(self) -> None:
         """Make the argument show what `flat` holds."""
-        if self.write_back is not None:
-            self.write_back(self.flat)
+        if self.strided is not None:
+            self.strided[...] = self.flat.reshape(self.shape)
 
 
 def writable(x: Any) -> Operand:
@@ -40,30 +44,32 @@ def writable(x: Any) -> Operand:
         TypeError: it is no array, cannot be written, or has a dtype that covey does not move.
     """
     array = as_array(x)
-    flags = array.flags
-    if not flags.writeable:
+    if not array.flags.writeable:
         raise TypeError("the array is read-only; pass a copy: x = x.copy()")
-    code = dtype_code(array.dtype)
-    if flags.c_contiguous:
-        return Operand(array if array.ndim == 1 else array.reshape(-1), array.shape, code, None)
-
-    def write_back(flat: Array) -> None:
-        array[...] = flat.reshape(array.shape)
-
-    return Operand(np.ascontiguousarray(array).reshape(-1), array.shape, code, write_back)
+    return _operand(array)
 
 
 def readable(x: Any) -> Operand:
     """See `x` as an operand that an operation only reads; numbers and lists are taken as arrays too."""
-    array = np.asarray(x) if isinstance(x, np.generic | list | tuple | int | float | complex) else as_array(x)
+    is_plain = isinstance(x, list | tuple | int | float | complex | np.generic)
+    return _operand(np.asarray(x) if is_plain else as_array(x))
+
+
+def _operand(array: Array) -> Operand:
     code = dtype_code(array.dtype)
-    return Operand(np.ascontiguousarray(array).reshape(-1), array.shape, code, None)
+    if array.flags.c_contiguous:
+        return Operand(array if array.ndim == 1 else array.reshape(-1), array.shape, code)
+    return Operand(np.empty(array.size, array.dtype), array.shape, code, array)
 
 
 def as_array(x: Any) -> Array:
     """Return a numpy array over the memory of `x`: an array, a torch CPU tensor, or a buffer."""
     if isinstance(x, np.ndarray):
-        return x
+        if type(x) is np.ndarray:
+            return x
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError("covey cannot move masked arrays; pass x.filled(...) or x.data and x.mask")
+        return x.view(np.ndarray)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _tensor_memory(x)

@@ -7,12 +7,12 @@ by one thread at a time.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import contextvars
 import functools
 import logging
 import os
+import queue
 import select
 import threading
 import time
@@ -61,6 +61,8 @@ CAUSE_SECONDS: Final = 0.2
 """How long a broken lane waits for the news that tells why."""
 ANSWER_SECONDS: Final = 0.15
 """How long a rank that found a contradiction collects what the others called."""
+FLUSH_SECONDS: Final = 5.0
+"""How long closing a group may take to hand messages over that were sent already."""
 QUEUE_LIMIT: Final = 10_000
 """Asynchronous operations that may wait; the next one is an error, since something is running away."""
 CACHED_PREFIXES: Final = 4096
@@ -105,10 +107,12 @@ class Engine:
         self._fault_lock = threading.Lock()
         self._comparing = False
         self._closed = False
-        self._queue: collections.deque[tuple[Work[Any], Call, Any, Any, float]] = collections.deque()
-        self._queued = threading.Condition()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Operations for the worker thread, each with its engine: the thread itself keeps none alive. None ends it."""
+        self._counting = threading.Lock()
         self._unfinished = 0
         self._worker: threading.Thread | None = None
+        self._running: Work[Any] | None = None
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         host = node.host if node is not None else ""
         same_host = 1 + sum(1 for peer in self._peers() if peer.contact is not None and peer.contact.host == host)
@@ -116,9 +120,12 @@ class Engine:
         self._messenger: Messenger | None = None
         self._messenger_lock = threading.Lock()
         self._descriptors: list[int] = []
-        self._release = weakref.finalize(self, _release, node, group_id, self._descriptors)
+        self._dropped = weakref.finalize(self, _drop, node, group_id, self._descriptors, self._queue)
         if node is not None:
             node.register(group_id, self)
+            for peer in self._peers():  # who went before anyone could tell this group
+                if peer.gone:
+                    self.peer_gone(peer.rank, left=peer.left)
 
     def _peers(self) -> list[Any]:
         return [self.node.peers[member] for member in self.members if member != self.node.rank] if self.node else []
@@ -246,40 +253,31 @@ class Engine:
 
     def _enqueue(self, call: Call, body: Any, then: Any, limit: float) -> Work[Any]:
         work: Work[Any] = Work(f"{call.text} of group {self.name!r}")
-        with self._queued:
-            if len(self._queue) >= QUEUE_LIMIT:
+        with self._counting:
+            if self._unfinished >= QUEUE_LIMIT:
                 raise BusyError(f"{QUEUE_LIMIT} operations of group {self.name!r} wait already; wait for some of them")
             self._unfinished += 1
-            self._queue.append((work, call, body, then, limit))
-            self._queued.notify()
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name=f"covey-{self.name}", daemon=True)
-                self._worker.start()
+        self._queue.put((self, work, call, body, then, limit))
+        if self._worker is None:
+            self._worker = threading.Thread(target=_work, args=(self._queue,), name=f"covey-{self.name}", daemon=True)
+            self._worker.start()
         return work
 
-    def _work(self) -> None:
-        while True:
-            with self._queued:
-                while not self._queue:
-                    if self._closed:
-                        return
-                    self._queued.wait()
-                work, call, body, then, limit = self._queue.popleft()
-            try:
-                if self._fault is not None or self._closed:
-                    self._refuse(call)
-                result = self._perform(call, body, then, limit)
-            except BaseException as error:
-                self._finished()
-                work.fail(error)
-            else:
-                self._finished()
-                work.finish(result)
-            del work, call, body, then  # they may hold large arrays; do not keep them while waiting for the next
-
-    def _finished(self) -> None:
-        with self._queued:
+    def run_queued(self, work: Work[Any], call: Call, body: Any, then: Any, limit: float) -> None:
+        """Perform an operation on the worker thread."""
+        self._running = work
+        result, error = None, None
+        try:
+            if self._fault is not None or self._closed:
+                self._refuse(call)
+            result = self._perform(call, body, then, limit)
+        except BaseException as failure:
+            error = failure
+        self._running = None
+        with self._counting:
             self._unfinished -= 1
+        work.conclude(result, error)
+        work.notify()
 
     # What an execution asks
 
@@ -392,7 +390,10 @@ class Engine:
             self.node.lanes.abandon(lambda key: key[0] == self.id, ClosedError(fault.text))
             if tell:
                 others = (member for member in self.members if member != self.node.rank)
-                self.node.tell(others, messages.Revoke(self.id, fault.kind, fault.text[:8000], fault.ranks))
+                self.node.tell(others, self._revocation(fault))
+
+    def _revocation(self, fault: Fault) -> messages.Revoke:
+        return messages.Revoke(self.id, fault.kind, fault.text[:8000], fault.ranks)
 
     def fault_error(self) -> CoveyError | None:
         """Return the error for a fault, for those who run beside the collectives."""
@@ -463,6 +464,8 @@ class Engine:
             self.fail(Fault(message.kind, message.text, ranks or (rank,)), tell=False)
             return
         if isinstance(message, messages.Announce):
+            if self._fault is not None:  # the news may have come before the asker knew of the group
+                self.node.tell((peer,), self._revocation(self._fault))
             mine = self._ledger.at(message.sequence)
             answer = messages.Position(
                 self.id,
@@ -542,13 +545,23 @@ class Engine:
 
     def forked(self) -> None:
         self._issuing = threading.Lock()
-        self._queued = threading.Condition()
+        self._counting = threading.Lock()
         self._fault_lock = threading.Lock()
         self._worker = None
-        self._release.detach()
+        self._dropped.detach()
         text = f"group {self.name!r} belongs to the process that joined; this one was forked from it and cannot use it"
         self._fault, self._first_error = Fault("ClosedError", text), None
         self.node = None
+        works = [self._running]
+        while not self._queue.empty():
+            if (item := self._queue.get()) is not None:
+                works.append(item[1])
+        if self._messenger is not None:
+            works += self._messenger.pending()
+            self._messenger = None
+        for work in works:
+            if work is not None and not work.done():
+                work.fail(ClosedError(text))
 
     # The end
 
@@ -556,27 +569,44 @@ class Engine:
         """Free lanes, thread and descriptors. Closing twice is fine."""
         if self._closed:
             return
+        if self._messenger is not None:
+            self._messenger.close(time.monotonic() + FLUSH_SECONDS)
         self._closed = True
         if self._unfinished or self._issuing.locked():
             text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"
             self.fail(Fault("ClosedError", text, (self.rank,)))
-        with self._queued:
-            self._queued.notify_all()
+        self._queue.put(None)
         if self._worker is not None and self._worker is not threading.current_thread():
             self._worker.join(5.0)
         if self._issuing.acquire(timeout=5.0):  # another thread's operation ends before its lanes do
             self._issuing.release()
         self._lanes = [None] * self.size
         self.polls.clear()
+        self._dropped.detach()
+        if self.node is not None:
+            self.node.forget(self.id, self._sequence)
         with self._fault_lock:
             self.wake_fd = self._wake_write_fd = -1
-            self._release()
+            _close_all(self._descriptors)
 
 
-def _release(node: Node | None, group_id: int, descriptors: list[int]) -> None:
-    """Free what a group holds outside of Python's memory."""
+def _work(work_queue: queue.SimpleQueue[Any]) -> None:
+    """Perform queued operations, one after the other, until there comes a None."""
+    while (item := work_queue.get()) is not None:
+        engine, *operation = item
+        engine.run_queued(*operation)
+        del item, engine, operation  # they may hold large arrays; do not keep them while waiting for the next
+
+
+def _drop(node: Node | None, group_id: int, descriptors: list[int], work_queue: queue.SimpleQueue[Any]) -> None:
+    """Free what a group held that nobody closed. The garbage collector calls this, anywhere: it must not lock."""
+    work_queue.put(None)
     if node is not None:
-        node.forget(group_id)
+        control.soon(node.forget, group_id, 0)
+    _close_all(descriptors)
+
+
+def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     descriptors.clear()

@@ -157,7 +157,7 @@ def execute(
 class _Reducing:
     """Combines what arrives, piece by piece, into `target`."""
 
-    __slots__ = ("_collected", "_combine", "_contributors", "_finish", "_is_left", "_target")
+    __slots__ = ("_average", "_collected", "_combine", "_contributors", "_is_left", "_target")
 
     def __init__(self, target: Array, reduction: Reduction | None, action: int, contributors: int, whole: bool) -> None:
         """`whole` collects all pieces and combines them in one call.
@@ -169,7 +169,7 @@ class _Reducing:
         self._target = target
         self._combine = reduction.combine
         self._is_left = action & LEFT
-        self._finish = reduction.finish if reduction.divides and action & FINAL else None
+        self._average = reduction.average if reduction.divides and action & FINAL else None
         self._contributors = contributors
         self._collected: Array | None = target if whole else None
 
@@ -191,12 +191,12 @@ class _Reducing:
             else:
                 mine = target[start:stop]
         left, right = (piece, mine) if self._is_left else (mine, piece)
-        if mine.size > 1:
+        if self._average is not None:
+            self._average(left, right, mine, self._contributors)
+        elif mine.size > 1:
             self._combine(left, right, out=mine)
         else:  # one element that is also the output is a running total to numpy, which rounds and keeps nans otherwise
             mine[...] = self._combine(left, right)
-        if self._finish is not None:
-            self._finish(mine, self._contributors)
 
 
 def _apply(recv: Recv, aside: Array, buffers: Sequence[Array], reduction: Reduction | None, contributors: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,20 +30,20 @@ def sync(group: Group, grads: Mapping[str, Any], op: str, bucket_bytes: int, tim
     named: Named = [(name, writable(grads[name])) for name in sorted(grads)]
     for _, operand in named:
         reduction(op, operand.flat.dtype)
+    _refuse_shared_memory(named)
     if group.size > 1:
         _agree(group, named, group._call("sync_gradients", None, None, op=op, bucket_bytes=bucket_bytes), timeout)
     for bucket in _buckets(named, bucket_bytes):
         if len(bucket) == 1:
-            flat = bucket[0].flat
-            group.all_reduce(flat, op, timeout=timeout)
-            bucket[0].done()
+            group.all_reduce(bucket[0].load(), op, timeout=timeout)
+            bucket[0].store()
             continue
-        packed = np.concatenate([operand.flat for operand in bucket])
+        packed = np.concatenate([operand.load() for operand in bucket])
         group.all_reduce(packed, op, timeout=timeout)
         at = 0
         for operand in bucket:
             operand.flat[...] = packed[at : at + operand.flat.size]
-            operand.done()
+            operand.store()
             at += operand.flat.size
 
 
@@ -58,6 +59,16 @@ def _buckets(named: Named, limit: int) -> Iterator[list[Operand]]:
         nbytes += operand.flat.nbytes
     if bucket:
         yield bucket
+
+
+def _refuse_shared_memory(named: Named) -> None:
+    """An array that is there twice would be combined twice, or not, depending on the buckets."""
+    arrays = [(name, operand.flat if operand.strided is None else operand.strided) for name, operand in named]
+    spans = [(*np.lib.array_utils.byte_bounds(array), name, array) for name, array in arrays if array.size]
+    spans.sort(key=lambda span: span[:3])
+    for (_, end, one, first), (start, _, other, second) in itertools.pairwise(spans):
+        if start < end and np.shares_memory(first, second):
+            raise ConfigError(f"sync_gradients: {one!r} and {other!r} share memory; pass each array once")
 
 
 def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> None:

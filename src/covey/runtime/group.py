@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import numbers
@@ -57,7 +58,7 @@ class Group:
     Every operation may raise:
         MismatchError: ranks called different things. The group is closed.
         PeerLostError: a member went away. The group is closed.
-        DeadlineError: `timeout` passed. The group is closed.
+        DeadlineError: `timeout` passed. The group is closed, unless it was a message: then only that message failed.
         ClosedError: the group was closed before; the first cause is its `__cause__`.
         BusyError: another thread is in a collective of this group.
         TypeError, ConfigError: the call itself cannot work; nothing was sent.
@@ -67,7 +68,6 @@ class Group:
         self._engine = engine
         self._local_rank = local_rank
         self._on_close = on_close
-        self._messenger: Messenger | None = None
         self._calls: dict[Any, Call] = {}
         self._prepared: dict[Any, tuple[Call, Plan, Reduction]] = {}
         self._children = itertools.count(1)
@@ -132,10 +132,12 @@ class Group:
         `weight` makes a mean count this rank's `x` that many times (unequal batches); every rank passes one.
         The result is bit-identical on all ranks.
         """
+        is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
-        elif isinstance(x, numbers.Number | np.bool_):
-            return self._all_reduce_number(x, op, weight, timeout, algorithm, async_op)
+        elif is_number := isinstance(x, numbers.Number | np.bool_):
+            x = flat = _number_array(x, op)
+            operand, shape = None, flat.shape
         else:
             operand = writable(x)
             flat, shape = operand.flat, operand.shape
@@ -150,14 +152,16 @@ class Group:
             _check_weight(op, weight)
 
         def body(engine: Engine) -> Any:
+            if operand is not None:
+                operand.load()
             if weight is not None and not self._weigh(engine, flat, weight):
                 return None  # every rank finds the same, so the group can go on
             engine.execute(plan, (flat,), rule)
             if operand is not None:
-                operand.done()
+                operand.store()
             return x
 
-        then = None if weight is None else _require_weight
+        then = functools.partial(_weighed, is_number) if is_number or weight is not None else None
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 
     def _prepare_all_reduce(
@@ -182,7 +186,7 @@ class Group:
         total = np.array([weight], np.float64)
         plan = choose.all_reduce(engine.rank, engine.size, 1, 8, self._engine.lane_family, "doubling")
         engine.execute(plan, [total], reduction("sum", total.dtype))
-        if not total[0] > 0:
+        if not 0 < total[0] < np.inf:
             return False
         share = weight / total[0]
         if not share:  # what counts for nothing may be nan or infinite
@@ -192,13 +196,6 @@ class Group:
         with np.errstate(all="ignore"):
             np.multiply(flat, factor, out=flat, casting="unsafe")
         return True
-
-    def _all_reduce_number(
-        self, x: Any, op: str, weight: float | None, timeout: float | None, algorithm: str | None, async_op: bool
-    ) -> Any:
-        array = _number_array(x, op)
-        done = self.all_reduce(array, op, weight=weight, timeout=timeout, algorithm=algorithm, async_op=async_op)
-        return _mapped(done, _as_number) if async_op else _as_number(done)
 
     def reduce(
         self,
@@ -219,10 +216,10 @@ class Group:
 
         def body(engine: Engine) -> Any:
             # A rank that passes others' contributions on combines them in memory of its own.
-            flat = operand.flat if engine.rank == root or not plan.recvs else operand.flat.copy()
+            flat = operand.load() if engine.rank == root or not plan.recvs else operand.load().copy()
             engine.execute(plan, [flat], rule)
             if engine.rank == root:
-                operand.done()
+                operand.store()
             return x
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
@@ -255,6 +252,7 @@ class Group:
         )
 
         def body(engine: Engine) -> Any:
+            operand.load()
             parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
             result = parts[engine.rank].copy()
             engine.execute(plan, [*parts, result], rule)
@@ -278,6 +276,7 @@ class Group:
         call = self._call(name, operand.code, operand.shape, op=op)
 
         def body(engine: Engine) -> Any:
+            operand.load()
             if name == "scan":
                 result = operand.flat.copy()
                 plan, buffers = doubling.scan(engine.rank, engine.size, result.size), [result]
@@ -322,8 +321,9 @@ class Group:
         call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
 
         def body(engine: Engine) -> Any:
-            engine.execute(plan, [operand.flat])
-            operand.done()
+            engine.execute(plan, [operand.load()])
+            if engine.rank != root:
+                operand.store()
             return x
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
@@ -362,10 +362,10 @@ class Group:
         plan = choose.all_gather(self.rank, (operand.flat.size,) * self.size, self._engine.lane_family, algorithm)
 
         def body(engine: Engine) -> Any:
-            blocks = list(rows.flat.reshape(engine.size, operand.flat.size))
-            blocks[engine.rank][...] = operand.flat
+            blocks = list(rows.load().reshape(engine.size, operand.flat.size))
+            blocks[engine.rank][...] = operand.load()
             engine.execute(plan, blocks)
-            rows.done()
+            rows.store()
             return out
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
@@ -424,11 +424,18 @@ class Group:
         unpickling runs code that the sender chose.
         """
         root = self._check_rank(root, "root")
-        data = _encoded(value, allow_pickle) if self.rank == root else b""
+        failures: list[TypeError] = []
+        data = _encoded(value, allow_pickle, failures) if self.rank == root else b""
         call = self._call("broadcast_object", None, None, root=root)
 
         return self._run_object(
-            call, lambda engine: movements.broadcast_bytes(engine, data, root), type, allow_pickle, timeout, async_op
+            call,
+            lambda engine: movements.broadcast_bytes(engine, data, root),
+            failures,
+            type,
+            allow_pickle,
+            timeout,
+            async_op,
         )
 
     def all_gather_object(
@@ -441,10 +448,11 @@ class Group:
         async_op: bool = False,
     ) -> Any:
         """Return `value` of every rank as a list by rank; see `broadcast_object` for what values may be."""
-        operand = _byte_operand(_encoded(value, allow_pickle))
+        failures: list[TypeError] = []
+        operand = _byte_operand(_encoded(value, allow_pickle, failures))
         call = self._call("all_gather_object", None, None)
         return self._run_object(
-            call, lambda engine: movements.gather_all(engine, operand), type, allow_pickle, timeout, async_op
+            call, lambda engine: movements.gather_all(engine, operand), failures, type, allow_pickle, timeout, async_op
         )
 
     def gather_object(
@@ -459,10 +467,17 @@ class Group:
     ) -> Any:
         """Return `value` of every rank as a list by rank on `root`, None elsewhere; see `broadcast_object`."""
         root = self._check_rank(root, "root")
-        operand = _byte_operand(_encoded(value, allow_pickle))
+        failures: list[TypeError] = []
+        operand = _byte_operand(_encoded(value, allow_pickle, failures))
         call = self._call("gather_object", None, None, root=root)
         return self._run_object(
-            call, lambda engine: movements.gather(engine, operand, root), type, allow_pickle, timeout, async_op
+            call,
+            lambda engine: movements.gather(engine, operand, root),
+            failures,
+            type,
+            allow_pickle,
+            timeout,
+            async_op,
         )
 
     def scatter_object(
@@ -478,14 +493,16 @@ class Group:
         """Return this rank's element of `values`, a list by rank that `root` passes; see `broadcast_object`."""
         root = self._check_rank(root, "root")
         operands = None
+        failures: list[TypeError] = []
         if self.rank == root:
             if values is None or len(values) != self.size:
                 raise ConfigError(f"values must have one element for each of the {self.size} ranks")
-            operands = [_byte_operand(_encoded(value, allow_pickle)) for value in values]
+            operands = [_byte_operand(_encoded(value, allow_pickle, failures)) for value in values]
         call = self._call("scatter_object", None, None, root=root)
         return self._run_object(
             call,
             lambda engine: movements.scatter(engine, operands, root).tobytes(),
+            failures,
             type,
             allow_pickle,
             timeout,
@@ -496,12 +513,15 @@ class Group:
         self,
         call: Call,
         body: Callable[[Engine], Any],
+        failures: list[TypeError],
         type: Any,
         allow_pickle: bool,
         timeout: float | None,
         async_op: bool,
     ) -> Any:
         def decode(data: Any) -> Any:
+            if failures:
+                raise failures[0]
             if isinstance(data, list):
                 return [objects.decode(item.tobytes(), type=type, allow_pickle=allow_pickle) for item in data]
             return data if data is None else objects.decode(data, type=type, allow_pickle=allow_pickle)
@@ -517,7 +537,9 @@ class Group:
         matching `recv`. Messages of one pair with one tag arrive in order.
         """
         operand = readable(x)
-        return self._send(operand.flat.view(np.uint8), dst, tag, operand.code, operand.shape, False, timeout, async_op)
+        return self._send(
+            operand.load().view(np.uint8), dst, tag, operand.code, operand.shape, False, timeout, async_op
+        )
 
     def recv(
         self,
@@ -540,7 +562,7 @@ class Group:
             if message.is_object:
                 raise MismatchError(f"rank {message.source} sent an object with tag {message.tag}; use recv_object")
             if target is not None:
-                target.done()
+                target.store()
                 return out
             return message.data.view(DTYPES[message.dtype_code]).reshape(message.shape)
 
@@ -590,9 +612,10 @@ class Group:
         timeout: float | None,
         async_op: bool,
     ) -> Any:
+        dst, tag = _whole("dst", dst), _whole("tag", tag)
         messenger, deadline = self._messages(timeout)
         work = messenger.post_send(memoryview(data), dst, tag, code, shape, is_object, deadline)
-        return self._finish_message(work, deadline, lambda _: None, async_op)
+        return self._finish_message(work, deadline, async_op)
 
     def _recv(
         self,
@@ -603,27 +626,25 @@ class Group:
         timeout: float | None,
         async_op: bool,
     ) -> Any:
+        src, tag = _whole("src", src), _whole("tag", tag)
         messenger, deadline = self._messages(timeout)
         out = None if target is None else memoryview(target.flat.view(np.uint8))
-        work = messenger.post_recv(src, tag, out, None if target is None else (target.code, target.shape), deadline)
-        return self._finish_message(work, deadline, finish, async_op)
+        expect = None if target is None else (target.code, target.shape)
+        work = messenger.post_recv(src, tag, out, expect, deadline, finish)
+        return self._finish_message(work, deadline, async_op)
 
-    def _finish_message(self, work: Work[Any], deadline: float, finish: Callable[[Any], Any], async_op: bool) -> Any:
-        messenger = self._messenger
-        assert messenger is not None
+    def _finish_message(self, work: Work[Any], deadline: float, async_op: bool) -> Any:
+        messenger = self._engine.messenger()
         if async_op:
             messenger.progress_in_background(work, deadline)
-            return _mapped(work, finish)
-        messenger.wait(work, deadline)
-        return finish(work.wait(0))
+            return work
+        return messenger.wait(work, deadline)
 
     def _messages(self, timeout: float | None) -> tuple[Messenger, float]:
         engine = self._engine
         engine.require_open()
-        if self._messenger is None:
-            self._messenger = engine.messenger()
         limit = engine.config.timeout if timeout is None else check_timeout(timeout)
-        return self._messenger, time.monotonic() + limit
+        return engine.messenger(), time.monotonic() + limit
 
     # Groups of groups
 
@@ -633,23 +654,23 @@ class Group:
         Every rank of this group takes part; one that passes None gets None. The new group has lanes, order and
         failures of its own, and may be used at the same time as this one from another thread.
         """
-        for name, value in (("color", color), ("key", key)):
-            if value is not None and (not isinstance(value, int) or not -(1 << 62) < value < 1 << 62):
-                raise ConfigError(f"{name}={value!r} must be an int or None")
-        choice = np.array([color is not None, color or 0, self.rank if key is None else key], np.int64)
+        wanted = 0 if color is None else _whole("color", color)
+        choice = np.array([color is not None, wanted, self.rank if key is None else _whole("key", key)], np.int64)
         call = self._call("split", None, None)
         operand = readable(choice)
-        choices = self._engine.run(
-            call, lambda engine: movements.gather_all(engine, operand), timeout=timeout, async_op=False
-        )
+
+        def body(engine: Engine) -> tuple[list[Array], int]:
+            return movements.gather_all(engine, operand), engine.sequence
+
+        choices, sequence = self._engine.run(call, body, timeout=timeout, async_op=False)
         if color is None:
             return None
         engine = self._engine
-        chosen = [rank for rank in engine.ranks if choices[rank][0] and choices[rank][1] == color]
+        chosen = [rank for rank in engine.ranks if choices[rank][0] and choices[rank][1] == wanted]
         chosen.sort(key=lambda rank: (int(choices[rank][2]), rank))
         members = tuple(engine.members[rank] for rank in chosen)
-        name = f"{self.name}/{engine.sequence}.{color}"
-        digest = hashlib.blake2b(f"{engine.id}/{engine.sequence}/{color}".encode(), digest_size=8).digest()
+        name = f"{self.name}/{sequence}.{wanted}"
+        digest = hashlib.blake2b(f"{engine.id}/{sequence}/{wanted}".encode(), digest_size=8).digest()
         node = engine.node if len(members) > 1 else None
         return Group(
             Engine(node, int.from_bytes(digest, "little"), members if node else (0,), name, engine.config),
@@ -660,8 +681,6 @@ class Group:
 
     def close(self) -> None:
         """Leave the group and free what it holds. Closing twice is fine."""
-        if self._messenger is not None:
-            self._messenger.close(time.monotonic() + 5.0)
         self._engine.close()
         if self._on_close is not None:
             self._on_close()
@@ -672,7 +691,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             text = f"rank {self.rank} left the group because of {type(error).__name__}: {error}"
             self._engine.fail(Fault("PeerLostError", text, (self.rank,)))
         self.close()
@@ -705,15 +724,30 @@ class Group:
         if counts is None:
             ranges = (part(rows, self.size, rank) for rank in self._engine.ranks)
             return [stop - start for start, stop in ranges]
+        try:
+            counts = [operator.index(count) for count in counts]
+        except TypeError:
+            raise ConfigError(f"counts={counts!r} must be whole numbers of rows") from None
         if len(counts) != self.size or any(count < 0 for count in counts) or sum(counts) != rows:
             raise ConfigError(f"counts={list(counts)} must be {self.size} numbers of rows that add up to {rows}")
-        return [int(count) for count in counts]
+        return list(counts)
 
     def _list_of_operands(self, xs: Sequence[Any] | None, what: str) -> list[Operand]:
         if xs is None or len(xs) != self.size:
             got = "None" if xs is None else f"{len(xs)} elements"
             raise ConfigError(f"{what} must have one array for each of the {self.size} ranks, not {got}")
         return [readable(x) for x in xs]
+
+
+def _whole(what: str, value: Any) -> int:
+    """Return `value` as an int; ConfigError if it is none, or too large to travel."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{what}={value!r} must be a whole number") from None
+    if not -(1 << 62) < number < 1 << 62:
+        raise ConfigError(f"{what}={value!r} is too large")
+    return number
 
 
 def _check_weight(op: str, weight: float) -> None:
@@ -723,10 +757,11 @@ def _check_weight(op: str, weight: float) -> None:
         raise ConfigError(f"weight={weight!r} must be a number from 0 up")
 
 
-def _require_weight(x: Any) -> Any:
+def _weighed(is_number: bool, x: Any) -> Any:
+    """Return what all_reduce returns, once it is known whether there was any weight."""
     if x is None:
-        raise ConfigError("the weights of all ranks add up to 0")
-    return x
+        raise ConfigError("the weights of all ranks add up to 0, or to more than a float holds")
+    return x[0].item() if is_number else x
 
 
 def _number_array(x: Any, op: str) -> Array:
@@ -745,35 +780,15 @@ def _number_array(x: Any, op: str) -> Array:
     raise TypeError(f"cannot reduce a {type(x).__name__}; pass int, float, complex, bool or an array")
 
 
-def _as_number(array: Array) -> Any:
-    return array[0].item()
-
-
 def _byte_operand(data: bytes) -> Operand:
     flat = np.frombuffer(data, np.uint8)
-    return Operand(flat, flat.shape, _BYTES, None)
+    return Operand(flat, flat.shape, _BYTES)
 
 
-def _encoded(value: Any, allow_pickle: bool) -> bytes:
-    """Encode a value; if that fails, the other ranks must hear of it, so the failure itself is sent."""
+def _encoded(value: Any, allow_pickle: bool, failures: list[TypeError]) -> bytes:
+    """Encode a value. If that fails, the other ranks must hear of it before this one raises: the failure is sent."""
     try:
         return objects.encode(value, allow_pickle=allow_pickle)
     except TypeError as error:
+        failures.append(error)
         return objects.encode_failure(str(error))
-
-
-def _mapped(work: Work[Any], function: Callable[[Any], Any]) -> Work[Any]:
-    """Return a Work that ends with `function` of the other's result."""
-    drive = (lambda _, deadline: work.drive_until(deadline)) if work.is_driven else None
-    result: Work[Any] = type(work)(work.description, drive=drive)
-
-    def pass_on(ended: Work[Any]) -> None:
-        try:
-            value = function(ended.wait(0))
-        except BaseException as error:
-            result.fail(error)
-        else:
-            result.finish(value)
-
-    work.add_done_callback(pass_on)
-    return result

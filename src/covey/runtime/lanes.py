@@ -37,6 +37,7 @@ SMALL_RING_BYTES: Final = 128 << 10
 LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
 """Rings are large until a process has this much of them; programs with dozens of groups get small ones after that."""
 LANES_LIMIT: Final = 100_000
+CLOSED_GROUPS_KEPT: Final = 10_000
 PURPOSES: Final = ("collectives", "messages")
 
 LaneKey = tuple[int, int, str]
@@ -51,8 +52,8 @@ class Lanes:
         self._lock = threading.Lock()
         self._lanes: dict[LaneKey, Future[Any]] = {}
         self._dialling: set[LaneKey] = set()
-        self._closed_groups: set[int] = set()
-        self._ring_bytes = 0
+        self._closed_groups: dict[int, int] = {}
+        """Groups that were closed, and the last operation of each."""
 
     # For groups, on any thread
 
@@ -105,10 +106,16 @@ class Lanes:
                 peer for (of, peer, why), lane in self._lanes.items() if (of, why) == (group, purpose) and lane.done()
             ]
 
-    def forget(self, group: int) -> None:
+    def ended(self, group: int, sequence: int) -> bool:
+        """Tell whether a group was closed here without taking part in operation `sequence`."""
+        return self._closed_groups.get(group, sequence) < sequence
+
+    def forget(self, group: int, sequence: int) -> None:
         """Close what is left of a group's lanes; later ones are refused."""
         with self._lock:
-            self._closed_groups.add(group)
+            self._closed_groups[group] = sequence
+            while len(self._closed_groups) > CLOSED_GROUPS_KEPT:
+                del self._closed_groups[next(iter(self._closed_groups))]
             futures = [self._lanes.pop(key) for key in [key for key in self._lanes if key[0] == group]]
         for future in futures:
             _close_future(future)
@@ -129,19 +136,15 @@ class Lanes:
 
     # Dialling, on the control loop
 
-    def dial(self, key: LaneKey) -> None:
-        """Start to open a lane, unless it is open or being opened."""
+    def dial(self, key: LaneKey) -> bool:
+        """Start to open a lane, unless it is open or being opened; False if its group was closed here."""
+        if key[2] not in PURPOSES or key[0] in self._closed_groups or self._node.is_closing:
+            return False
         future = self._lanes.get(key)
-        if (
-            key[2] not in PURPOSES
-            or key[0] in self._closed_groups
-            or key in self._dialling
-            or (future is not None and future.done())
-            or self._node.is_closing
-        ):
-            return
-        self._dialling.add(key)
-        self._node.spawn(self._dial(key))
+        if key not in self._dialling and (future is None or not future.done()):
+            self._dialling.add(key)
+            self._node.spawn(self._dial(key))
+        return True
 
     async def _dial(self, key: LaneKey) -> None:
         group, rank, purpose = key
@@ -191,15 +194,16 @@ class Lanes:
                 sock.close()
                 raise
         finally:
+            memory.take(name)  # if the peer has not
             if descriptor >= 0:
                 os.close(descriptor)
         return sock if purpose == "messages" else StreamLane(sock, kind)
 
     def _next_ring_bytes(self) -> int:
-        large = self._ring_bytes + 2 * LARGE_RING_BYTES <= LARGE_RINGS_TOTAL_BYTES
-        capacity = LARGE_RING_BYTES if large else SMALL_RING_BYTES
-        self._ring_bytes += memory_bytes(capacity)
-        return capacity
+        with self._lock:
+            opened = [future.result() for future in self._lanes.values() if future.done() and not future.exception()]
+        in_use = sum(2 * lane.capacity for lane in opened if isinstance(lane, RingLane))
+        return LARGE_RING_BYTES if in_use + 2 * LARGE_RING_BYTES <= LARGE_RINGS_TOTAL_BYTES else SMALL_RING_BYTES
 
     # Being dialled, on the control loop
 
@@ -238,7 +242,6 @@ class Lanes:
             segment = memory.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
             if segment is None or len(segment) != nbytes:
                 raise ConnectError(f"rank {hello.rank} is not a thread of this process")
-        self._ring_bytes += nbytes
         word = bytes(memoryview(segment).cast("B")[-32:])
         await asyncio.get_running_loop().sock_sendall(sock, word)
         return RingLane(segment, hello.capacity, sock, first=False, kind=hello.lane)

@@ -20,6 +20,8 @@ _starting = threading.Lock()
 def control_loop() -> asyncio.AbstractEventLoop:
     """Return the running loop, started on first use."""
     global _loop
+    if _loop is not None:  # without the lock: the garbage collector may ask, on a thread that holds it
+        return _loop
     with _starting:
         if _loop is None:
             import asyncio  # here, because it costs half as much to import as numpy

@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, DeadlineError, PeerLostError, RemoteProtocolError
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MAX_POLL_MS: Final = 2**31 - 1
+
+
+def _as_it_is(received: Received) -> Received:
+    return received
 
 
 class Messenger:
@@ -78,6 +83,7 @@ class Messenger:
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._bell, self._bell_rope = (track(end) for end in socket.socketpair())
+        self._close_bell = weakref.finalize(self, _close_sockets, self._bell, self._bell_rope)
         self._poll = select.poll()
         for end in (self._bell, self._bell_rope):
             end.setblocking(False)
@@ -118,11 +124,12 @@ class Messenger:
         out: memoryview | None,
         expect: tuple[int, tuple[int, ...]] | None,
         deadline: float | None = None,
-    ) -> Work[Received]:
+        then: Callable[[Received], Any] = _as_it_is,
+    ) -> Work[Any]:
         """Start to receive the earliest message from `src` with `tag`, each of which may be ANY.
 
         The payload is written to `out`, if given; `expect` is the dtype code and shape of `out`, and a message of
-        another dtype or size is consumed and fails the work with MismatchError.
+        another dtype or size is consumed and fails the work with MismatchError. `then` turns what came into the result.
 
         Raises:
             ConfigError: there is no such rank or tag.
@@ -138,7 +145,7 @@ class Messenger:
         with self._lock:
             operation = self._matcher.receive(src, tag, out, expect)
             names = ("any rank" if src == ANY else f"rank {src}", "any tag" if tag == ANY else f"tag {tag}")
-            work = self._start(operation, f"receive from {names[0]} with {names[1]}")
+            work = self._start(operation, f"receive from {names[0]} with {names[1]}", then)
         return self._started(work)
 
     def wait(self, work: Work[Any], deadline: float | None) -> Any:
@@ -172,6 +179,10 @@ class Messenger:
         with self._lock, contextlib.suppress(ClosedError):  # a peer may come just when we go
             self._add_lane(peer, sock)
 
+    def pending(self) -> list[Work[Any]]:
+        """Return the works that are not over."""
+        return list(self._pending.values())
+
     def sockets(self) -> list[socket.socket]:
         """Return everything that is open, for a forked child to close."""
         return [self._bell, self._bell_rope, *(lane.sock for lane in list(self._lanes.values()))]
@@ -199,8 +210,7 @@ class Messenger:
             if not lane.is_ended:
                 lane.close(flush_deadline)
         with self._lock:
-            self._bell.close()
-            self._bell_rope.close()
+            self._close_bell()
             self._driver = None
             self._freed.notify_all()
 
@@ -212,8 +222,8 @@ class Messenger:
         if (fault := self._fault()) is not None:
             raise fault
 
-    def _start(self, operation: Operation, description: str) -> Work[Any]:
-        work: Work[Any] = Work(f"{self._name}: {description}", drive=self._drive)
+    def _start(self, operation: Operation, description: str, then: Callable[[Any], Any] | None = None) -> Work[Any]:
+        work: Work[Any] = Work(f"{self._name}: {description}", drive=self._drive, then=then)
         self._pending[operation] = work
         self._flush_ready()
         return work
@@ -239,13 +249,13 @@ class Messenger:
         with self._lock:
             over = [(operation, self._pending.pop(operation, None)) for operation in self._matcher.completed]
             self._matcher.completed.clear()
+        works = []
         for operation, work in over:
-            if work is None:
-                continue
-            if operation.error is not None:
-                work.fail(operation.error)
-            else:
-                work.finish(None if isinstance(operation, Send) else operation.result)
+            if work is not None:
+                work.conclude(None if isinstance(operation, Send) else operation.result, operation.error)
+                works.append(work)
+        for work in works:  # after all are over: what is called may wait for another of them
+            work.notify()
         if self._waiters or self._driver not in (None, threading.get_ident()):
             with self._lock:
                 self._freed.notify_all()
@@ -384,10 +394,12 @@ class Messenger:
 
     def _turn(self, deadline: float | None) -> None:
         """Wait until something happens, or the deadline; and deal with it."""
-        while self._expiring and self._expiring[0][2].done():
-            heapq.heappop(self._expiring)
-        left = _left(min(deadline or math.inf, self._expiring[0][0]) if self._expiring else deadline)
-        events = self._poll.poll(None if left is None else min(math.ceil(left * 1000), _MAX_POLL_MS))
+        with self._lock:
+            while self._expiring and self._expiring[0][2].done():
+                heapq.heappop(self._expiring)
+            expiry = self._expiring[0][0] if self._expiring else math.inf
+        left = max(0.0, min(math.inf if deadline is None else deadline, expiry) - time.monotonic())
+        events = self._poll.poll(math.ceil(min(left * 1000, _MAX_POLL_MS)))
         has_fault = False
         with self._lock:
             for descriptor, event in events:
@@ -404,8 +416,12 @@ class Messenger:
         if has_fault:
             self._fail_all()
         self._settle()
-        while self._expiring and self._expiring[0][0] <= time.monotonic():
-            self._abandon(heapq.heappop(self._expiring)[2], None)
+        while True:
+            with self._lock:
+                if not self._expiring or self._expiring[0][0] > time.monotonic():
+                    return
+                work = heapq.heappop(self._expiring)[2]
+            self._abandon(work, None)
 
     def _fail_all(self) -> None:
         if (fault := self._fault()) is None:
@@ -448,6 +464,11 @@ class Messenger:
         if self._driver not in (None, threading.get_ident()):
             with contextlib.suppress(BlockingIOError):  # it is ringing already
                 self._bell_rope.send(b"!")
+
+
+def _close_sockets(*sockets: socket.socket) -> None:
+    for sock in sockets:
+        sock.close()
 
 
 def _left(deadline: float | None) -> float | None:

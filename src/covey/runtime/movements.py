@@ -22,6 +22,7 @@ _NOTHING: Final = np.empty(0, np.uint8)
 
 def gather_all(engine: Engine, operand: Operand, algorithm: str | None = None) -> list[Array]:
     """Return everyone's array, by rank."""
+    operand.load()
     metas = _metas(engine, {engine.rank: operand})
     engine.execute(direct.all_gather(engine.rank, [META_WORDS] * engine.size), list(metas))
     arrays = [_empty(meta) for meta in metas]
@@ -34,6 +35,7 @@ def gather_all(engine: Engine, operand: Operand, algorithm: str | None = None) -
 
 def gather(engine: Engine, operand: Operand, root: int) -> list[Array] | None:
     """Return everyone's array, by rank, on `root`."""
+    operand.load()
     metas = _metas(engine, {engine.rank: operand})
     engine.execute(direct.gather(engine.rank, root, [META_WORDS] * engine.size), list(metas))
     if engine.rank == root:
@@ -51,6 +53,8 @@ def gather(engine: Engine, operand: Operand, root: int) -> list[Array] | None:
 def scatter(engine: Engine, operands: list[Operand] | None, root: int) -> Array:
     """Return this rank's of the arrays that `root` has."""
     me = engine.rank
+    for operand in operands or ():
+        operand.load()
     metas = _metas(engine, dict(enumerate(operands or ())))
     engine.execute(direct.scatter(me, root, [META_WORDS] * engine.size), list(metas))
     mine = _empty(metas[me])
@@ -67,6 +71,8 @@ def scatter(engine: Engine, operands: list[Operand] | None, root: int) -> Array:
 def exchange_all(engine: Engine, operands: list[Operand]) -> list[Array]:
     """Give each rank one array and return what each gave to this one."""
     me = engine.rank
+    for operand in operands:
+        operand.load()
     out_metas = _metas(engine, dict(enumerate(operands)))
     in_metas = np.zeros_like(out_metas)
     in_metas[me] = out_metas[me]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.net.descriptors import track
-from covey.net.meeting import check_peer, host_token
+from covey.net.meeting import check_peer
 from covey.runtime import loop as control
 from covey.runtime.greet import HungUpError, RefusedError, accept, dial
 from covey.runtime.lanes import Lanes
@@ -82,6 +82,7 @@ class Node:
         size: int,
         run: str,
         token: bytes,
+        host: str,
         config: GroupConfig,
         listeners: Iterable[socket.socket],
         socket_path: str,
@@ -91,7 +92,7 @@ class Node:
     ) -> None:
         """Take ownership of `listeners`; `contacts` of ranks that are missing come from rank 0's roster."""
         self.rank, self.size, self.run, self.config = rank, size, run, config
-        self.host = host_token()
+        self.host = host
         self.host_name = socket.gethostname()
         self.life = secrets.token_bytes(16)
         self.token = token
@@ -265,6 +266,9 @@ class Node:
         except (OSError, TimeoutError, CoveyError) as error:
             sock.close()
             self._turn_away(error)
+        except BaseException:
+            sock.close()
+            raise
 
     def _turn_away(self, error: BaseException) -> None:
         self.turned_away += 1
@@ -312,11 +316,11 @@ class Node:
         """Return the groups that are open."""
         return list(self._groups.values())
 
-    def forget(self, group_id: int) -> None:
-        """Close what is left of a group; lanes for it are refused from now on."""
+    def forget(self, group_id: int, sequence: int) -> None:
+        """Close what is left of a group, of which `sequence` was the last operation; refuse new lanes for it."""
         with self._lock:
             self._groups.pop(group_id, None)
-        self.lanes.forget(group_id)
+        self.lanes.forget(group_id, sequence)
 
     def lane_arrived(self, key: LaneKey) -> None:
         """Tell the group, if it exists already, that a lane is open."""
@@ -358,12 +362,18 @@ class Node:
             case messages.Goodbye():
                 peer.left = True
             case messages.Dial(group, purpose):
-                if self.rank > peer.rank:
-                    self.lanes.dial((group, peer.rank, purpose))
+                if self.rank > peer.rank and not self.lanes.dial((group, peer.rank, purpose)):
+                    self._send(peer.rank, messages.NoLane(group, purpose))
+            case messages.NoLane(group, purpose):
+                error = ConnectError(f"rank {peer.rank} has closed the group")
+                self.lanes.abandon(lambda key: key == (group, peer.rank, purpose), error)
             case messages.Announce() | messages.Position() | messages.Revoke():
                 member = self._groups.get(message.group)
                 if member is not None:
                     member.heard(peer.rank, message)
+                elif isinstance(message, messages.Announce) and self.lanes.ended(message.group, message.sequence):
+                    text = f"rank {self.rank} of the run has closed the group"
+                    self._send(peer.rank, messages.Revoke(message.group, "PeerLostError", text, ()))
 
     def _lost(self, peer: Peer) -> None:
         peer.connection = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -10,6 +11,8 @@ from covey.base.errors import DeadlineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+
+logger = logging.getLogger("covey")
 
 T = TypeVar("T")
 
@@ -21,9 +24,19 @@ class Work(Generic[T]):
     operation; the operation's own `timeout=` ends it.
     """
 
-    def __init__(self, description: str, *, drive: Callable[[Work[Any], float | None], None] | None = None) -> None:
-        """`drive(work, deadline)` is called by waiters to make progress themselves until the work is done."""
+    def __init__(
+        self,
+        description: str,
+        *,
+        drive: Callable[[Work[Any], float | None], None] | None = None,
+        then: Callable[[Any], T] | None = None,
+    ) -> None:
+        """`drive(work, deadline)` is called by waiters to make progress themselves until the work is done.
+
+        `then` turns what the operation ended with into the result.
+        """
         self.description = description
+        self._then = then
         self._drive = drive
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -50,11 +63,6 @@ class Work(Generic[T]):
             raise self._error
         return self._result
 
-    @property
-    def is_driven(self) -> bool:
-        """Whether those who wait must make the progress themselves."""
-        return self._drive is not None
-
     def drive_until(self, deadline: float | None) -> None:
         """Make progress on the calling thread until the work is done or `deadline` has passed."""
         if not self._done.is_set() and self._drive is not None:
@@ -74,29 +82,49 @@ class Work(Generic[T]):
         return self._error
 
     def add_done_callback(self, callback: Callable[[Work[T]], None]) -> None:
-        """Call `callback(self)` when the operation ends, on the thread that ends it; at once if it has ended."""
+        """Call `callback(self)` when the operation ends, on the thread that ends it; at once if it has ended.
+
+        What it raises is logged. It may start operations with `async_op=True`, but must not wait for collectives.
+        """
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._call(callback)
 
     def finish(self, result: T) -> None:
         """End the operation well. For those who run operations, not for those who wait."""
-        self._result = result
-        self._end()
+        self.conclude(result, None)
+        self.notify()
 
     def fail(self, error: BaseException) -> None:
         """End the operation with `error`."""
-        self._error = error
-        self._end()
+        self.conclude(None, error)
+        self.notify()
 
-    def _end(self) -> None:
+    def conclude(self, result: Any, error: BaseException | None) -> None:
+        """End the operation, but leave those who asked to be called for `notify`."""
+        if error is None and self._then is not None:
+            try:
+                result = self._then(result)
+            except Exception as failure:
+                error = failure
         with self._lock:
+            self._result, self._error = result, error
             self._done.set()
+
+    def notify(self) -> None:
+        """Call those who asked to be called when the operation ends."""
+        with self._lock:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Work[T]], None]) -> None:
+        try:
             callback(self)
+        except Exception:  # it must not end the thread that runs everybody's operations
+            logger.exception("a callback of %s failed", self.description)
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio

@@ -119,8 +119,15 @@ class Revoke(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """The ranks to blame: lost or late, in the group's numbering."""
 
 
+class NoLane(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Answer to Dial: the sender has closed that group."""
+
+    group: int
+    purpose: str
+
+
 Greeting = Hello | Welcome | Refusal
-Control = Roster | Ready | Goodbye | Dial | Announce | Position | Revoke
+Control = Roster | Ready | Goodbye | Dial | Announce | Position | Revoke | NoLane
 
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _controls: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)

@@ -78,15 +78,21 @@ def test_the_identity_of_min_and_max_reaches_the_limits(dtype: np.dtype[Any], op
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.kind not in "biu"], ids=lambda dtype: dtype.name)
 def test_only_a_mean_divides(dtype: np.dtype[Any]) -> None:
     assert [op for op in ("sum", "mean", "prod") if reduction(op, dtype).divides] == ["mean"]
-    x = np.array([0, 6, -12, 300], dtype)
-    reduction("mean", dtype).finish(x, 3)
+    x = np.array([0, 4, -2, 100], dtype)
+    reduction("mean", dtype).average(x, np.array([0, 2, -10, 200], dtype), x, 3)
     assert x.dtype == dtype
     assert x.tolist() == [0, 2, -4, 100]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_a_half_precision_mean_is_divided_by_counts_that_the_dtype_cannot_hold(dtype: Any) -> None:
-    x = np.array([257.0 * 2], np.float32).astype(dtype)
-    expected = (x.astype(np.float32) / np.float32(257)).astype(dtype)
-    reduction("mean", np.dtype(dtype)).finish(x, 257)
-    assert x == expected
+    x = np.array([257.0, 3.0], np.float32).astype(dtype)
+    expected = ((x.astype(np.float32) + x.astype(np.float32)) / np.float32(257)).astype(dtype)
+    reduction("mean", np.dtype(dtype)).average(x, x, x, 257)
+    assert (x == expected).all()
+
+
+def test_a_half_precision_mean_may_have_a_sum_that_the_dtype_cannot_hold() -> None:
+    x = np.array([60000.0], np.float16)
+    reduction("mean", x.dtype).average(x, x, x, 2)
+    assert x == 60000.0

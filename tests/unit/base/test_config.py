@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from covey.base.config import GroupConfig, check_timeout, group_config, refuse_unknown
+from covey.base.config import YEAR_SECONDS, GroupConfig, check_timeout, group_config, refuse_unknown
 from covey.base.errors import ConfigError
 
 
@@ -48,7 +49,8 @@ def test_check_timeout_refuses_what_is_not_a_number_of_seconds_above_zero(timeou
 
 
 def test_check_timeout_returns_what_it_accepts() -> None:
-    assert [check_timeout(t) for t in (1, 0.25, float("inf"))] == [1, 0.25, float("inf")]
+    assert [check_timeout(t) for t in (1, 0.25, np.float32(3), np.int64(2))] == [1, 0.25, 3, 2]
+    assert check_timeout(float("inf")) == YEAR_SECONDS
 
 
 @pytest.mark.parametrize(

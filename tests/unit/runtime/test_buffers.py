@@ -23,7 +23,7 @@ def test_a_contiguous_array_is_used_where_it_stands(dtype: np.dtype[Any], shape:
         assert operand.code == dtype_code(dtype)
         assert not x.size or np.shares_memory(operand.flat, x)
         operand.flat[...] = 1
-        operand.done()
+        operand.store()
         assert (x == 1).all()
 
 
@@ -36,12 +36,12 @@ def test_a_strided_array_is_copied_in_and_out(view: Any) -> None:
     whole = np.arange(24.0).reshape(4, 6)
     part = view(whole)
     operand = writable(part)
-    assert operand.flat.flags.c_contiguous
+    assert operand.load().flags.c_contiguous
     assert np.array_equal(operand.flat.reshape(operand.shape), part)
     before = whole.copy()
     operand.flat[...] += 100
     assert np.array_equal(whole, before)
-    operand.done()
+    operand.store()
     expected = before.copy()
     view(expected)[...] += 100
     assert np.array_equal(whole, expected)
@@ -68,7 +68,7 @@ def test_what_cannot_be_written_may_only_be_read(x: Any) -> None:
 )
 def test_numbers_and_lists_can_be_read_but_not_changed_in_place(x: Any) -> None:
     operand = readable(x)
-    assert np.array_equal(operand.flat.reshape(operand.shape), np.asarray(x))
+    assert np.array_equal(operand.load().reshape(operand.shape), np.asarray(x))
     with pytest.raises(TypeError, match=f"cannot work on a {type(x).__name__} in place"):
         writable(x)
 
@@ -116,7 +116,7 @@ def test_tensors_of_every_dtype_and_layout_are_seen_in_place() -> None:
     for view in (tensor.t(), tensor[:, 1::2], tensor[1:, 0], tensor[2, 3]):
         assert np.array_equal(as_array(view), view.numpy())
     spread = torch.zeros(3, 1).expand(3, 4)
-    assert readable(spread).flat.tolist() == [0.0] * 12
+    assert readable(spread).load().tolist() == [0.0] * 12
     weight = torch.ones(3, requires_grad=True)
     writable(weight).flat[0] = 5
     assert weight.tolist() == [5, 1, 1]

@@ -71,8 +71,6 @@ def test_a_driven_work_makes_progress_on_the_thread_that_waits() -> None:
         work.finish(threading.get_ident())
 
     work: Work[int] = Work("driven", drive=drive)
-    assert work.is_driven
-    assert not Work("plain").is_driven
     assert work.wait(PATIENCE) == threading.get_ident()
     work.wait()
     assert len(steps) == 1
