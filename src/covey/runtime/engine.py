@@ -512,6 +512,8 @@ class Engine:
 
         with self._messenger_lock:
             if self._messenger is None:
+                if self._closed:
+                    self._refuse(MESSAGES)
                 self._open_wake()
                 self._messenger = Messenger(
                     self.rank,
@@ -547,6 +549,7 @@ class Engine:
         self._issuing = threading.Lock()
         self._counting = threading.Lock()
         self._fault_lock = threading.Lock()
+        self._messenger_lock = threading.Lock()
         self._worker = None
         self._dropped.detach()
         text = f"group {self.name!r} belongs to the process that joined; this one was forked from it and cannot use it"
@@ -567,11 +570,12 @@ class Engine:
 
     def close(self) -> None:
         """Free lanes, thread and descriptors. Closing twice is fine."""
-        if self._closed:
-            return
+        with self._messenger_lock:  # no messenger is made from here on
+            if self._closed:
+                return
+            self._closed = True
         if self._messenger is not None:
             self._messenger.close(time.monotonic() + FLUSH_SECONDS)
-        self._closed = True
         if self._unfinished or self._issuing.locked():
             text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"
             self.fail(Fault("ClosedError", text, (self.rank,)))
