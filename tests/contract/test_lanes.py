@@ -106,6 +106,15 @@ def whole_elements(nbytes: int, dtype: np.dtype[Any] | None) -> int:
     return nbytes if dtype is None else nbytes // dtype.itemsize * dtype.itemsize
 
 
+class Absorbing(Incoming):
+    """Hands the pieces to whoever tests them."""
+
+    sink: Callable[[int, Array], None]
+
+    def absorb(self, offset: int, piece: Array) -> None:
+        self.sink(offset, piece)
+
+
 class Reader:
     """The receiving end of a transfer; what comes in pieces is put together and its offsets are checked."""
 
@@ -113,11 +122,9 @@ class Reader:
         self.expected = expected
         self.bytes = np.zeros(expected.payload.nbytes, np.uint8)
         self._next = 0
-        self.incoming = Incoming(expected.header, self.bytes.nbytes, _surprise, peer=1)
-        if expected.dtype is None:
-            self.incoming.dest = self.bytes
-        else:
-            self.incoming.absorb, self.incoming.dtype = self._absorb, expected.dtype
+        dest = self.bytes if expected.dtype is None else None
+        self.incoming = Absorbing(expected.header, self.bytes.nbytes, _surprise, 1, dest, expected.dtype)
+        self.incoming.sink = self._absorb
 
     def _absorb(self, offset: int, piece: Array) -> None:
         assert offset == self._next
@@ -285,11 +292,9 @@ def test_another_header_than_expected_is_shown_before_any_byte_is_applied(
     out = Outgoing(sent.header, sent.payload)
     while out.sent < out.nbytes:
         pair[0].transmit(out)
-    incoming = Incoming(expected.header, nbytes, wrong_header, peer=3)
-    if dtype is None:
-        incoming.dest = np.zeros(nbytes, np.uint8)
-    else:
-        incoming.absorb, incoming.dtype = absorb, dtype
+    dest = np.zeros(nbytes, np.uint8) if dtype is None else None
+    incoming = Absorbing(expected.header, nbytes, wrong_header, 3, dest, dtype)
+    incoming.sink = absorb
     settle(End(pair[1], [], [expected]))
     with pytest.raises(RefusedError):
         pair[1].receive(incoming)

@@ -43,25 +43,34 @@ class Outgoing:
 
 
 class Incoming:
-    """A transfer on its way in: into `dest`, or piece by piece through `absorb`; exactly one of them is set."""
+    """A transfer on its way in: into `dest`, or, where that is None, piece by piece through `absorb`."""
 
-    __slots__ = ("absorb", "dest", "dtype", "expected", "got", "nbytes", "peer", "wrong_header")
+    __slots__ = ("dest", "dtype", "expected", "got", "nbytes", "peer", "wrong_header")
 
     def __init__(
-        self, expected: bytes, nbytes: int, wrong_header: Callable[[int, bytes, bytes], None], peer: int
+        self,
+        expected: bytes,
+        nbytes: int,
+        wrong_header: Callable[[int, bytes, bytes], None],
+        peer: int,
+        dest: Array | None,
+        dtype: np.dtype[Any],
     ) -> None:
         """`wrong_header(peer, expected, header)` is called when another header than `expected` arrives, and raises."""
         self.expected = expected
         self.nbytes = nbytes
         self.wrong_header = wrong_header
         self.peer = peer
-        self.dest: Array | None = None
+        self.dest = dest
         """Contiguous uint8."""
-        self.absorb: Callable[[int, Array], None] | None = None
-        """Gets whole elements of `dtype` that start so many bytes into the payload; valid during the call only."""
-        self.dtype: np.dtype[Any] | None = None
+        self.dtype = dtype
+        """Of the pieces that `absorb` gets."""
         self.got = -HEADER_BYTES
         """Payload bytes received; negative while the header is on its way."""
+
+    def absorb(self, offset: int, piece: Array) -> None:
+        """Take whole elements that start `offset` bytes into the payload; `piece` is valid during the call only."""
+        raise NotImplementedError
 
 
 class Lane(Protocol):

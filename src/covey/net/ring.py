@@ -138,12 +138,11 @@ class RingLane:
             step = left if left < step else step
             step = available if available < step else step
             step = edge if edge < step else step
-            if incoming.absorb is None:
-                incoming.dest[got : got + step] = self._in[at : at + step]  # type: ignore[index]
+            if incoming.dest is not None:
+                incoming.dest[got : got + step] = self._in[at : at + step]
             else:
                 typed = self._in_typed
-                if typed.dtype != incoming.dtype:
-                    assert incoming.dtype is not None
+                if typed.dtype is not incoming.dtype:
                     typed = self._in_typed = self._in.view(incoming.dtype)
                 size = typed.itemsize
                 incoming.absorb(got, typed[at // size : (at + step) // size])

@@ -102,9 +102,7 @@ class StreamLane:
 
     def _absorb(self, incoming: Incoming, available: int) -> None:
         """Hand the whole elements among `available` scratch bytes over and keep the rest of a split one."""
-        assert incoming.absorb is not None
-        assert incoming.dtype is not None
-        if self._typed.dtype != incoming.dtype:
+        if self._typed.dtype is not incoming.dtype:
             self._typed = self._scratch[HEADER_BYTES:].view(incoming.dtype)
         size = self._typed.itemsize
         carry = available % size

@@ -15,7 +15,7 @@ import numpy as np
 
 from covey.net.lane import Incoming, LaneClosedError, Outgoing
 from covey.plan.moves import FINAL, LEFT, REDUCE
-from covey.wire.header import SUFFIX
+from covey.wire.header import HEADER_BYTES, SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,19 +100,17 @@ def execute(
         if incoming is None and applied < recv_count:
             peer, index, start, stop, action, after = recvs[applied]
             if peer != in_peer:
-                in_peer, in_lane = peer, watch.lane(peer)
+                in_peer, in_lane = peer, out_lane if peer == out_peer else watch.lane(peer)
             move = in_moves[peer] = in_moves.get(peer, -1) + 1
             target = buffers[index][start:stop]
             nbytes = target.nbytes
-            incoming = Incoming(prefix + SUFFIX.pack(sequence, move, nbytes), nbytes, watch.wrong_header, peer)
-            if after > sent:
-                aside = target.copy()
-                incoming.dest = aside.view(BYTE)
-            elif action & REDUCE:
-                incoming.dtype = target.dtype
-                incoming.absorb = _Reducing(target, reduction, action, contributors, after > 0).absorb
+            header = prefix + SUFFIX.pack(sequence, move, nbytes)
+            if action & REDUCE and after <= sent:
+                incoming = _Reducing(header, watch, peer, target, reduction, action, contributors, after > 0)
             else:
-                incoming.dest = target.view(BYTE)
+                aside = target.copy() if after > sent else None
+                dest = target if aside is None else aside
+                incoming = Incoming(header, nbytes, watch.wrong_header, peer, dest.view(BYTE), target.dtype)
         if incoming is not None:
             if incoming.got < incoming.nbytes:
                 try:
@@ -122,7 +120,7 @@ def execute(
                     watch.lane_closed(in_peer, error)
             if incoming.got == incoming.nbytes and recvs[applied].after <= sent:
                 if aside is not None:
-                    _apply(recvs[applied], aside, buffers, reduction, contributors)
+                    _apply(recvs[applied], aside, buffers, reduction, contributors, watch)
                     aside = None
                 incoming = None
                 applied += 1
@@ -154,18 +152,31 @@ def execute(
         _sleep(out_lane if out is not None else None, in_lane if waiting is not None else None, watch, again_at - now)
 
 
-class _Reducing:
+class _Reducing(Incoming):
     """Combines what arrives, piece by piece, into `target`."""
 
     __slots__ = ("_average", "_collected", "_combine", "_contributors", "_is_left", "_target")
 
-    def __init__(self, target: Array, reduction: Reduction | None, action: int, contributors: int, whole: bool) -> None:
+    def __init__(
+        self,
+        header: bytes,
+        watch: Watch,
+        peer: int,
+        target: Array,
+        reduction: Reduction | None,
+        action: int,
+        contributors: int,
+        whole: bool,
+    ) -> None:
         """`whole` collects all pieces and combines them in one call.
 
         Two ranks that swap and then combine for themselves must get the same bits, however the bytes arrive. How numpy
         rounds a complex product, and which of two nans it keeps, depends on where an element stands in the call.
         """
         assert reduction is not None
+        self.expected, self.nbytes, self.got = header, target.nbytes, -HEADER_BYTES  # a call to super() would cost more
+        self.wrong_header, self.peer = watch.wrong_header, peer
+        self.dest, self.dtype = None, target.dtype
         self._target = target
         self._combine = reduction.combine
         self._is_left = action & LEFT
@@ -199,11 +210,18 @@ class _Reducing:
             mine[...] = self._combine(left, right)
 
 
-def _apply(recv: Recv, aside: Array, buffers: Sequence[Array], reduction: Reduction | None, contributors: int) -> None:
+def _apply(
+    recv: Recv,
+    aside: Array,
+    buffers: Sequence[Array],
+    reduction: Reduction | None,
+    contributors: int,
+    watch: Watch,
+) -> None:
     """Apply a payload that was kept aside."""
     target = buffers[recv.buffer][recv.start : recv.stop]
     if recv.action & REDUCE:
-        _Reducing(target, reduction, recv.action, contributors, True).absorb(0, aside)
+        _Reducing(b"", watch, recv.peer, target, reduction, recv.action, contributors, True).absorb(0, aside)
     else:
         target[...] = aside
 
