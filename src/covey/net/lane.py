@@ -53,7 +53,7 @@ class Incoming:
         nbytes: int,
         wrong_header: Callable[[int, bytes, bytes], None],
         peer: int,
-        dest: Array | None,
+        dest: memoryview | None,
         dtype: np.dtype[Any],
     ) -> None:
         """`wrong_header(peer, expected, header)` is called when another header than `expected` arrives, and raises."""
@@ -62,7 +62,7 @@ class Incoming:
         self.wrong_header = wrong_header
         self.peer = peer
         self.dest = dest
-        """Contiguous uint8."""
+        """Contiguous bytes."""
         self.dtype = dtype
         """Of the pieces that `absorb` gets."""
         self.got = -HEADER_BYTES

@@ -110,7 +110,8 @@ def execute(
             else:
                 aside = target.copy() if after > sent else None
                 dest = target if aside is None else aside
-                incoming = Incoming(header, nbytes, watch.wrong_header, peer, dest.view(BYTE), target.dtype)
+                view = memoryview(dest.view(BYTE))
+                incoming = Incoming(header, nbytes, watch.wrong_header, peer, view, target.dtype)
         if incoming is not None:
             if incoming.got < incoming.nbytes:
                 try:
