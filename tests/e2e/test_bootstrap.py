@@ -154,7 +154,7 @@ def test_a_rank_started_twice_is_told_who_has_its_place_and_the_first_goes_on(jo
     first = job.start(JOB, RANK=0, WORLD_SIZE=2)
     job.meeting_place(0)
     second = finish(job.start(JOB, RANK=0, WORLD_SIZE=2))
-    assert second.error.startswith("covey.base.errors.ConfigError")
+    assert second.error.startswith("covey.ConfigError")
     assert f"rank 0 of this job is already running as process {first.pid}" in second.error
     check(reports_of(finish_all([first, job.start(JOB, RANK=1, WORLD_SIZE=2)])), 2)
     assert job.left_behind() == []
@@ -202,7 +202,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_both(
 ) -> None:
     start = time.monotonic()
     for ended in finish_all([job.start(JOB, **one), job.start(JOB, **other)]):
-        assert ended.error.startswith("covey.base.errors.ConfigError")
+        assert ended.error.startswith("covey.ConfigError")
         assert text in ended.error
     assert time.monotonic() - start < QUICKLY
     assert job.left_behind() == []
@@ -221,7 +221,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_both(
 )
 def test_a_setting_that_cannot_work_is_refused_before_anyone_waits(job: Job, env: dict[str, str], text: str) -> None:
     ended = finish(job.start(JOB, RANK=0, WORLD_SIZE=2, **env))
-    assert ended.error.startswith("covey.base.errors.ConfigError")
+    assert ended.error.startswith("covey.ConfigError")
     assert text in ended.error
     assert job.left_behind() == []
 

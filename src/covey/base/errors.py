@@ -119,3 +119,7 @@ def _restore(kind: type[CoveyError], args: tuple[Any, ...], facts: dict[str, Any
     error.args = args  # an OSError with an __init__ of its own leaves them to it
     error.__dict__.update(facts)
     return error
+
+
+for _error in (CoveyError, *CoveyError.__subclasses__()):
+    _error.__module__ = "covey"  # where people import them from, and so what tracebacks should say
