@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import socket
 import sys
 import threading
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FAILURE_CHARACTERS = 8000
+FAREWELL_SECONDS = 3.0
+"""What the library has for closing in good order once the front is gone."""
 
 
 def main(arguments: list[str]) -> None:
@@ -37,6 +40,7 @@ def main(arguments: list[str]) -> None:
     engine = open_engine(engine_name, rank=int(rank), size=int(size), folder=folder)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
+        end_with(sock)
         channel = Channel(sock)
         channel.send(Hello(engine.rank, os.getpid(), engine.versions))
         try:
@@ -46,6 +50,19 @@ def main(arguments: list[str]) -> None:
             # The peers may be stuck in a collective with this rank; an orderly farewell could wait for them.
             os._exit(1)
         engine.close()
+
+
+def end_with(front: socket.socket) -> None:
+    """End this process soon after the front hung up, whatever it does: a library may wait for a dead rank for ever."""
+    poll = select.poll()
+    poll.register(front, getattr(select, "POLLRDHUP", select.POLLHUP))
+
+    def watch() -> None:
+        poll.poll()
+        time.sleep(FAREWELL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="front-watch", daemon=True).start()
 
 
 def serve(engine: Engine, channel: Channel, busy: BusyThread | None) -> None:
