@@ -563,7 +563,9 @@ def test_close_ends_pending_works_waiters_and_later_calls(make_crew: MakeCrew) -
     with pytest.raises(ClosedError):
         crew.post_recv(0, 1)
     crew.messengers[0].close(time.monotonic())
-    assert all(sock.fileno() == -1 for sock in crew.messengers[0].sockets())
+    messenger = crew.messengers[0]
+    sockets = [messenger._bell, messenger._bell_rope, *(lane.sock for lane in messenger._lanes.values())]
+    assert all(sock.fileno() == -1 for sock in sockets)
 
 
 def test_an_asynchronous_receive_that_nobody_waits_for_fails_at_its_deadline(make_crew: MakeCrew) -> None:

@@ -171,20 +171,14 @@ class Group:
         code = dtype_code(flat.dtype)
         rule = reduction(op, flat.dtype)
         call = make_call("all_reduce", code, shape, op=op, weighted=None if is_plain else True, algorithm=algorithm)
-        plan = self._plan_all_reduce(flat.size, flat.itemsize, algorithm)
+        plan = choose.all_reduce(self.rank, self.size, flat.size, flat.itemsize, self._engine.lane_family, algorithm)
         # Shares add up to the mean by themselves.
         return call, plan, rule if is_plain else reduction("sum", flat.dtype)
-
-    def _plan_all_reduce(self, count: int, itemsize: int, algorithm: str | None) -> Plan:
-        engine = self._engine
-        if engine.size == 1 and algorithm is None:
-            algorithm = "doubling"  # an empty plan; an unknown name is still an error
-        return choose.all_reduce(engine.rank, engine.size, count, itemsize, self._engine.lane_family, algorithm)
 
     def _weigh(self, engine: Engine, flat: Array, weight: float) -> bool:
         """Scale this rank's contribution by its share of the total weight; tell whether there is any weight."""
         total = np.array([weight], np.float64)
-        plan = choose.all_reduce(engine.rank, engine.size, 1, 8, self._engine.lane_family, "doubling")
+        plan = choose.all_reduce(engine.rank, engine.size, 1, 8, engine.lane_family, "doubling")
         engine.execute(plan, [total], reduction("sum", total.dtype))
         if not 0 < total[0] < np.inf:
             return False
@@ -699,15 +693,13 @@ class Group:
     # Small things
 
     def _call(self, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
+        """Describe a call; repeated ones are described once."""
         key = (operation, code, shape, *agreed.values())
-        return self._calls.get(key) or self._remember(key, operation, code, shape, **agreed)
-
-    def _remember(
-        self, key: Any, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any
-    ) -> Call:
-        if len(self._calls) > CACHED_CALLS:
-            self._calls.clear()
-        call = self._calls[key] = make_call(operation, code, shape, **agreed)
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) > CACHED_CALLS:
+                self._calls.clear()
+            call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
 
     def _check_rank(self, rank: int, what: str) -> int:

@@ -28,6 +28,8 @@ from covey.runtime.work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+STEP_ASIDE_SECONDS: Final = 5.0
+"""What a thread that drives has to notice that the messenger closes."""
 _MAX_POLL_MS: Final = 2**31 - 1
 
 
@@ -183,10 +185,6 @@ class Messenger:
         """Return the works that are not over."""
         return list(self._pending.values())
 
-    def sockets(self) -> list[socket.socket]:
-        """Return everything that is open, for a forked child to close."""
-        return [self._bell, self._bell_rope, *(lane.sock for lane in list(self._lanes.values()))]
-
     def close(self, flush_deadline: float) -> None:
         """Send what was accepted, until `flush_deadline` at the latest; then end all works (ClosedError) and lanes."""
         with self._lock:
@@ -196,7 +194,10 @@ class Messenger:
             self._needed.notify_all()
             self._ring()
             while self._driver not in (None, threading.get_ident()):
-                self._freed.wait()  # drivers look at `is_closing` after each poll, and they were woken
+                # Drivers look at `is_closing` after each poll, and they were woken; one that takes longer is in a
+                # callback that does not return, and finds everything closed when it does.
+                if not self._freed.wait(STEP_ASIDE_SECONDS):
+                    break
             self._driver = threading.get_ident()
             self._matcher.finish_lines()
         while self._matcher.ready and self._fault() is None and time.monotonic() < flush_deadline:
@@ -205,7 +206,7 @@ class Messenger:
             self._matcher.fail_all(ClosedError(f"{self._name}: closed before the message was through"))
         self._settle()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(STEP_ASIDE_SECONDS)
         for lane in list(self._lanes.values()):
             if not lane.is_ended:
                 lane.close(flush_deadline)

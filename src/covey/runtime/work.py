@@ -56,17 +56,13 @@ class Work(Generic[T]):
             Exception: whatever ended the operation.
         """
         if not self._done.is_set():
-            self.drive_until(None if timeout is None else time.monotonic() + timeout)
+            if self._drive is not None:
+                self._drive(self, None if timeout is None else time.monotonic() + timeout)
             if not self._done.wait(timeout if self._drive is None else 0):
                 raise DeadlineError(f"{self.description} is not done after {timeout} s; it goes on in the background")
         if self._error is not None:
             raise self._error
         return self._result
-
-    def drive_until(self, deadline: float | None) -> None:
-        """Make progress on the calling thread until the work is done or `deadline` has passed."""
-        if not self._done.is_set() and self._drive is not None:
-            self._drive(self, deadline)
 
     def result(self) -> T:
         """Return the result; wait for it if need be."""
