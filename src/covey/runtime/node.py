@@ -259,7 +259,11 @@ class Node:
             return
         peer = self.peers[hello.rank]
         if hello.purpose == "control":
-            await self._connected(peer, sock, hello)
+            try:
+                await self._connected(peer, sock, hello)
+            except BaseException:
+                sock.close()
+                raise
             return
         try:
             await self.lanes.accept(hello, sock)
@@ -453,6 +457,8 @@ class Node:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for sock in list(self._greetings):  # a greeting that was cancelled before it began could not close its own
+            sock.close()
         async with asyncio.timeout(1.0):
             await asyncio.gather(*(connection.ended.wait() for connection in connections))
 
