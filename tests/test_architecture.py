@@ -39,13 +39,13 @@ IMPURE_BUILTINS = {"breakpoint", "input", "open", "print"}
 
 THIRD_PARTY = {
     "base": {"numpy", "ml_dtypes"},
-    "wire": {"numpy", "msgspec"},
+    "wire": {"numpy", "msgspec", "cryptography"},
     "plan": set(),
     "proto": {"numpy"},
-    "net": {"numpy"},
+    "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr"},
     "runtime": {"numpy"},
     "cli": {"numpy", "msgspec", "rich", "typer"},
-    "testing": {"numpy"},
+    "testing": {"numpy", "msgspec"},
 }
 OPPONENTS = {"torch", "mpi4py"}
 """Only the benchmark measures itself against these, and only when asked to."""

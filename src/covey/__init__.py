@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from covey.base.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from covey.base.errors import (
         AuthError,
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from covey.runtime.group import Group
     from covey.runtime.launch import launch
     from covey.runtime.work import Work
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "ANY",

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 YEAR_SECONDS: Final = 365 * 86400.0
-LANES: Final = ("auto", "shm", "unix", "tcp", "memory")
+LANES: Final = ("auto", "shm", "unix", "tcp", "secure", "memory")
+STREAMS_LIMIT: Final = 64
+PORTS: Final = range(47700, 47732)
+"""Where nodes of clusters listen: the first one that is free, so that a seed's port is easy to guess."""
 LAUNCHER_VARIABLES: Final = (
     "COVEY_RANK",
     "COVEY_SIZE",
@@ -26,7 +29,25 @@ LAUNCHER_VARIABLES: Final = (
     "COVEY_MEET",
     "COVEY_TOKEN_FD",
 )
-"""What `covey run` hands to the ranks it starts."""
+"""What `covey run -n` hands to the ranks it starts."""
+RUN_VARIABLES: Final = (
+    "COVEY_RUN",
+    "COVEY_RUN_PROGRAM",
+    "COVEY_RUN_SIZE",
+    "COVEY_RUN_MIN_SIZE",
+    "COVEY_RUN_MAX_SIZE",
+    "COVEY_JOIN_TIMEOUT",
+)
+"""What `covey run` tells the programs that it starts about the run they are to join in the cluster."""
+CLUSTER_VARIABLES: Final = (
+    "COVEY_CLUSTER",
+    "COVEY_SECRET",
+    "COVEY_SECRET_FILE",
+    "COVEY_SEEDS",
+    "COVEY_PORT",
+    "COVEY_HOME",
+)
+"""Which cluster, and where it may be found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,16 +55,28 @@ class GroupConfig:
     """How the ranks of a run reach each other and how long they wait."""
 
     lanes: str = "auto"
-    """`auto` takes the fastest lane of each pair; shm, unix or tcp forces one; memory is for ranks in one process."""
+    """`auto` takes the fastest safe lane of each pair; shm, unix, tcp or secure forces one; memory is for threads."""
     timeout: float = 1800.0
     """Seconds an operation may take before DeadlineError. Death is noticed long before, by other means."""
     insecure: bool = False
     """Allow clear-text connections beyond this machine."""
+    interfaces: str = ""
+    """Which interfaces to use: `eth*,!docker*,10.0.0.0/8`. Empty: all that are up."""
+    streams: str = "auto"
+    """Connections per secure lane: a number, or `auto`, by the length of the way."""
 
     def __post_init__(self) -> None:
         if self.lanes not in LANES:
             raise ConfigError(f"lanes={self.lanes!r} is unknown; use one of {', '.join(LANES)}")
         object.__setattr__(self, "timeout", check_timeout(self.timeout))
+        object.__setattr__(self, "streams", _check_streams(self.streams))
+
+
+def _check_streams(streams: str | int) -> str:
+    text = str(streams)
+    if text == "auto" or (text.isascii() and text.isdigit() and 1 <= int(text) <= STREAMS_LIMIT):
+        return text
+    raise ConfigError(f"streams={streams!r} must be auto or a number from 1 to {STREAMS_LIMIT}")
 
 
 def check_timeout(timeout: float) -> float:
@@ -64,7 +97,7 @@ def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
 
 def refuse_unknown(env: Mapping[str, str]) -> None:
     """Raise ConfigError for a COVEY_ variable that nobody reads: most likely a typing error."""
-    known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, "COVEY_DEBUG"}
+    known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, *RUN_VARIABLES, *CLUSTER_VARIABLES, "COVEY_DEBUG"}
     for key in sorted(env):
         if key.startswith("COVEY_") and key not in known:
             import difflib  # rarely needed, and slow to load
@@ -98,4 +131,6 @@ _ENVIRONMENT: Final[dict[str, tuple[str, Callable[[str, str], Any]]]] = {
     "COVEY_LANES": ("lanes", _text),
     "COVEY_TIMEOUT": ("timeout", _seconds),
     "COVEY_INSECURE": ("insecure", _flag),
+    "COVEY_INTERFACES": ("interfaces", _text),
+    "COVEY_STREAMS": ("streams", _text),
 }

@@ -1,0 +1,80 @@
+"""`covey clusters`: what this machine is in, which one is meant by default, and how to leave one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from covey.base.errors import ConfigError
+from covey.net import clusters as files
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def clusters(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    default: Annotated[
+        str | None, typer.Option("--default", metavar="NAME", help="Mean this cluster where none is named.")
+    ] = None,
+    forget: Annotated[
+        str | None, typer.Option("--forget", metavar="NAME", help="Take this machine out of a cluster.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before forgetting.")] = False,
+) -> None:
+    """List the clusters this machine is in."""
+    if as_json + (default is not None) + (forget is not None) > 1 or (yes and forget is None):
+        raise ConfigError("use one of --json, --default NAME and --forget NAME [--yes] at a time")
+    if default is not None:
+        files.set_default(default)
+        typer.echo(f"{default!r} is the default cluster now.")
+    elif forget is not None:
+        _forget(forget, yes=yes)
+    else:
+        _list(as_json=as_json)
+
+
+def _forget(name: str, *, yes: bool) -> None:
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"forgetting {name!r} deletes its key from this machine; add --yes if you mean it")
+        typer.confirm(
+            f"Delete the key of {name!r} from this machine? If no other machine has it, it is lost.", abort=True
+        )
+    files.remove(name)
+    typer.echo(f"This machine has left the cluster {name!r}.")
+
+
+def _list(*, as_json: bool) -> None:
+    default, found = files.default_name(), files.list_clusters()
+    if as_json:
+        rows = [
+            {
+                "name": cluster.name,
+                "default": cluster.name == default,
+                "seeds": cluster.seeds,
+                "denied": sorted(node_id.hex() for node_id in cluster.denied),
+                "file": str(files.cluster_path(cluster.name)),
+            }
+            for cluster in found
+        ]
+        return typer.echo(json.dumps(rows))
+    if not found:
+        return typer.echo(files.NO_CLUSTER)
+    lines: list[tuple[object, ...]] = [("CLUSTER", "DEFAULT", "SEEDS", "DENIED", "FILE")]
+    for cluster in found:
+        mark, path = "yes" if cluster.name == default else "", files.cluster_path(cluster.name)
+        lines.append((cluster.name, mark, " ".join(cluster.seeds), len(cluster.denied), path))
+    typer.echo(table(lines))
+
+
+def table(rows: list[tuple[object, ...]]) -> str:
+    """Return rows as lines of aligned columns."""
+    cells = [[str(cell) or "-" for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    )

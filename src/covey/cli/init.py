@@ -1,0 +1,118 @@
+"""`covey init`: make a cluster and show its join code."""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import json
+import os
+import secrets
+import sys
+from typing import Annotated, Final
+
+import typer
+
+from covey.base.config import PORTS
+from covey.base.errors import ConfigError
+from covey.net import clusters
+from covey.net.clusters import Cluster
+from covey.net.identity import ensure_identity
+from covey.wire.secret import (
+    KEY_BYTES,
+    MAX_SEEDS,
+    ClusterSecret,
+    check_cluster_name,
+    encode_join_code,
+    from_passphrase,
+    new_passphrase,
+)
+
+DEFAULT_NAME: Final = "home"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def init(
+    cluster: Annotated[
+        str | None, typer.Argument(metavar="CLUSTER", help=f"Its name; {DEFAULT_NAME!r} if you give none.")
+    ] = None,
+    passphrase: Annotated[
+        bool, typer.Option("--passphrase", help="Make the secret from a passphrase, asked for or read from stdin.")
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the join code of a cluster that is here already.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a cluster of that name; machines with its old key are left behind.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make a cluster: its secret, and the join code for other machines.
+
+    The same passphrase under the same name makes the same cluster on every machine, with no code to carry.
+    """
+    if show and (passphrase or force):
+        raise ConfigError("--show only prints; leave --passphrase and --force out")
+    if show:
+        shown = clusters.find_saved(cluster)
+        return _print_code(shown, f"The cluster {shown.name!r} has this join code:", as_json=as_json)
+    name = check_cluster_name(cluster or DEFAULT_NAME)
+    replaced = clusters.cluster_path(name).exists()
+    if replaced and not force:
+        raise ConfigError(
+            f"this machine is in a cluster {name!r} already: `covey init --show {name}` prints its join code. "
+            "--force makes a new key instead; machines that have the old one then need the new code"
+        )
+    secret = _ask_passphrase(name) if passphrase else ClusterSecret(name, secrets.token_bytes(KEY_BYTES))
+    made = Cluster(secret)
+    clusters.save(made)
+    ensure_identity()
+    headline = f"Made the cluster {name!r}. Its join code:"
+    if replaced:
+        headline = f"The cluster {name!r} has a new key; the old one is gone. Enroll its other machines with this code:"
+    _print_code(made, headline, as_json=as_json)
+
+
+def current_seeds() -> tuple[str, ...]:
+    """Return where nodes of this machine listen first, for its join code; one family an interface keeps that short."""
+    from covey.net.interfaces import usable_interfaces
+
+    seeds: list[str] = []
+    for interface in usable_interfaces(os.environ.get("COVEY_INTERFACES", "")):
+        ips = [ipaddress.ip_address(text) for text in interface.addresses]
+        ips = [ip for ip in ips if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
+        family = min((ip.version for ip in ips), default=4)
+        seeds += [f"[{ip}]:{PORTS[0]}" if family == 6 else f"{ip}:{PORTS[0]}" for ip in ips if ip.version == family]
+    return tuple(seeds[:MAX_SEEDS])
+
+
+def run_command(name: str) -> str:
+    """Return what to type to run a script in a cluster: shorter for the default one."""
+    return "covey run train.py" if name == clusters.default_name() else f"covey run --cluster {name} train.py"
+
+
+def _ask_passphrase(name: str) -> ClusterSecret:
+    if not sys.stdin.isatty():
+        return from_passphrase(name, sys.stdin.readline(), random=secrets.token_bytes)
+    typer.echo(f"Five or more words, or twenty or more characters; for example: {new_passphrase(secrets.token_bytes)}")
+    text = getpass.getpass("Passphrase: ")
+    secret = from_passphrase(name, text, random=secrets.token_bytes)
+    if getpass.getpass("Once more: ") != text:
+        raise ConfigError("the two passphrases differ; nothing was changed")
+    return secret
+
+
+def _print_code(cluster: Cluster, headline: str, *, as_json: bool) -> None:
+    seeds = current_seeds()
+    code = encode_join_code(cluster.secret, seeds)
+    if as_json:
+        path = str(clusters.cluster_path(cluster.name))
+        return typer.echo(json.dumps({"cluster": cluster.name, "join_code": code, "seeds": seeds, "file": path}))
+    typer.echo(
+        f"{headline}\n\n    {code}\n\n"
+        "The join code is the cluster's key: whoever has it is in. Treat it like a password.\n\n"
+        "On each other machine:  covey enroll          and paste the code when it asks\n"
+        f"Then on all of them:    {run_command(cluster.name)}\n"
+        f"The code again:         covey init --show {cluster.name}"
+    )

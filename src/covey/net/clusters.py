@@ -1,0 +1,295 @@
+"""The clusters this machine is in: one private file each, and where a secret may come from instead.
+
+An explicit secret beats COVEY_SECRET_FILE, which beats COVEY_SECRET, which beats the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from covey.base.errors import ConfigError
+from covey.net.home import home, only_one, private_folder, read_private, sync_folder, write_private
+from covey.net.identity import ID_BYTES
+from covey.wire.secret import (
+    CLUSTER_NAME,
+    KEY_BYTES,
+    ClusterSecret,
+    check_cluster_name,
+    decode_join_code,
+    from_passphrase,
+    looks_like_join_code,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+
+MAX_KNOWN: Final = 1000
+NO_CLUSTER: Final = "this machine is in no cluster: run `covey init` here, or `covey enroll` with the join code of one"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What a node must know to be in a cluster."""
+
+    secret: ClusterSecret
+    seeds: tuple[str, ...] = ()
+    """Where members may be found, besides by multicast: `host:port`."""
+    denied: frozenset[bytes] = frozenset()
+    """Ids of nodes that this machine does not talk to, although they have the secret."""
+
+    @property
+    def name(self) -> str:
+        return self.secret.name
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """How a cluster lies on disk; bytes are hexadecimal."""
+
+    name: str
+    key: str
+    seeds: list[str]
+    denied: list[str]
+    known: dict[str, str]
+    created: str
+
+    def cluster(self) -> Cluster:
+        secret = ClusterSecret(self.name, bytes.fromhex(self.key))
+        return Cluster(secret, tuple(self.seeds), frozenset(bytes.fromhex(node_id) for node_id in self.denied))
+
+
+def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | None = None) -> Cluster:
+    """Return the cluster to join: by an explicit secret, by the environment, or by what this machine knows.
+
+    A secret is 32 bytes, 64 hexadecimal digits, a join code or a passphrase. COVEY_SECRET is taken out of `env`, so
+    that processes started from here do not inherit it, and is remembered.
+
+    Raises:
+        ConfigError: a secret cannot be used, or there is none and no such cluster here.
+    """
+    global _environment_secret
+    _environment_secret = env.pop("COVEY_SECRET", _environment_secret)
+    if name is not None:
+        check_cluster_name(name)
+    if secret is not None:
+        return _given("secret=", name, secret)
+    if "COVEY_SECRET_FILE" in env:
+        return _given("COVEY_SECRET_FILE", name, _read_secret_file(env["COVEY_SECRET_FILE"]))
+    if _environment_secret is not None:
+        return _given("COVEY_SECRET", name, _environment_secret)
+    return find_saved(name)
+
+
+_environment_secret: str | None = None
+
+
+def find_saved(name: str | None) -> Cluster:
+    """Return the cluster of that name, or the default one, from the files of this machine."""
+    name = default_name() if name is None else name
+    if name is None:
+        raise ConfigError(_several(names) if (names := _names()) else NO_CLUSTER)
+    return load(name)
+
+
+def load(name: str) -> Cluster:
+    """Return the cluster of that name; ConfigError if this machine is not in it or its file cannot be used."""
+    return _read(name).cluster()
+
+
+def save(cluster: Cluster) -> Path:
+    """Write the cluster's file and return its path; what is known of its nodes stays, and so does the default."""
+    with only_one(_folder() / ".lock"):
+        default = default_name()
+        _write(cluster)
+        if default is not None and default_name() is None:  # a second one came: the first does not lose its place
+            write_private(home() / "default", f"{default}\n".encode())
+    return cluster_path(cluster.name)
+
+
+def update(name: str, change: Callable[[Cluster], Cluster]) -> Cluster:
+    """Replace a cluster by what `change` makes of it, with no other process in between."""
+    with only_one(_folder() / ".lock"):
+        changed = change(load(name))
+        _write(changed)
+    return changed
+
+
+def remove(name: str) -> None:
+    """Forget a cluster, and with it its secret."""
+    path = cluster_path(name)
+    with only_one(_folder() / ".lock"):
+        if not path.exists():
+            raise ConfigError(_unknown(name))
+        marked = _marked_default()
+        path.unlink()
+        sync_folder(path.parent)
+        if marked == name:
+            (home() / "default").unlink(missing_ok=True)
+
+
+def list_clusters() -> list[Cluster]:
+    """Return the clusters this machine is in, by name."""
+    return [load(name) for name in _names()]
+
+
+def default_name() -> str | None:
+    """Return the only cluster's name, or the one marked as default; None if neither says which."""
+    names = _names()
+    marked = _marked_default()
+    return names[0] if len(names) == 1 else marked if marked in names else None
+
+
+def set_default(name: str) -> None:
+    """Mark the cluster that is meant where none is named."""
+    load(name)
+    write_private(home() / "default", f"{name}\n".encode())
+
+
+def rotated(cluster: Cluster) -> Cluster:
+    """Return the same cluster with a new key."""
+    return replace(cluster, secret=ClusterSecret(cluster.name, secrets.token_bytes(KEY_BYTES)))
+
+
+def known(name: str) -> dict[bytes, str]:
+    """Return the names of nodes that were met in a cluster, by id."""
+    return {bytes.fromhex(node_id): node for node_id, node in _read(name).known.items()}
+
+
+def remember(cluster_name: str, node_id: bytes, node_name: str) -> None:
+    """Note a node that was met, for `covey deny` to know by its name; nothing is noted where nothing can be written.
+
+    The latest 1000 are kept. Writes to disk: not for the event loop.
+    """
+    with contextlib.suppress(ConfigError):
+        if cluster_path(cluster_name).exists() and known(cluster_name).get(node_id) != node_name:
+            with only_one(_folder() / ".lock"):
+                file = _read(cluster_name)
+                file.known.pop(node_id.hex(), None)
+                file.known[node_id.hex()] = node_name
+                for oldest in list(file.known)[:-MAX_KNOWN]:
+                    del file.known[oldest]
+                _put(file)
+
+
+def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
+    """Return the cluster that a secret in any of its forms gives; `name` is for those that carry none."""
+    if isinstance(secret, bytes):
+        return Cluster(ClusterSecret(name or "default", secret))
+    text = secret.strip()
+    if not text:
+        raise ConfigError("the secret is empty; give a join code, 64 hexadecimal digits or a passphrase")
+    if looks_like_join_code(text):
+        coded, seeds = decode_join_code(text)
+        if name not in (None, coded.name):
+            raise ConfigError(f"this join code is for the cluster {coded.name!r}, not for {name!r}")
+        return Cluster(coded, seeds)
+    if re.fullmatch(r"[0-9a-fA-F]{32,}", text):  # with a digit lost it must not become a passphrase nobody else has
+        if len(text) != 2 * KEY_BYTES:
+            raise ConfigError(f"a key in hexadecimal has {2 * KEY_BYTES} digits, not {len(text)}")
+        return Cluster(ClusterSecret(name or "default", bytes.fromhex(text)))
+    return Cluster(from_passphrase(name or "default", text, random=secrets.token_bytes))
+
+
+def _given(source: str, name: str | None, secret: bytes | str) -> Cluster:
+    try:
+        cluster = parse_secret(secret, name)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    try:
+        is_saved = cluster_path(cluster.name).exists()
+    except ConfigError:  # no place for files: whoever brings the secret needs none
+        is_saved = False
+    if not is_saved:
+        return cluster
+    return replace(cluster, denied=load(cluster.name).denied)  # who is kept out here is so by any way in
+
+
+def _read_secret_file(path: str) -> str:
+    try:
+        return read_private(Path(path)).decode()
+    except FileNotFoundError:
+        raise ConfigError(f"COVEY_SECRET_FILE: there is no file {path}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"COVEY_SECRET_FILE: {path} is not text; write a join code, 64 hexadecimal digits or a passphrase into it"
+        ) from None
+
+
+def cluster_path(name: str) -> Path:
+    """Return where a cluster's file is, or would be."""
+    return _folder() / f"{check_cluster_name(name)}.json"
+
+
+def _folder() -> Path:
+    return private_folder(home() / "clusters")
+
+
+def _names() -> list[str]:
+    return sorted(path.stem for path in _folder().glob("*.json") if CLUSTER_NAME.fullmatch(path.stem))
+
+
+def _marked_default() -> str | None:
+    try:
+        return read_private(home() / "default").decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _read(name: str) -> _File:
+    path = cluster_path(name)
+    try:
+        data = read_private(path)
+    except FileNotFoundError:
+        raise ConfigError(_unknown(name)) from None
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        ids = [*file.cluster().denied, *map(bytes.fromhex, file.known)]
+        if file.name != name or any(len(node_id) != ID_BYTES for node_id in ids):
+            raise ValueError
+    except (ValueError, msgspec.DecodeError):
+        raise ConfigError(
+            f"the cluster file {path} is damaged; run `covey clusters --forget {name}`, then enroll again"
+        ) from None
+    return file
+
+
+def _write(cluster: Cluster) -> None:
+    """Write a cluster's file; the lock is held."""
+    old = _read(cluster.name) if cluster_path(cluster.name).exists() else None
+    key = cluster.secret.key.hex()
+    _put(
+        _File(
+            name=cluster.name,
+            key=key,
+            seeds=list(cluster.seeds),
+            denied=sorted(node_id.hex() for node_id in cluster.denied),
+            known=old.known if old else {},
+            created=old.created if old and old.key == key else datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+    )
+
+
+def _put(file: _File) -> None:
+    data = msgspec.json.format(msgspec.json.encode(file), indent=2)
+    write_private(cluster_path(file.name), data + b"\n")
+
+
+def _unknown(name: str) -> str:
+    names = _names()
+    if not names:
+        return f"there is no cluster {name!r} here: {NO_CLUSTER}"
+    return f"this machine is not in a cluster {name!r}, only in {', '.join(names)}; `covey enroll` puts it into another"
+
+
+def _several(names: list[str]) -> str:
+    return (
+        f"this machine is in several clusters: {', '.join(names)}; say which with --cluster NAME or cluster=, or "
+        "choose one for good with `covey clusters --default NAME`"
+    )

@@ -1,0 +1,169 @@
+"""The folder where this user's keys are kept, and files in it that nobody else can read.
+
+Nothing here is repaired silently: a key that others could read may have been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shlex
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOCK_SECONDS: Final = 10.0
+_MAX_BYTES: Final = 1 << 20
+
+
+def home() -> Path:
+    """Return covey's configuration folder, made if missing: $COVEY_HOME, $XDG_CONFIG_HOME/covey or ~/.config/covey.
+
+    Raises:
+        ConfigError: others may enter it, it belongs to another user, or it cannot be made.
+    """
+    return private_folder(_home_path())
+
+
+def _home_path() -> Path:
+    if chosen := os.environ.get("COVEY_HOME"):
+        return Path(chosen).absolute()
+    config = os.environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(config):  # the standard says to ignore relative ones
+        return Path(config) / "covey"
+    try:
+        return Path.home() / ".config" / "covey"
+    except RuntimeError:
+        raise ConfigError("this user has no home folder for covey's keys; set COVEY_HOME to a folder") from None
+
+
+def private_folder(folder: Path) -> Path:
+    """Return `folder`, made if missing, if only this user can enter it."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set COVEY_HOME to another") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{folder} is not a folder; move it away, or set COVEY_HOME to another place")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{folder} belongs to user {status.st_uid}, and you are {os.geteuid()}; set COVEY_HOME to a folder of yours"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"{folder} holds keys, and others may enter it (mode {stat.S_IMODE(status.st_mode):04o}); "
+            f"run: chmod 700 {shlex.quote(str(folder))}"
+        )
+    return folder
+
+
+def read_private(path: Path) -> bytes:
+    """Return the content of a file that only this user can read.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ConfigError: it is open to others, belongs to someone else, is a link or no file at all, or is unreadable.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe that nobody writes to would wait forever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigError(f"cannot read {path}: {reason}; put a file of yours with mode 0600 there") from error
+    try:
+        _check_private(path, os.fstat(descriptor))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is not a file; put a file of yours with mode 0600 there")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid}, and you are {os.geteuid()}; put a copy of your own there"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o177:
+        raise ConfigError(
+            f"{path} holds a key, and others may read it (mode {stat.S_IMODE(status.st_mode):04o}); "
+            f"run: chmod 600 {shlex.quote(str(path))}"
+        )
+    if status.st_size > _MAX_BYTES:
+        raise ConfigError(f"{path} has {status.st_size} bytes, far more than any file of covey's; move it away")
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Put `data` into the file, for this user only; after a crash it holds either the old content or the new."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; make room, or set COVEY_HOME elsewhere") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make sure that what was renamed in or removed from `folder` stays so after a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Let one process at a time do a few file operations; `path` is the lock, and stays.
+
+    Raises:
+        ConfigError: it cannot be locked, or another process keeps it for 10 s.
+    """
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; set COVEY_HOME to a folder of yours") from error
+    try:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not try_lock(lock, path):
+            if time.monotonic() > deadline:
+                raise ConfigError(f"another process of yours keeps {path} locked; is it stopped?")
+            time.sleep(0.002)
+        yield
+    finally:
+        os.close(lock)
+
+
+def try_lock(descriptor: int, path: Path) -> bool:
+    """Lock an open file until it is closed; False if another opening of it has the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"files like {path} cannot be locked: {error.strerror}; set COVEY_HOME elsewhere") from error
+    return True

@@ -1,0 +1,216 @@
+"""Who a node is: a key of its own, a name to read, and a number for each of its lives.
+
+An identity is a slot in a folder: `0.key` has the key, `0.count` how often it was used, and `0.lock` is locked for as
+long as a process uses it. A second process takes the next slot. A copied folder cannot be told from here: the two
+nodes find out when they meet, by the random half of `life`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import re
+import secrets
+import socket
+import struct
+import weakref
+from typing import TYPE_CHECKING, Final, Self
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from covey.base.errors import ConfigError
+from covey.net.home import home, private_folder, read_private, try_lock, write_private
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+ID_BYTES: Final = 32
+LIFE_BYTES: Final = 16
+MAX_SLOTS: Final = 4096
+PREFIX_LETTERS: Final = 4
+
+
+class NodeIdentity:
+    """A node's key, its name, and which of its lives this is. Use it in `with`, or call `release`."""
+
+    def __init__(self, private: Ed25519PrivateKey, incarnation: int, lock: int = -1) -> None:
+        self.private = private
+        self.id = private.public_key().public_bytes_raw()
+        """The public key: what peers know this node by."""
+        self.name = node_name(socket.gethostname(), self.id)
+        """The host name and four letters of the id."""
+        self.incarnation = incarnation
+        """Which life of this identity this is, from 1; a later one ends the earlier."""
+        self.life = struct.pack(">Q8s", incarnation, secrets.token_bytes(8))
+        """The incarnation and 8 random bytes, by which even a copied identity differs."""
+        self._lock = lock
+        _identities.add(self)
+
+    @classmethod
+    def acquire(cls, folder: Path | None = None) -> NodeIdentity:
+        """Take the first identity in `folder` (default: the user's) that no process uses, or make a new one.
+
+        Raises:
+            ConfigError: a file of it is damaged or open to others, or cannot be written; says which, and what to do.
+        """
+        folder = private_folder(home() / "identities" if folder is None else folder)
+        for slot in range(MAX_SLOTS):
+            lock = _lock_slot(folder / f"{slot}.lock")
+            if lock is None:
+                continue
+            try:
+                return cls(_slot_key(folder, slot), _count_up(folder / f"{slot}.count"), lock)
+            except BaseException:
+                os.close(lock)
+                raise
+        raise ConfigError(f"all {MAX_SLOTS} identities in {folder} are in use; end some nodes of yours")
+
+    @classmethod
+    def ephemeral(cls) -> NodeIdentity:
+        """Return an identity that is on no disk and ends with this process."""
+        return cls(Ed25519PrivateKey.generate(), 1)
+
+    @property
+    def short_id(self) -> str:
+        """The beginning of the id, for people."""
+        return short_id(self.id)
+
+    def release(self) -> None:
+        """Let another process have this identity. Releasing twice is fine."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"NodeIdentity({self.name!r}, incarnation={self.incarnation})"
+
+
+_identities: weakref.WeakSet[NodeIdentity] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A lock stays for as long as any process holds the descriptor: a child would keep its dead parent's slot taken.
+    for identity in list(_identities):
+        identity.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def id_text(node_id: bytes) -> str:
+    """Return a node's id as people may type it: 52 letters and digits, of which the first few mostly do."""
+    return base64.b32encode(node_id).decode().rstrip("=").lower()
+
+
+def short_id(node_id: bytes) -> str:
+    """Return the first eight letters of a node's id."""
+    return id_text(node_id)[:8]
+
+
+def node_name(host_name: str, node_id: bytes) -> str:
+    """Return what people call a node: its host's name and four letters of its id.
+
+    The host name may come from a peer: whatever it holds, the result is letters, digits and dashes.
+    """
+    host = re.sub(r"[^A-Za-z0-9-]+", "-", host_name.partition(".")[0])[:40].strip("-")
+    return f"{host or 'node'}-{id_text(node_id)[:4]}"
+
+
+def resolve_id(text: str, nodes: Mapping[bytes, str]) -> bytes:
+    """Return the id that `text` means: a whole one, or the beginning of one of `nodes`, or its name.
+
+    Ids are hexadecimal or base32, in any case.
+
+    Raises:
+        ConfigError: it means none of them, or several.
+    """
+    text = text.strip().lower()
+    if (whole := _whole_id(text)) is not None:
+        return whole
+    named = [node_id for node_id, name in nodes.items() if text == name.lower()]
+    begun = [node_id for node_id in nodes if node_id.hex().startswith(text) or id_text(node_id).startswith(text)]
+    found = named or (begun if len(text) >= PREFIX_LETTERS else [])
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(f"{nodes[node_id]} ({id_text(node_id)[:12]})" for node_id in sorted(found or nodes)[:10])
+    if found:
+        raise ConfigError(f"{text!r} means several nodes: {listed}; write more letters of the id")
+    raise ConfigError(
+        f"{text!r} is no node known here; write its whole id (64 hexadecimal digits), or at least {PREFIX_LETTERS} "
+        f"letters of one of these: {listed or 'none was met yet'}"
+    )
+
+
+def ensure_identity() -> None:
+    """Make the user's first identity if there is none yet."""
+    folder = private_folder(home() / "identities")
+    if not any(folder.glob("*.key")):
+        NodeIdentity.acquire(folder).release()
+
+
+def _whole_id(text: str) -> bytes | None:
+    if re.fullmatch(r"[0-9a-f]{64}", text):
+        return bytes.fromhex(text)
+    if re.fullmatch(r"[a-z2-7]{52}", text):
+        node_id = base64.b32decode(text.upper() + "====")
+        return node_id if id_text(node_id) == text else None
+    return None
+
+
+def _lock_slot(path: Path) -> int | None:
+    """Return a locked descriptor, or None if a process has this slot."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot use the identity {path}: {error.strerror}; set COVEY_HOME elsewhere") from error
+    taken = False
+    try:
+        taken = try_lock(lock, path)
+    finally:
+        if not taken:
+            os.close(lock)
+    return lock if taken else None
+
+
+def _slot_key(folder: Path, slot: int) -> Ed25519PrivateKey:
+    """Return the slot's key, made on first use. The file also names the id, so that a damaged key is noticed."""
+    path, counter = folder / f"{slot}.key", folder / f"{slot}.count"
+    try:
+        words = read_private(path).split()
+    except FileNotFoundError:
+        private = Ed25519PrivateKey.generate()
+        if not counter.exists():  # before the key: a key without its count is damage, not a crash
+            write_private(counter, b"0\n")
+        write_private(
+            path, f"{private.private_bytes_raw().hex()} {private.public_key().public_bytes_raw().hex()}\n".encode()
+        )
+        return private
+    with contextlib.suppress(ValueError):
+        secret, public = (bytes.fromhex(word.decode("ascii")) for word in words)
+        private = Ed25519PrivateKey.from_private_bytes(secret)
+        if private.public_key().public_bytes_raw() == public:
+            return private
+    raise ConfigError(f"the node key {path} is damaged; remove it, and this node gets a new identity")
+
+
+def _count_up(path: Path) -> int:
+    """Return the next number in the file; it is on disk before it is used, so no life has the number of another."""
+    try:
+        text = read_private(path).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        text = "missing"
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        key = path.with_suffix(".key")
+        raise ConfigError(f"the counter {path} is damaged; remove it and {key.name}, and this node gets a new identity")
+    count = int(text) + 1
+    write_private(path, f"{count}\n".encode())
+    return count

@@ -1,0 +1,238 @@
+"""A cluster's secret, and the two ways people carry it: a passphrase, and a join code.
+
+A join code is `covey1-` and then, in Crockford's base32 in groups of five:
+
+    length, length XOR 0x5A     of all that follows, in bytes; twice, so that a slip here is not taken for a missing end
+    name length, name           of the cluster
+    key                         32 bytes
+    seeds                       each 4, four bytes, port; or 6, sixteen bytes, port
+    checksum                    the first 5 bytes of SHA-256 over all the above but the first two bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import itertools
+import re
+import unicodedata
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from covey.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+CLUSTER_NAME: Final = re.compile(r"[a-z0-9-]{1,40}")
+KEY_BYTES: Final = 32
+MAX_SEEDS: Final = 8
+_PREFIX: Final = "covey1"
+_ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
+_LOOKALIKES: Final = str.maketrans("oil", "011")
+_LENGTH_MASK: Final = 0x5A
+_CHECKSUM_BYTES: Final = 5
+_COMPARE: Final = "compare it with what `covey init --show` prints on the machine that has it"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSecret:
+    """What makes nodes one cluster: its name and 32 bytes that nobody else knows."""
+
+    name: str
+    key: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_cluster_name(self.name)
+        if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
+            raise ConfigError(f"the secret of cluster {self.name!r} must be {KEY_BYTES} bytes")
+
+    def derive(self, purpose: str) -> bytes:
+        """Return the 32-byte key for one purpose; none of them tells anything about another, or about the secret."""
+        info = f"covey/1/{purpose}/{self.name}".encode()
+        return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=b"covey/1", info=info).derive(self.key)
+
+
+def check_cluster_name(name: str) -> str:
+    """Return `name` if a cluster may be called so."""
+    if not CLUSTER_NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be a cluster's name: use 1 to 40 of the characters a-z, 0-9 and -")
+    return name
+
+
+def from_passphrase(name: str, passphrase: str, *, random: Callable[[int], bytes]) -> ClusterSecret:
+    """Return the secret that everyone gets who types this passphrase for this cluster; takes half a second of work.
+
+    Raises:
+        ConfigError: it is easy to guess. The message offers a good one, made of `random` bytes.
+    """
+    text = " ".join(unicodedata.normalize("NFKC", passphrase).split())
+    if is_weak(text):
+        raise ConfigError(
+            "this passphrase is too easy to guess: take five or more different words, or twenty or more "
+            f"characters that do not repeat; for example: {new_passphrase(random)}"
+        )
+    # A server shows its certificate to anyone who knocks: guesses can be tried at home, and must be dear.
+    salt = f"covey/1/passphrase/{check_cluster_name(name)}".encode()
+    key = hashlib.scrypt(text.encode(), salt=salt, n=2**17, r=8, p=1, maxmem=2**28, dklen=KEY_BYTES)
+    return ClusterSecret(name, key)
+
+
+def is_weak(passphrase: str) -> bool:
+    """Tell whether a passphrase is short, or long only by repetition; a word has three letters and counts once."""
+    words = list(dict.fromkeys(passphrase.lower().split()))
+    text = " ".join(words)
+    jumps = sum(abs(ord(one) - ord(other)) > 1 for one, other in itertools.pairwise(text))  # not aaa, not 123
+    return (len(text) < 20 and sum(len(word) > 2 for word in words) < 5) or len(set(text)) < 8 or jumps < 10
+
+
+def new_passphrase(random: Callable[[int], bytes]) -> str:
+    """Return six words, 54 bits of chance; scrypt makes each guess cost half a second."""
+    words, number = _WORDS.split(), int.from_bytes(random(7), "big")
+    return " ".join(words[number >> 9 * place & 511] for place in range(6))
+
+
+def encode_join_code(secret: ClusterSecret, seeds: Sequence[str] = ()) -> str:
+    """Return the text that lets a machine into the cluster; `seeds` are `ip:port` or `[ip6]:port`, at most eight."""
+    if len(seeds) > MAX_SEEDS:
+        raise ConfigError(f"a join code holds at most {MAX_SEEDS} seeds, not {len(seeds)}")
+    name = secret.name.encode()
+    body = bytes([len(name)]) + name + secret.key + b"".join(_pack_seed(seed) for seed in seeds)
+    body += _checksum(body)
+    text = _to_base32(bytes([len(body), len(body) ^ _LENGTH_MASK]) + body)
+    return "-".join([_PREFIX, *(text[at : at + 5] for at in range(0, len(text), 5))])
+
+
+def decode_join_code(text: str) -> tuple[ClusterSecret, tuple[str, ...]]:
+    """Return the secret and the seeds of a join code, whatever its case, spaces, line breaks and dashes.
+
+    Raises:
+        ConfigError: it is mistyped, incomplete, or no join code at all; the message says which.
+    """
+    if not looks_like_join_code(text):
+        raise ConfigError(f"this is not a join code: one begins with `{_PREFIX}-`, and `covey init` makes it")
+    letters = _plain(text)[len(_PREFIX) :]
+    if not set(letters) <= set(_ALPHABET):
+        strange = min(set(letters) - set(_ALPHABET))
+        raise ConfigError(f"this join code has a typing error: {strange!r} is in none; {_COMPARE}")
+    if len(letters) < 4:
+        raise ConfigError(f"this join code is incomplete: it ends after its first letters; {_COMPARE}")
+    header = _from_base32(letters[:4])
+    expected = _letters_for(2 + header[0])
+    if header[0] ^ _LENGTH_MASK != header[1] or len(letters) > expected:
+        raise ConfigError(f"this join code has a typing error; {_COMPARE}")
+    if len(letters) < expected:
+        raise ConfigError(f"this join code is incomplete: {expected - len(letters)} letters are missing; {_COMPARE}")
+    body = _from_base32(letters)[2:]
+    content, checksum = body[:-_CHECKSUM_BYTES], body[-_CHECKSUM_BYTES:]
+    # The bits that fill up the last letter are zero, or that letter could be another.
+    if _to_base32(header[:2] + body) != letters or _checksum(content) != checksum:
+        raise ConfigError(f"this join code has a typing error; {_COMPARE}")
+    return _unpack(content)
+
+
+def looks_like_join_code(text: str) -> bool:
+    """Tell whether `text` begins as join codes do."""
+    return _plain(text).startswith(_PREFIX.translate(_LOOKALIKES))
+
+
+def _plain(text: str) -> str:
+    """Return the letters that carry a join code's meaning: people and mail programs change all others."""
+    return re.sub(r"[\s\"'`\u00ad\u200b-\u200d\u2010-\u2015\u2212-]", "", text.lower()).translate(_LOOKALIKES)
+
+
+def _letters_for(size: int) -> int:
+    return -(-size * 8 // 5)
+
+
+def _to_base32(data: bytes) -> str:
+    count = _letters_for(len(data))
+    number = int.from_bytes(data, "big") << (count * 5 - len(data) * 8)
+    return "".join(_ALPHABET[number >> 5 * place & 31] for place in reversed(range(count)))
+
+
+def _from_base32(letters: str) -> bytes:
+    number = 0
+    for letter in letters:
+        number = number << 5 | _ALPHABET.index(letter)
+    size = len(letters) * 5 // 8
+    return (number >> (len(letters) * 5 - size * 8)).to_bytes(size, "big")
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:_CHECKSUM_BYTES]
+
+
+def _pack_seed(seed: str) -> bytes:
+    host, _, port = seed.rpartition(":")
+    try:
+        bracketed = host.startswith("[") and host.endswith("]")
+        ip = ipaddress.ip_address(host[1:-1] if bracketed else host)
+        if (ip.version == 6) != bracketed or "%" in host or not (port.isascii() and port.isdigit()):
+            raise ValueError
+        return bytes([ip.version]) + ip.packed + _checked_port(int(port)).to_bytes(2, "big")
+    except ValueError:
+        raise ConfigError(f"{seed!r} cannot be in a join code: write ip:port or [ip6]:port, in numbers") from None
+
+
+def _checked_port(port: int) -> int:
+    if not 0 < port < 65536:
+        raise ValueError
+    return port
+
+
+def _unpack(content: bytes) -> tuple[ClusterSecret, tuple[str, ...]]:
+    """Read what a right checksum vouches for; only another program that makes codes could get it wrong."""
+    try:
+        name, rest = content[1 : 1 + content[0]], content[1 + content[0] :]
+        secret, rest = ClusterSecret(name.decode("ascii"), rest[:KEY_BYTES]), rest[KEY_BYTES:]
+        seeds: list[str] = []
+        while rest:
+            size = {4: 4, 6: 16}[rest[0]]
+            ip, port = ipaddress.ip_address(rest[1 : 1 + size]), rest[1 + size : 3 + size]
+            if len(port) != 2 or len(seeds) == MAX_SEEDS:
+                raise ValueError
+            number = _checked_port(int.from_bytes(port, "big"))
+            seeds.append(f"[{ip}]:{number}" if ip.version == 6 else f"{ip}:{number}")
+            rest = rest[3 + size :]
+    except (ValueError, LookupError):
+        raise ConfigError(
+            "this join code was made by another version of covey; update covey on both machines"
+        ) from None
+    return secret, tuple(seeds)
+
+
+_WORDS: Final = """
+acorn actor agent album alley almond amber anchor angle ankle anvil apple apron arch arena arrow aspen atlas attic
+autumn avocado axle bacon badge badger bagel baker balcony bamboo banana banjo barley barn basil basin basket beach
+beacon beaver bell bench berry birch biscuit bison blanket blossom boat bonfire book border bottle boulder bracket
+branch brass bread breeze brick bridge broom brush bucket buffalo bugle bundle bus butter button cabin cable cactus
+camel camera candle canoe canvas canyon carbon cargo carpet carrot cart castle cattle cedar cellar cello chalk chapel
+charcoal cherry chess chestnut chimney cinema circus citrus clay cliff clock cloud clover coast cobalt cobra cocoa
+coconut coffee collar comet compass copper coral corner cotton cousin cradle crane crater cricket crown crystal cup
+curtain cushion daisy dancer deck deer delta denim desert diamond dinner dock dolphin dome donkey door dragon drawer
+drum duck dune eagle easel echo eclipse elbow elm ember engine envelope fabric falcon farmer feather fence fern ferry
+fiddle field fig finger flag flame flask flint flower flute forest fork fossil fountain fox frame frost fruit galaxy
+garden garlic gate gazelle ginger giraffe glacier glass glove goat gold gorge grain granite grape gravel guitar gull
+hammer hammock harbor harp harvest hawk hazel hedge heron hill hive hockey honey hook horizon horse hotel husky
+iceberg igloo insect iris iron island ivory ivy jacket jaguar jasmine jelly jewel jigsaw jungle juniper kayak kelp
+kernel kettle kitchen kite kitten koala label ladder lagoon lake lantern lapel lark laurel lava lavender leaf lemon
+lens lentil leopard letter lilac lily lime linen lion lizard llama lobster locket lotus lumber lunch lynx magnet
+magpie mango mantle maple marble margin market marsh mast meadow melon mercury metal meteor mill mint mirror mitten
+monkey moose mosaic moss motor mountain muffin museum mustard napkin narrow nectar needle nest nickel noodle north
+notebook nugget nutmeg oak oar oasis oat ocean olive onion opal orange orbit orchard orchid otter oven owl oyster
+paddle palace palm panda panther paper parade parcel parrot pasture path pavement peach peanut pear pebble pelican
+pencil penguin pepper piano picnic pigeon pillow pilot pine planet plaster plate plaza plum pocket pond pony poplar
+poppy potato prairie prism puddle puffin pumpkin puppet quail quarry quartz quilt rabbit raccoon radar radio radish
+rain raven record reef ribbon rice ridge river robin rocket roof rope rose rudder saddle saffron sail salad salmon
+salt sand sandal satin sauce scarf school scooter seal season seed shadow sheep shelf shell shield ship shore shovel
+silk silver singer sketch slate sled smoke snail snow socket sofa soup sparrow spice spider spinach spoon spruce
+squash squirrel stable stadium stamp star statue steam stone storm stove straw stream street sugar summer sunset swan
+table tailor tango teapot temple tennis tent thimble thistle throne thunder tiger timber tin toast tomato tower trail
+train travel tree trout truck tulip tundra tunnel turkey turnip turtle umbrella valley vanilla vase velvet village
+vine violet violin voyage waffle wagon walnut walrus water wave weasel whale wheat wheel whistle willow window winter
+wolf wood wool yacht yarn yogurt zebra zinc zipper
+"""
