@@ -1,0 +1,420 @@
+"""How nodes that find each other one by one agree on the first view of a run: the same members in the same order.
+
+Every candidate tells all it has a link with what its terms are and whom it hears (`Here`). The smallest of those that
+hear each other proposes as many as hear one another: at once when the run is full, else when nobody new has come for
+`settle`. Who can accept the proposal is *locked* on it until it is decided (`proto.decision`): while locked it refuses
+all others. A committed proposal is the view; after an aborted one everybody gathers again.
+
+Held in the simulation, whatever the network does:
+
+1. If a node returns a view, no member of it ever returns another (unless all who returned the first have died).
+2. Everybody's view has the same order: `rank_order`.
+3. A view keeps the limits of the terms.
+4. When the network is good from some time on, all who hear each other form within a bounded time, or hear that the run
+   is already going on. A smallest candidate that hears too few does not hold up the others: each next one proposes
+   after another `patience`.
+5. Nobody waits for what cannot come: links and silence end a proposal, a stranger's flapping link prolongs settling
+   only so far. The exception cannot be helped: who has accepted a view whose quorum has died cannot know whether the
+   others went ahead; `report` says so, and it is free again when they are back or have been started anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from covey.base.errors import RemoteProtocolError
+from covey.proto.decision import Decision
+from covey.proto.gathering import Peer, candidates, clique, going_on, rank_order, wanting
+from covey.wire import formation as wire
+from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Standing, Terms, difference
+
+if TYPE_CHECKING:
+    import random
+
+SETTLE: Final = 1.0
+"""Seconds without a new candidate after which those who are here go ahead."""
+MAX_SETTLES: Final = 5
+"""Settling is over after so many times SETTLE, however often candidates come and go."""
+PATIENCE: Final = 2.0
+"""Seconds in which a proposal should be decided, and a smaller candidate propose; then somebody else steps in."""
+HERE_EVERY: Final = 0.5
+REPEAT_EVERY: Final = 0.3
+HERE_SOON: Final = 0.05
+"""Changes within this time are told together: links come up in dozens."""
+STAGGER: Final = 0.2
+"""Of patience: the time between members that start a ballot for the same reason, by rank."""
+REMEMBERED: Final = 256
+"""Proposals of which the answer is kept, to repeat it to those who ask."""
+
+Message: TypeAlias = wire.Formation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Formed:
+    """The agreed view."""
+
+    view: tuple[Member, ...]
+    """By rank."""
+    proposal: bytes
+    lost: tuple[bytes, ...]
+    """Ids of members there was no link with when the decision became known."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """How the formation stands, for people."""
+
+    here: tuple[str, ...]
+    """Names of those that could be in the view, this node among them."""
+    refused: tuple[tuple[str, str], ...]
+    """Names of those heard that could not, and why."""
+    waiting: str
+    """What is waited for."""
+    elsewhere: tuple[str, ...]
+    """Names of the view in which the run is already going on, without this node."""
+    in_use: tuple[bytes, ...]
+    """Ids of which two lives are here at once: a copied identity."""
+
+
+class Formation:
+    """One candidate's part in agreeing on the view. Drain `outgoing` after every call; `tick` at `next_deadline`."""
+
+    def __init__(
+        self,
+        me: Member,
+        terms: Terms,
+        random: random.Random,
+        now: float,
+        *,
+        settle: float = SETTLE,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.formed: Formed | None = None
+        self._me, self._terms, self._random = me, terms, random
+        self._settle, self._patience = settle, patience
+        self._peers: dict[bytes, Peer] = {}
+        self._past_lives: set[bytes] = set()
+        self._last_life: dict[bytes, bytes] = {}
+        self._in_use: set[bytes] = set()
+        self._outgoing: list[tuple[bytes, Message]] = []
+        self._decisions: dict[bytes, Decision] = {}
+        self._lock: Decision | None = None
+        """What this node has accepted and is not decided."""
+        self._held: dict[bytes, float] = {}
+        """Proposals that cannot be accepted yet, and when they came."""
+        self._company: tuple[bytes, ...] = ()
+        self._changed_at = now
+        self._enough_at = math.inf
+        self._not_before = now
+        self._propose_at = math.inf
+        self._here_at = now
+        self._repeat_at = math.inf
+        self._ballot_at = math.inf
+        self._gather(now)
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether a view is being agreed on or is agreed: no link should be exchanged for another now."""
+        return self._lock is not None or self.formed is not None
+
+    # What happens.
+
+    def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
+        """There is a new link with this life of a node, in place of an older one if there was.
+
+        Returns False if the link is to be refused: another life of the node is here, or a later one was.
+        """
+        known = self._peers.get(peer_id)
+        if peer_id == self._me.id or (known is not None and known.life != peer_life):
+            self._in_use.add(peer_id)
+            return False
+        if peer_life in self._past_lives:
+            return False
+        self._in_use.discard(peer_id)
+        if known is None:
+            self._peers[peer_id] = Peer(peer_id, peer_life)
+        last = self._last_life.setdefault(peer_id, peer_life)
+        if last != peer_life:
+            self._past_lives.add(last)
+            self._last_life[peer_id] = peer_life
+        lock = self._lock
+        if lock is not None and peer_id in lock.ranks and lock.members[lock.ranks[peer_id]].life != peer_life:
+            lock.met_later_life(lock.ranks[peer_id])
+            self._advance(now)
+        self._send(peer_id, self._here())
+        self._announce_soon(now)
+        return True
+
+    def link_down(self, peer_id: bytes, now: float) -> None:
+        """The link with a node is gone."""
+        if self._peers.pop(peer_id, None) is None:
+            return
+        self._announce_soon(now)
+        if self._lock is not None and peer_id in self._lock.ranks:
+            self._ballot_at = min(self._ballot_at, now + self._stagger(self._lock))
+        self._gather(now)
+
+    def received(self, peer_id: bytes, message: Message, now: float) -> None:
+        """Take a message that came over the link with this node.
+
+        Raises:
+            RemoteProtocolError: no candidate of this version says such a thing; the link should be closed.
+        """
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            return
+        match message:
+            case Here():
+                self._received_here(peer, message, now)
+            case Propose():
+                self._received_proposal(peer, message, now)
+            case Standing():
+                self._received_standing(peer, message, now)
+
+    def tick(self, now: float) -> None:
+        """Do what time has brought."""
+        if self.formed is None:
+            self._gather(now)
+        if now >= self._here_at:
+            self._here_at = now + HERE_EVERY if self.formed is None else math.inf
+            here = self._here()
+            for peer_id in self._peers:
+                self._send(peer_id, here)
+        if self._lock is not None and now >= self._ballot_at:
+            self._ballot_at = now + self._patience + self._stagger(self._lock)
+            if self._lock.start_ballot():
+                self._repeat_at = now
+                self._advance(now)
+        if self._lock is not None and now >= self._repeat_at:
+            self._repeat(self._lock, now)
+
+    def next_deadline(self) -> float:
+        """Return when `tick` wants to be called, inf for never."""
+        return min(self._here_at, self._propose_at, self._repeat_at, self._ballot_at)
+
+    def outgoing(self) -> list[tuple[bytes, Message]]:
+        """Return the messages to send, each with the node it is for, and forget them."""
+        messages, self._outgoing = self._outgoing, []
+        return messages
+
+    # Who is here.
+
+    def _received_here(self, peer: Peer, here: Here, now: float) -> None:
+        if (here.member.id, here.member.life) != (peer.id, peer.life):
+            raise RemoteProtocolError(f"node {peer.id.hex()[:8]} says that it is {here.member.id.hex()[:8]}")
+        known, peer.here = peer.here, here
+        if known is None or known.terms != here.terms:
+            peer.objection = difference(self._terms, here.terms)
+        if self.formed is None:
+            if known != here:
+                self._gather(now)
+        elif here.phase is not Phase.FORMED:
+            self._send(peer.id, self._here())
+
+    def _here(self) -> Here:
+        hears = tuple(sorted(peer.life for peer in self._peers.values()))[: wire.MAX_LINKS]
+        if self.formed is not None:
+            company = tuple(member.name for member in self.formed.view)
+            return Here(self._terms, self._me, hears, Phase.FORMED, company)
+        return Here(self._terms, self._me, hears, Phase.GATHERING if self._lock is None else Phase.LOCKED)
+
+    def _announce_soon(self, now: float) -> None:
+        self._here_at = min(self._here_at, now + HERE_SOON)
+
+    # Proposing.
+
+    def _gather(self, now: float) -> None:
+        """Propose a view if it is time to, or note when it will be."""
+        self._propose_at = math.inf
+        if self._lock is not None or self.formed is not None:
+            return
+        others = candidates(self._peers, self._me.life)
+        company = tuple(peer.life for peer in others)
+        if company != self._company:
+            self._company, self._changed_at = company, now
+        if len(others) + 1 < self._terms.smallest:
+            self._enough_at = math.inf
+            return
+        self._enough_at = min(self._enough_at, now)
+        if going_on(self._peers) is not None:
+            return
+        view = clique(self._me, others, self._terms.largest)
+        smaller = sum(peer.id < self._me.id for peer in others)
+        if len(view) == self._terms.largest:
+            due = self._changed_at
+        else:
+            due = min(self._changed_at + self._settle, self._enough_at + MAX_SETTLES * self._settle)
+        due = max(due + smaller * self._patience, self._not_before)
+        if now < due:
+            self._propose_at = due
+        elif len(view) >= self._terms.smallest:
+            self._lock_on(self._random.randbytes(wire.PROPOSAL_BYTES), rank_order(view), now, is_mine=True)
+
+    # Answering.
+
+    def _received_proposal(self, peer: Peer, message: Propose, now: float) -> None:
+        known = self._decisions.get(message.proposal)
+        if known is not None:
+            self._send(peer.id, known.standing())
+            return
+        if peer.here is None or peer.objection:
+            return  # its terms are not known to be ours; who proposes repeats it
+        members, terms = message.members, self._terms
+        is_in_order = len({member.id for member in members}) == len(members) and members == rank_order(members)
+        if not is_in_order or not terms.smallest <= len(members) <= terms.largest:
+            raise RemoteProtocolError(f"{peer.name} proposed {len(members)} members that cannot be a view")
+        if not any((member.id, member.life) == (self._me.id, self._me.life) for member in members):
+            return  # for an earlier life of this node, which alone could answer
+        refusal = self._refusal()
+        if not refusal:
+            unmet = [member.name for member in members if not self._is_met(member)]
+            if not unmet:
+                self._lock_on(message.proposal, members, now, is_mine=False)
+                return
+            if now < self._held.setdefault(message.proposal, now) + self._patience / 2:
+                return  # a link may be about to come up, a word may have been lost; the proposal will be repeated
+            refusal = f"{self._me.name} has not met {', '.join(unmet)}"[:256]
+        decision = self._answer(message.proposal, members, Answer.REFUSED, refusal)
+        decision.advance(all_here=False)
+        self._tell(decision)
+
+    def _refusal(self) -> str:
+        """Return why this node can be in no new view, if it is so."""
+        if self.formed is not None:
+            return f"{self._me.name} is in a view already"
+        if self._lock is not None:
+            return f"{self._me.name} has accepted another proposal"
+        if going_on(self._peers) is not None:
+            return f"{self._me.name} hears that the run is going on without it"
+        return ""
+
+    def _is_met(self, member: Member) -> bool:
+        peer = self._peers.get(member.id)
+        is_known = peer is not None and peer.here is not None and not peer.objection
+        return member.id == self._me.id or (is_known and self._is_linked(member))
+
+    def _lock_on(self, proposal: bytes, members: tuple[Member, ...], now: float, *, is_mine: bool) -> None:
+        self._lock = self._answer(proposal, members, Answer.ACCEPTED)
+        self._ballot_at = now + self._patience + self._stagger(self._lock)
+        self._propose_at = math.inf
+        self._announce_soon(now)
+        self._repeat_at = now + REPEAT_EVERY
+        self._lock.advance(all_here=True)
+        if is_mine:
+            self._repeat(self._lock, now)
+        else:  # the proposal itself is passed on only if it seems to have been lost
+            self._tell(self._lock)
+        self._settle_outcome(self._lock, now)
+
+    def _answer(self, proposal: bytes, members: tuple[Member, ...], answer: Answer, reason: str = "") -> Decision:
+        rank = next(rank for rank, member in enumerate(members) if member.id == self._me.id)
+        self._held.pop(proposal, None)
+        self._decisions[proposal] = decision = Decision(proposal, members, rank, answer, reason)
+        if len(self._decisions) > REMEMBERED:
+            del self._decisions[next(old for old, it in self._decisions.items() if it.outcome is Outcome.ABORT)]
+        if len(self._held) > REMEMBERED:
+            self._held.clear()
+        return decision
+
+    # Deciding.
+
+    def _received_standing(self, peer: Peer, message: Standing, now: float) -> None:
+        decision = self._decisions.get(message.proposal)
+        if decision is None:
+            return
+        rank = decision.ranks.get(peer.id)
+        if rank is None or decision.members[rank].life != peer.life:
+            return
+        if decision.outcome is Outcome.OPEN:
+            decision.heard(rank, message)
+            if decision is self._lock:
+                self._advance(now)
+        elif message.outcome is Outcome.OPEN:
+            self._send(peer.id, decision.standing())
+
+    def _advance(self, now: float) -> None:
+        """Go on with what we are locked on, now that more is known."""
+        lock = self._lock
+        if lock is None:
+            return
+        promised = lock.rows[lock.rank].promised
+        if lock.advance(all_here=all(self._is_linked(member) for member in lock.members)):
+            self._tell(lock)
+        if lock.rows[lock.rank].promised > promised:  # somebody has stepped in: give it time
+            self._ballot_at = now + self._patience + self._stagger(lock)
+        self._settle_outcome(lock, now)
+
+    def _settle_outcome(self, lock: Decision, now: float) -> None:
+        """Act on the outcome, if there is one."""
+        if lock.outcome is Outcome.OPEN:
+            return
+        self._lock, self._repeat_at, self._ballot_at = None, math.inf, math.inf
+        if lock.outcome is Outcome.COMMIT:
+            lost = tuple(member.id for member in lock.members if not self._is_linked(member))
+            self.formed = Formed(lock.members, lock.proposal, lost)
+            self._here_at = now
+        else:
+            self._changed_at, self._enough_at = now, math.inf
+            self._not_before = now + self._random.uniform(REPEAT_EVERY, 2 * REPEAT_EVERY)
+            self._announce_soon(now)
+            self._gather(now)
+
+    def _is_linked(self, member: Member) -> bool:
+        peer = self._peers.get(member.id)
+        return member.id == self._me.id or (peer is not None and peer.life == member.life)
+
+    def _stagger(self, decision: Decision) -> float:
+        """Return how long this member lets those before it start a ballot first."""
+        before = sum(self._is_linked(member) for member in decision.members[: decision.rank])
+        return STAGGER * self._patience * (before + self._random.random() / 4)
+
+    def _repeat(self, lock: Decision, now: float) -> None:
+        self._repeat_at = now + REPEAT_EVERY
+        proposal = Propose(lock.proposal, lock.members)
+        for member, row in zip(lock.members, lock.rows, strict=True):
+            if row.answer is Answer.NONE and self._is_linked(member):
+                self._send(member.id, proposal)
+        self._tell(lock)
+
+    def _tell(self, decision: Decision) -> None:
+        standing = decision.standing()
+        for member in decision.members:
+            if member.id != self._me.id and self._is_linked(member):
+                self._send(member.id, standing)
+
+    def _send(self, peer_id: bytes, message: Message) -> None:
+        self._outgoing.append((peer_id, message))
+
+    # For people.
+
+    def report(self) -> Report:
+        """Say who is here, who was refused and why, and what is waited for."""
+        peers = sorted(self._peers.values(), key=lambda peer: peer.id)
+        other = None if self.formed is not None else going_on(self._peers)
+        return Report(
+            here=tuple(sorted([self._me.name, *(peer.name for peer in peers if peer.here and not peer.objection)])),
+            refused=tuple((peer.name, peer.objection) for peer in peers if peer.objection),
+            waiting=self._waiting(),
+            elsewhere=() if other is None else other.company,
+            in_use=tuple(sorted(self._in_use)),
+        )
+
+    def _waiting(self) -> str:
+        if self.formed is not None:
+            return "nothing: the view is agreed"
+        if self._lock is not None:
+            return self._waiting_locked(self._lock)
+        if (other := going_on(self._peers)) is not None:
+            return f"the run is already going on with {', '.join(other.company)}"
+        return wanting(self._me, candidates(self._peers, self._me.life), self._terms)
+
+    def _waiting_locked(self, lock: Decision) -> str:
+        lost = [member.name for member in lock.members if not self._is_linked(member)]
+        if not lost:
+            return f"agreeing with {', '.join(member.name for member in lock.members if member != self._me)}"
+        return (
+            f"{', '.join(lost)} went away while the view was being agreed and may have gone ahead with it; "
+            "waiting until it is back or started again"
+        )

@@ -1,0 +1,85 @@
+"""Who of a run is here: what candidates have said of themselves, and which of them could be in one view."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from covey.wire.formation import Here, Member, Phase, Terms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+class Peer:
+    """A node there is a link with."""
+
+    def __init__(self, id: bytes, life: bytes) -> None:
+        self.id, self.life = id, life
+        self.here: Here | None = None
+        """The last it said of itself."""
+        self.objection = ""
+        """How its terms differ from ours."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return self.id.hex()[:8] if self.here is None else self.here.member.name
+
+    def hears(self, life: bytes) -> bool:
+        """Tell whether it has a link with this life, by its own word."""
+        return self.here is not None and life in self.here.hears
+
+    def is_in(self, phase: Phase) -> bool:
+        """Tell whether it is of our run and at this point."""
+        return self.here is not None and not self.objection and self.here.phase is phase
+
+
+def rank_order(members: Iterable[Member]) -> tuple[Member, ...]:
+    """Order members as ranks: those of one host adjacent, hosts and the members in them by smallest id."""
+    ordered = sorted(members, key=lambda member: member.id)
+    first: dict[str, bytes] = {}
+    for member in ordered:
+        first.setdefault(member.host, member.id)
+    return tuple(sorted(ordered, key=lambda member: (first[member.host], member.id)))
+
+
+def candidates(peers: Mapping[bytes, Peer], life: bytes) -> list[Peer]:
+    """Return those that could be in a view with the node of this life, by id."""
+    found = (peer for peer in peers.values() if peer.is_in(Phase.GATHERING) and peer.hears(life))
+    return sorted(found, key=lambda peer: peer.id)
+
+
+def going_on(peers: Mapping[bytes, Peer]) -> Here | None:
+    """Return what somebody says who is in a view of the run already."""
+    formed = [peer for peer in peers.values() if peer.is_in(Phase.FORMED)]
+    return min(formed, key=lambda peer: peer.id).here if formed else None
+
+
+def clique(me: Member, others: list[Peer], most: int) -> list[Member]:
+    """Return `me` and those of `others` that all hear each other, in their order, `most` in all."""
+    kept: list[Peer] = []
+    for peer in others:
+        if len(kept) + 1 == most:
+            break
+        if all(hear_each_other(peer, other) for other in kept):
+            kept.append(peer)
+    return [me, *(peer.here.member for peer in kept if peer.here is not None)]
+
+
+def hear_each_other(one: Peer, other: Peer) -> bool:
+    """Tell whether two peers have a link, by the word of both."""
+    return one.hears(other.life) and other.hears(one.life)
+
+
+def wanting(me: Member, others: list[Peer], terms: Terms) -> str:
+    """Say what is missing before a view can be proposed; others are the candidates beside `me`."""
+    count = len(others) + 1
+    if count < terms.smallest:
+        return f"{count} of {'' if terms.size is not None else 'at least '}{terms.smallest} nodes"
+    if len(clique(me, others, terms.largest)) < terms.smallest:
+        pairs = ((one, other) for index, one in enumerate(others) for other in others[index + 1 :])
+        deaf = [f"{one.name} and {other.name}" for one, other in pairs if not hear_each_other(one, other)]
+        return f"{terms.smallest} nodes that all hear each other; there is no link between {', '.join(deaf)}"
+    if others and others[0].id < me.id:
+        return f"{count} nodes are here; {others[0].name} is to propose the view"
+    return f"{count} nodes are here; settling"

@@ -1,0 +1,169 @@
+"""What candidates of a run say to each other until they agree on its first view.
+
+Every message may be lost, repeated or late without harm: `Here` replaces what its sender said before, a `Propose` is
+known by its number, and of two `Standing`s the facts of both hold. Tags and fields are only ever added, at the end.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Final
+
+import msgspec
+
+from covey.base.errors import ConfigError, RemoteProtocolError
+
+ID_BYTES: Final = 32
+LIFE_BYTES: Final = 16
+PROPOSAL_BYTES: Final = 16
+MAX_MEMBERS: Final = 128
+"""Members of a view; so many fit into one control frame, whatever their names and contacts."""
+MAX_LINKS: Final = 1024
+"""Links that a Here tells of; candidates of other runs count too."""
+CONTACT_BYTES: Final = 1024
+
+NodeId = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Life = Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTES)]
+ProposalId = Annotated[bytes, msgspec.Meta(min_length=PROPOSAL_BYTES, max_length=PROPOSAL_BYTES)]
+Name = Annotated[str, msgspec.Meta(max_length=80)]
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """What all members of a run must agree on before they can be one group."""
+
+    run: Text
+    program: Text
+    size: int | None
+    """Exactly so many members; None: from `min_size` to `max_size`."""
+    min_size: int
+    max_size: int | None
+    version: Text
+    lanes: Text
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.smallest <= self.largest <= MAX_MEMBERS:
+            raise ConfigError(
+                f"size={self.size}, min_size={self.min_size}, max_size={self.max_size} cannot be: "
+                f"need 1 <= min_size <= max_size <= {MAX_MEMBERS}, or 1 <= size <= {MAX_MEMBERS}"
+            )
+
+    @property
+    def smallest(self) -> int:
+        """The fewest members a view may have."""
+        return self.min_size if self.size is None else self.size
+
+    @property
+    def largest(self) -> int:
+        """The most members a view may have."""
+        most = MAX_MEMBERS if self.max_size is None else self.max_size
+        return most if self.size is None else self.size
+
+
+def difference(mine: Terms, theirs: Terms) -> str:
+    """Say in words where two candidates' terms differ; empty if they do not."""
+
+    def word(value: str | int | None) -> str:
+        return "not set" if value is None else repr(value)
+
+    pairs = ((field, getattr(theirs, field), getattr(mine, field)) for field in Terms.__struct_fields__)
+    return "; ".join(
+        f"{field} is {word(there)} there and {word(here)} here" for field, there, here in pairs if there != here
+    )
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One life of a node, as the others know it."""
+
+    id: NodeId
+    life: Life
+    name: Name
+    """For people."""
+    host: Annotated[str, msgspec.Meta(max_length=64)]
+    """Equal for members that can share memory."""
+    contact: Annotated[bytes, msgspec.Meta(max_length=CONTACT_BYTES)]
+    """How to reach it; the formation does not look inside."""
+
+
+class Phase(enum.IntEnum):
+    """What a candidate is doing."""
+
+    GATHERING = 0
+    LOCKED = 1
+    FORMED = 2
+
+
+class Here(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Who the sender is, whom it hears, what it is doing."""
+
+    terms: Terms
+    member: Member
+    hears: Annotated[tuple[Life, ...], msgspec.Meta(max_length=MAX_LINKS)]
+    """The lives it has a link with now."""
+    phase: Phase
+    company: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    """Once formed: the names of its view, by rank."""
+
+
+class Propose(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A view to accept or refuse; sent by whoever made or accepted it to those who have not answered."""
+
+    proposal: ProposalId
+    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    """In rank order."""
+
+
+class Answer(enum.IntEnum):
+    """What a member said to a proposal; it never changes."""
+
+    NONE = 0
+    ACCEPTED = 1
+    REFUSED = 2
+
+
+class Outcome(enum.IntEnum):
+    """What became of a proposal; it never changes."""
+
+    OPEN = 0
+    COMMIT = 1
+    ABORT = 2
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """What one member of a proposal has bound itself to. Every number only grows, so of two rows the later is known."""
+
+    answer: Answer = Answer.NONE
+    promised: Count = 0
+    """It will never vote in a ballot below this one."""
+    voted: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] = -1
+    """The last ballot it voted in; -1: none."""
+    commit: bool = False
+    """What it voted for there."""
+    reason: Text = ""
+    """Why it refused."""
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """All the sender knows about a proposal: of itself and, passed on, of the others."""
+
+    proposal: ProposalId
+    rows: Annotated[tuple[Row, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    """One a member, by rank."""
+    outcome: Outcome
+    ended: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    """Ranks of which the sender has met a later life: it takes no more words from the one that was proposed."""
+
+
+Formation = Here | Propose | Standing
+
+_formations: msgspec.msgpack.Decoder[Formation] = msgspec.msgpack.Decoder(Formation)
+encode_formation = msgspec.msgpack.Encoder().encode
+
+
+def decode_formation(data: bytes) -> Formation:
+    """Decode a message between candidates; RemoteProtocolError for anything else."""
+    try:
+        return _formations.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of a formation: {error}") from error

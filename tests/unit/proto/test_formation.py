@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.base.errors import RemoteProtocolError
+from covey.proto.formation import Formation
+from covey.proto.gathering import rank_order
+from covey.testing.world import World
+from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Row, Standing, Terms
+
+PAIR = Terms("a run", "train.py", 2, 2, None, "1", "auto")
+OPEN = Terms("a run", "train.py", None, 2, None, "1", "auto")
+
+
+def member(name: str, host: str = "north") -> Member:
+    """Return a life of the node that is called by the first letter of `name`; a' is the life after a."""
+    return Member(name[0].encode() * 32, name.encode().ljust(16, b"."), name, host, b"")
+
+
+def id_of(name: str) -> bytes:
+    return member(name).id
+
+
+class Stage:
+    """Candidates in a fast and faultless world."""
+
+    def __init__(self, *names: str, terms: Terms = OPEN) -> None:
+        self.world = World(1, delay=0.01)
+        self.cores: dict[str, Formation] = {}
+        for name in names:
+            self.enter(name, terms)
+
+    def enter(self, name: str, terms: Terms = OPEN, host: str = "north") -> Formation:
+        me = member(name, host)
+        self.cores[name] = core = Formation(me, terms, random.Random(name), self.world.now)
+        self.world.start(name, me.id, me.life, core)
+        return core
+
+    def separate(self, one: str, other: str) -> None:
+        self.world.cut(id_of(one), id_of(other))
+
+    def run(self, seconds: float) -> None:
+        self.world.run(self.world.now + seconds)
+
+    def views(self) -> dict[str, str]:
+        """Return the view of each candidate that has one, as its members' names."""
+        return {
+            name: "".join(one.name for one in core.formed.view)
+            for name, core in self.cores.items()
+            if core.formed is not None
+        }
+
+
+def step(core: Formation, *messages: Any, sender: str = "a", now: float = 0.0) -> list[Any]:
+    """Let a message come in over a link that is up, and return what is answered to its sender."""
+    core.outgoing()
+    for message in messages:
+        core.received(id_of(sender), message, now)
+    return [message for to, message in core.outgoing() if to == id_of(sender)]
+
+
+def here(name: str, *hears: str, terms: Terms = OPEN, phase: Phase = Phase.GATHERING) -> Here:
+    return Here(terms, member(name), tuple(member(one).life for one in hears), phase)
+
+
+@given(st.permutations(range(6)), st.lists(st.sampled_from("xyz"), min_size=6, max_size=6))
+def test_ranks_of_one_host_are_adjacent_and_do_not_depend_on_who_came_first(order: list[int], hosts: list[str]) -> None:
+    members = [member("abcdef"[index], hosts[index]) for index in range(6)]
+    ranks = rank_order([members[index] for index in order])
+    assert ranks == rank_order(members)
+    assert ranks[0] == members[0]
+    changes = sum(one.host != other.host for one, other in itertools.pairwise(ranks))
+    assert changes == len(set(hosts)) - 1
+    assert all(one.id < other.id for one, other in itertools.pairwise(ranks) if one.host == other.host)
+
+
+def test_a_run_that_is_full_does_not_wait_for_more() -> None:
+    stage = Stage("b", "a", terms=PAIR)
+    stage.run(0.3)
+    assert stage.views() == {"a": "ab", "b": "ab"}
+    formed = [core.formed for core in stage.cores.values()]
+    assert formed[0] == formed[1]
+    assert formed[0] is not None
+    assert formed[0].lost == ()
+
+
+def test_whoever_comes_while_the_others_settle_is_in_the_view() -> None:
+    stage = Stage()
+    stage.enter("a", host="south")
+    stage.enter("b")
+    stage.run(0.8)
+    stage.enter("c", host="south")
+    stage.run(0.8)
+    assert stage.views() == {}
+    assert stage.cores["a"].report().waiting == "3 nodes are here; settling"
+    assert stage.cores["b"].report().waiting == "3 nodes are here; a is to propose the view"
+    stage.run(0.5)
+    assert stage.views() == {"a": "acb", "b": "acb", "c": "acb"}
+
+
+def test_one_that_comes_later_hears_that_the_run_is_going_on_and_with_whom() -> None:
+    stage = Stage("b", "c")
+    stage.run(2.0)
+    for name in "da":  # they would be enough for a view of their own
+        stage.enter(name)
+    stage.run(20.0)
+    assert stage.views() == {"b": "bc", "c": "bc"}
+    report = stage.cores["a"].report()
+    assert report.elsewhere == ("b", "c")
+    assert report.waiting == "the run is already going on with b, c"
+    for name in "bc":
+        stage.world.crash(id_of(name))
+    stage.run(3.0)
+    assert stage.views() == {"b": "bc", "c": "bc", "a": "ad", "d": "ad"}
+
+
+def test_no_more_than_max_size_are_taken() -> None:
+    stage = Stage(*"edcba", terms=Terms("a run", "train.py", None, 2, 3, "1", "auto"))
+    stage.run(5.0)
+    (view,) = set(stage.views().values())
+    assert len(view) == 3
+    assert stage.views() == dict.fromkeys(view, view)
+
+
+@pytest.mark.parametrize("terms", [Terms("r", "p", 1, 2, None, "1", ""), Terms("r", "p", None, 1, None, "1", "")])
+def test_one_alone_is_enough_if_the_terms_say_so(terms: Terms) -> None:
+    stage = Stage("a", terms=terms)
+    stage.run(1.1)
+    assert stage.views() == {"a": "a"}
+    stage.run(1.0)
+    assert stage.cores["a"].next_deadline() == math.inf
+
+
+def test_fewer_than_size_are_never_a_view() -> None:
+    stage = Stage("a", "b", terms=Terms("a run", "train.py", 3, 2, None, "1", "auto"))
+    stage.run(60.0)
+    assert stage.views() == {}
+    assert stage.cores["b"].report().waiting == "2 of 3 nodes"
+
+
+def test_candidates_on_other_terms_are_refused_with_the_reason_on_both_sides() -> None:
+    stage = Stage("a", "b")
+    stage.enter("c", Terms("a run", "eval.py", None, 2, None, "1", "auto"))
+    stage.run(3.0)
+    assert stage.views() == {"a": "ab", "b": "ab"}
+    assert stage.cores["a"].report().refused == (("c", "program is 'eval.py' there and 'train.py' here"),)
+    report = stage.cores["c"].report()
+    assert report.refused == tuple((name, "program is 'train.py' there and 'eval.py' here") for name in "ab")
+    assert (report.here, report.waiting, report.elsewhere) == (("c",), "1 of at least 2 nodes", ())
+
+
+def test_two_that_do_not_hear_each_other_are_named_and_are_not_in_one_view() -> None:
+    stage = Stage("a", "b", "c", terms=Terms("a run", "train.py", 3, 2, None, "1", "auto"))
+    stage.separate("c", "b")
+    stage.run(20.0)
+    assert stage.views() == {}
+    wanted = "3 nodes that all hear each other; there is no link between b and c"
+    assert stage.cores["a"].report().waiting == wanted
+    stage.world.heal()
+    stage.run(1.0)
+    assert stage.views() == dict.fromkeys("abc", "abc")
+
+
+def test_a_smallest_candidate_that_hears_too_few_does_not_hold_up_the_others() -> None:
+    stage = Stage("a", "b", "c", "d", terms=Terms("a run", "train.py", 3, 2, None, "1", "auto"))
+    for other in "cd":
+        stage.separate("a", other)
+    stage.run(5.0)
+    assert stage.views() == dict.fromkeys("bcd", "bcd")
+
+
+def test_a_link_that_keeps_flapping_prolongs_settling_only_so_far() -> None:
+    stage = Stage("a", "b", "c")
+    for tick in range(100):
+        stage.world.at(0.1 + 0.2 * tick, stage.world.flap, id_of("a"), id_of("c"))
+    stage.run(10.0)
+    assert {"a", "b"} <= stage.views().keys()
+
+
+def test_a_proposer_that_dies_in_the_middle_costs_the_others_little() -> None:
+    stage = Stage("a", "b", "c", "d", terms=Terms("a run", "train.py", None, 3, None, "1", "auto"))
+    stage.world.run(10.0, lambda: stage.cores["a"].is_deciding)
+    stage.world.crash(id_of("a"))
+    stage.run(4.0)
+    assert stage.views() == dict.fromkeys("bcd", "bcd")
+
+
+def doubtful() -> Stage:
+    """Return a stage on which a and b have accepted a view, a has died, and b cannot know whether a went ahead."""
+    stage = Stage("a", "b", terms=PAIR)
+    b = stage.cores["b"]
+    stage.world.run(10.0, lambda: b.is_deciding)
+    assert b.formed is None
+    stage.world.crash(id_of("a"))
+    stage.run(30.0)
+    assert stage.views().keys() <= {"a"}
+    return stage
+
+
+def test_one_left_in_doubt_says_whom_it_waits_for_and_does_not_hold_up_others() -> None:
+    stage = doubtful()
+    assert stage.cores["b"].report().waiting.startswith("a went away while the view was being agreed and may have gone")
+    for name in "cd":
+        stage.enter(name, PAIR)
+    stage.run(4.0)
+    assert stage.views()["c"] == stage.views()["d"] == "cd"
+    assert stage.cores["b"].formed is None
+
+
+def test_one_left_in_doubt_is_free_when_the_other_has_been_started_anew() -> None:
+    stage = doubtful()
+    stage.enter("a'", PAIR)
+    stage.run(4.0)
+    assert stage.views()["b"] == stage.views()["a'"] == "a'b"
+
+
+def test_a_member_cut_off_while_it_decides_learns_the_outcome_when_it_is_back() -> None:
+    stage = Stage("a", "b", terms=PAIR)
+    b = stage.cores["b"]
+    stage.world.run(10.0, lambda: b.is_deciding)
+    stage.separate("a", "b")
+    stage.run(20.0)
+    assert stage.views() == {"a": "ab"}, "the first of two is a quorum"
+    stage.world.heal()
+    stage.run(2.0)
+    assert stage.views() == {"a": "ab", "b": "ab"}
+
+
+def test_a_second_life_of_a_node_is_refused_while_the_first_is_here() -> None:
+    core = Formation(member("b"), OPEN, random.Random(1), 0.0)
+    assert core.link_up(id_of("a"), member("a").life, 0.0)
+    assert not core.link_up(id_of("a"), member("a'").life, 0.1)
+    assert not core.link_up(id_of("b"), member("b'").life, 0.1)
+    assert core.report().in_use == (id_of("a"), id_of("b"))
+    core.link_down(id_of("a"), 0.2)
+    assert core.link_up(id_of("a"), member("a'").life, 0.3)
+    assert core.report().in_use == (id_of("b"),)
+    core.link_down(id_of("a"), 0.4)
+    assert not core.link_up(id_of("a"), member("a").life, 0.5), "a life that ended does not come back"
+
+
+def test_a_member_that_poses_as_another_is_a_protocol_error() -> None:
+    core = Formation(member("c"), OPEN, random.Random(1), 0.0)
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    for posing in (here("b"), here("a'")):
+        with pytest.raises(RemoteProtocolError, match="says that it is"):
+            step(core, posing)
+
+
+@pytest.mark.parametrize("names", ["cab", "aab", "a"])
+def test_a_proposal_that_cannot_be_a_view_is_a_protocol_error(names: str) -> None:
+    core = Formation(member("c"), OPEN, random.Random(1), 0.0)
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    with pytest.raises(RemoteProtocolError, match="cannot be a view"):
+        step(core, here("a", "c"), Propose(b"p" * 16, tuple(member(name) for name in names)))
+
+
+def test_a_standing_of_another_size_is_a_protocol_error() -> None:
+    core = Formation(member("c"), OPEN, random.Random(1), 0.0)
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    step(core, here("a", "c"), Propose(b"p" * 16, (member("a"), member("c"))))
+    for bad in (Standing(b"p" * 16, (Row(),), Outcome.OPEN), Standing(b"p" * 16, (Row(), Row()), Outcome.OPEN, (2,))):
+        with pytest.raises(RemoteProtocolError, match="the proposal has 2"):
+            step(core, bad)
+
+
+def test_what_was_accepted_is_not_refused_later_nor_the_other_way_round() -> None:
+    core = Formation(member("c"), OPEN, random.Random(1), 0.0)
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    first, second = (Propose(number * 16, (member("a"), member("c"))) for number in (b"1", b"2"))
+    (standing,) = step(core, here("a", "c"), first)
+    assert standing.rows[1].answer is Answer.ACCEPTED
+    (standing,) = step(core, second)
+    assert (standing.rows[1].answer, standing.rows[1].reason) == (Answer.REFUSED, "c has accepted another proposal")
+    step(core, Standing(b"1" * 16, (Row(Answer.REFUSED), Row()), Outcome.ABORT))
+    for proposal, answer in ((first, Answer.ACCEPTED), (second, Answer.REFUSED)):
+        (standing,) = step(core, proposal)
+        assert (standing.rows[1].answer, standing.outcome) == (answer, Outcome.ABORT)
+
+
+def test_a_proposal_with_somebody_unknown_is_refused_only_after_a_while() -> None:
+    core = Formation(member("c"), OPEN, random.Random(1), 0.0)
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    proposal = Propose(b"p" * 16, (member("a"), member("b"), member("c")))
+    assert step(core, here("a", "c"), proposal) == []
+    (standing,) = step(core, proposal, now=1.1)
+    assert standing.rows[2] == Row(Answer.REFUSED, reason="c has not met b")
+
+
+def test_words_without_a_link_and_proposals_to_an_earlier_life_are_not_answered() -> None:
+    core = Formation(member("c'"), OPEN, random.Random(1), 0.0)
+    proposal = Propose(b"p" * 16, (member("a"), member("c")))
+    assert step(core, here("a", "c"), proposal) == []
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    assert step(core, here("a"), proposal) == []
