@@ -1,0 +1,299 @@
+"""The network interfaces of this host: which to use, what to tell others of them, and what of theirs to dial.
+
+Nothing here asks DNS or the host's name: addresses are those that interfaces have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import fnmatch
+import ipaddress
+import re
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import ifaddr
+
+from covey.base.errors import ConfigError
+from covey.wire.messages import Address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Ip: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpInterface: TypeAlias = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+IpNetwork: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+Kind: TypeAlias = Literal["wired", "wireless", "virtual", "loopback", "unknown"]
+SocketAddress: TypeAlias = tuple[str, int] | tuple[str, int, int, int]
+
+MOST_ADVERTISED: Final = 16
+MOST_DIALLED: Final = 64
+
+_PREFERENCE: Final = ("wired", "unknown", "wireless", "virtual", "loopback")
+_BRIDGES: Final = ("docker*", "br-*", "virbr*", "podman*", "cni*", "lxcbr*", "lxdbr*", "vmnet*", "vboxnet*")
+"""Networks between this host and what runs inside it: others have one of their own under the same address."""
+_VIRTUAL: Final = (
+    *_BRIDGES,
+    *("veth*", "tun*", "tap*", "wg*", "utun*", "awdl*", "llw*", "tailscale*", "zt*", "flannel*", "cali*", "vnet*"),
+)
+_MACOS: Final = sys.platform == "darwin"
+_GET_FLAGS, _GET_MTU = (0xC0206911, 0xC0206933) if _MACOS else (0x8913, 0x8921)  # SIOCGIFFLAGS, SIOCGIFMTU
+_IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
+_IFF_MULTICAST: Final = 0x8000 if _MACOS else 0x1000
+_NOT_OURS_YET: Final = 0x48  # IFA_F_TENTATIVE or IFA_F_DADFAILED: nothing can be bound to such an address
+_TERM: Final = re.compile(r"[A-Za-z0-9._@*?\[\]-]+")
+_LOOKS_NUMERIC: Final = re.compile(r"[0-9.]+|.*[/:].*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Interface:
+    """A network interface with its addresses."""
+
+    name: str
+    index: int
+    addresses: tuple[str, ...]
+    """Numeric, IPv6 without scope."""
+    networks: tuple[IpInterface, ...]
+    """The same addresses, each with its network."""
+    is_loopback: bool
+    is_up: bool
+    """Switched on and connected: a cable without the other end is not up."""
+    kind: Kind
+    mtu: int
+    multicast: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Which interfaces and addresses to use: `eth*,!docker*,10.0.0.0/8`."""
+
+    text: str
+    only: tuple[str | IpNetwork, ...]
+    """What to use; all, if empty."""
+    never: tuple[str | IpNetwork, ...]
+
+    def allows(self, name: str, ip: str) -> bool:
+        """Tell whether address `ip` of interface `name` may be used."""
+        address = ipaddress.ip_address(ip)
+        if any(_matches(term, name, address) for term in self.never):
+            return False
+        return not self.only or any(_matches(term, name, address) for term in self.only)
+
+
+def parse_pattern(text: str) -> Pattern:
+    """Read a pattern: names with `*` and `?`, or networks, separated by commas; `!` in front excludes.
+
+    Raises:
+        ConfigError: a part of it is empty, or neither a name nor a network.
+    """
+    only: list[str | IpNetwork] = []
+    never: list[str | IpNetwork] = []
+    for part in text.split(",") if text.strip() else ():
+        term = part.strip()
+        excludes = term.startswith("!")
+        (never if excludes else only).append(_parse_term(term.removeprefix("!").strip(), text))
+    return Pattern(text, tuple(only), tuple(never))
+
+
+def all_interfaces() -> list[Interface]:
+    """Return every interface of this host that has an address, in the order of the system."""
+    found: dict[str, list[ifaddr.IP]] = {}
+    for adapter in ifaddr.get_adapters():
+        found.setdefault(adapter.name.partition(":")[0], []).extend(adapter.ips)  # eth0:1 is an alias of eth0
+    not_ready = _addresses_not_ready()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        listed = [_interface(probe, name, ips, not_ready) for name, ips in found.items()]
+    return [interface for interface in listed if interface.index]  # without one it has gone since it was listed
+
+
+def usable_interfaces(pattern: str = "") -> list[Interface]:
+    """Return the interfaces that reach other hosts, with the addresses `pattern` allows, the best ones first.
+
+    Loopback reaches nobody else: it is returned only if a pattern names it and nothing beside it.
+
+    Raises:
+        ConfigError: `pattern` is not a pattern, or nothing here matches it; says what there is.
+    """
+    chosen = parse_pattern(pattern)
+    there = all_interfaces()
+    allowed = [_restricted(interface, chosen) for interface in there if interface.is_up]
+    allowed = sorted((interface for interface in allowed if interface.addresses), key=_preference)
+    usable = [interface for interface in allowed if not interface.is_loopback]
+    if not usable and chosen.only:
+        usable = allowed
+    if not usable and (chosen.only or any(interface.is_up and not interface.is_loopback for interface in there)):
+        inventory = "; ".join(_in_words(interface) for interface in there) or "no interface with an address"
+        raise ConfigError(f'interfaces="{pattern}" matches nothing that is up on this host. It has: {inventory}')
+    return usable
+
+
+def loopback_interfaces() -> list[Interface]:
+    """Return the interfaces that only processes of this host can use."""
+    return [interface for interface in all_interfaces() if interface.is_loopback and interface.is_up]
+
+
+def advertised(interfaces: Iterable[Interface], port: int) -> tuple[Address, ...]:
+    """Return where others can reach `port` on this host, the best first; nothing that only this host can reach."""
+    candidates = [
+        (Address(ip, port, interface.name), ipaddress.ip_address(ip))
+        for interface in interfaces
+        for ip in sorted(interface.addresses, key=_family_first)
+        if _can_be_remote(ipaddress.ip_address(ip))
+    ]
+    routed = [address for address, ip in candidates if not ip.is_link_local]
+    local6 = [address for address, ip in candidates if ip.is_link_local and ip.version == 6]
+    local4 = [address for address, ip in candidates if ip.is_link_local and ip.version == 4]
+    return tuple([*(routed or local4), *local6][:MOST_ADVERTISED])
+
+
+def to_dial(own: Sequence[Interface], theirs: Sequence[Address], same_host: bool) -> list[SocketAddress]:
+    """Return the socket addresses to try, in this order, to reach the node that says it is at `theirs`.
+
+    On the same host its loopback comes first. Then come addresses in a network that we share (our best interface
+    first), other addresses that may be routed, ours (a bridge that every host has under one address, or another
+    user's node here), and IPv6 link-local ones by each of our interfaces that could reach them. What cannot work is
+    left out: families we have not, loopback of another host, what is no address at all.
+    """
+    reachable = [(ip, address.port) for address in theirs if (ip := _dialable(address)) is not None]
+    ports = dict.fromkeys(address.port for address in theirs if 0 < address.port < 1 << 16)
+    order: list[SocketAddress] = []
+    if same_host:
+        order += [(loopback, port) for port in ports for loopback in ("127.0.0.1", "::1")]
+    networks = [network for interface in own if not interface.is_loopback for network in interface.networks]
+    our_addresses = {network.ip for network in networks}
+    families = {network.version for network in networks if not network.is_link_local}
+    routed = [(ip, port) for ip, port in reachable if not ip.is_link_local and ip.version in families]
+    remote = [(ip, port) for ip, port in routed if ip not in our_addresses]
+    for network in networks:
+        if not network.is_link_local:
+            order += [(str(ip), port) for ip, port in remote if ip in network.network]
+    order += [(str(ip), port) for ip, port in remote]
+    order += [(str(ip), port) for ip, port in routed if ip in our_addresses]
+    for interface in own:
+        for network in interface.networks:
+            if network.is_link_local and not interface.is_loopback:
+                scope = (0, interface.index) if network.version == 6 else ()
+                order += [
+                    (str(ip), port, *scope)
+                    for ip, port in reachable
+                    if ip.is_link_local and ip.version == network.version
+                ]
+    return list(dict.fromkeys(order))[:MOST_DIALLED]
+
+
+def describe(ip: str) -> str:
+    """Return the name of the interface that has the address `ip`, or "" if none of this host has it."""
+    wanted = ip.partition("%")[0]
+    return next((interface.name for interface in all_interfaces() if wanted in interface.addresses), "")
+
+
+def _parse_term(term: str, text: str) -> str | IpNetwork:
+    if not term:
+        raise ConfigError(f'interfaces="{text}" has an empty part; write it like "eth*,!docker*,10.0.0.0/8"')
+    if _LOOKS_NUMERIC.fullmatch(term):
+        try:
+            return ipaddress.ip_network(term, strict=False)
+        except ValueError:
+            raise ConfigError(
+                f'"{term}" in interfaces="{text}" is not a network; write 10.0.0.0/8 or fd00::/8'
+            ) from None
+    if not _TERM.fullmatch(term):
+        raise ConfigError(f'"{term}" in interfaces="{text}" is neither the name of an interface nor a network')
+    return term
+
+
+def _matches(term: str | IpNetwork, name: str, ip: Ip) -> bool:
+    return fnmatch.fnmatchcase(name, term) if isinstance(term, str) else ip in term
+
+
+def _restricted(interface: Interface, pattern: Pattern) -> Interface:
+    networks = tuple(network for network in interface.networks if pattern.allows(interface.name, str(network.ip)))
+    return dataclasses.replace(interface, networks=networks, addresses=tuple(str(network.ip) for network in networks))
+
+
+def _preference(interface: Interface) -> tuple[int, bool]:
+    is_bridge = interface.kind == "virtual" and any(fnmatch.fnmatchcase(interface.name, name) for name in _BRIDGES)
+    return _PREFERENCE.index(interface.kind), is_bridge
+
+
+def _family_first(ip: str) -> int:
+    return ipaddress.ip_address(ip).version
+
+
+def _can_be_remote(ip: Ip) -> bool:
+    return not (ip.is_loopback or ip.is_unspecified or ip.is_multicast)
+
+
+def _dialable(address: Address) -> Ip | None:
+    """Return the address to dial, or None if what a stranger may have written there cannot be another node."""
+    try:
+        ip: Ip = ipaddress.ip_address(address.ip.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped  # ::ffff:127.0.0.1 is loopback, too
+    return ip if 0 < address.port < 1 << 16 and _can_be_remote(ip) else None
+
+
+def _interface(probe: socket.socket, name: str, ips: list[ifaddr.IP], not_ready: set[tuple[str, str]]) -> Interface:
+    texts = [(ip.ip if isinstance(ip.ip, str) else ip.ip[0].partition("%")[0], ip.network_prefix) for ip in ips]
+    parsed = [ipaddress.ip_interface(f"{text}/{prefix}") for text, prefix in texts]
+    networks = tuple(dict.fromkeys(network for network in parsed if (name, str(network.ip)) not in not_ready))
+    flags = _ask(probe, _GET_FLAGS, name, "H")
+    is_loopback = bool(flags & _IFF_LOOPBACK)
+    return Interface(
+        name=name,
+        index=_index(name),
+        addresses=tuple(str(network.ip) for network in networks),
+        networks=networks,
+        is_loopback=is_loopback,
+        is_up=flags & (_IFF_UP | _IFF_RUNNING) == _IFF_UP | _IFF_RUNNING,
+        kind="loopback" if is_loopback else _kind(name),
+        mtu=_ask(probe, _GET_MTU, name, "i"),
+        multicast=bool(flags & _IFF_MULTICAST),
+    )
+
+
+def _index(name: str) -> int:
+    try:
+        return socket.if_nametoindex(name)
+    except OSError:
+        return 0
+
+
+def _ask(probe: socket.socket, question: int, name: str, answer: str) -> int:
+    """Return one number the kernel keeps of an interface, or 0 if it has just gone."""
+    try:
+        reply = fcntl.ioctl(probe, question, struct.pack("16s240x", name.encode()[:15]))
+    except OSError:
+        return 0
+    return int(struct.unpack_from(answer, reply, 16)[0])
+
+
+def _kind(name: str) -> Kind:
+    folder = Path("/sys/class/net", name)
+    if (folder / "wireless").exists() or (folder / "phy80211").exists():
+        return "wireless"
+    if (folder / "device").exists():
+        return "wired"
+    return "virtual" if any(fnmatch.fnmatchcase(name, pattern) for pattern in _VIRTUAL) else "unknown"
+
+
+def _addresses_not_ready() -> set[tuple[str, str]]:
+    """Return (interface, IPv6 address) that the kernel still checks for duplicates, or found to be one."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return set()
+    rows = [line.split() for line in lines]
+    return {
+        (row[5], str(ipaddress.IPv6Address(bytes.fromhex(row[0])))) for row in rows if int(row[4], 16) & _NOT_OURS_YET
+    }
+
+
+def _in_words(interface: Interface) -> str:
+    return f"{interface.name} ({', '.join(interface.addresses)}{'' if interface.is_up else ', down'})"

@@ -1,0 +1,139 @@
+"""Multicast DNS: nodes of one cluster on one network hear of each other without an address being typed.
+
+Each usable interface has a responder and a browser of its own, so that one which forbids multicast harms no other,
+what is announced on a network are the addresses there, and what was sent and heard can be told apart for `doctor`.
+What is heard is a hint where somebody may be. It proves nothing, and silence proves nothing either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import ConfigError
+from covey.net import interfaces as network
+from covey.net.station import Observation, Station
+from covey.wire import beacon
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.net.interfaces import Interface
+    from covey.wire.messages import Address
+
+__all__ = ["Beacon", "Observation"]
+
+LOOK_EVERY: Final = 2.0
+"""Seconds between looks at the interfaces."""
+MOST_FOREIGN: Final = 16
+
+
+class Beacon:
+    """Announces a node by multicast DNS and listens for others of its cluster, on every usable interface."""
+
+    def __init__(
+        self,
+        key: bytes,
+        port: int,
+        interfaces_pattern: str,
+        found: Callable[[tuple[Address, ...]], None],
+        *,
+        announce: bool = True,
+    ) -> None:
+        """Prepare it; nothing is sent before `start`.
+
+        `found` is called on the loop with the addresses of each announcement that a holder of `key` made. Those heard
+        on loopback are loopback addresses; those heard elsewhere never are. Without `announce` it only listens.
+
+        Raises:
+            ConfigError: `interfaces_pattern` is not a pattern.
+        """
+        network.parse_pattern(interfaces_pattern)
+        self._key, self._port, self._found, self._announce = key, port, found, announce
+        self._pattern = interfaces_pattern
+        self._nonce = secrets.token_bytes(beacon.NONCE_BYTES)
+        self._stations: dict[str, Station] = {}
+        self._trouble = "not started"
+        self._watch: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Announce and ask, now and whenever an interface comes; see `state` where that is not possible."""
+        await self._look()
+        if not self._closed:
+            self._watch = asyncio.create_task(self._keep_looking(), name="covey-mdns")
+
+    async def close(self) -> None:
+        """Say goodbye and free everything. Closing twice, or what was never started, is fine."""
+        self._closed, self._trouble = True, "closed"
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.wait([watch])
+        stations, self._stations = list(self._stations.values()), {}
+        await asyncio.gather(*(station.close() for station in stations))
+
+    @property
+    def state(self) -> str:
+        """One line for people: where the node is announced, or why it is not."""
+        doing = "announced on" if self._announce else "listening on"
+        working = [name for name, station in self._stations.items() if station.works]
+        parts = [f"{doing} {', '.join(working)}"] if working else []
+        parts += [f"{name}: {error}" for name, station in self._stations.items() for error in station.errors]
+        return "; ".join(parts + [self._trouble] * bool(self._trouble)) or "nothing is sent yet"
+
+    def observed(self) -> list[Observation]:
+        """Return what was sent and heard, interface by interface, best first."""
+        return [station.observation() for station in self._stations.values()]
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Have a station on each interface as it is now."""
+        present = {interface.name: interface for interface in self._usable()}
+        for name, station in list(self._stations.items()):
+            if station.interface != present.get(name) or not station.works:
+                await station.close()  # before it is forgotten: if this is cancelled, `close` finds it
+                self._stations.pop(name, None)
+        if self._closed:
+            return
+        for name, interface in present.items():
+            if name not in self._stations:
+                self._stations[name] = Station(interface, self._heard)
+        self._stations = {name: self._stations[name] for name in present}
+        everything = network.all_interfaces()
+        for name, station in list(self._stations.items()):
+            station.elsewhere = [net.network for each in everything if each.name != name for net in each.networks]
+            station.ask_if_silenced()
+            if not station.opened and not self._closed:
+                await station.open(self._txt() if self._announce else None, self._port)
+
+    def _usable(self) -> list[Interface]:
+        try:
+            usable = network.usable_interfaces(self._pattern)
+        except ConfigError as error:
+            self._trouble = str(error)
+            return []
+        if usable:
+            self._trouble = ""
+            return usable
+        loopback = network.loopback_interfaces()
+        self._trouble = "no network but loopback is up" if loopback else "no network is up"
+        return loopback
+
+    def _txt(self) -> dict[bytes, bytes]:
+        return beacon.make(self._key, self._nonce, self._port)
+
+    def _heard(self, station: Station, properties: dict[bytes, bytes | None], places: tuple[Address, ...]) -> None:
+        if self._closed or properties.get(b"n") == self._txt()[b"n"]:
+            return
+        port = places[0].port
+        if beacon.matches(self._key, properties, port):
+            station.matching += 1
+            self._found(places)
+        elif beacon.is_foreign_covey(self._key, properties, port):
+            station.foreign = tuple(dict.fromkeys((*station.foreign, *places)))[-MOST_FOREIGN:]

@@ -1,0 +1,174 @@
+"""Nodes of one user on one host find each other by files, with or without a network.
+
+A node's file lies in a folder that only its user may enter, and is locked for as long as the node lives. A lock
+cannot outlive its process, so what a killed node left behind is recognised, and removed by whoever looks next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import secrets
+import weakref
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from covey.base.errors import ConfigError
+from covey.net.meeting import check_folder, host_token, meeting_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MOST_NEIGHBOURS: Final = 256
+_MOST_BYTES: Final = 4096
+_TRIES: Final = 100
+_SUFFIX: Final = ".node"
+
+
+class Neighbour(msgspec.Struct, frozen=True):
+    """A living node on this host, as its file describes it."""
+
+    port: int
+    socket: str
+    """Path of the unix socket where it accepts connections."""
+    pid: int
+
+
+class Neighbours:
+    """The nodes of this user and one cluster on this host; one's own is announced among them."""
+
+    def __init__(self, tag: str) -> None:
+        """Look for nodes of the cluster with this tag: text that only holders of its secret can know.
+
+        Raises:
+            ConfigError: the folder for it cannot be made, or is open to others.
+        """
+        self._folder = meeting_folder(f"nodes-{tag}")
+        _make_folder(self._folder)
+        # Folders may be shared by containers or namespaces, in which the port and the memory of others are not ours.
+        self._host = host_token(self._folder.parent)[:16]
+        self._own: Path | None = None
+        self._lock = -1
+        _all_neighbours.add(self)
+
+    def announce(self, port: int, socket: str) -> None:
+        """Let the others know where this node listens, until it is closed or dies; the last announcement counts."""
+        note = msgspec.json.encode(Neighbour(port=port, socket=socket, pid=os.getpid()))
+        if len(note) > _MOST_BYTES:
+            raise ConfigError(f"the path of the socket has {len(socket)} characters; set TMPDIR to a shorter folder")
+        path, lock = self._write(note)
+        self._withdraw()
+        self._own, self._lock = path, lock
+
+    def others(self) -> list[Neighbour]:
+        """Return the living nodes but one's own, and remove what dead ones left; cheap enough to call often."""
+        try:
+            with os.scandir(self._folder) as entries:
+                names = sorted(entry.name for entry in itertools.islice(entries, MOST_NEIGHBOURS))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"cannot look for other nodes in {self._folder}: {error.strerror}") from error
+        read = [self._read(self._folder / name) for name in names if self._own is None or name != self._own.name]
+        return [neighbour for neighbour in read if neighbour is not None]
+
+    def close(self) -> None:
+        """Withdraw the announcement. Closing twice is fine."""
+        self._withdraw()
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()  # if it was the last one
+
+    def _write(self, note: bytes) -> tuple[Path, int]:
+        """Return a new locked file and the lock; nobody sees it before it is both written and locked."""
+        for _ in range(_TRIES):
+            name = f"{self._host}-{secrets.token_hex(8)}"
+            draft, path = self._folder / name, self._folder / f"{name}{_SUFFIX}"
+            try:
+                lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                _make_folder(self._folder)  # the last one to leave took it away
+                continue
+            except OSError as error:
+                raise ConfigError(f"cannot write to {self._folder}: {error.strerror}; set TMPDIR") from error
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(lock, note)
+                draft.rename(path)
+            except (BlockingIOError, FileNotFoundError):
+                os.close(lock)  # somebody looked before it was locked, and took it for a dead node's
+            except BaseException:
+                os.close(lock)
+                raise
+            else:
+                return path, lock
+        raise ConfigError(f"files in {self._folder} are taken away as soon as they are made; look what does that")
+
+    def _read(self, path: Path) -> Neighbour | None:
+        """Return what a living node's file says, or None; remove it if the node is dead."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return self._parse(path.name, os.read(descriptor, _MOST_BYTES + 1))
+        except OSError:
+            return None
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        finally:
+            os.close(descriptor)
+
+    def _parse(self, name: str, text: bytes) -> Neighbour | None:
+        if not name.startswith(f"{self._host}-") or not name.endswith(_SUFFIX):
+            return None
+        try:
+            note = msgspec.json.decode(text, type=Neighbour)
+        except msgspec.DecodeError:
+            return None
+        return note if 0 < note.port < 1 << 16 and note.pid > 0 and "\0" not in note.socket else None
+
+    def _withdraw(self) -> None:
+        path, self._own = self._own, None
+        lock, self._lock = self._lock, -1
+        if path is not None:
+            path.unlink(missing_ok=True)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _make_folder(folder: Path) -> None:
+    for _ in range(_TRIES):
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set TMPDIR") from error
+        try:
+            check_folder(folder)
+            return
+        except ConfigError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):  # else the last one to leave took it away
+                raise
+
+
+_all_neighbours: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A lock stays for as long as any process holds the descriptor: a child would keep its dead parent announced.
+    for neighbours in list(_all_neighbours):
+        if neighbours._lock >= 0:
+            os.close(neighbours._lock)
+        neighbours._lock, neighbours._own = -1, None
+    _all_neighbours.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

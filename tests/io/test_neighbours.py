@@ -1,0 +1,225 @@
+"""Neighbours: the living nodes of one user on one host, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from covey.base.errors import ConfigError
+from covey.net.meeting import meeting_folder
+from covey.net.neighbours import MOST_NEIGHBOURS, Neighbour, Neighbours
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEADLINE = 20.0
+TAG = "00112233aabbccdd"
+ANNOUNCE = """
+import os, sys
+from covey.net.neighbours import Neighbours
+neighbours = Neighbours(sys.argv[1])
+neighbours.announce(int(sys.argv[2]), f"/tmp/{sys.argv[2]}.sock")
+"""
+SAY = "print(os.getpid(), flush=True); sys.stdin.read()"
+FORK = """
+reader, writer = os.pipe()
+if not os.fork():
+    os.write(writer, b"!")
+    sys.stdin.read()
+    os._exit(0)
+os.read(reader, 1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def neighbour(port: int = 0, tag: str = TAG) -> Iterator[Neighbours]:
+    neighbours = Neighbours(tag)
+    try:
+        if port:
+            neighbours.announce(port, f"/tmp/{port}.sock")
+        yield neighbours
+    finally:
+        neighbours.close()
+
+
+@contextlib.contextmanager
+def process(port: int, code: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A node in a process of its own, announced when this returns."""
+    command = [sys.executable, "-c", f"{ANNOUNCE}{code}{SAY}", TAG, str(port)]
+    node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert node.stdout is not None
+        assert node.stdout.readline().strip() == str(node.pid)
+        yield node
+    finally:
+        node.kill()
+        node.communicate(timeout=DEADLINE)
+
+
+def ports(neighbours: Neighbours) -> list[int]:
+    return sorted(other.port for other in neighbours.others())
+
+
+def test_each_sees_the_others_but_not_itself() -> None:
+    with neighbour(1) as one, neighbour(2) as two, neighbour() as watcher:
+        assert (ports(one), ports(two), ports(watcher)) == ([2], [1], [1, 2])
+        assert one.others() == [Neighbour(2, "/tmp/2.sock", os.getpid())]
+
+
+def test_clusters_do_not_see_each_other() -> None:
+    with neighbour(1, "aaaa"), neighbour(2, "bbbb") as other:
+        assert ports(other) == []
+
+
+def test_another_process_is_seen_for_as_long_as_it_lives() -> None:
+    with neighbour(7) as here:
+        with process(8) as there:
+            assert here.others() == [Neighbour(8, "/tmp/8.sock", there.pid)]
+        assert here.others() == []
+        assert len(list(meeting_folder(f"nodes-{TAG}").iterdir())) == 1  # what it left was removed
+
+
+def test_a_forked_child_does_not_keep_its_dead_parent_announced() -> None:
+    with neighbour() as here, process(8, FORK) as parent:
+        assert ports(here) == [8]
+        parent.kill()  # the child reads on from the same pipe
+        assert parent.wait(DEADLINE) != 0
+        assert ports(here) == []
+        assert parent.stdin is not None
+        parent.stdin.close()  # lets the child go
+        parent.stdin = None
+
+
+def test_the_last_announcement_counts_and_closing_withdraws_it() -> None:
+    with neighbour() as watcher, neighbour(1) as moving:
+        moving.announce(2, "/tmp/elsewhere.sock")
+        assert watcher.others() == [Neighbour(2, "/tmp/elsewhere.sock", os.getpid())]
+        moving.close()
+        assert watcher.others() == []
+        moving.close()
+    assert not meeting_folder(f"nodes-{TAG}").exists()
+
+
+def test_files_are_private() -> None:
+    with neighbour(1):
+        folder = meeting_folder(f"nodes-{TAG}")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (path,) = folder.iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_folder_open_to_others_is_refused() -> None:
+    folder = meeting_folder(f"nodes-{TAG}")
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="0700"):
+        Neighbours(TAG)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"\xff" * 100,
+        b"[1]",
+        b'{"port": "1", "socket": "/s", "pid": 1}',
+        b'{"port": 0, "socket": "/s", "pid": 1}',
+        b'{"port": 1, "socket": "/s", "pid": -1}',
+        b'{"port": 1, "socket": "' + b"s" * 5000 + b'", "pid": 1}',
+    ],
+)
+def test_a_damaged_file_is_passed_over(text: bytes) -> None:
+    with neighbour(1) as one, neighbour(2), neighbour(3) as three:
+        assert three._own is not None
+        three._own.write_bytes(text)
+        assert ports(one) == [2]
+
+
+def test_what_is_no_file_of_a_node_is_passed_over() -> None:
+    with neighbour(1) as one, neighbour(2) as two:
+        folder = meeting_folder(f"nodes-{TAG}")
+        (folder / "a folder").mkdir()
+        (folder / "link.node").symlink_to("/etc/passwd")
+        os.mkfifo(folder / "pipe.node", 0o600)
+        (folder / "left.node").write_text(json.dumps({"port": 9, "socket": "", "pid": 1}))
+        assert (ports(one), ports(two)) == ([2], [1])
+        assert not (folder / "left.node").exists()
+        (folder / "a folder").rmdir()
+        (folder / "link.node").unlink()
+
+
+def test_nodes_of_another_host_that_share_the_folder_are_passed_over() -> None:
+    """As containers and network namespaces do: the port is not reachable there, and a path may be another's."""
+    with neighbour(1) as one, neighbour(2) as two:
+        assert two._own is not None
+        elsewhere = two._own.with_name(f"{'0' * 16}-{two._own.name.partition('-')[2]}")
+        two._own.rename(elsewhere)
+        two._own = elsewhere
+        assert ports(one) == []
+        assert elsewhere.exists()
+
+
+def test_no_more_than_a_bounded_number_of_files_is_read() -> None:
+    with neighbour() as one:
+        folder = meeting_folder(f"nodes-{TAG}")
+        for i in range(MOST_NEIGHBOURS + 10):
+            (folder / f"{i}.node").touch()
+        assert one.others() == []
+        assert len(list(folder.iterdir())) == 10
+        assert one.others() == []
+        assert list(folder.iterdir()) == []
+
+
+def test_an_announcement_is_never_lost_to_those_who_clean_up() -> None:
+    """Others look at every moment between making, locking and naming a file, and the last to leave takes the folder."""
+    done = threading.Event()
+    trouble: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            while not done.is_set():
+                with neighbour() as watcher:
+                    watcher.others()
+        except BaseException as error:  # told below
+            trouble.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for port in range(1, 200):
+            with neighbour(port) as one, neighbour() as other:
+                assert ports(other) == [port]
+                assert ports(one) == []
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(DEADLINE)
+    assert trouble == []
+
+
+def test_looking_is_cheap_and_works_after_the_folder_is_gone() -> None:
+    with neighbour() as one:
+        meeting_folder(f"nodes-{TAG}").rmdir()
+        assert one.others() == []
+        one.announce(5, "")
+        with neighbour() as other:
+            assert ports(other) == [5]
