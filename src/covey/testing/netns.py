@@ -1,0 +1,300 @@
+"""A local network of hosts that are network namespaces, for tests with real processes. Linux only; needs root.
+
+with Lan(hosts=3, kind="switch") as lan:
+    lan.switch.allow_multicast(False)
+    server = lan.hosts[0].popen(["python", "server.py"])
+    lan.hosts[1].run(["python", "client.py", lan.hosts[0].ip4])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import unittest
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from covey.testing.switch import Switch, inside
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+PREFIX: Final = "covey-lan"
+_NAMESPACES: Final = Path("/run/netns")
+_ETC: Final = Path("/etc/netns")
+_COMMAND_SECONDS: Final = 30.0
+_LAUNCHERS: Final = ("COVEY_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
+
+
+def permitted() -> str:
+    """Return "" if this process may make networks of namespaces, else the reason why not."""
+    if shutil.which("ip") is None:
+        return "there is no `ip` command (package iproute2)"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "/dev/net/tun cannot be opened"
+    try:
+        with Lan(hosts=1):
+            return ""
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"network namespaces cannot be made: {error}"
+
+
+def require_namespaces() -> None:
+    """Skip the calling test where namespaces are not permitted; in CI and as root, fail it instead."""
+    if reason := permitted():
+        if os.environ.get("CI") or os.getuid() == 0:
+            raise AssertionError(f"{reason}; this test is never skipped in CI or as root")
+        raise unittest.SkipTest(reason)
+
+
+class Host:
+    """One namespace: its addresses, and processes that think it is their machine."""
+
+    def __init__(self, name: str, index: int, folder: Path) -> None:
+        self.name = name
+        """The port of the switch it is plugged into."""
+        self.namespace = f"{folder.name}-{name}"
+        self.index = index
+        self.ip4: str = ""
+        self.ip6: str = ""
+        """The unique local address, or the link-local one where the network has no other."""
+        self.ip4s: list[str] = []
+        self.ip6s: list[str] = []
+        """One for each network it is on; eth0 is on the first, eth1 on the second."""
+        self.home = folder / name / "home"
+        self.temp = folder / name / "t"
+        for path in (self.home, self.temp):
+            path.mkdir(parents=True, mode=0o700)
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def popen(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a process here, with pipes on all three sides and nothing of a launcher or of covey in what it knows.
+
+        COVEY_HOME and TMPDIR are folders of this host. The process leads a group that ends with the network.
+        """
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)}
+        clean |= {"COVEY_HOME": str(self.home), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": ""}
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, *argv],
+            env=clean | dict(env or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def run(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = _COMMAND_SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a process here to its end; CalledProcessError, with what it said, if that is not a good one."""
+        process = self.popen(argv, env=env)
+        out, err = process.communicate(timeout=timeout)
+        if process.returncode:
+            error = subprocess.CalledProcessError(process.returncode, list(argv), out, err)
+            error.add_note(err)
+            raise error
+        return subprocess.CompletedProcess(list(argv), 0, out, err)
+
+    def socket(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
+        """Return a socket of the calling process that is on this host: what a test listens, dials or attacks with."""
+        with inside(self.namespace):
+            return socket.socket(family, kind, protocol)
+
+    def end_processes(self) -> None:
+        """Kill everything that runs here, and wait for what was started from here."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        _kill_inhabitants(self.namespace)
+        for process in self._processes:
+            process.wait(_COMMAND_SECONDS)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+        self._processes.clear()
+
+
+class Lan:
+    """Hosts on one Ethernet, or on two; all of it is gone at the end, whatever happened.
+
+    `kind="bridge"` joins them in the kernel, at full speed or at `rate` (as tc writes it: "1gbit") for each host and
+    direction. `kind="switch"` joins them by a `Switch`, which can drop, delay and forge. Without `ipv4` or `ula` the
+    networks have no such addresses; link-local IPv6 is always there. `hosts_file` says that the host's own name is
+    127.0.1.1, as Debian does. `two_networks` gives each host a second interface on another network.
+    """
+
+    def __init__(
+        self,
+        hosts: int = 2,
+        *,
+        kind: Literal["bridge", "switch"] = "bridge",
+        rate: str = "",
+        ipv4: bool = True,
+        ula: bool = True,
+        hosts_file: bool = False,
+        two_networks: bool = False,
+        prefix: str = PREFIX,
+    ) -> None:
+        if rate and kind != "bridge":
+            raise ValueError("rate is for bridges; a switch has shape(bytes_per_second=...)")
+        self._kind, self._rate, self._ipv4, self._ula, self._hosts_file = kind, rate, ipv4, ula, hosts_file
+        self._prefix, self._size = prefix, hosts
+        self._networks = 2 if two_networks else 1
+        self.hosts: list[Host] = []
+        self.switches: list[Switch] = []
+        """One for each network, if they are switches."""
+
+    @property
+    def switch(self) -> Switch:
+        """The switch of the first network."""
+        return self.switches[0]
+
+    def __enter__(self) -> Lan:
+        _remove_leftovers(self._prefix)
+        unique = f"{self._prefix}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._folder = Path(tempfile.gettempdir()) / unique
+        self._bridges = [f"{unique}-bridge{network}" for network in range(self._networks)]
+        try:
+            self._folder.mkdir(mode=0o700)
+            self._make_hosts()
+            for network in range(self._networks):
+                if self._kind == "bridge":
+                    self._make_bridge(network)
+                else:
+                    self._make_switch(network)
+                self._give_addresses(network)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts:
+            host.end_processes()
+        for switch in self.switches:
+            switch.close()
+        _remove(self._folder, [*(host.namespace for host in self.hosts), *self._bridges])
+        self.hosts, self.switches = [], []
+
+    def _make_hosts(self) -> None:
+        for index in range(self._size):
+            host = Host(f"host{index}", index, self._folder)
+            _make_namespace(host.namespace)
+            self.hosts.append(host)
+            if self._hosts_file:
+                path = _ETC / host.namespace / "hosts"
+                path.parent.mkdir(parents=True)
+                path.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n::1 localhost\n")
+
+    def _make_bridge(self, network: int) -> None:
+        middle = self._bridges[network]
+        _make_namespace(middle)
+        _ip(middle, "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0", "link set br0 up")
+        for host in self.hosts:
+            port, device = host.name, f"eth{network}"
+            _ip(
+                middle,
+                f"link add {port} type veth peer name {device} netns {host.namespace}",
+                f"link set {port} master br0 up",
+            )
+            if self._rate:
+                for namespace, end in ((middle, port), (host.namespace, device)):
+                    shaper = f"qdisc add dev {end} root tbf rate {self._rate} burst 256kb latency 20ms"
+                    _call(["tc", "-n", namespace, *shaper.split()])
+
+    def _make_switch(self, network: int) -> None:
+        self.switches.append(switch := Switch(seed=network))
+        for host in self.hosts:
+            switch.attach(host.name, host.namespace, f"eth{network}")
+
+    def _give_addresses(self, network: int) -> None:
+        for host in self.hosts:
+            device = f"eth{network}"
+            ip4, ip6 = f"10.213.{network}.{host.index + 1}", f"fd00:213:0:{network}::{host.index + 1:x}"
+            commands = [f"link set {device} up"]
+            if self._ipv4:
+                commands.append(f"address add {ip4}/24 dev {device}")
+                host.ip4s.append(ip4)
+            if self._ula:
+                commands.append(f"address add {ip6}/64 dev {device} nodad")
+            _ip(host.namespace, *commands)
+            host.ip6s.append(ip6 if self._ula else _link_local(host.namespace, device))
+            host.ip4, host.ip6 = (host.ip4s or [""])[0], host.ip6s[0]
+
+
+def _make_namespace(name: str) -> None:
+    _call(["ip", "netns", "add", name])
+    # Looking for duplicates takes IPv6 a second in which an address cannot be used.
+    off = "for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done"
+    _call(["ip", "netns", "exec", name, "sh", "-c", off])
+    _ip(name, "link set lo up")
+
+
+def _link_local(namespace: str, device: str) -> str:
+    deadline = time.monotonic() + _COMMAND_SECONDS
+    while time.monotonic() < deadline:  # the kernel makes it when it sees the carrier
+        text = _call(["ip", "-n", namespace, "-6", "-o", "address", "show", "dev", device, "scope", "link"])
+        if found := re.search(r"inet6 (\S+)/", text):
+            return found[1]
+        time.sleep(0.01)
+    raise TimeoutError(f"{device} of {namespace} has no link-local address")
+
+
+def _remove_leftovers(prefix: str) -> None:
+    """Remove what processes left behind that were killed in the middle of a test."""
+    names = {path.name for folder in (_NAMESPACES, _ETC, Path(tempfile.gettempdir())) for path in _list(folder)}
+    pattern = re.compile(rf"({re.escape(prefix)}-(\d+)-[0-9a-f]{{4}})(-\w+)?")
+    for name in sorted(names):
+        if (match := pattern.fullmatch(name)) and not Path(f"/proc/{match[2]}").exists():
+            _kill_inhabitants(name)
+            _remove(Path(tempfile.gettempdir()) / match[1], [name] if match[3] else [])
+
+
+def _list(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _kill_inhabitants(namespace: str) -> None:
+    """Kill every process in a namespace, and return when they are dead."""
+    deadline = time.monotonic() + _COMMAND_SECONDS
+    while (_NAMESPACES / namespace).exists() and (pids := _call(["ip", "netns", "pids", namespace]).split()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {', '.join(pids)} in {namespace} cannot be killed")
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _remove(folder: Path, namespaces: Iterable[str]) -> None:
+    for name in namespaces:
+        if (_NAMESPACES / name).exists():
+            _call(["ip", "netns", "delete", name])
+        shutil.rmtree(_ETC / name, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _ETC.rmdir()  # ours if it is empty
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ip(namespace: str, *commands: str) -> None:
+    _call(["ip", "-n", namespace, "-batch", "-"], "".join(f"{command}\n" for command in commands))
+
+
+def _call(argv: list[str], text: str = "") -> str:
+    done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    if done.returncode:
+        raise OSError(f"{' '.join(argv)}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
