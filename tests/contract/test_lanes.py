@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from covey.net import shm
 from covey.net.lane import PIECE_BYTES, Incoming, Lane, LaneClosedError, Outgoing
 from covey.net.ring import RingLane, memory_bytes
+from covey.net.sealed import SealedLane
 from covey.net.stream import RECEIVE_BYTES, SEND_BYTES, StreamLane
 from covey.wire.header import HEADER_BYTES, Header
+from covey.wire.seal import RECORD_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 KIB, MIB = 1 << 10, 1 << 20
 PATIENCE = 20.0
 DTYPES = [np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "complex128")]
-EDGES = [0, 1, 63, 64, 65, 4096, 4097, 64 * KIB, 64 * KIB + 1, RECEIVE_BYTES - 64, RECEIVE_BYTES, RECEIVE_BYTES + 1,
-         PIECE_BYTES - 64, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, SEND_BYTES, 3 * MIB + 5]  # fmt: skip
+EDGES = [0, 1, 63, 64, 65, 2047, 2048, 2049, 4096, 4097, 64 * KIB, 64 * KIB + 1, RECORD_LIMIT - 1, RECORD_LIMIT,
+         RECORD_LIMIT + 1, RECEIVE_BYTES - 64, RECEIVE_BYTES, RECEIVE_BYTES + 1, PIECE_BYTES - 64,
+         PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, SEND_BYTES, 3 * MIB + 5]  # fmt: skip
 
 Pair = tuple[Lane, Lane]
 
@@ -65,14 +68,32 @@ def unix() -> Pair:
     return StreamLane(one, "unix"), StreamLane(other, "unix")
 
 
-def tcp() -> Pair:
+def _connected() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
+    return one, other
+
+
+def tcp() -> Pair:
+    one, other = _connected()
     return StreamLane(one, "tcp"), StreamLane(other, "tcp")
 
 
-MAKERS: list[Callable[[], Pair]] = [small_memory, large_memory, unix, tcp]
+def _secure(streams: int) -> Callable[[], Pair]:
+    def make() -> Pair:
+        dialled, accepted = zip(*(_connected() for _ in range(streams)), strict=True)
+        secret = random.randbytes(32)
+        return (
+            SealedLane(dialled, secret, b"lane 7", dialler=True),
+            SealedLane(accepted, secret, b"lane 7", dialler=False),
+        )
+
+    make.__name__ = f"secure_{streams}"
+    return make
+
+
+MAKERS: list[Callable[[], Pair]] = [small_memory, large_memory, unix, tcp, *map(_secure, (1, 2, 3, 8))]
 if shm.usable():
     MAKERS.append(shared_memory)
 every_lane = pytest.mark.parametrize("pair", MAKERS, ids=lambda make: make.__name__, indirect=True)

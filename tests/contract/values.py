@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-LANES = ["memory", "unix", "tcp", *(["shm"] if shm.usable() else [])]
+LANES = ["memory", "unix", "tcp", "secure", *(["shm"] if shm.usable() else [])]
 
 UFUNCS: dict[str, Callable[..., Array]] = {
     "sum": np.add,

@@ -55,6 +55,7 @@ class Job:
         script.write_text(code)
         clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
         clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": ""}
+        clean |= {"COVEY_HOME": str(self.home)}  # the user's own clusters are no business of a test
         process = subprocess.Popen(
             [*(before or [sys.executable]), str(script)],
             env=clean | {key: str(value) for key, value in env.items()},
@@ -75,6 +76,11 @@ class Job:
     def temp(self) -> Path:
         """The temporary folder that the processes see."""
         return self.folder / "t"
+
+    @property
+    def home(self) -> Path:
+        """The configuration folder of the processes."""
+        return self.folder / "home"
 
     def left_behind(self) -> list[str]:
         """Return what is in the temporary folder, but for the door of this user's meetings."""

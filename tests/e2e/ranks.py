@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).parents[2] / "src"
 DEADLINE = 30.0
 """Seconds after which a test that waits for its ranks fails and shows what they said."""
-LANES = ("shm", "unix", "tcp")
+LANES = ("shm", "unix", "tcp", "secure")
 
 # Ranks' functions use the modules imported above.
 __all__ = ["DEADLINE", "LANES", "Ranks", "attempt", "await_go", "contextlib", "covey", "logging", "multiprocessing"]

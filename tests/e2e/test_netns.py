@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 QUICKLY = 10.0
+SECRET = "4e" * 32
 PORT = 29400  # free in a namespace that was just made
 JOB = """
 import json, sys
 import numpy as np
 import covey
 
-with covey.join(join_timeout=20) as group:
+with covey.join(timeout=20) as group:
     x = np.arange(300_001, dtype=np.float64) * (group.rank + 1)
     group.all_reduce(x)
     right = float(x[1]), float(x[-1])
@@ -111,7 +112,7 @@ def job() -> Iterator[Job]:
         yield job
 
 
-def check(reports: list[Any], same_host: str) -> None:
+def check(reports: list[Any], same_host: str, between_hosts: str = "tcp") -> None:
     assert [report["place"] for report in reports] == [[rank, 4, rank % 2] for rank in range(4)]
     for rank, report in enumerate(reports):
         assert report["sums"] == [10.0, 3_000_000.0]
@@ -119,17 +120,19 @@ def check(reports: list[Any], same_host: str) -> None:
         before = (rank - 1) % 4
         assert report["message"] == [before, before + 99_999]
         assert report["part"] == (11 if rank < 2 else 1100)
-        lanes = {str(other): same_host if other // 2 == rank // 2 else "tcp" for other in range(4) if other != rank}
-        assert report["lanes"] == lanes
+        kinds = {str(other): same_host if other // 2 == rank // 2 else between_hosts for other in range(4)}
+        del kinds[str(rank)]
+        assert report["lanes"] == kinds
         assert report["local_lanes"] == {str(1 - rank % 2): same_host}
 
 
-def test_hosts_do_not_talk_in_clear_text_unless_told_to(hosts: Hosts, job: Job) -> None:
+def test_hosts_without_a_secret_do_not_talk_in_clear_text_unless_told_to(hosts: Hosts, job: Job) -> None:
     start = time.monotonic()
     for ended in finish_all([hosts.start(job, rank) for rank in (0, 2)]):
         assert ended.error.startswith("covey.ConfigError")
         assert hosts.addresses[0] in ended.error
-        assert "allow it with insecure=True, --insecure or COVEY_INSECURE=1" in ended.error
+        assert "`covey init`" in ended.error
+        assert "insecure=True, --insecure or COVEY_INSECURE=1 allows it" in ended.error
     assert time.monotonic() - start < QUICKLY
     assert job.left_behind() == []
 
@@ -140,10 +143,36 @@ def test_ranks_share_memory_on_a_host_and_use_tcp_between_hosts(hosts: Hosts, jo
     assert job.left_behind() == []
 
 
+def test_ranks_of_a_launcher_that_share_a_secret_use_secure_lanes_between_hosts(hosts: Hosts, job: Job) -> None:
+    ranks = [hosts.start(job, rank, COVEY_SECRET=SECRET) for rank in range(4)]
+    check([ended.report for ended in finish_all(ranks)], "shm", "secure")
+    assert job.left_behind() == []
+
+
+def test_clear_text_cannot_be_forced_on_ranks_that_share_a_secret(hosts: Hosts, job: Job) -> None:
+    ranks = [hosts.start(job, rank, COVEY_LANES="tcp", COVEY_SECRET=SECRET) for rank in range(4)]
+    for rank, ended in enumerate(finish_all(ranks)):
+        other = 2 if rank < 2 else 0
+        assert f"ConfigError: lanes='tcp' is clear text, and rank {other} is on another host" in ended.error
+    assert job.left_behind() == []
+
+
+def test_a_rank_with_another_secret_is_an_authentication_error_there_and_missing_here(hosts: Hosts, job: Job) -> None:
+    start = time.monotonic()
+    first = hosts.start(job, 0, JOB.replace("timeout=20", "timeout=6"), COVEY_SECRET=SECRET)
+    other = hosts.start(job, 2, COVEY_SECRET="5f" * 32)
+    refused = finish(other)
+    assert refused.error.startswith("covey.AuthError")
+    assert "did not accept this cluster's secret" in refused.error
+    missed = finish(first)
+    assert missed.error.startswith("covey.DeadlineError")
+    assert "rank 0 of 4 waited 6 s" in missed.error
+    assert time.monotonic() - start < 2 * QUICKLY
+
+
 def test_tcp_can_be_forced_on_a_host_too_and_rank_0_may_come_last(hosts: Hosts, job: Job) -> None:
     ranks = {rank: hosts.start(job, rank, COVEY_INSECURE=1, COVEY_LANES="tcp") for rank in (3, 2, 1)}
-    for rank in ranks:
-        wait_until(lambda rank=rank: bool(list(job.temp.glob(f"covey-*/{rank}.sock"))))
+    wait_until(lambda: len(list(job.temp.glob("covey-*/*.sock"))) == 3)
     ranks[0] = hosts.start(job, 0, COVEY_INSECURE=1, COVEY_LANES="tcp")
     check([finish(ranks[rank]).report for rank in range(4)], "tcp")
     assert job.left_behind() == []
@@ -162,7 +191,7 @@ def test_a_rank_on_another_host_that_does_not_come_is_named(hosts: Hosts, job: J
     code = """
 import covey, json
 try:
-    covey.join(join_timeout=0.8)
+    covey.join(timeout=0.8)
 except covey.DeadlineError as error:
     print(json.dumps([error.late, str(error)]))
 """

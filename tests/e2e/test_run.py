@@ -273,7 +273,7 @@ def test_a_descendant_that_left_the_group_cannot_hold_up_the_keeper(covey_run, s
         child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         print(child.pid)
     """)
-    code, out, _ = covey_run(job).finish()
+    code, out, _ = covey_run("-n", "1", job).finish()
     (pid,) = map(int, said_by(0, out))
     try:
         assert code == 0
@@ -287,7 +287,7 @@ def test_a_prompt_is_shown_before_its_line_ends(covey_run, script, tmp_path) -> 
         print("name? ", end="")
         print("hello", open("answer").read())
     """)
-    keeper = covey_run(job)
+    keeper = covey_run("-n", "1", job)
     prompt = "[0] name? "
     assert keeper.process.stdout.read(len(prompt)) == prompt
     (tmp_path / "answer").write_text("wren")
@@ -356,7 +356,7 @@ def test_prefixes_are_coloured_on_a_terminal_unless_it_asks_not_to(covey_run, sc
     assert sorted(plain.splitlines()) == ["[0] hello 0", "[1] hello 1"]
 
 
-@pytest.mark.parametrize("lanes", ["shm", "unix", "tcp"])
+@pytest.mark.parametrize("lanes", ["shm", "unix", "tcp", "secure"])
 def test_ranks_join_the_group_of_all(covey_run, script, runtime, lanes) -> None:
     job = script("""
         import covey, numpy as np
@@ -414,7 +414,7 @@ def test_any_program_can_be_a_rank(covey_run, tmp_path) -> None:
     code, out, _ = covey_run("-n", "2", "tool", "-v").finish()
     assert code == 0
     assert sorted(out.splitlines()) == ["[0] rank 0 of 2: -v", "[1] rank 1 of 2: -v"]
-    assert covey_run("sh", "-c", "exit 4").finish()[0] == 4
+    assert covey_run("-n", "1", "sh", "-c", "exit 4").finish()[0] == 4
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_any_program_can_be_a_rank(covey_run, tmp_path) -> None:
     [
         (["-n", "0", "job.py"], "at least one rank, got 0"),
         (["-n", "2", "absent.py"], "no script or program 'absent.py'"),
-        (["broken"], "cannot start"),
+        (["-n", "1", "broken"], "cannot start"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line_and_a_remedy(

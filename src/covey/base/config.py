@@ -37,6 +37,8 @@ RUN_VARIABLES: Final = (
     "COVEY_RUN_MIN_SIZE",
     "COVEY_RUN_MAX_SIZE",
     "COVEY_JOIN_TIMEOUT",
+    "COVEY_SECRET_FD",
+    "COVEY_TORCH_ENV",
 )
 """What `covey run` tells the programs that it starts about the run they are to join in the cluster."""
 CLUSTER_VARIABLES: Final = (

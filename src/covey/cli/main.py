@@ -18,7 +18,14 @@ import typer.main
 from covey.base.errors import ConfigError, CoveyError
 
 COMMANDS: Final = {
-    "run": "Start a script as several ranks on this machine.",
+    "init": "Make a cluster: its secret, and the join code for other machines.",
+    "enroll": "Put this machine into a cluster, with its join code.",
+    "run": "Start a script: as ranks on this machine, or in a run of the cluster.",
+    "status": "Show who is in the cluster and how they reach each other.",
+    "doctor": "Find out why machines do not find or reach each other.",
+    "clusters": "List the clusters this machine is in.",
+    "secret": "Change a cluster's secret.",
+    "deny": "Keep a node out of a cluster.",
     "demo": "Watch four ranks train a small model together.",
     "bench": "Measure collectives: sizes, lanes, rank counts, opponents.",
 }
@@ -48,7 +55,7 @@ def _version(asked: bool) -> None:
         try:
             version = metadata.version("covey")
         except metadata.PackageNotFoundError:  # run from its source folder
-            from covey import __version__ as version
+            from covey.base.version import __version__ as version
         typer.echo(f"covey {version}")
         raise typer.Exit
 

@@ -1,17 +1,20 @@
-"""`covey run`: a script as several ranks on this machine."""
+"""`covey run`: a script as ranks on this machine, or as nodes in a run of the cluster."""
 
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import shutil
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from covey.base.errors import ConfigError
-from covey.runtime.keeper import keep
+from covey.runtime.keeper import ClusterRun, LocalRun, keep
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -20,39 +23,148 @@ class Lanes(enum.StrEnum):
     SHM = "shm"
     UNIX = "unix"
     TCP = "tcp"
+    SECURE = "secure"
+
+
+class RunCommand(typer.core.TyperCommand):
+    """Takes a run's name before the script, with options before and after it, as if it had come with --run."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        words = [word for word in (given.get("script"), *(given.get("arguments") or ())) if isinstance(word, str)]
+        if len(words) > 1 and not given.get("module") and is_run_name(words[0]):
+            args = [*args[: len(args) - len(words)], *words[1:]]
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+            if isinstance(other := given.get("run_name"), str):
+                raise ConfigError(f"the run has two names, {words[0]!r} and {other!r}; give one")
+            args = ["--run", words[0], *args]
+        return super().parse_args(ctx, args)
 
 
 # What follows the script belongs to the script, options too.
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False}, options_metavar="[RUN] [OPTIONS]")
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or any program.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="What follows is the script's.")] = None,
-    ranks: Annotated[int, typer.Option("-n", metavar="N", help="How many ranks to start.")] = 1,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option("-n", metavar="K", help="Start so many processes here. Alone: as all ranks of a run of its own."),
+    ] = None,
+    run_name: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN", help="The run's name.", show_default="the script's, without .py"),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The cluster, if this machine is in several.")
+    ] = None,
+    min_size: Annotated[
+        int | None,
+        typer.Option("--min", min=1, metavar="N", help="Begin when so many nodes are there.", show_default="2"),
+    ] = None,
+    max_size: Annotated[
+        int | None, typer.Option("--max", min=1, metavar="N", help="Take no more nodes than this.")
+    ] = None,
+    size: Annotated[int | None, typer.Option("--size", min=1, metavar="N", help="Exactly so many nodes.")] = None,
+    wait: Annotated[
+        float | None, typer.Option("--wait", metavar="S", help="Seconds to wait for the others.", show_default="60")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast.")
+    ] = None,
+    interfaces: Annotated[
+        str | None, typer.Option(metavar="P", help="Which to use, like eth*,!docker*,10.0.0.0/8.")
+    ] = None,
     lanes: Annotated[
         Lanes | None, typer.Option(help="Carry all bytes between ranks this way, instead of the best for each pair.")
     ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
+    torch_env: Annotated[
+        bool, typer.Option("--torch-env", help="Also export RANK, WORLD_SIZE, MASTER_ADDR and so on, for torch.")
+    ] = False,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let ranks listen and connect beyond this machine without encryption.")
+        bool, typer.Option("--insecure", help="With -n alone: allow connections beyond this machine in clear text.")
     ] = False,
 ) -> None:
-    """Start a script as several ranks on this machine.
+    """Start a script in a run of the cluster, or with -n alone as ranks on this machine only.
 
-    In each rank, covey.join() returns the group of all. Lines of output start with their rank.
+    In a cluster, type the same on each machine: covey run train.py
 
-    When a rank fails the others are stopped, and its exit code is returned.
+    Nodes of one run find each other when the script calls covey.join(), and agree on their ranks.
 
-    Ctrl-C is passed on to all ranks; a second one kills them.
+    Lines of output start with the number of their process. When one fails, the others here are stopped.
+
+    Its exit code is returned. Ctrl-C is passed on to all; a second one kills them.
     """
-    settings = {}
+    command = command_line(script, arguments or [], module=module, run_name=run_name)
+    settings: dict[str, str] = {}
     if lanes is not None:
         settings["COVEY_LANES"] = lanes.value
+    of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces)
+    if processes is not None and all(option is None for option in of_cluster):
+        if insecure:
+            settings["COVEY_INSECURE"] = "1"
+        raise typer.Exit(keep(functools.partial(LocalRun, processes, torch_env=torch_env), command, env=settings))
     if insecure:
-        settings["COVEY_INSECURE"] = "1"
-    raise typer.Exit(keep(ranks, command_line(script, arguments or [], module=module), env=settings))
+        raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
+    if size is not None and (min_size is not None or max_size is not None):
+        raise ConfigError("--size says exactly how many nodes; leave --min and --max out")
+    if not all(limit is None for limit in (size, min_size, max_size)):
+        for name in ("COVEY_RUN_SIZE", "COVEY_RUN_MIN_SIZE", "COVEY_RUN_MAX_SIZE"):
+            os.environ.pop(name, None)  # what is typed here beats all three
+    program = script if module else Path(script).name
+    asked = {
+        "COVEY_RUN": run_name or os.environ.get("COVEY_RUN") or (program if module else Path(script).stem),
+        "COVEY_RUN_PROGRAM": program,
+        "COVEY_RUN_SIZE": size,
+        "COVEY_RUN_MIN_SIZE": min_size,
+        "COVEY_RUN_MAX_SIZE": max_size,
+        "COVEY_JOIN_TIMEOUT": wait,
+        "COVEY_TORCH_ENV": 1 if torch_env else None,
+        "COVEY_CLUSTER": cluster,
+        "COVEY_SEEDS": seeds,
+        "COVEY_INTERFACES": interfaces,
+    }
+    variables = {name: str(value) for name, value in asked.items() if value is not None}
+    raise typer.Exit(keep(share_of_run(1 if processes is None else processes, variables), command, env=settings))
 
 
-def command_line(script: str, arguments: list[str], *, module: bool) -> list[str]:
+def share_of_run(processes: int, variables: dict[str, str]) -> functools.partial[ClusterRun]:
+    """Return how to make this machine's share in a run of a cluster, once it is clear that it can work.
+
+    A secret from COVEY_SECRET is taken out of the environment, and goes to the processes through a pipe.
+
+    Raises:
+        ConfigError: this machine is in no cluster, or the settings contradict themselves.
+    """
+    from covey.net.interfaces import parse_pattern
+    from covey.runtime.bootstrap import ClusterOptions, find_run  # brings in numpy, which a keeper has no use for
+
+    env = {**os.environ, **variables}
+    wanted = find_run(env, {})
+    assert wanted is not None
+    most = wanted.size if wanted.size is not None else wanted.max_size
+    if most is not None and processes > most:
+        raise ConfigError(f"-n {processes} are more than the {most} nodes that the run may have")
+    parse_pattern(env.get("COVEY_INTERFACES", ""))
+    is_handed_over = "COVEY_SECRET_FD" in env or ("COVEY_SECRET" in env and "COVEY_SECRET_FILE" not in env)
+    try:
+        cluster = ClusterOptions().find(env)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. `covey run -n K` starts ranks on this machine only") from None
+    os.environ.pop("COVEY_SECRET", None)
+    if not is_handed_over:
+        return functools.partial(ClusterRun, processes, variables)
+    variables |= {"COVEY_CLUSTER": cluster.name, "COVEY_SEEDS": ",".join(cluster.seeds)}
+    return functools.partial(ClusterRun, processes, variables, key=cluster.secret.key)
+
+
+def is_run_name(word: str) -> bool:
+    """Tell whether a word before others names a run: it is neither a script nor a program, nor meant to be one."""
+    is_path = word.endswith(".py") or os.sep in word
+    return not (is_path or word.startswith("-") or os.path.exists(word) or shutil.which(word))
+
+
+def command_line(script: str, arguments: list[str], *, module: bool, run_name: str | None = None) -> list[str]:
     """Return the words to execute for what a person typed after `covey run`.
 
     Raises:
@@ -66,5 +178,6 @@ def command_line(script: str, arguments: list[str], *, module: bool) -> list[str
         return [os.path.abspath(script), *arguments]
     program = shutil.which(script)
     if program is None:
-        raise ConfigError(f"there is no script or program {script!r} in {os.getcwd()} or on the PATH")
+        of_run = f" to start in the run {run_name!r}" if run_name is not None else ""
+        raise ConfigError(f"there is no script or program {script!r}{of_run} in {os.getcwd()} or on the PATH")
     return [program, *arguments]

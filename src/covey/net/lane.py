@@ -77,7 +77,7 @@ class Lane(Protocol):
     """A byte pipe to one peer."""
 
     kind: str
-    """What `group.lanes()` shows: shm, unix, tcp or memory."""
+    """What `group.lanes()` shows: shm, unix, tcp, secure or memory."""
 
     def transmit(self, out: Outgoing) -> bool:
         """Move what can be moved; tell whether anything did. Done when `out.sent == out.nbytes`."""

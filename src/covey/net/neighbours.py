@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import os
 import secrets
+import socket
 import weakref
 from typing import TYPE_CHECKING, Final
 
@@ -52,16 +53,36 @@ class Neighbours:
         self._host = host_token(self._folder.parent)[:16]
         self._own: Path | None = None
         self._lock = -1
+        self._socket: Path | None = None
         _all_neighbours.add(self)
 
-    def announce(self, port: int, socket: str) -> None:
+    def listen(self, backlog: int) -> tuple[socket.socket, str]:
+        """Return a unix socket that listens in the folder, and its path; it is removed with the announcement."""
+        for _ in range(_TRIES):
+            path = self._folder / f"s{secrets.token_hex(4)}"
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.bind(os.fspath(path))
+                sock.listen(backlog)
+                sock.setblocking(False)
+            except OSError as error:
+                sock.close()
+                if not isinstance(error, FileNotFoundError):
+                    raise ConfigError(f"cannot listen at {path}: {error.strerror}; set TMPDIR") from error
+                _make_folder(self._folder)  # the last one to leave took it away
+            else:
+                self._socket = path
+                return sock, str(path)
+        raise ConfigError(f"{self._folder} is taken away as soon as it is made; look what does that")
+
+    def announce(self, port: int, path: str) -> None:
         """Let the others know where this node listens, until it is closed or dies; the last announcement counts."""
-        note = msgspec.json.encode(Neighbour(port=port, socket=socket, pid=os.getpid()))
+        note = msgspec.json.encode(Neighbour(port=port, socket=path, pid=os.getpid()))
         if len(note) > _MOST_BYTES:
-            raise ConfigError(f"the path of the socket has {len(socket)} characters; set TMPDIR to a shorter folder")
-        path, lock = self._write(note)
+            raise ConfigError(f"the path of the socket has {len(path)} characters; set TMPDIR to a shorter folder")
+        own, lock = self._write(note)
         self._withdraw()
-        self._own, self._lock = path, lock
+        self._own, self._lock = own, lock
 
     def others(self) -> list[Neighbour]:
         """Return the living nodes but one's own, and remove what dead ones left; cheap enough to call often."""
@@ -76,8 +97,11 @@ class Neighbours:
         return [neighbour for neighbour in read if neighbour is not None]
 
     def close(self) -> None:
-        """Withdraw the announcement. Closing twice is fine."""
+        """Withdraw the announcement and the socket. Closing twice is fine."""
         self._withdraw()
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
+            self._socket = None
         with contextlib.suppress(OSError):
             self._folder.rmdir()  # if it was the last one
 
@@ -120,7 +144,10 @@ class Neighbours:
             return None
         else:
             with contextlib.suppress(OSError):
+                left_behind = self._parse(path.name, os.read(descriptor, _MOST_BYTES + 1))
                 path.unlink()
+                if left_behind is not None and os.path.dirname(left_behind.socket) == str(self._folder):
+                    os.unlink(left_behind.socket)
             return None
         finally:
             os.close(descriptor)
@@ -167,7 +194,7 @@ def _forget_in_child() -> None:
     for neighbours in list(_all_neighbours):
         if neighbours._lock >= 0:
             os.close(neighbours._lock)
-        neighbours._lock, neighbours._own = -1, None
+        neighbours._lock, neighbours._own, neighbours._socket = -1, None, None
     _all_neighbours.clear()
 
 

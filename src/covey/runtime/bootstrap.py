@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import select
-import socket
 import stat
-import tempfile
+import sys
 import threading
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import GroupConfig, check_timeout, group_config
 from covey.base.errors import ConfigError
 from covey.net import shm
-from covey.net.meeting import (
-    TOKEN_BYTES,
-    Meeting,
-    check_folder,
-    host_token,
-    local_address_towards,
-    meeting_folder,
-    socket_path,
-)
+from covey.net.meeting import TOKEN_BYTES, meeting_folder
 from covey.runtime.engine import Engine
 from covey.runtime.group import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, MutableMapping, Sequence
+
+    from covey.net.clusters import Cluster
+    from covey.runtime.node import Node
+    from covey.runtime.seat import Seat
 
 JOIN_SECONDS: Final = 300.0
 """How long `join` waits for the other ranks of a launcher by default: they may be loading large libraries."""
-PORT_OFFSET: Final = 1
-"""Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""
+CLUSTER_JOIN_SECONDS: Final = 60.0
+DEFAULT_MIN_SIZE: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,51 +53,98 @@ class Place:
 
 _tokens: dict[int, bytes] = {}
 """By descriptor, what `covey run` left in the pipe there: it can be read once, but a program may join again."""
-_joined: Group | None = None
+_joined: tuple[object, Group] | None = None
+"""What was asked for, and the group that came of it."""
 _joining = threading.Lock()
 
 
 def join(
+    run: str | None = None,
     *,
-    lanes: str | None = None,
+    cluster: str | None = None,
+    min_size: int | None = None,
+    max_size: int | None = None,
+    size: int | None = None,
     timeout: float | None = None,
-    join_timeout: float | None = None,
+    secret: bytes | str | None = None,
+    seeds: Sequence[str] | None = None,
+    interfaces: str | None = None,
+    lanes: str | None = None,
+    streams: int | str | None = None,
+    op_timeout: float | None = None,
     insecure: bool | None = None,
 ) -> Group:
-    """Return the group that the environment describes, once all its ranks are here.
+    """Return the group of a run in a cluster, or the one that a launcher's environment describes.
 
-    Looked for in this order: `covey run`; RANK and WORLD_SIZE (torchrun, or set by hand); mpirun; a Slurm step of
-    several tasks. Without any of them, a group of one. Called again while that group is open, returns it again.
+    With a `run` (or under `covey run RUN`) the nodes of the cluster that join it find each other and agree on who is
+    in it, and on their ranks. Without, looked for in this order: `covey run -n`; RANK and WORLD_SIZE (torchrun, or
+    set by hand); mpirun; a Slurm step of several tasks; else it is a group of one. Called again for the same run while
+    its group is open, returns it again.
 
     Args:
-        lanes: `auto`, or force `shm`, `unix` or `tcp` (COVEY_LANES).
-        timeout: seconds an operation may take, unless it says otherwise (COVEY_TIMEOUT; default 30 minutes).
-        join_timeout: seconds to wait for the other ranks (default 5 minutes).
-        insecure: allow clear-text connections to other machines (COVEY_INSECURE).
+        run: the name of the run: nodes with the same name meet.
+        cluster: the name of the cluster (COVEY_CLUSTER); default: the one this machine is in.
+        min_size: how many nodes must be there (default 2).
+        max_size: how many there may be.
+        size: how many there must be, exactly; instead of `min_size` and `max_size`.
+        timeout: seconds to wait for the others (default 60; 300 under a launcher).
+        secret: the cluster's: 32 bytes, a join code or a passphrase (COVEY_SECRET_FILE, COVEY_SECRET); default: what
+            `covey init` or `covey enroll` stored here.
+        seeds: addresses `host:port` of nodes, for networks without multicast (COVEY_SEEDS, separated by commas).
+        interfaces: which to use, like `eth*,!docker*,10.0.0.0/8` (COVEY_INTERFACES); default: all.
+        lanes: `auto`, or force `shm`, `unix`, `tcp` or `secure` (COVEY_LANES).
+        streams: connections per secure lane, or `auto` (COVEY_STREAMS).
+        op_timeout: seconds an operation may take, unless it says otherwise (COVEY_TIMEOUT; default 30 minutes).
+        insecure: let a launcher's ranks talk to other machines in clear text (COVEY_INSECURE).
 
     Raises:
-        ConfigError: the environment or the settings contradict themselves.
-        DeadlineError: some ranks did not come; says which.
+        ConfigError: the arguments, the environment or the settings contradict themselves.
+        AuthError: the secret or this node's identity is not accepted.
+        DeadlineError: the others did not come; says who is here, and who was refused and why.
     """
+    config = group_config(
+        os.environ, lanes=lanes, timeout=op_timeout, insecure=insecure, interfaces=interfaces, streams=streams
+    )
+    wanted = find_run(
+        os.environ,
+        {"run": run, "size": size, "min_size": min_size, "max_size": max_size, "timeout": timeout},
+    )
+    place = None if wanted is not None else find_place(os.environ)
+    credentials = ClusterOptions(cluster, secret, tuple(seeds) if seeds is not None else None)
+    request = (config, wanted, place, credentials)
     global _joined
-    config = group_config(os.environ, lanes=lanes, timeout=timeout, insecure=insecure)
     with _joining:
-        if _joined is None or _joined._engine.is_over:
-            _joined = join_at(find_place(os.environ), config, timeout=join_timeout)
-        elif _joined._engine.config != config:
-            raise ConfigError("the group is open with other settings; close it before you join with new ones")
-        return _joined
+        if _joined is None or _joined[1]._engine.is_over:
+            if place is not None:
+                group = join_at(place, config, timeout=timeout, options=credentials)
+            else:
+                assert wanted is not None
+                from covey.runtime.joining import join_run  # brings in all that clusters need
+
+                group = join_run(wanted, config, credentials)
+            _joined = request, group
+        elif _joined[0] != request:
+            raise ConfigError("a group is open with other settings; close it before you join with new ones")
+        return _joined[1]
 
 
 def join_as(place: Place) -> Group:
     """Return the group of the run in which this process has `place`; `join` returns it from now on, too."""
     global _joined
     with _joining:
-        _joined = join_at(place)
-        return _joined
+        config = group_config(os.environ)
+        group = join_at(place, config)
+        _joined = (config, None, find_place(os.environ), ClusterOptions()), group
+        return group
 
 
-def join_at(place: Place, config: GroupConfig | None = None, *, timeout: float | None = None) -> Group:
+def join_at(
+    place: Place,
+    config: GroupConfig | None = None,
+    *,
+    timeout: float | None = None,
+    options: ClusterOptions | None = None,
+) -> Group:
     """Return the group of the run in which this process has `place`."""
     config = config if config is not None else group_config(os.environ)
     wait = check_timeout(timeout if timeout is not None else JOIN_SECONDS)
@@ -112,16 +152,46 @@ def join_at(place: Place, config: GroupConfig | None = None, *, timeout: float |
         raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
     if place.size == 1:
         return Group(Engine(None, 0, (0,), place.name, config), local_rank=place.local_rank)
-    seat = _take_folder_seat(place, config) if place.folder else _take_address_seat(place, config)
     from covey.runtime.node import Node
 
-    try:
-        node = Node(rank=place.rank, size=place.size, run=place.name, config=config, **seat)
-    except BaseException:
-        seat["on_close"]()
-        raise
+    seat = _take_seat(place, config, options or ClusterOptions())
+    node = Node(
+        rank=place.rank,
+        size=place.size,
+        run=place.name,
+        config=config,
+        gate=seat.gate,
+        card=seat.card,
+        entrance=seat.entrance,
+        contacts=seat.contacts,
+        on_close=seat.on_close,
+    )
     node.form(wait)
-    engine = Engine(node, 0, tuple(range(place.size)), place.name, config)
+    return group_of(node, place.local_rank)
+
+
+def _take_seat(place: Place, config: GroupConfig, options: ClusterOptions) -> Seat:
+    from covey.runtime import seat
+
+    if place.folder:
+        return seat.folder_seat(place, config)
+    if config.insecure:
+        return seat.insecure_seat(place)
+    assert place.master is not None
+    try:
+        cluster = options.find(os.environ)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the ranks of {place.name} are on several hosts ({place.master[0]}), and covey does not talk beyond this "
+            f"machine in clear text: {error}. On a network you trust, insecure=True, --insecure or COVEY_INSECURE=1 "
+            "allows it."
+        ) from error
+    return seat.launched_seat(place, config, cluster)
+
+
+def group_of(node: Node, local_rank: int) -> Group:
+    """Return the group of all ranks of a node's run; closing it closes the node."""
+    engine = Engine(node, 0, tuple(range(node.size)), node.run, node.config)
 
     def on_close() -> None:
         for member in node.groups():
@@ -129,9 +199,86 @@ def join_at(place: Place, config: GroupConfig | None = None, *, timeout: float |
         node.close()
         atexit.unregister(group.close)
 
-    group = Group(engine, local_rank=place.local_rank, on_close=on_close)
+    group = Group(engine, local_rank=local_rank, on_close=on_close)
     atexit.register(group.close)
     return group
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Which cluster to join: what the program said about it."""
+
+    name: str | None = None
+    secret: bytes | str | None = field(default=None, repr=False)
+    seeds: tuple[str, ...] | None = None
+
+    def find(self, env: MutableMapping[str, str]) -> Cluster:
+        """Return the cluster, with the seeds of the program or else of the environment in front of its own."""
+        from covey.net import clusters
+
+        secret = self.secret
+        if secret is None and "COVEY_SECRET_FD" in env:
+            secret = _read_token(_number(env, "COVEY_SECRET_FD"))
+        found = clusters.find(self.name or env.get("COVEY_CLUSTER") or None, env, secret)
+        seeds = self.seeds
+        if seeds is None:
+            seeds = tuple(seed.strip() for seed in env.get("COVEY_SEEDS", "").split(",") if seed.strip())
+        return replace(found, seeds=tuple(dict.fromkeys((*seeds, *found.seeds))))
+
+
+@dataclass(frozen=True)
+class WantedRun:
+    """A run of a cluster, as a program or `covey run` asks for it."""
+
+    name: str
+    program: str
+    size: int | None
+    min_size: int
+    max_size: int | None
+    timeout: float
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= 100 or not self.name.isprintable():
+            raise ConfigError(f"run={self.name!r} must be a name of 1 to 100 printable characters")
+        for what, number in (("size", self.size), ("min_size", self.min_size), ("max_size", self.max_size)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ConfigError(f"{what}={number!r} must be a whole number above 0")
+        if self.max_size is not None and self.max_size < self.min_size:
+            raise ConfigError(f"max_size={self.max_size} is less than min_size={self.min_size}")
+        object.__setattr__(self, "timeout", check_timeout(self.timeout))
+
+
+def find_run(env: Mapping[str, str], asked: Mapping[str, Any]) -> WantedRun | None:
+    """Return the run of the cluster that the arguments of `join`, or `covey run`, ask for; None if neither does."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    if "run" not in given and "COVEY_RUN" not in env:
+        if sizes := given.keys() & {"size", "min_size", "max_size"}:
+            raise ConfigError(f"{min(sizes)}= is for runs of a cluster: name one, as in covey.join('my-run')")
+        return None
+    if "size" in given and given.keys() & {"min_size", "max_size"}:
+        raise ConfigError("size= says exactly how many; min_size= and max_size= say how many at least and at most")
+    told = {
+        name: _number(env, variable)
+        for name, variable in (
+            ("size", "COVEY_RUN_SIZE"),
+            ("min_size", "COVEY_RUN_MIN_SIZE"),
+            ("max_size", "COVEY_RUN_MAX_SIZE"),
+        )
+        if variable in env and not given.keys() & {"size", "min_size", "max_size"}
+    }
+    limits = told | given
+    size = limits.get("size")
+    timeout = limits.get("timeout")
+    if timeout is None:
+        timeout = _seconds(env, "COVEY_JOIN_TIMEOUT", CLUSTER_JOIN_SECONDS)
+    return WantedRun(
+        name=limits.get("run") or env["COVEY_RUN"],
+        program=env.get("COVEY_RUN_PROGRAM") or os.path.basename(sys.argv[0] or "python"),
+        size=size,
+        min_size=limits.get("min_size") or size or DEFAULT_MIN_SIZE,
+        max_size=limits.get("max_size", size),
+        timeout=timeout,
+    )
 
 
 def find_place(env: Mapping[str, str]) -> Place:
@@ -230,8 +377,8 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 def _master_port(env: Mapping[str, str]) -> int:
     port = _number(env, "MASTER_PORT", 29500)
-    if not 0 < port <= 65535 - PORT_OFFSET:
-        raise ConfigError(f"MASTER_PORT={env['MASTER_PORT']!r} must be from 1 to {65535 - PORT_OFFSET}")
+    if not 0 < port < 65535:  # rank 0 listens at the next one
+        raise ConfigError(f"MASTER_PORT={env['MASTER_PORT']!r} must be from 1 to 65534")
     return port
 
 
@@ -254,6 +401,13 @@ def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int
     return value
 
 
+def _seconds(env: Mapping[str, str], key: str, default: float) -> float:
+    try:
+        return float(env.get(key, default))
+    except ValueError:
+        raise ConfigError(f"{key}={env[key]!r} is not a number of seconds") from None
+
+
 def _read_token(descriptor: int) -> bytes:
     """Return the token that the keeper left for us in a pipe."""
     if descriptor not in _tokens:
@@ -271,79 +425,6 @@ def _read_token(descriptor: int) -> bytes:
         os.close(descriptor)
         _tokens[descriptor] = token
     return _tokens[descriptor]
-
-
-# Seats
-
-
-def _take_folder_seat(place: Place, config: GroupConfig) -> dict[str, Any]:
-    from covey.wire.messages import Contact
-
-    folder = Path(place.folder)
-    if place.token is not None:
-        check_folder(folder)
-    meeting = Meeting(folder, place.rank, place.token)
-    listeners, address = [meeting.sock], None
-    if config.lanes == "tcp":
-        tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
-        tcp.setblocking(False)
-        listeners.append(tcp)
-        address = tcp.getsockname()[:2]
-    host = host_token(folder)
-    return {
-        "token": meeting.token,
-        "host": host,
-        "listeners": listeners,
-        "socket_path": str(meeting.path),
-        "address": address,
-        "contacts": {
-            rank: Contact(host, None, str(socket_path(folder, rank)))
-            for rank in range(place.size)
-            if rank != place.rank
-        },
-        "on_close": meeting.leave,
-    }
-
-
-def _take_address_seat(place: Place, config: GroupConfig) -> dict[str, Any]:
-    """Listen where ranks on other hosts can come, and name rank 0 as the one who knows them all."""
-    from covey.wire.messages import Contact
-
-    assert place.master is not None
-    host, port = place.master
-    if not config.insecure:
-        raise ConfigError(
-            f"the ranks of {place.name} are on several hosts ({host}), and covey does not talk beyond this machine in "
-            "clear text. On a network you trust, allow it with insecure=True, --insecure or COVEY_INSECURE=1."
-        )
-    with contextlib.ExitStack() as undo:
-        own = host if place.rank == 0 else local_address_towards(host)
-        listener = undo.enter_context(_listen(own, port, place.rank))
-        folder = check_folder(Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="covey-"))))
-        local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        local.bind(str(socket_path(folder, place.rank)))
-        local.listen(128)
-        for sock in (listener, local):
-            sock.setblocking(False)
-        release = undo.pop_all().close
-    return {
-        # Nothing secret is shared yet between hosts: this only keeps different runs apart.
-        "token": f"insecure/{place.name}".encode(),
-        "host": host_token(Path(tempfile.gettempdir())),
-        "listeners": [listener, local],
-        "socket_path": str(socket_path(folder, place.rank)),
-        "address": (own, listener.getsockname()[1]),
-        "contacts": {0: Contact("", (host, port + PORT_OFFSET), "")} if place.rank else {},
-        "on_close": release,
-    }
-
-
-def _listen(host: str, port: int, rank: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port + PORT_OFFSET if rank == 0 else 0), family=family, backlog=128)
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {host}, port {port + PORT_OFFSET}: {error.strerror}") from error
 
 
 def is_loopback(host: str) -> bool:

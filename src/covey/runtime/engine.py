@@ -422,7 +422,7 @@ class Engine:
 
     def _host(self, rank: int) -> str:
         if self.node is None or rank not in self.ranks or rank == self.rank:
-            return self.node.host_name if self.node is not None else ""
+            return self.node.card.host_name if self.node is not None else ""
         return str(self.node.peers[self.members[rank]].host_name)
 
     def _name_ranks(self, ranks: tuple[int, ...]) -> str:

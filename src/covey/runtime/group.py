@@ -109,7 +109,7 @@ class Group:
         return self._local_rank
 
     def lanes(self) -> dict[int, str]:
-        """Return the kind of lane to each other rank: shm, unix, tcp or memory."""
+        """Return the kind of lane to each other rank: shm, unix, tcp, secure or memory."""
         return self._engine.lane_kinds()
 
     def __repr__(self) -> str:

@@ -1,11 +1,13 @@
 """The keeper: starts the ranks of a run on this host, watches over them, and leaves nothing behind.
 
-`LocalRun` starts ranks and ends them with all that they started. `keep` is what `covey run` does with one: it relays
-what the ranks print, passes signals on, and stops everybody when one of them fails.
+A `LocalRun` has all its ranks here; a `ClusterRun` is the share of this host in a run of a cluster. Both start
+processes and end them with all that they started. `keep` is what `covey run` does with one: it relays what they print,
+passes signals on, and stops everybody when one of them fails.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import ctypes
 import functools
@@ -21,13 +23,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import IO, TYPE_CHECKING, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Final, NamedTuple, Self
 
+from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
+from covey.runtime.torch_env import free_port, torch_variables
 from covey.runtime.voices import LINE_LIMIT_BYTES, Cursor, Voice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 TOKEN_BYTES: Final = 32
 FOLDER_LIMIT_BYTES: Final = 75
@@ -43,20 +47,30 @@ TERM_GRACE: Final = 3.0
 Stdio = int | IO[bytes] | None
 
 
-class LocalRun:
-    """A run whose ranks all live on this host: a folder to meet in, and a token that proves membership.
+class HostRun(abc.ABC):
+    """Processes of a run on this host. Leaving the `with` block ends each with what it left in its process group.
 
-    Leaving the `with` block ends every rank together with what it left in its process group, and removes the folder.
-    Start ranks from a thread that outlives them: on Linux they die with the thread that started them.
+    Start them from a thread that outlives them: on Linux they die with the thread that started them.
     """
+
+    noun = "rank"
+    """What people call one of the processes."""
+    inherits: tuple[str, ...] = ()
+    """Variables about a run that pass from this process's environment on to its children."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ConfigError(f"a run needs at least one rank, got {size}")
+            raise ConfigError(f"a run needs at least one {self.noun}, got {size}")
         self.size = size
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.folder = _fresh_folder()
         self._processes: list[subprocess.Popen[bytes]] = []
+
+    @abc.abstractmethod
+    def place(self, rank: int) -> dict[str, object]:
+        """Return the variables that tell a process where it belongs."""
+
+    @abc.abstractmethod
+    def handed_over(self) -> tuple[str, bytes]:
+        """Return a variable and a secret: the variable names the end of a pipe that holds it. Empty: nothing."""
 
     def start(
         self,
@@ -74,37 +88,35 @@ class LocalRun:
             ConfigError: `rank` is not in the run, or `argv` cannot be executed.
         """
         if not 0 <= rank < self.size:
-            raise ConfigError(f"rank {rank} is not in a run of {self.size}")
+            raise ConfigError(f"{self.noun} {rank} is not in a run of {self.size}")
         _libc()  # loaded here, because little is safe between fork and exec
-        token_end, write_end = os.pipe()
+        variable, secret = self.handed_over()
+        secret_end, write_end = os.pipe()
         try:
-            os.write(write_end, self.token)
-            place = {
-                "COVEY_RANK": rank,
-                "COVEY_SIZE": self.size,
-                "COVEY_LOCAL_RANK": rank,
-                "COVEY_LOCAL_SIZE": self.size,
-                "COVEY_MEET": self.folder,
-                "COVEY_TOKEN_FD": token_end,
-                "PYTHONUNBUFFERED": 1,
-            }
+            os.write(write_end, secret)
+            place = {**self.place(rank), **({variable: secret_end} if variable else {}), "PYTHONUNBUFFERED": 1}
             process = subprocess.Popen(
                 argv,
-                env={**os.environ, **(env or {}), **{name: str(value) for name, value in place.items()}},
+                env={**self._inherited(), **(env or {}), **{name: str(value) for name, value in place.items()}},
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=(token_end,),
+                pass_fds=(secret_end,) if variable else (),
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with, os.getpid()),
             )
         except OSError as error:
             raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from error
         finally:
-            os.close(token_end)
+            os.close(secret_end)
             os.close(write_end)
         self._processes.append(process)
         return process
+
+    def _inherited(self) -> dict[str, str]:
+        """Return this process's environment without its own place in a run: it may be a rank itself."""
+        own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES} - {*self.inherits}
+        return {name: value for name, value in os.environ.items() if name not in own}
 
     def signal(self, signum: int) -> None:
         """Send `signum` to every process of the run that is still there."""
@@ -126,7 +138,7 @@ class LocalRun:
     def _any_left(self) -> bool:
         return any(p.poll() is None or signal_group(p.pid, 0, reaped=True) for p in self._processes)
 
-    def __enter__(self) -> LocalRun:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,17 +149,72 @@ class LocalRun:
                 for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
                     with contextlib.suppress(OSError):  # input that the rank never took
                         pipe.close()
+
+
+class LocalRun(HostRun):
+    """A run whose ranks all live on this host: a folder to meet in, and a token that proves membership.
+
+    Leaving the `with` block removes the folder, too.
+    """
+
+    def __init__(self, size: int, *, torch_env: bool = False) -> None:
+        """With `torch_env`, ranks also get the variables of torch."""
+        super().__init__(size)
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._torch_port = free_port() if torch_env else 0
+        self.folder = _fresh_folder()
+
+    def place(self, rank: int) -> dict[str, object]:
+        own = {
+            "COVEY_RANK": rank,
+            "COVEY_SIZE": self.size,
+            "COVEY_LOCAL_RANK": rank,
+            "COVEY_LOCAL_SIZE": self.size,
+            "COVEY_MEET": self.folder,
+        }
+        if not self._torch_port:
+            return own
+        port, size = self._torch_port, self.size
+        return own | torch_variables(
+            rank=rank, size=size, local_rank=rank, local_size=size, master="127.0.0.1", port=port
+        )
+
+    def handed_over(self) -> tuple[str, bytes]:
+        return "COVEY_TOKEN_FD", self.token
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            super().__exit__(*exception)
+        finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def keep(size: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
-    """Run `argv` as `size` local ranks, relay their output, and return the exit code of the first that failed, or 0.
+class ClusterRun(HostRun):
+    """The processes of this host in a run of a cluster: each is a node, which finds and meets the others by itself."""
+
+    noun = "process"
+    inherits = tuple(name for name in RUN_VARIABLES if name != "COVEY_SECRET_FD")
+
+    def __init__(self, size: int, variables: Mapping[str, str], *, key: bytes = b"") -> None:
+        """`variables` describe the run; `key` is the cluster's, if processes cannot find it by themselves."""
+        super().__init__(size)
+        self._variables, self._key = variables, key
+
+    def place(self, rank: int) -> dict[str, object]:
+        return dict(self._variables)
+
+    def handed_over(self) -> tuple[str, bytes]:
+        return ("COVEY_SECRET_FD" if self._key else ""), self._key
+
+
+def keep(make_run: Callable[[], HostRun], argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
+    """Run `argv` as every process of a run, relay their output; return the exit code of the first to fail, or 0.
 
     A signal's code is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all ranks once; a second SIGINT
-    kills them. Call it on the main thread: it takes over signal handling until it returns.
+    kills them. Call it on the main thread: it takes over signal handling until it returns, and before the run is made.
     """
     arrived: list[int] = []
-    with _signals_noted(arrived) as wake, LocalRun(size) as run, selectors.DefaultSelector() as selector:
+    with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
         return _Watch(run, selector, wake, arrived).over(argv, env)
 
 
@@ -218,9 +285,7 @@ class _Pipe(NamedTuple):
 class _Watch:
     """The keeper's watch over the ranks of one run, until all have ended."""
 
-    def __init__(
-        self, run: LocalRun, selector: selectors.BaseSelector, wake: socket.socket, arrived: list[int]
-    ) -> None:
+    def __init__(self, run: HostRun, selector: selectors.BaseSelector, wake: socket.socket, arrived: list[int]) -> None:
         self._run, self._selector, self._wake, self._arrived = run, selector, wake, arrived
         self._selector.register(wake, selectors.EVENT_READ)
         self._out = Cursor()
@@ -313,7 +378,7 @@ class _Watch:
             self._code = self._code or 128 + signum
             self._run.signal(signum)
             self._stop_at(time.monotonic() + SIGNAL_GRACE)
-            self._note(f"passed {signum.name} on to all ranks; Ctrl-C kills them")
+            self._note(f"passed {signum.name} on to all of them; Ctrl-C kills them")
         elif signum is signal.SIGINT:
             self._steps = [(time.monotonic(), signal.SIGKILL)]
 
@@ -321,7 +386,7 @@ class _Watch:
         self._code = code if code > 0 else 128 - code
         self._stop_at(time.monotonic() + FAILURE_GRACE)
         how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
-        self._note(f"rank {rank} {how}" + ("; stopping the others" if self._alive else ""))
+        self._note(f"{self._run.noun} {rank} {how}" + ("; stopping the others" if self._alive else ""))
 
     def _stop_at(self, at: float) -> None:
         self._steps = [(at, signal.SIGTERM), (at + TERM_GRACE, signal.SIGKILL)]

@@ -1,7 +1,8 @@
 """Opening the lanes of groups: who dials, what is agreed, and who waits for it.
 
-A lane is asked for by any thread and opened on the control loop. The higher rank of a pair dials, whoever needs the
-lane; the lower one asks it to.
+A lane is asked for by any thread and opened on the control loop. One end of each pair does the dialling, whoever needs
+the lane; the other one asks it to. What the lane is, and its key, are offered on the link first; the connections that
+follow only have to prove that key.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import secrets
 import socket
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.net import memory, shm
-from covey.net.descriptors import track
 from covey.net.ring import RingLane, memory_bytes
 from covey.net.stream import StreamLane
 from covey.runtime import loop as control
-from covey.runtime.greet import GREETING_SECONDS, RefusedError, dial, receive_exactly
-from covey.wire import messages
+from covey.runtime.greet import GREETING_SECONDS, RefusedError, connect, receive_exactly
+from covey.wire import door, greeting, messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,10 +39,25 @@ LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
 """Rings are large until a process has this much of them; programs with dozens of groups get small ones after that."""
 LANES_LIMIT: Final = 100_000
 CLOSED_GROUPS_KEPT: Final = 10_000
+STREAMS_LIMIT: Final = 64
+STREAMS_BY_ROUND_TRIP: Final = ((0.005, 1), (0.02, 2), (0.06, 4))
+"""Connections of a lane, by the seconds that a round trip takes: the kernel sends a few megabytes ahead on each."""
+STREAMS_FAR: Final = 8
 PURPOSES: Final = ("collectives", "messages")
+LANE_BYTES: Final = 16
+SECRET_BYTES: Final = 32
 
 LaneKey = tuple[int, int, str]
 """Group, rank of the peer in the run, purpose."""
+
+
+@dataclass
+class _Expected:
+    """A lane that a peer has offered: the connections that have come so far."""
+
+    peer: int
+    offer: messages.Offer
+    socks: dict[int, socket.socket] = field(default_factory=dict)
 
 
 class Lanes:
@@ -52,6 +68,9 @@ class Lanes:
         self._lock = threading.Lock()
         self._lanes: dict[LaneKey, Future[Any]] = {}
         self._dialling: set[LaneKey] = set()
+        self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[None]]] = {}
+        """What was offered to others: the lane's id, and their answer."""
+        self._expected: dict[bytes, _Expected] = {}
         self._closed_groups: dict[int, int] = {}
         """Groups that were closed, and the last operation of each."""
 
@@ -62,13 +81,16 @@ class Lanes:
         forced = self._node.config.lanes
         contact = self._node.peers[peer].contact
         here = contact is not None and contact.host == self._node.host
-        if forced == "memory" or (forced in ("shm", "unix") and here):
+        in_clear = here or self._node.gate.credentials is None  # without TLS between hosts, the user has allowed it
+        if forced in ("memory", "secure") or (forced in ("shm", "unix") and here) or (forced == "tcp" and in_clear):
             return forced
         if forced in ("shm", "unix"):
             raise ConfigError(f"lanes={forced!r} works on one host only, but rank {peer} is on another")
-        if forced == "tcp" or not here:
-            return "tcp"
-        return "shm" if shm.usable() else "unix"
+        if forced == "tcp":
+            raise ConfigError(f"lanes='tcp' is clear text, and rank {peer} is on another host; use auto or secure")
+        if here:
+            return "shm" if shm.usable() else "unix"
+        return "tcp" if in_clear else "secure"
 
     def open(self, group: int, peer: int, purpose: str, timeout: float) -> Any:
         """Return the lane (for collectives) or the socket (for messages) to `peer`, opened if need be.
@@ -91,7 +113,7 @@ class Lanes:
                 return future
             if future is None:
                 future = self._lanes[key] = Future()
-        if self._node.rank > peer:
+        if self._node.peers[peer].is_dialled:
             control.soon(self.dial, key)
         else:
             self._node.tell((peer,), messages.Dial(group, purpose))
@@ -182,22 +204,87 @@ class Lanes:
             except OSError as error:
                 logger.warning("no shared memory for the lane to rank %d (%s); using a unix socket", peer.rank, error)
                 kind, capacity = "unix", 0
+        streams = self._streams(peer) if purpose == "collectives" and kind == "secure" else 1
+        offer = messages.Offer(
+            secrets.token_bytes(LANE_BYTES), secrets.token_bytes(SECRET_BYTES), group, purpose, kind, capacity, streams
+        )
+        socks: list[socket.socket] = []
         try:
-            hello = self._node.hello(purpose, group=group, lane=kind, capacity=capacity)
-            sock, _ = await dial(self._node.way_to(peer, kind), self._node.token, hello)
-            track(sock)
-            try:
-                if segment is not None:
-                    await _hand_over(sock, descriptor, name, segment)
-                    return RingLane(segment, capacity, sock, first=True, kind=kind)
-            except BaseException:
+            await self._make_offer(peer, offer)
+            for stream in range(streams):
+                socks.append(await self._open_stream(peer, offer, stream))
+            if segment is not None:
+                await _hand_over(socks[0], descriptor, name, segment)
+                return RingLane(segment, capacity, socks[0], first=True, kind=kind)
+            return _make_lane(socks, offer, dialler=True)
+        except BaseException:
+            for sock in socks:
                 sock.close()
-                raise
+            raise
         finally:
             memory.take(name)  # if the peer has not
             if descriptor >= 0:
                 os.close(descriptor)
-        return sock if purpose == "messages" else StreamLane(sock, kind)
+
+    def _streams(self, peer: Peer) -> int:
+        """Return how many connections a lane gets: more where a single one would wait for the way back."""
+        wanted = self._node.config.streams
+        if wanted != "auto":
+            return int(wanted)
+        return next((count for limit, count in STREAMS_BY_ROUND_TRIP if peer.round_trip < limit), STREAMS_FAR)
+
+    async def _make_offer(self, peer: Peer, offer: messages.Offer) -> None:
+        """Say what lane is to come, and return when the peer expects it; RefusedError if it will not."""
+        answer = asyncio.get_running_loop().create_future()
+        key = (offer.group, peer.rank, offer.purpose)
+        self._offers[key] = offer.lane, answer
+        try:
+            self._node.send(peer.rank, offer)
+            async with asyncio.timeout(GREETING_SECONDS):
+                await answer
+        finally:
+            del self._offers[key]
+
+    async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int) -> socket.socket:
+        """Connect by the first way that works, and prove to each other that this is the lane that was offered."""
+        ways = self._node.ways_to(peer, offer.kind)
+        if not ways:
+            raise ConfigError(f"rank {peer.rank} has no address that can be dialled from here")
+        for number, way in enumerate(ways, 1):
+            try:
+                sock, _ = await connect(way, self._node.gate, door.Purpose.LANE)
+                break
+            except ConnectError:
+                if number == len(ways):
+                    raise
+        try:
+            async with asyncio.timeout(GREETING_SECONDS):
+                proof = greeting.lane_proof(offer.secret, b"dial", offer.lane, stream)
+                await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
+                answer = await receive_exactly(sock, greeting.PROOF_BYTES)
+            if not greeting.proofs_equal(answer, greeting.lane_proof(offer.secret, b"accept", offer.lane, stream)):
+                raise ConnectError(f"what answers for rank {peer.rank} does not know the lane's key")
+            return sock
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, OSError) and not isinstance(error, ConnectError):
+                raise ConnectError(f"rank {peer.rank} hung up on the lane: {error}") from error
+            raise
+
+    def expected(self, rank: int, lane: bytes) -> None:
+        """A peer expects the lane that was offered."""
+        for key, (offered, answer) in self._offers.items():
+            if key[1] == rank and offered == lane and not answer.done():
+                answer.set_result(None)
+
+    def refused(self, key: LaneKey, reason: str) -> None:
+        """A peer does not want the lane that was offered, or will not open the one that was asked for."""
+        _, answer = self._offers.get(key, (b"", None))
+        if answer is not None:
+            if not answer.done():
+                answer.set_exception(RefusedError(reason, retry=False))
+        else:
+            self._failed(key, ConnectError(f"rank {key[1]}: {reason}"))
 
     def _next_ring_bytes(self) -> int:
         with self._lock:
@@ -207,44 +294,101 @@ class Lanes:
 
     # Being dialled, on the control loop
 
-    def objection(self, hello: messages.Hello) -> str:
-        """Return why a proven Hello cannot have the lane it asks for, or nothing."""
-        peer = self._node.peers[hello.rank]
-        if hello.purpose not in PURPOSES or hello.life != peer.life or peer.gone:
-            return f"rank {hello.rank} is not the one that joined"
-        if hello.group in self._closed_groups:
+    def offered(self, rank: int, offer: messages.Offer) -> None:
+        """A peer wants to open a lane: expect it, or say why not."""
+        if reason := self._objection(rank, offer):
+            self._node.send(rank, messages.NoLane(offer.group, offer.purpose, reason))
+            return
+        self._expected[offer.lane] = _Expected(rank, offer)
+        asyncio.get_running_loop().call_later(2 * GREETING_SECONDS, self._stop_expecting, offer.lane)
+        self._node.send(rank, messages.Expect(offer.lane))
+
+    def _objection(self, rank: int, offer: messages.Offer) -> str:
+        if self._node.peers[rank].is_dialled or offer.purpose not in PURPOSES:
+            return f"rank {rank} has no business opening this lane"
+        if (len(offer.lane), len(offer.secret)) != (LANE_BYTES, SECRET_BYTES) or offer.lane in self._expected:
+            return "the lane's id or key is not usable"
+        if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind != "secure"):
+            return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
+        has_rings = offer.purpose == "collectives" and offer.kind in ("shm", "memory")
+        if offer.capacity not in ((LARGE_RING_BYTES, SMALL_RING_BYTES) if has_rings else (0,)):
+            return f"a ring of {offer.capacity} bytes is not usable"
+        if offer.kind not in self._acceptable(rank, offer):
+            return f"the lane to rank {rank} is {self.kind(rank)!r} here and {offer.kind!r} there"
+        if offer.group in self._closed_groups or self._node.is_closing:
             return f"rank {self._node.rank} has closed the group"
-        future = self._lanes.get((hello.group, hello.rank, hello.purpose))
-        if (future is not None and future.done()) or len(self._lanes) > LANES_LIMIT:
+        future = self._lanes.get((offer.group, rank, offer.purpose))
+        if (future is not None and future.done()) or len(self._lanes) + len(self._expected) > LANES_LIMIT:
             return "this lane is open already"
         return ""
 
-    async def accept(self, hello: messages.Hello, sock: socket.socket) -> None:
-        """Finish opening a lane that a welcomed peer dialled."""
-        async with asyncio.timeout(GREETING_SECONDS):
-            lane = await self._take_over(hello, sock)
-        self._opened((hello.group, hello.rank, hello.purpose), lane)
+    def _acceptable(self, rank: int, offer: messages.Offer) -> set[str]:
+        """Return the kinds that a lane may have: nobody talks us into one that others can read."""
+        kind = self.kind(rank)
+        if kind != "shm":
+            return {kind}
+        return {"unix"} if offer.purpose == "messages" else {"shm", "unix"}  # unix, where memory was short
 
-    async def _take_over(self, hello: messages.Hello, sock: socket.socket) -> Any:
-        if not hello.capacity:
-            return sock if hello.purpose == "messages" else StreamLane(sock, hello.lane)
-        if hello.capacity not in (LARGE_RING_BYTES, SMALL_RING_BYTES):
-            raise ConnectError(f"rank {hello.rank} offers a ring of {hello.capacity} bytes")
-        nbytes = memory_bytes(hello.capacity)
+    def _stop_expecting(self, lane: bytes) -> None:
+        expected = self._expected.pop(lane, None)
+        if expected is not None:
+            for sock in expected.socks.values():
+                sock.close()
+
+    async def claim(self, sock: socket.socket) -> None:
+        """Take a connection that says it belongs to a lane; the one who proves the lane's key has it.
+
+        The socket is no longer the caller's. Raises OSError, TimeoutError or a CoveyError if it is no good.
+        """
+        socks = [sock]
+        try:
+            async with asyncio.timeout(GREETING_SECONDS):
+                expected = await self._prove_claim(sock)
+                offer = expected.offer
+                if len(expected.socks) < offer.streams:
+                    return
+                del self._expected[offer.lane]
+                socks = [expected.socks[stream] for stream in range(offer.streams)]
+                opened = await self._take_over(expected.peer, offer, socks)
+        except BaseException:
+            for each in socks:
+                each.close()
+            raise
+        self._opened((offer.group, expected.peer, offer.purpose), opened)
+
+    async def _prove_claim(self, sock: socket.socket) -> _Expected:
+        claim = await receive_exactly(sock, LANE_BYTES + 1 + greeting.PROOF_BYTES)
+        lane, stream, proof = claim[:LANE_BYTES], claim[LANE_BYTES], claim[LANE_BYTES + 1 :]
+        expected = self._expected.get(lane)
+        if expected is None or stream >= expected.offer.streams or stream in expected.socks:
+            raise ConnectError("someone claimed a lane that is not expected")
+        secret = expected.offer.secret
+        if not greeting.proofs_equal(proof, greeting.lane_proof(secret, b"dial", lane, stream)):
+            raise ConnectError("someone claimed a lane without its key")
+        answer = greeting.lane_proof(secret, b"accept", lane, stream)
+        await asyncio.get_running_loop().sock_sendall(sock, answer)
+        if self._expected.get(lane) is not expected or expected.socks.setdefault(stream, sock) is not sock:
+            raise ConnectError("the lane was claimed by another connection in the meantime")
+        return expected
+
+    async def _take_over(self, rank: int, offer: messages.Offer, socks: list[socket.socket]) -> Any:
+        if not offer.capacity:
+            return _make_lane(socks, offer, dialler=False)
+        sock, nbytes = socks[0], memory_bytes(offer.capacity)
         segment: Any
-        if hello.lane == "shm":
+        if offer.kind == "shm":
             await _readable(sock)
             _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
             if len(descriptors) != 1:
-                raise ConnectError(f"rank {hello.rank} sent no shared memory")
+                raise ConnectError(f"rank {rank} sent no shared memory")
             segment = shm.attach(descriptors[0], nbytes)
         else:
             segment = memory.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
             if segment is None or len(segment) != nbytes:
-                raise ConnectError(f"rank {hello.rank} is not a thread of this process")
+                raise ConnectError(f"rank {rank} is not a thread of this process")
         word = bytes(memoryview(segment).cast("B")[-32:])
         await asyncio.get_running_loop().sock_sendall(sock, word)
-        return RingLane(segment, hello.capacity, sock, first=False, kind=hello.lane)
+        return RingLane(segment, offer.capacity, sock, first=False, kind=offer.kind)
 
     # How it ended
 
@@ -264,6 +408,17 @@ class Lanes:
             future = self._lanes.get(key)
             if future is not None and not future.done():
                 future.set_exception(error)
+
+
+def _make_lane(socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
+    """Return the lane (for collectives) or the socket (for messages) that connected sockets make."""
+    if offer.kind != "secure":
+        return socks[0] if offer.purpose == "messages" else StreamLane(socks[0], offer.kind)
+    from covey.net.sealed import SealedLane, SealedSocket  # slow to load, and of no use to ranks of one host
+
+    if offer.purpose == "messages":
+        return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)
+    return SealedLane(socks, offer.secret, offer.lane, dialler=dialler)
 
 
 async def _hand_over(sock: socket.socket, descriptor: int, name: str, segment: Any) -> None:

@@ -1,4 +1,4 @@
-"""One stream socket of a messenger: moves bytes between it and the matcher, never blocking."""
+"""One stream socket of a messenger, plain or sealed: moves bytes between it and the matcher, never blocking."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import termios
 import time
 from typing import TYPE_CHECKING, Final
 
+from covey.base.errors import RemoteProtocolError
+
 if TYPE_CHECKING:
+    from covey.net.sealed import SealedSocket
     from covey.proto.matching import Matcher
 
 _CALLS_PER_TURN: Final = 4
@@ -23,7 +26,7 @@ _LINGER_MS: Final = 5
 class MessageLane:
     """The connection to one peer. Its methods are called under the messenger's lock."""
 
-    def __init__(self, peer: int, sock: socket.socket, matcher: Matcher) -> None:
+    def __init__(self, peer: int, sock: socket.socket | SealedSocket, matcher: Matcher) -> None:
         self.peer, self.sock = peer, sock
         self._matcher = matcher
         self.is_ended = False
@@ -52,7 +55,9 @@ class MessageLane:
             OSError: the lane is broken.
             RemoteProtocolError: the peer sent something else than messages.
         """
-        for _ in range(_CALLS_PER_TURN):
+        calls = 0
+        while calls < _CALLS_PER_TURN or self._has_more():
+            calls += 1
             buffers = self._matcher.incoming(self.peer)
             try:
                 count = self.sock.recvmsg_into(buffers)[0] if len(buffers) > 1 else self.sock.recv_into(buffers[0])
@@ -64,6 +69,10 @@ class MessageLane:
             if count < sum(map(len, buffers)):
                 return True  # the kernel had no more
         return True
+
+    def _has_more(self) -> bool:
+        """Whether bytes are here of which polling will not tell."""
+        return not isinstance(self.sock, socket.socket) and self.sock.pending
 
     def read_rest(self) -> None:
         """Read all that has arrived of a stream that can no longer be written."""
@@ -77,7 +86,7 @@ class MessageLane:
         Closing a TCP socket with unread bytes, or getting bytes afterwards, resets the connection and throws away
         what the kernel has not delivered. So read until the peer closes or has everything, or until `deadline`.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RemoteProtocolError):
             self.sock.shutdown(socket.SHUT_WR)
             while self._discard() and time.monotonic() < deadline and _undelivered_bytes(self.sock):
                 _becomes_readable(self.sock, _LINGER_MS)
@@ -92,14 +101,14 @@ class MessageLane:
         return True
 
 
-def _undelivered_bytes(sock: socket.socket) -> int:
+def _undelivered_bytes(sock: socket.socket | SealedSocket) -> int:
     """Return how many bytes the kernel holds for the peer; a unix socket hands them over when they are written."""
     if sock.family == socket.AF_UNIX:
         return 0
     return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
 
 
-def _becomes_readable(sock: socket.socket, milliseconds: int) -> bool:
+def _becomes_readable(sock: socket.socket | SealedSocket, milliseconds: int) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(milliseconds))

@@ -1,4 +1,4 @@
-"""Control messages: what ranks say to each other beside the tensor bytes.
+"""Control messages: what nodes say to each other beside the tensor bytes.
 
 Tags and fields are only ever added, at the end.
 """
@@ -14,42 +14,69 @@ from covey.base.errors import RemoteProtocolError
 VERSION: Final = 1
 
 
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a node listens, on one of its interfaces."""
+
+    ip: str
+    """Numeric; an IPv6 link-local one without its scope, which differs from host to host."""
+    port: int
+    interface: str = ""
+    """What the owner calls it; for people only."""
+
+
+class Contact(msgspec.Struct, frozen=True, array_like=True):
+    """How to reach a node."""
+
+    host: str
+    """Equal for processes that can share memory."""
+    addresses: tuple[Address, ...]
+    """Where it accepts TCP connections, best first."""
+    socket: str
+    """Path of the unix socket where it accepts connections, or empty."""
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True):
+    """Who a node is. In a cluster, TLS has proved the id."""
+
+    id: bytes
+    """The public key; empty in a run that a launcher's token holds together."""
+    life: bytes
+    """Random per process: a restarted node is a different life."""
+    name: str
+    host_name: str
+    pid: int
+    contact: Contact
+    version: str = ""
+    """Of the covey package."""
+
+
+def moved(card: Card, addresses: tuple[Address, ...]) -> Card:
+    """Return the card of a node that is to be reached at other addresses now."""
+    contact = Contact(card.contact.host, addresses, card.contact.socket)
+    return msgspec.structs.replace(card, contact=contact)
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The first words of whoever opens a connection, authenticated with the run's token."""
+    """The first words of whoever opens a link."""
 
     version: int
     nonce: bytes
+    purpose: str
+    """`rank` (a launcher gave it its rank), `candidate` (of a run of the cluster) or `visitor` (asks and leaves)."""
     run: str
     rank: int
     size: int
-    life: bytes
-    """Random per process: a restarted rank is a different life."""
-    purpose: str
-    """control, collectives or messages."""
-    host: str
-    """Equal for processes that can share memory."""
-    host_name: str
-    pid: int
     lanes: str
-    address: tuple[str, int] | None
-    """Where this rank accepts TCP connections."""
-    socket: str
-    """Path of the unix socket where this rank accepts connections, or empty."""
-    group: int = 0
-    lane: str = ""
-    capacity: int = 0
+    card: Card
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The answer to a Hello that is in order; who answers."""
 
     rank: int
-    life: bytes
-    host: str
-    host_name: str
-    pid: int
-    address: tuple[str, int] | None
-    socket: str
+    card: Card
+    purpose: str = ""
+    """As in Hello."""
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -58,14 +85,6 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=3):
     reason: str
     retry: bool
     """Whether trying again can help."""
-
-
-class Contact(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach a rank."""
-
-    host: str
-    address: tuple[str, int] | None
-    socket: str
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -83,7 +102,7 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Dial(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Please open this lane: the higher rank of a pair dials."""
+    """Please open this lane: one end of each pair does all the dialling."""
 
     group: int
     purpose: str
@@ -120,17 +139,154 @@ class Revoke(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class NoLane(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Answer to Dial: the sender has closed that group."""
+    """Answer to Dial or Offer: there will be no such lane."""
 
     group: int
     purpose: str
+    reason: str
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """The sender is about to open a lane, and this is its key."""
+
+    lane: bytes
+    """16 random bytes that name it."""
+    secret: bytes
+    """32 random bytes that only the two ends know: links are private."""
+    group: int
+    purpose: str
+    """`collectives` or `messages`."""
+    kind: str
+    capacity: int
+    """Bytes of each of its rings, if it is made of shared memory."""
+    streams: int
+    """Connections it is made of."""
+
+
+class Expect(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Answer to Offer: the lane may come."""
+
+    lane: bytes
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Others that the sender is linked with: a seed known to all makes all known to each other."""
+
+    cards: tuple[Card, ...]
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """Please answer at once."""
+
+    number: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """Answer to Ping, with the sender's clock in seconds since 1970."""
+
+    number: int
+    clock: float
+
+
+class Forming(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """A message of `wire.formation`, as it is."""
+
+    body: bytes
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """A visitor wants to know how things stand."""
+
+
+class Tell(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """Answer to Ask: how the sender sees its run."""
+
+    run: str
+    state: str
+    """`joining` or `running`."""
+    leader: bytes
+    """The id of the node whose proposal the run follows; empty while there is none."""
+    tie_breaker: bytes
+    since: float
+    """Seconds in this state."""
+    peers: tuple[PeerState, ...]
+    rank: int = -1
+    """The sender's own, once there is one."""
+
+
+class PeerState(msgspec.Struct, frozen=True, array_like=True):
+    """How a node reaches another."""
+
+    card: Card
+    rank: int
+    lane: str
+    """The kind of lane between them."""
+    local: str
+    """The address used on the teller's side, and its interface."""
+    remote: str
+    interface: str
+    round_trip: float
+    """Seconds; negative if not measured."""
+    clock_offset: float
+    """Seconds that the peer's clock is ahead of the teller's."""
+
+
+class Reach(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Please try to connect to these addresses of mine, and tell what came of it."""
+
+    addresses: tuple[Address, ...]
+
+
+class Reached(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """Answer to Reach, in the same order."""
+
+    round_trips: tuple[float, ...]
+    """Seconds; negative where there was no way."""
+    problems: tuple[str, ...]
+
+
+class NewSecret(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """The cluster's secret was changed by one of its members; keep this one for the next time."""
+
+    key: bytes
+
+
+class SecretKept(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """Answer to NewSecret."""
+
+    problem: str
+    """Empty, or why it was not kept."""
 
 
 Greeting = Hello | Welcome | Refusal
-Control = Roster | Ready | Goodbye | Dial | Announce | Position | Revoke | NoLane
+Question = Ask | Reach | NewSecret
+Answer = Tell | Reached | SecretKept
+Control = (
+    Roster
+    | Ready
+    | Goodbye
+    | Dial
+    | Announce
+    | Position
+    | Revoke
+    | NoLane
+    | Offer
+    | Expect
+    | Known
+    | Ping
+    | Pong
+    | Forming
+    | Ask
+    | Tell
+    | Reach
+    | Reached
+    | NewSecret
+    | SecretKept
+)
 
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _controls: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
+_cards: msgspec.msgpack.Decoder[Card] = msgspec.msgpack.Decoder(Card)
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -143,8 +299,16 @@ def decode_greeting(data: bytes) -> Greeting:
 
 
 def decode_control(data: bytes) -> Control:
-    """Decode a message of a control connection; RemoteProtocolError for anything else."""
+    """Decode a message of a link; RemoteProtocolError for anything else."""
     try:
         return _controls.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a control message: {error}") from error
+
+
+def decode_card(data: bytes) -> Card:
+    """Decode a card; RemoteProtocolError for anything else."""
+    try:
+        return _cards.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a card: {error}") from error

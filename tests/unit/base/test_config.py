@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from covey.base.config import YEAR_SECONDS, GroupConfig, check_timeout, group_config, refuse_unknown
+from covey.base.config import STREAMS_LIMIT, YEAR_SECONDS, GroupConfig, check_timeout, group_config, refuse_unknown
 from covey.base.errors import ConfigError
 
 
 def test_without_any_setting_the_defaults_hold() -> None:
-    assert group_config({"PATH": "/bin"}) == GroupConfig(lanes="auto", timeout=1800.0, insecure=False)
+    expected = GroupConfig(lanes="auto", timeout=1800.0, insecure=False, interfaces="", streams="auto")
+    assert group_config({"PATH": "/bin"}) == expected
 
 
 def test_the_environment_beats_the_defaults() -> None:
-    env = {"COVEY_LANES": "tcp", "COVEY_TIMEOUT": "2.5", "COVEY_INSECURE": "1"}
-    assert group_config(env) == GroupConfig(lanes="tcp", timeout=2.5, insecure=True)
+    env = {"COVEY_LANES": "tcp", "COVEY_TIMEOUT": "2.5", "COVEY_INSECURE": "1", "COVEY_STREAMS": "4"}
+    expected = GroupConfig(lanes="tcp", timeout=2.5, insecure=True, streams="4", interfaces="eth*,!eth9")
+    assert group_config(env | {"COVEY_INTERFACES": "eth*,!eth9"}) == expected
 
 
 def test_an_argument_beats_the_environment_and_none_is_no_argument() -> None:
@@ -85,6 +87,36 @@ def test_variables_of_others_are_not_our_business() -> None:
 def test_a_mistake_in_the_environment_counts_even_where_an_argument_overrides_it() -> None:
     with pytest.raises(ConfigError, match="COVEY_TIMEOUT"):
         group_config({"COVEY_TIMEOUT": "soon"}, timeout=3.0)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("auto", "auto"), (1, "1"), ("8", "8"), (STREAMS_LIMIT, "64")])
+def test_streams_are_a_number_or_chosen(given: object, kept: str) -> None:
+    assert group_config({}, streams=given).streams == kept
+    assert group_config({"COVEY_STREAMS": str(given)}).streams == kept
+
+
+@pytest.mark.parametrize("given", ["", "0", "-1", "65", "many", "1.5", "²", 0, 1.0])
+def test_streams_that_cannot_be_are_refused_with_the_range(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"streams=.* auto or a number from 1 to 64"):
+        group_config({}, streams=given)
+
+
+def test_what_launchers_and_clusters_are_told_by_is_known() -> None:
+    for name in (
+        "RUN",
+        "RUN_SIZE",
+        "JOIN_TIMEOUT",
+        "CLUSTER",
+        "SECRET",
+        "SECRET_FILE",
+        "SEEDS",
+        "PORT",
+        "HOME",
+        "MEET",
+    ):
+        refuse_unknown({f"COVEY_{name}": "x"})
+    with pytest.raises(ConfigError, match=r"did you mean COVEY_SEEDS\?"):
+        refuse_unknown({"COVEY_SEED": "10.0.0.1"})
 
 
 def test_a_config_error_is_a_value_error() -> None:

@@ -12,8 +12,12 @@ import pytest
 
 from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
+from covey.net import clusters
 from covey.runtime import bootstrap
-from covey.runtime.bootstrap import Place, find_place, is_loopback, join_at
+from covey.runtime.bootstrap import ClusterOptions, Place, WantedRun, find_place, find_run, is_loopback, join_at
+from covey.runtime.search import parse_seed
+from covey.wire.messages import Address
+from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +59,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Meetings take place in a private folder with a short path."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        monkeypatch.setenv("COVEY_HOME", f"{folder}/home")
+        for name in ("COVEY_SECRET", "COVEY_SECRET_FILE", "COVEY_CLUSTER"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(bootstrap, "_tokens", {})
+        monkeypatch.setattr(clusters, "_environment_secret", None)
         yield Path(folder)
 
 
@@ -327,9 +335,11 @@ def test_a_descriptor_that_is_not_open_is_refused() -> None:
 # Seats
 
 
-def test_a_run_on_several_hosts_is_refused_unless_clear_text_is_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"insecure=True, --insecure or COVEY_INSECURE=1"):
+def test_a_run_on_several_hosts_is_refused_without_a_secret_unless_clear_text_is_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"insecure=True, --insecure or COVEY_INSECURE=1") as caught:
         join_at(find_place(TWO_HOSTS), GroupConfig())
+    assert "node-7" in str(caught.value)
+    assert "`covey init`" in str(caught.value)
 
 
 def test_a_master_address_that_is_not_of_this_machine_is_refused_by_rank_0() -> None:
@@ -364,3 +374,103 @@ def test_only_addresses_that_never_leave_the_machine_are_loopback() -> None:
         assert is_loopback(host), host
     for host in ("10.0.0.1", "0.0.0.0", "::", "example.org", ""):
         assert not is_loopback(host), host
+
+
+# Runs of a cluster
+
+
+def test_without_a_run_there_is_none_and_sizes_mean_nothing() -> None:
+    assert find_run({"RANK": "0"}, {"timeout": 3.0}) is None
+    for name in ("size", "min_size", "max_size"):
+        with pytest.raises(ConfigError, match=f"{name}= is for runs of a cluster"):
+            find_run({}, {name: 2})
+
+
+def test_a_run_asked_for_by_name_has_defaults_and_the_programs_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/srv/jobs/train.py", "--fast"])
+    expected = WantedRun("r", "train.py", size=None, min_size=2, max_size=None, timeout=60.0)
+    assert find_run({}, {"run": "r", "size": None}) == expected
+    assert find_run({"COVEY_RUN": "r"}, {}) == expected
+
+
+def test_what_covey_run_tells_is_used_where_the_program_says_nothing() -> None:
+    env = {
+        "COVEY_RUN": "told",
+        "COVEY_RUN_PROGRAM": "p.py",
+        "COVEY_RUN_MIN_SIZE": "3",
+        "COVEY_RUN_MAX_SIZE": "5",
+        "COVEY_JOIN_TIMEOUT": "2.5",
+    }
+    assert find_run(env, {}) == WantedRun("told", "p.py", size=None, min_size=3, max_size=5, timeout=2.5)
+    asked = {"run": "asked", "size": 4, "timeout": 9}
+    assert find_run(env, asked) == WantedRun("asked", "p.py", size=4, min_size=4, max_size=4, timeout=9.0)
+    exact = {"COVEY_RUN": "told", "COVEY_RUN_PROGRAM": "p.py", "COVEY_RUN_SIZE": "4"}
+    assert find_run(exact, {}) == WantedRun("told", "p.py", size=4, min_size=4, max_size=4, timeout=60.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"run": ""}, "run=''"),
+        ({"run": "x" * 101}, "1 to 100 printable characters"),
+        ({"run": "a\nb"}, "printable"),
+        ({"run": "r", "size": 0}, "size=0"),
+        ({"run": "r", "min_size": 0}, "min_size=0"),
+        ({"run": "r", "size": True}, "size=True"),
+        ({"run": "r", "min_size": 2.5}, "min_size=2.5"),
+        ({"run": "r", "max_size": -1}, "max_size=-1"),
+        ({"run": "r", "min_size": 4, "max_size": 3}, "max_size=3 is less than min_size=4"),
+        ({"run": "r", "size": 3, "min_size": 2}, "size= says exactly how many"),
+        ({"run": "r", "timeout": 0}, "timeout=0"),
+        ({"run": "r", "timeout": "5"}, "timeout='5'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(f"{key}={each!r:.9}" for key, each in value.items()),
+)
+def test_a_run_that_cannot_be_is_refused_by_name(asked: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        find_run({}, asked)
+
+
+@pytest.mark.parametrize("key", ["COVEY_RUN_SIZE", "COVEY_RUN_MIN_SIZE", "COVEY_RUN_MAX_SIZE", "COVEY_JOIN_TIMEOUT"])
+def test_a_number_that_covey_run_did_not_write_is_refused_by_name(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}='many'"):
+        find_run({"COVEY_RUN": "r", key: "many"}, {})
+
+
+def test_the_programs_seeds_beat_those_of_the_environment_and_stand_before_the_clusters_own() -> None:
+    clusters.save(clusters.Cluster(ClusterSecret("lab", b"k" * 32), seeds=("10.0.0.1:1", "10.0.0.2:2")))
+    env = {"COVEY_SEEDS": " 10.0.0.3:3, ,10.0.0.1:1 "}
+    assert ClusterOptions().find(env).seeds == ("10.0.0.3:3", "10.0.0.1:1", "10.0.0.2:2")
+    assert ClusterOptions(seeds=("a:4",)).find(env).seeds == ("a:4", "10.0.0.1:1", "10.0.0.2:2")
+    assert ClusterOptions(seeds=()).find(env).seeds == ("10.0.0.1:1", "10.0.0.2:2")
+    assert ClusterOptions().find(env).secret.key == b"k" * 32
+
+
+def test_the_secret_leaves_the_environment_and_is_remembered() -> None:
+    env = {"COVEY_SECRET": "ab" * 32, "COVEY_CLUSTER": "lab"}
+    for _ in range(2):
+        found = ClusterOptions().find(env)
+        assert (found.name, found.secret.key) == ("lab", b"\xab" * 32)
+        assert env == {"COVEY_CLUSTER": "lab"}
+    assert "ab" * 16 not in repr(found) + repr(ClusterOptions(secret="ab" * 32))
+
+
+@pytest.mark.parametrize(
+    ("seed", "address"),
+    [
+        ("10.0.0.7:5000", ("10.0.0.7", 5000)),
+        ("10.0.0.7", ("10.0.0.7", 47700)),
+        ("[fd00::7]:5000", ("fd00::7", 5000)),
+        ("[fd00::7]", ("fd00::7", 47700)),
+        ("fd00::7", ("fd00::7", 47700)),
+    ],
+)
+def test_a_seed_is_an_address_and_a_port_that_can_be_guessed(seed: str, address: tuple[str, int]) -> None:
+    assert parse_seed(seed) == (Address(*address),)
+
+
+@pytest.mark.parametrize("seed", ["10.0.0.7:", "10.0.0.7:0", "10.0.0.7:65536", "10.0.0.7:http", "[::1]:-1", "h:٣"])
+def test_a_seed_without_a_usable_port_is_refused_by_name(seed: str) -> None:
+    with pytest.raises(ConfigError, match="is not host:port") as caught:
+        parse_seed(seed)
+    assert repr(seed) in str(caught.value)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -12,24 +12,35 @@ from covey.base.errors import RemoteProtocolError
 from covey.wire import messages
 from covey.wire.frame import CONTROL_LIMIT, GREETING_LIMIT
 
+ADDRESSES = (messages.Address("10.0.0.7", 47700, "eth0"), messages.Address("fe80::7", 47700, "eth0"))
+CONTACT = messages.Contact("boot:net:0", ADDRESSES, "/run/3")
+CARD = messages.Card(b"i" * 32, b"l" * 16, "north-abcd", "north.local", 12, CONTACT, "0.1")
 HELLO = messages.Hello(
-    version=1, nonce=b"n" * 32, run="a run", rank=3, size=4, life=b"l" * 16, purpose="control", host="boot:net:0",
-    host_name="north", pid=12, lanes="auto", address=("127.0.0.1", 5), socket="/run/3", group=1 << 63, lane="shm",
-    capacity=1 << 21,
-)  # fmt: skip
-GREETINGS: list[Any] = [
-    HELLO,
-    messages.Welcome(0, b"l" * 16, "boot:net:0", "north", 1, None, ""),
-    messages.Refusal("no", retry=True),
-]
+    version=1, nonce=b"n" * 32, purpose="candidate", run="a run", rank=-1, size=4, lanes="auto", card=CARD
+)
+STATE = messages.PeerState(CARD, 3, "secure", "10.0.0.1", "10.0.0.7:47700", "eth0", 0.0002, -1.5)
+GREETINGS: list[Any] = [HELLO, messages.Welcome(0, CARD, "visitor"), messages.Refusal("no", retry=True)]
 CONTROLS: list[Any] = [
-    messages.Roster((messages.Contact("h", ("::1", 9), ""), messages.Contact("h", None, "/run/1"))),
+    messages.Roster((CONTACT, messages.Contact("h", (), "/run/1"))),
     messages.Ready(),
     messages.Goodbye(),
     messages.Dial((1 << 64) - 1, "collectives"),
     messages.Announce(1, 2, (1 << 64) - 1, "barrier()"),
     messages.Position(1, 5, 2, 3, ""),
     messages.Revoke(1, "PeerLostError", "rank 2 is gone", (2,)),
+    messages.NoLane(1, "messages", "the group is closed"),
+    messages.Offer(b"a" * 16, b"s" * 32, 1, "collectives", "secure", 0, 4),
+    messages.Expect(b"a" * 16),
+    messages.Known((CARD,)),
+    messages.Ping(7),
+    messages.Pong(7, 1.8e9),
+    messages.Forming(b"anything"),
+    messages.Ask(),
+    messages.Tell("a run", "running", b"i" * 32, b"i" * 32, 12.5, (STATE,)),
+    messages.Reach(ADDRESSES),
+    messages.Reached((0.001, -1.0), ("", "no answer in time")),
+    messages.NewSecret(b"k" * 32),
+    messages.SecretKept("the disk is full"),
 ]
 
 
@@ -46,7 +57,32 @@ def test_control_messages_come_back_as_they_were(message: Any) -> None:
 def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
     names = {type(message).__name__: type(message).__struct_config__.tag for message in GREETINGS + CONTROLS}
     assert names == {"Hello": 1, "Welcome": 2, "Refusal": 3, "Roster": 4, "Ready": 5, "Goodbye": 6, "Dial": 7,
-                     "Announce": 8, "Position": 9, "Revoke": 10}  # fmt: skip
+                     "Announce": 8, "Position": 9, "Revoke": 10, "NoLane": 11, "Offer": 12, "Expect": 13, "Known": 14,
+                     "Ping": 15, "Pong": 16, "Forming": 17, "Ask": 18, "Tell": 19, "Reach": 20, "Reached": 21,
+                     "NewSecret": 22, "SecretKept": 23}  # fmt: skip
+    assert set(names) == {kind.__name__ for union in (messages.Greeting, messages.Control) for kind in get_args(union)}
+
+
+def test_a_card_comes_back_as_it_was_and_nothing_else_is_one() -> None:
+    assert messages.decode_card(messages.encode(CARD)) == CARD
+    for other in (HELLO, CONTACT, messages.Ready()):
+        with pytest.raises(RemoteProtocolError, match="not a card"):
+            messages.decode_card(messages.encode(other))
+
+
+def test_a_node_that_moved_is_the_same_at_other_addresses() -> None:
+    there = (messages.Address("192.168.1.5", 47701, "wlan0"),)
+    card = messages.moved(CARD, there)
+    assert card.contact == messages.Contact("boot:net:0", there, "/run/3")
+    assert messages.moved(card, ADDRESSES) == CARD
+
+
+def test_a_message_of_a_later_version_with_more_fields_is_still_understood() -> None:
+    raw = msgspec.msgpack.decode(messages.encode(HELLO))
+    assert messages.decode_greeting(msgspec.msgpack.encode([*raw, "new"])) == HELLO
+    raw = msgspec.msgpack.decode(messages.encode(CARD))
+    assert messages.decode_card(msgspec.msgpack.encode([*raw, "new"])) == CARD
+    assert messages.decode_card(msgspec.msgpack.encode(raw[:6])) == msgspec.structs.replace(CARD, version="")
 
 
 def test_a_stranger_cannot_say_what_only_members_may_and_the_other_way_round() -> None:
@@ -60,7 +96,7 @@ def test_a_stranger_cannot_say_what_only_members_may_and_the_other_way_round() -
 
 @given(st.one_of(st.binary(max_size=300), st.binary(max_size=20).map(lambda tail: b"\x95\x01" + tail)))
 def test_any_bytes_give_a_message_or_a_protocol_error(data: bytes) -> None:
-    for decode in (messages.decode_greeting, messages.decode_control):
+    for decode in (messages.decode_greeting, messages.decode_control, messages.decode_card):
         with contextlib.suppress(RemoteProtocolError):
             decode(data)
 
@@ -90,7 +126,11 @@ def test_deeply_nested_data_is_a_protocol_error_and_no_crash() -> None:
 
 def test_messages_fit_into_their_frames() -> None:
     path = "/tmp/" + "x" * 103
-    assert len(messages.encode(msgspec.structs.replace(HELLO, socket=path, run="r" * 256))) <= GREETING_LIMIT
-    contact = messages.Contact("boot-id:4026531840:1000" * 2, ("127.0.0.1", 65535), path)
-    assert len(messages.encode(messages.Roster((contact,) * 1024))) <= CONTROL_LIMIT
+    addresses = tuple(messages.Address(f"2001:db8:85a3:8d3:1319:8a2e:370:{i:04x}", 65535, "e" * 15) for i in range(20))
+    contact = messages.Contact("boot-id:4026531840:1000" * 2, addresses, path)
+    card = msgspec.structs.replace(CARD, contact=contact, name="n" * 45, host_name="h" * 64, version="1.2.3.dev4")
+    assert len(messages.encode(msgspec.structs.replace(HELLO, card=card, run="r" * 256))) <= GREETING_LIMIT
+    one, two = (messages.Contact(contact.host, addresses[:count], path) for count in (1, 2))
+    assert len(messages.encode(messages.Roster((one,) * 1024))) <= CONTROL_LIMIT
+    assert len(messages.encode(messages.Known((msgspec.structs.replace(card, contact=two),) * 400))) <= CONTROL_LIMIT
     assert len(messages.encode(messages.Revoke(1, "PeerLostError", "é" * 8000, tuple(range(1024))))) <= CONTROL_LIMIT

@@ -36,7 +36,7 @@ def bench(
     op: Annotated[str, typer.Option(help="Operations, separated by commas, or [bold]all[/].")] = "all_reduce",
     sizes: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.", show_default=SIZES)] = "",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2",
-    lanes: Annotated[str, typer.Option(help="covey's lanes: shm, unix, tcp.")] = "shm,tcp",
+    lanes: Annotated[str, typer.Option(help="covey's lanes: shm, unix, tcp, secure.")] = "shm,tcp",
     dtype: Annotated[str, typer.Option(help="Element type.")] = "float32",
     against: Annotated[str, typer.Option(help="Opponents, interleaved: gloo, mpi, mpi-tcp.")] = "",
     busy: Annotated[bool, typer.Option("--busy", help="Add a busy Python thread to every rank of every side.")] = False,

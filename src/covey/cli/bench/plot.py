@@ -28,6 +28,7 @@ COLOURS: Final = {
     "covey shm": ("#0f766e", "#2dd4bf"),
     "covey unix": ("#7c3aed", "#a78bfa"),
     "covey tcp": ("#2563eb", "#60a5fa"),
+    "covey secure": ("#15803d", "#86efac"),
     "gloo": ("#c2410c", "#fb923c"),
     "mpi": ("#be185d", "#f472b6"),
     "mpi-tcp": ("#a16207", "#facc15"),

@@ -13,10 +13,10 @@ from covey.base.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-LANES: Final = ("shm", "unix", "tcp")
+LANES: Final = ("shm", "unix", "tcp", "secure")
 OPPONENTS: Final = ("gloo", "mpi", "mpi-tcp")
 
-COMPARED_LANES: Final = {"gloo": LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp",)}
+COMPARED_LANES: Final = {"gloo": LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp", "secure")}
 """The covey lanes each opponent is held against: like with like. gloo has only TCP, so every lane is a fair choice."""
 
 DTYPES: Final = {

@@ -1,0 +1,144 @@
+"""The command itself: gather facts, find what is wrong, say it, and be done within ten seconds whatever happens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+
+from covey.base.config import group_config
+from covey.base.errors import ConfigError, DeadlineError
+from covey.cli.doctor.facts import Facts
+from covey.cli.doctor.findings import findings
+from covey.cli.doctor.machine import examine_machine, known_part
+from covey.cli.doctor.report import as_json, as_text
+from covey.net.interfaces import parse_pattern, usable_interfaces
+from covey.runtime.bootstrap import ClusterOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import RenderableType
+
+    from covey.base.config import GroupConfig
+    from covey.net.clusters import Cluster
+
+DEADLINE_SECONDS: Final = 9.8
+PLAIN_WIDTH: Final = 100
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def doctor(
+    cluster: Annotated[
+        str | None, typer.Argument(metavar="CLUSTER", help="The cluster to look at, if not the default one.")
+    ] = None,
+    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    interfaces: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Use these interfaces: eth*,!docker*,10.0.0.0/8")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Look for nodes at these addresses, too: host:port")
+    ] = None,
+) -> None:
+    """Find out why machines do not find or reach each other; run it on two of them at the same time.
+
+    Exits with 0 if there is no problem, with 1 if there is one, and with 2 if a setting makes no sense.
+    """
+    began = time.monotonic()
+    with _Guard(began + DEADLINE_SECONDS):
+        facts = _gather_facts(cluster, interfaces, seeds)
+        facts = replace(facts, seconds=time.monotonic() - began)
+        found = findings(facts)
+        if as_json_:
+            typer.echo(json.dumps(as_json(facts, found)))
+        else:
+            _print(as_text(facts, found))
+    raise typer.Exit(int(any(finding.weight == "problem" for finding in found)))
+
+
+def _print(text: RenderableType) -> None:
+    out = Console(highlight=False, emoji=False, markup=False)
+    if out.is_terminal:
+        return out.print(text)
+    out.width = PLAIN_WIDTH
+    with out.capture() as captured:
+        out.print(text)
+    for line in captured.get().splitlines():  # without the blanks that fill up a terminal's lines
+        typer.echo(line.rstrip())
+
+
+def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None) -> Facts:
+    logging.getLogger("covey").addHandler(logging.NullHandler())  # what it warns of becomes findings
+    env = dict(os.environ)
+    config = group_config(known_part(env), interfaces=interfaces)
+    parse_pattern(config.interfaces)
+    given = tuple(seed.strip() for seed in seeds.split(",") if seed.strip()) if seeds is not None else None
+    arguments = {"COVEY_CLUSTER": cluster, "COVEY_INTERFACES": interfaces, "COVEY_SEEDS": seeds}
+    facts = Facts(machine=examine_machine(env, arguments, config))
+    with Console(stderr=True).status("looking at this machine") as status:
+        return _examine(facts, ClusterOptions(cluster, seeds=given), config, status.update)
+
+
+def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
+    from covey.cli.doctor.network import look_at_interfaces  # brings in all that clusters need
+
+    facts = replace(facts, interfaces=look_at_interfaces(config.interfaces))
+    try:
+        usable_interfaces(config.interfaces)
+    except ConfigError as error:
+        facts = replace(facts, interfaces_problem=str(error).rstrip("."))
+    try:
+        cluster = options.find(os.environ)
+    except ConfigError as error:
+        return replace(facts, cluster_problem=str(error).rstrip("."))
+    facts = replace(facts, cluster=cluster.name)
+    return facts if facts.interfaces_problem else _look_around(facts, cluster, config, tell)
+
+
+def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
+    from covey.cli.doctor.network import Search
+
+    search = Search(cluster, config, tell)
+    try:
+        search.run()
+    except TimeoutError as error:
+        raise DeadlineError("the examination did not end in time: this machine is too busy to tell") from error
+    return replace(
+        facts,
+        looked=True,
+        interfaces=search.interfaces or facts.interfaces,
+        multicast_problem=search.multicast_problem,
+        people=search.people,
+        unreachable=search.unreachable,
+        seeds=search.seeds,
+        refusals=search.refusals,
+    )
+
+
+class _Guard:
+    """Ends the process if the examination takes longer than it may."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._watch, name="covey-doctor-guard", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def _watch(self) -> None:
+        if not self._is_over.wait(self._deadline - time.monotonic()):
+            print("error: the examination did not end in time", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,0 +1,171 @@
+"""What an examination finds, as plain values: the JSON of `covey doctor`, and all that findings are made from. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+FORMAT: Final = 1
+"""Version of the JSON layout; keys are only ever added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting, what it is, and who said so."""
+
+    name: str
+    value: str
+    """Never a secret."""
+    source: str
+    """`argument`, `environment`, `file` or `default`."""
+    variable: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivatePath:
+    """A file or folder that nobody else may read."""
+
+    path: str
+    mode: str
+    """As chmod writes it: `0600`."""
+    owner: str
+    is_folder: bool
+    is_ours: bool
+    is_loose: bool
+    """Whether others may read or enter it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """This machine and user."""
+
+    host_name: str
+    system: str
+    versions: dict[str, str]
+    home: str
+    paths: tuple[PrivatePath, ...] = ()
+    identities: tuple[str, ...] = ()
+    """The names of the nodes that this user has been here."""
+    clusters: tuple[str, ...] = ()
+    default_cluster: str = ""
+    settings: tuple[Setting, ...] = ()
+    unknown_variables: dict[str, str] = field(default_factory=dict)
+    """COVEY_ variables that nobody reads, each with the one that may be meant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """One interface of this machine, and what multicast did there."""
+
+    name: str
+    kind: str
+    is_up: bool
+    addresses: tuple[str, ...]
+    networks: tuple[str, ...]
+    """The addresses with their prefixes."""
+    mtu: int
+    has_multicast: bool
+    is_used: bool
+    reason: str = ""
+    """Why it is not used."""
+    sent: int = 0
+    """Packets that covey sent by multicast."""
+    came_back: int = 0
+    """Packets of this machine's own that multicast brought back: it works as far as this machine."""
+    heard: int = 0
+    """Packets of other machines, whatever they were about."""
+    heard_from: tuple[str, ...] = ()
+    """The machines among them that spoke about covey."""
+    foreign: tuple[str, ...] = ()
+    """Where nodes with another secret are."""
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """An attempt to connect."""
+
+    address: str
+    """Of the side that was dialled."""
+    interface: str
+    """What its owner calls it."""
+    local: str = ""
+    """The address of the side that dialled, and its interface; empty where it cannot be known."""
+    local_interface: str = ""
+    round_trip: float = -1.0
+    """Seconds; negative if there is no way."""
+    path_mtu: int = 0
+    problem: str = ""
+
+    @property
+    def works(self) -> bool:
+        return self.round_trip >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Person:
+    """A node that was met."""
+
+    name: str
+    id: str
+    host_name: str
+    pid: int
+    version: str
+    purpose: str
+    """`candidate` (has joined or waits for a run) or `visitor` (another doctor, for example)."""
+    run: str = ""
+    state: str = ""
+    is_here: bool
+    """Whether it is on this machine."""
+    found_by: tuple[str, ...]
+    """`same host`, `multicast`, `seed`, or `others` who told of it."""
+    addresses: tuple[str, ...]
+    ways_there: tuple[Way, ...] = ()
+    """From here to each of its addresses."""
+    ways_back: tuple[Way, ...] = ()
+    """From there to each of ours, as it says."""
+    ways_back_problem: str = ""
+    """Why it did not say."""
+    chosen_way: str = ""
+    """Where lanes would go, and by which interface of ours."""
+    chosen_interface: str = ""
+    round_trip: float = -1.0
+    bytes_per_second: float = 0.0
+    """What gets through; 0 if it was not measured."""
+    path_mtu: int = 0
+    clock_offset: float = 0.0
+    """Seconds that its clock is ahead of ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seed:
+    """An address that somebody gave."""
+
+    text: str
+    answered: bool
+    """Whether a node was met there."""
+    hung_up: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything that was found."""
+
+    machine: Machine
+    cluster: str = ""
+    cluster_problem: str = ""
+    """Why there is no cluster to look at."""
+    interfaces: tuple[Network, ...] = ()
+    interfaces_problem: str = ""
+    """Why none can be used."""
+    multicast_problem: str = ""
+    looked: bool = False
+    """Whether there was a search for others."""
+    people: tuple[Person, ...] = ()
+    unreachable: dict[str, str] = field(default_factory=dict)
+    """Where somebody is said to be, by multicast or by others, and no connection gets through; and why."""
+    seeds: tuple[Seed, ...] = ()
+    refusals: dict[str, str] = field(default_factory=dict)
+    """Who was heard but not taken, and why."""
+    seconds: float = 0.0

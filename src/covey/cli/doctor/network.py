@@ -1,0 +1,314 @@
+"""Facts about the network: interfaces, whom a visitor meets, and how they reach each other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from covey.base.config import PORTS
+from covey.base.errors import ConfigError
+from covey.cli.doctor.aside import Abandonable
+from covey.cli.doctor.ear import Ear
+from covey.cli.doctor.facts import Network, Person, Seed, Way
+from covey.net.interfaces import all_interfaces, describe, parse_pattern, usable_interfaces
+from covey.runtime import loop as control
+from covey.runtime.greet import spell
+from covey.runtime.probe import PROBE_SECONDS, SILENCE, Sounding, sound, sound_each, throughput
+from covey.runtime.visit import visiting
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+
+    from covey.base.config import GroupConfig
+    from covey.base.errors import CoveyError
+    from covey.net.clusters import Cluster
+    from covey.net.mdns import Observation
+    from covey.runtime.acquaintance import Acquaintance
+    from covey.runtime.gathering import Gathering
+    from covey.runtime.greet import Where
+    from covey.runtime.visit import Visit
+
+T = TypeVar("T")
+
+LOOK_SECONDS: Final = 2.5
+"""How long to look for others: multicast DNS asks twice more within the first second, and answers take one at most."""
+ANSWER_SECONDS: Final = 4.0
+"""How long others have to tell what they know of us."""
+ENOUGH_SECONDS: Final = 8.0
+"""When to begin nothing more."""
+POLITE_SECONDS: Final = 1.5
+"""How long to stay for another doctor, which may have come later and is not done with us."""
+FLOW_SECONDS: Final = 0.5
+LONG_FLOW_SECONDS: Final = 1.0
+LONG_ROUND_TRIP: Final = 0.01
+"""A way with a longer one takes more time to show what it can carry."""
+FLOW_BYTES: Final = 128 << 20
+NO_WAY: Final = "cannot be reached"
+"""How a gathering begins to tell of those who do not answer at all."""
+MOST_EXAMINED: Final = 32
+MOST_KNOCKS: Final = 4
+"""Ports that a silent machine is tried at."""
+LATE_SECONDS: Final = 1.0
+"""How much later than planned the control loop may be."""
+
+
+class Search:
+    """Looks for others of a cluster, as a visitor, and examines the ways to them and back."""
+
+    def __init__(self, cluster: Cluster, config: GroupConfig, tell: Callable[[str], None]) -> None:
+        """`tell` gets a word on what is being done, now and then.
+
+        Raises:
+            ConfigError: no interface can be used.
+        """
+        self._config, self._tell = config, tell
+        self._seeds = cluster.seeds
+        self._cluster = replace(cluster, seeds=tuple(dict.fromkeys((*cluster.seeds, *_doctors_at(cluster.seeds)))))
+        self._own = usable_interfaces(config.interfaces)
+        self._until = time.monotonic() + ENOUGH_SECONDS
+        self.interfaces: tuple[Network, ...] = ()
+        self.people: tuple[Person, ...] = ()
+        self.seeds: tuple[Seed, ...] = ()
+        self.unreachable: dict[str, str] = {}
+        self.refusals: dict[str, str] = {}
+        self.multicast_problem = ""
+
+    def run(self) -> None:
+        """Fill in the facts, in about nine seconds at most."""
+        ear = Ear(self._own)
+        control.soon(control.control_loop().set_default_executor, Abandonable())
+        try:
+            _on_loop(ear.open(), LATE_SECONDS)
+            with visiting(self._cluster, self._config) as visit:
+                self._tell("looking for others")
+                visit.look(LOOK_SECONDS)
+                self._tell("trying all ways there and back")
+                self._examine(visit, ear)
+                if any(person.purpose == "visitor" for person in self.people):
+                    self._tell("waiting for the other visitor")
+                    left = min(POLITE_SECONDS, self._until - time.monotonic())
+                    visit.look(left, until=lambda visit: len(visit.members()) == len(visit.everyone()))
+        finally:
+            control.soon(ear.close)
+
+    def _examine(self, visit: Visit, ear: Ear) -> None:
+        gathering = visit.gathering
+        observations = gathering.search.beacon.observed()
+        knocking = control.start(self._knock(gathering, ear, observations))
+        cards = visit.everyone()[:MOST_EXAMINED]
+        trying = [control.start(self._try_ways(gathering, card)) for card in cards]
+        stories = visit.ask_all(cards, messages.Ask(), PROBE_SECONDS)
+        ours = gathering.card.contact
+        remote = [card for card in cards if card.contact.host != ours.host]  # on this machine all of them work
+        replies = visit.ask_all(remote, messages.Reach(ours.addresses), ANSWER_SECONDS)
+        answers = {card.id: answer for card, answer in zip(remote, replies, strict=True)}
+        people = []
+        for card, attempt, story in zip(cards, trying, stories, strict=True):
+            someone = gathering.met.get(card.id)
+            if someone is not None and someone.link is not None:  # or it has gone meanwhile
+                soundings = attempt.result(PROBE_SECONDS + LATE_SECONDS)
+                person = self._describe(someone, gathering, soundings, self._found_by(card, gathering, ear))
+                person = _with_ways_back(person, ours.addresses, answers[card.id]) if card.id in answers else person
+                people.append((_with_story(person, story), someone.way or _quickest(soundings)))
+        self._tell("measuring throughput")
+        self.people = tuple(self._measure(gathering, person, way) for person, way in people)
+        closed = knocking.result(PROBE_SECONDS + LATE_SECONDS)
+        self.interfaces = look_at_interfaces(self._config.interfaces, observations, ear)
+        problems, hung_up = _on_loop(_problems(gathering), LATE_SECONDS)
+        self.multicast_problem = problems.pop("multicast", "")
+        self.seeds = tuple(
+            Seed(
+                text=seed,
+                answered=any(_is_at(seed, person.addresses) for person in self.people),
+                hung_up=not hung_up.isdisjoint((seed, *_doctors_at((seed,)))),
+                problem=problems.get(seed, "") or ("" if self.people else SILENCE),
+            )
+            for seed in self._seeds
+        )
+        others = {who: why for who, why in problems.items() if who not in self._cluster.seeds}
+        self.refusals = {who: why for who, why in others.items() if not why.startswith(NO_WAY)}
+        self.unreachable = {who: why for who, why in others.items() if who not in self.refusals} | closed
+
+    async def _try_ways(self, gathering: Gathering, card: messages.Card) -> list[Sounding]:
+        is_here = card.contact.host == gathering.card.contact.host
+        return await sound_each(card.contact.addresses, self._own, gathering.seat.gate, same_host=is_here)
+
+    def _found_by(self, card: messages.Card, gathering: Gathering, ear: Ear) -> tuple[str, ...]:
+        addresses = {address.ip for address in card.contact.addresses}
+        found_by = ["same host"] * (card.contact.host == gathering.card.contact.host)
+        found_by += ["multicast"] * any(addresses & heard.speakers.keys() for heard in ear.heard.values())
+        found_by += ["seed"] * any(_is_at(seed, addresses) for seed in self._seeds)
+        return tuple(found_by or ["others"])
+
+    def _describe(
+        self, someone: Acquaintance, gathering: Gathering, soundings: list[Sounding], found_by: tuple[str, ...]
+    ) -> Person:
+        card, link = someone.card, someone.link
+        assert link is not None
+        attempts = zip(card.contact.addresses, soundings, strict=True)
+        ways = tuple(_way(address, sounding, self._names()) for address, sounding in attempts)
+        chosen = (spell(someone.way) if someone.way is not None else link.address).removeprefix("::ffff:")
+        local = link.local_ip.removeprefix("::ffff:").partition("%")[0]
+        taken = next((way for way in ways if way.address == chosen and way.works), None)
+        return Person(
+            name=card.name,
+            id=card.id.hex(),
+            host_name=card.host_name,
+            pid=card.pid,
+            version=card.version,
+            purpose=someone.purpose,
+            is_here=card.contact.host == gathering.card.contact.host,
+            found_by=found_by,
+            addresses=tuple(address.ip for address in card.contact.addresses),
+            ways_there=ways,
+            chosen_way=chosen,
+            chosen_interface=taken.local_interface if taken else self._names().get(local, describe(local)),
+            round_trip=someone.round_trip,
+            path_mtu=taken.path_mtu if taken else max((way.path_mtu for way in ways), default=0),
+            clock_offset=someone.clock_offset,
+        )
+
+    def _measure(self, gathering: Gathering, person: Person, way: Where | None) -> Person:
+        """Measure one way at a time, while the others are idle, as long as there is time."""
+        seconds = LONG_FLOW_SECONDS if person.round_trip > LONG_ROUND_TRIP else FLOW_SECONDS
+        if way is None or self._until - time.monotonic() < seconds:
+            return person
+        flow = throughput(way, gathering.seat.gate, FLOW_BYTES, seconds)
+        return replace(person, bytes_per_second=_on_loop(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
+
+    async def _knock(self, gathering: Gathering, ear: Ear, observations: Iterable[Observation]) -> dict[str, str]:
+        """Return the machines that announce nodes, ours as far as we know, and whose ports give no sign of life.
+
+        The search itself waits longer for those than we have time.
+        """
+        known = {address.ip for someone in gathering.met.values() for address in someone.card.contact.addresses}
+        known |= {address.ip for each in observations for address in each.foreign}
+        indices = {interface.name: interface.index for interface in self._own}
+        silent = {
+            ip: indices[name]
+            for name, heard in ear.heard.items()
+            for ip, announces in heard.speakers.items()
+            if announces and ip not in known
+        }
+        ports = (*PORTS[:MOST_KNOCKS], PORTS[-1])
+        knocks = {
+            ip: [sound((ip, port, 0, index) if ":" in ip else (ip, port), gathering.seat.gate) for port in ports]
+            for ip, index in silent.items()
+        }
+        answers = await asyncio.gather(*(asyncio.gather(*each) for each in knocks.values()))
+        return {
+            ip: f"{NO_WAY}: {SILENCE}"
+            for ip, each in zip(knocks, answers, strict=True)
+            if all(answer.problem == SILENCE for answer in each)
+        }
+
+    def _names(self) -> dict[str, str]:
+        return {ip: interface.name for interface in self._own for ip in interface.addresses}
+
+
+def look_at_interfaces(
+    pattern: str, observations: Iterable[Observation] = (), ear: Ear | None = None
+) -> tuple[Network, ...]:
+    """Return every interface: what it is, whether it is used, and what multicast did there."""
+    chosen = parse_pattern(pattern)
+    try:
+        usable = {interface.name: interface for interface in usable_interfaces(pattern)}
+    except ConfigError:
+        usable = {}
+    observed = {observation.interface: observation for observation in observations}
+    networks = []
+    for interface in all_interfaces():
+        is_used = interface.name in usable
+        reason = ""
+        if not interface.is_up:
+            reason = "down"
+        elif not is_used and interface.is_loopback:
+            reason = "reaches only this machine"
+        elif not is_used and not any(chosen.allows(interface.name, ip) for ip in interface.addresses):
+            reason = f'excluded by interfaces="{pattern}"'
+        elif not is_used:
+            reason = "not usable"
+        seen = observed.get(interface.name)
+        heard = ear.heard.get(interface.name) if ear is not None else None
+        networks.append(
+            Network(
+                name=interface.name,
+                kind=interface.kind,
+                is_up=interface.is_up,
+                addresses=interface.addresses,
+                networks=tuple(str(network) for network in interface.networks),
+                mtu=interface.mtu,
+                has_multicast=interface.multicast,
+                is_used=is_used,
+                reason=reason,
+                sent=seen.sent if seen else 0,
+                came_back=heard.own if heard else 0,
+                heard=heard.others if heard else 0,
+                heard_from=tuple(sorted(heard.speakers)) if heard else (),
+                foreign=tuple(spell((place.ip, place.port)) for place in seen.foreign) if seen else (),
+                errors=seen.errors if seen else (),
+            )
+        )
+    return tuple(networks)
+
+
+async def _problems(gathering: Gathering) -> tuple[dict[str, str], set[str]]:
+    return gathering.problems(), set(gathering.hung_up)
+
+
+def _quickest(soundings: list[Sounding]) -> Where | None:
+    working = [sounding for sounding in soundings if sounding.way is not None]
+    return min(working, key=lambda sounding: sounding.round_trip).way if working else None
+
+
+def _way(address: messages.Address, sounding: Sounding, names: Mapping[str, str]) -> Way:
+    where = spell((address.ip, address.port))
+    return Way(
+        address=where,
+        interface=address.interface,
+        local=sounding.local,
+        local_interface=names.get(sounding.local, ""),
+        round_trip=sounding.round_trip,
+        path_mtu=sounding.path_mtu,
+        problem=sounding.problem.removeprefix(f"{where}: "),
+    )
+
+
+def _with_ways_back(person: Person, ours: tuple[messages.Address, ...], answer: messages.Answer | CoveyError) -> Person:
+    if not isinstance(answer, messages.Reached):
+        return replace(person, ways_back_problem=str(answer))
+    if not len(ours) == len(answer.round_trips) == len(answer.problems):
+        return replace(person, ways_back_problem="it answered something else")
+    said = zip(ours, answer.round_trips, answer.problems, strict=True)
+    return replace(person, ways_back=tuple(_way(address, Sounding(taken, why), {}) for address, taken, why in said))
+
+
+def _with_story(person: Person, story: messages.Answer | CoveyError) -> Person:
+    return replace(person, run=story.run, state=story.state) if isinstance(story, messages.Tell) else person
+
+
+def _is_at(seed: str, addresses: Iterable[str]) -> bool:
+    """Tell whether a seed is one of these addresses; a host name is not looked up again for that."""
+    host = seed.rpartition(":")[0] if seed.count(":") == 1 or (seed.startswith("[") and "]:" in seed) else seed
+    return host.strip("[]") in addresses
+
+
+def _doctors_at(seeds: tuple[str, ...]) -> Iterator[str]:
+    """Yield where a doctor would be on the machines of seeds: visitors listen at the last port."""
+    for seed in seeds:
+        if seed.endswith(f":{PORTS[0]}"):
+            yield seed.removesuffix(str(PORTS[0])) + str(PORTS[-1])
+        elif ":" not in seed:
+            yield f"{seed}:{PORTS[-1]}"
+
+
+def _on_loop(coroutine: Coroutine[Any, Any, T], within: float) -> T:
+    """Run something on the control loop; TimeoutError if it takes longer."""
+    future = control.start(coroutine)
+    try:
+        return future.result(within)
+    finally:
+        future.cancel()

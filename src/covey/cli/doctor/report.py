@@ -1,0 +1,199 @@
+"""How facts and findings look: for people on a terminal or in a log, and as JSON for programs. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from covey.cli.doctor.facts import FORMAT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import RenderableType
+
+    from covey.cli.doctor.facts import Facts, Machine, Network, Person, Way
+    from covey.cli.doctor.findings import Finding, Weight
+
+STYLES: Final[dict[Weight, str]] = {"problem": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+MOST_PEOPLE: Final = 20
+MOST_SOURCES: Final = 3
+
+
+def as_json(facts: Facts, found: Sequence[Finding]) -> dict[str, Any]:
+    """Return everything as plain values."""
+    return {"format": FORMAT, **msgspec.to_builtins(facts), "findings": msgspec.to_builtins(found)}
+
+
+def as_text(facts: Facts, found: Sequence[Finding]) -> RenderableType:
+    """Return everything, to be printed as wide as the terminal is."""
+    parts: list[RenderableType] = [_heading("This machine"), _indent(_machine(facts.machine))]
+    parts += [_heading("Settings"), _indent(_settings(facts.machine))]
+    parts += [_heading("Interfaces"), _indent(_interfaces(facts.interfaces))]
+    if facts.looked:
+        parts += [_heading(f"Nodes of cluster {facts.cluster!r}"), _indent(_people(facts))]
+    parts += [_heading("Findings"), _indent(_findings(found)), Text(_summary(facts, found), style="dim")]
+    return Group(*parts)
+
+
+def _heading(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _indent(inner: RenderableType) -> Padding:
+    return Padding(inner, (0, 0, 0, 2))
+
+
+def _grid(*widths: int) -> Table:
+    """Return a table without lines, whose first columns have these widths at least."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for width in widths:
+        grid.add_column(min_width=width, no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def _columns(*headings: str, right: Iterable[str] = ()) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    return table
+
+
+def _machine(machine: Machine) -> Table:
+    grid = _grid(9)
+    grid.add_row("host", f"{machine.host_name}, {machine.system}")
+    grid.add_row("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
+    names = (f"{name} (default)" if name == machine.default_cluster else name for name in machine.clusters)
+    grid.add_row("clusters", ", ".join(names) or "none on file")
+    grid.add_row("node names", ", ".join(machine.identities) or "none yet")
+    bad = [path for path in machine.paths if path.is_loose or not path.is_ours]
+    state = "is not there yet" if not machine.paths else f"and all in it ({len(machine.paths)}) are private"
+    grid.add_row("files", f"{machine.home} {state}" if not bad else Text(f"{machine.home} is open to others:"))
+    for path in bad:
+        grid.add_row("", Text(f"{path.mode} {path.owner} {path.path}", style="red"))
+    return grid
+
+
+def _settings(machine: Machine) -> RenderableType:
+    """Put what somebody set into a table, and the rest into a few lines."""
+    table = _columns("setting", "value", "from", "variable")
+    for each in machine.settings:
+        if each.source != "default":
+            table.add_row(each.name, Text(each.value or '""'), each.source, Text(each.variable, style="dim"))
+    rest = [each for each in machine.settings if each.source == "default"]
+    lines = [
+        ("default", ", ".join(f"{each.name} {each.value}" for each in rest if each.value)),
+        ("not set", ", ".join(each.name for each in rest if not each.value)),
+    ]
+    grid = _grid(7)
+    for label, names in lines:
+        grid.add_row(Text(label, style="dim"), Text(names, style="dim"))
+    return Group(table, grid) if table.row_count else grid
+
+
+def _interfaces(interfaces: Sequence[Network]) -> RenderableType:
+    table = _columns("name", "kind", "MTU", "sent", "back", "heard", "", right=("MTU", "sent", "back", "heard"))
+    table.columns[0].no_wrap = True
+    for each in interfaces:
+        numbers = [str(each.sent), str(each.came_back), str(each.heard)] if each.is_used else ["", "", ""]
+        story = Text(", ".join(each.addresses))
+        if not each.is_used:
+            story.append(f"\nnot used: {each.reason}", style="dim")
+        elif not each.has_multicast:
+            story.append("\ncannot do multicast", style="yellow")
+        if each.heard_from:
+            story.append(f"\ncovey heard from {_some(each.heard_from)}", style="green")
+        if each.foreign:
+            story.append(f"\nanother secret at {_some(each.foreign)}", style="yellow")
+        for error in each.errors:
+            story.append(f"\n{error}", style="yellow")
+        table.add_row(
+            Text(each.name, style="bold" if each.is_used else "dim"), each.kind, str(each.mtu), *numbers, story
+        )
+    return Group(table, Text("packets of multicast DNS: sent, come back here, heard from other machines", style="dim"))
+
+
+def _people(facts: Facts) -> RenderableType:
+    if not facts.people:
+        return Text("nobody was found", style="yellow")
+    shown = [_person(person, facts.cluster) for person in facts.people[:MOST_PEOPLE]]
+    rest = len(facts.people) - MOST_PEOPLE
+    return Group(*shown, *([Text(f"and {rest} more: see --json")] if rest > 0 else []))
+
+
+def _person(person: Person, cluster: str) -> RenderableType:
+    head = Text(person.name, style="bold")
+    doing = f"{person.state} {person.run!r}" if person.run else "looks around, as this command does"
+    where = "this machine" if person.is_here else person.host_name
+    head.append(f"  {doing}; process {person.pid} on {where}, covey {person.version}", style="not bold")
+    grid = _grid(7)
+    found = {"same host": "on this machine", "multicast": "by multicast", "seed": "by a seed", "others": "others told"}
+    grid.add_row("found", ", ".join(found[each] for each in person.found_by))
+    _add_ways(grid, "to it", person.ways_there, "", chosen=person.chosen_way)
+    _add_ways(grid, "to us", person.ways_back, person.ways_back_problem)
+    measured = [f"round trip {_milliseconds(person.round_trip)}"] if person.round_trip >= 0 else []
+    measured += [f"throughput {_rate(person.bytes_per_second)}"] if person.bytes_per_second else []
+    measured += [f"path MTU {person.path_mtu}"] if person.path_mtu else []
+    measured += [] if person.is_here else [f"clock {person.clock_offset:+.3f} s"]
+    grid.add_row("measured", ", ".join(measured))
+    return Group(head, _indent(grid))
+
+
+def _add_ways(grid: Table, label: str, ways: Sequence[Way], problem: str, chosen: str = "") -> None:
+    if problem:
+        grid.add_row(label, Text(problem, style="yellow"))
+    for number, way in enumerate(ways):
+        line = Text(f"{way.address} ", style="" if way.works else "yellow")
+        line.append(f"({way.interface}) " if way.interface else "")
+        line.append(_milliseconds(way.round_trip) if way.works else way.problem)
+        if way.local_interface:
+            line.append(f" from {way.local} ({way.local_interface})", style="dim")
+        if way.address == chosen:
+            line.append("  in use", style="green")
+        grid.add_row(label if number == 0 else "", line)
+
+
+def _findings(found: Sequence[Finding]) -> RenderableType:
+    if not found:
+        return Text("nothing is wrong", style="bold green")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(min_width=7, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for number, finding in enumerate(found):
+        if number:
+            grid.add_row()
+        grid.add_row(Text(finding.weight, style=STYLES[finding.weight]), Text(finding.text))
+        grid.add_row("", Text(f"-> {finding.remedy}", style="green"))
+    return grid
+
+
+def _summary(facts: Facts, found: Sequence[Finding]) -> str:
+    counts = [f"{sum(each.weight == weight for each in found)} {weight}" for weight in STYLES]
+    counted = ", ".join(
+        count if count.startswith("1 ") else f"{count}s" for count in counts if not count.startswith("0")
+    )
+    return f"\n{counted or 'no findings'}; {facts.seconds:.1f} s"
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - MOST_SOURCES
+    return ", ".join(names[:MOST_SOURCES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"
+
+
+def _rate(bytes_per_second: float) -> str:
+    """Write a throughput as networks are sold: in bits."""
+    bits = bytes_per_second * 8
+    for unit, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= scale:
+            return f"{bits / scale:.3g} {unit}" if bits < 999.5 * scale else f"{bits / scale:.0f} {unit}"
+    return f"{bits / 1e3:.3g} kbit/s"

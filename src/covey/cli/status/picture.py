@@ -1,0 +1,154 @@
+"""What nodes told about themselves and each other, put together into one picture of the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from covey.base.errors import DeadlineError
+from covey.net.identity import short_id
+from covey.wire.messages import Tell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from covey.base.errors import CoveyError
+    from covey.wire.messages import Answer, Card, PeerState
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a node reaches another."""
+
+    id: str
+    rank: int | None
+    lane: str
+    """The kind of lane; empty while there is none."""
+    local: str
+    remote: str
+    interface: str
+    round_trip: float | None
+    """Seconds."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a run."""
+
+    id: str
+    name: str
+    short_id: str
+    rank: int | None
+    host: str
+    pid: int
+    address: str
+    """The best of those that it can be reached at."""
+    interface: str
+    version: str
+    state: str
+    """`joining` or `running`; `silent` if others know it and it does not answer here."""
+    since: float | None
+    """Seconds in this state."""
+    clock_offset: float | None
+    """Seconds that its clock is ahead of the one here."""
+    is_leader: bool
+    is_tie_breaker: bool
+    peers: tuple[Way, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and its nodes by rank."""
+
+    name: str
+    state: str
+    since: float
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A cluster, as a visitor saw it."""
+
+    cluster: str
+    runs: tuple[Run, ...]
+    silent: tuple[str, ...]
+    """Who was met and gave no answer."""
+    refused: Mapping[str, str]
+    """Who was heard but not taken, and why."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.runs and not self.silent
+
+
+def picture(
+    cluster: str, seen: Sequence[PeerState], answers: Sequence[Answer | CoveyError], refused: Mapping[str, str]
+) -> Picture:
+    """Put together how nodes are `seen` from here and what each of them answered to Ask."""
+    told: dict[str, list[tuple[PeerState, Tell]]] = {}
+    silent = []
+    for state, answer in zip(seen, answers, strict=True):
+        if isinstance(answer, Tell):
+            told.setdefault(answer.run, []).append((state, answer))
+        elif isinstance(answer, DeadlineError):
+            silent.append(str(answer))
+    return Picture(cluster, tuple(_run(name, told[name]) for name in sorted(told)), tuple(silent), dict(refused))
+
+
+def _run(name: str, told: list[tuple[PeerState, Tell]]) -> Run:
+    ranks = _ranks(told)
+    running = [tell for _, tell in told if tell.state == "running"]
+    leader, tie_breaker = (running[0].leader, running[0].tie_breaker) if running else (b"", b"")
+
+    def node(card: Card, state: str, since: float | None, offset: float | None, peers: Iterable[PeerState]) -> Node:
+        address = card.contact.addresses[0] if card.contact.addresses else None
+        return Node(
+            id=card.id.hex(),
+            name=card.name,
+            short_id=short_id(card.id),
+            rank=ranks.get(card.id),
+            host=card.host_name,
+            pid=card.pid,
+            address=_spell(address.ip, address.port) if address is not None else "",
+            interface=address.interface if address is not None else "",
+            version=card.version,
+            state=state,
+            since=since,
+            clock_offset=offset,
+            is_leader=card.id == leader,
+            is_tie_breaker=card.id == tie_breaker,
+            peers=tuple(_way(peer, ranks) for peer in peers if peer.rank >= 0 or state == "joining"),
+        )
+
+    nodes = {
+        state.card.id: node(state.card, tell.state, tell.since, state.clock_offset, tell.peers) for state, tell in told
+    }
+    for tell in running:
+        for peer in tell.peers:
+            if peer.rank >= 0 and peer.card.id not in nodes:
+                nodes[peer.card.id] = node(peer.card, "silent", None, None, ())
+    in_order = sorted(nodes.values(), key=lambda each: (each.rank is None, each.rank or 0, each.name, each.id))
+    longest = max(tell.since for _, tell in told if bool(running) == (tell.state == "running"))
+    return Run(name, "running" if running else "joining", longest, tuple(in_order))
+
+
+def _ranks(told: list[tuple[PeerState, Tell]]) -> dict[bytes, int]:
+    """Return the ranks by node id, as the nodes tell of themselves and of their peers."""
+    ranks = {peer.card.id: peer.rank for _, tell in told for peer in tell.peers if peer.rank >= 0}
+    return ranks | {state.card.id: tell.rank for state, tell in told if tell.rank >= 0}
+
+
+def _way(peer: PeerState, ranks: Mapping[bytes, int]) -> Way:
+    round_trip = peer.round_trip if peer.round_trip >= 0 else None
+    rank = ranks.get(peer.card.id)
+    return Way(peer.card.id.hex(), rank, peer.lane, peer.local, peer.remote, peer.interface, round_trip)
+
+
+def _spell(ip: str, port: int) -> str:
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def as_json(drawn: Picture) -> dict[str, Any]:
+    """Return the picture as JSON has it."""
+    return asdict(drawn)

@@ -1,0 +1,128 @@
+"""TLS between the nodes of a cluster: whoever holds the secret can sign for itself, and nobody else.
+
+The certificate authority follows from the cluster's secret and is the same, byte for byte, on every node. Each node
+signs a certificate over its own Ed25519 key, and is known by that key: names in certificates mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import ssl
+import tempfile
+from typing import TYPE_CHECKING, Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.x509.oid import NameOID
+
+from covey.base.errors import AuthError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROTOCOL: Final = "covey/1"
+_SINCE: Final = datetime.datetime(2000, 1, 1)
+_UNTIL: Final = datetime.datetime(9999, 12, 31)
+"""A board whose clock starts in 2000 after each power cut has to work, too."""
+
+
+class Credentials:
+    """What a node shows to others, and what it wants to see: one context for dialling and one for accepting."""
+
+    def __init__(self, authority_seed: bytes, private: Ed25519PrivateKey) -> None:
+        """`authority_seed` is 32 bytes derived from the cluster's secret for this very purpose."""
+        authority = Ed25519PrivateKey.from_private_bytes(authority_seed)
+        root = _certificate(authority, authority.public_key(), "covey authority", is_authority=True)
+        leaf = _certificate(authority, private.public_key(), "covey node", is_authority=False)
+        self.dialling = _context(ssl.PROTOCOL_TLS_CLIENT, root, leaf, private)
+        self.accepting = _context(ssl.PROTOCOL_TLS_SERVER, root, leaf, private)
+        self.accepting.num_tickets = 0  # nobody resumes, and each costs the handshake a write
+
+
+def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
+    """Return the node id at the other end of a finished handshake: its public key.
+
+    Raises:
+        AuthError: it speaks something else than covey, or showed no Ed25519 certificate.
+    """
+    if connection.selected_alpn_protocol() != PROTOCOL:
+        raise AuthError(f"the other side speaks {connection.selected_alpn_protocol()!r} instead of {PROTOCOL!r}")
+    der = connection.getpeercert(binary_form=True)
+    key = x509.load_der_x509_certificate(der).public_key() if der else None
+    if not isinstance(key, Ed25519PublicKey):
+        raise AuthError("the other side showed no Ed25519 certificate")
+    return key.public_bytes_raw()
+
+
+def _certificate(
+    authority: Ed25519PrivateKey, key: Ed25519PublicKey, name: str, *, is_authority: bool
+) -> x509.Certificate:
+    """Sign a certificate that is the same each time it is made: Ed25519 needs no randomness."""
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "covey authority")])
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(issuer)
+        .serial_number(1 if is_authority else 2)
+        .public_key(key)
+        .not_valid_before(_SINCE)
+        .not_valid_after(_UNTIL)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(_usage(is_authority), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .sign(authority, None)
+    )
+
+
+@functools.cache
+def _usage(is_authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _context(
+    side: ssl._SSLMethod, root: x509.Certificate, leaf: x509.Certificate, private: Ed25519PrivateKey
+) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # peers are known by their keys
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols([PROTOCOL])
+    context.load_verify_locations(cadata=root.public_bytes(serialization.Encoding.DER))
+    key = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with _readable_once(key + leaf.public_bytes(serialization.Encoding.PEM)) as path:
+        context.load_cert_chain(path)
+    return context
+
+
+@contextlib.contextmanager
+def _readable_once(data: bytes) -> Iterator[str]:
+    """Give `data` a path, because `ssl` takes keys only from files; in memory where there is a way."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("covey-key", os.MFD_CLOEXEC)
+        try:
+            os.write(descriptor, data)
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.NamedTemporaryFile(prefix="covey-") as file:
+            file.write(data)
+            file.flush()
+            yield file.name

@@ -1,0 +1,399 @@
+"""Who is well: each member judges the others by what it *heard* of them, never by what it could send.
+
+Any message on a peer's link is a word of it; only a peer that was quiet for an interval is asked for one (`Ping`).
+A silent peer is suspect first and dead later. How soon depends on what else there is to go by:
+
+- *Another word from its machine* (of another member, of the keeper, an acknowledgement of its kernel) tells a busy
+  process from a dead host. A host that can give such words and gives none is dead after HOST_SILENCE. A process on a
+  host that is heard, or on one that never had a second voice, has PROCESS_SILENCE: it may only be in a long C call.
+- *The keeper*, which sees its processes in the kernel, vouches for one that is alive and busy, and tells of one that is
+  stopped or has exited.
+- *A link that ends* proves nothing about the machine behind it, and anybody can forge a reset: it makes a peer suspect
+  at once, and changes no clock.
+
+Time in which this node did not listen is not silence of the others. A tick that comes late shows it: the node was
+suspended, or its interpreter was held. It then accuses nobody, and its clocks go on as if that time had not been.
+
+These are opinions, and a word takes them back; that a process exited is a fact and final. What follows from an opinion
+is agreed by all members (`proto.membership`).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+INTERVAL: Final = 0.5
+"""Seconds without a word after which a peer is asked for one, and between the words of a keeper. A quiet pair exchanges
+some four small messages a second."""
+SUSPECT_LEAST: Final = 3 * INTERVAL
+"""Seconds of silence that make a peer suspect on a perfect link: the answers to two pings are missing and a third is
+due. A word that is lost, or stalls for 200 ms as on Wi-Fi, is nothing."""
+SUSPECT_MOST: Final = 3.0
+"""The same on the worst link, and on one that was never measured. It leaves time before HOST_SILENCE to dial anew:
+after an outage TCP waits as long again before it repeats itself, a new connection does not."""
+HOST_SILENCE: Final = 4.5
+"""Seconds without any word from a machine after which it is dead: with half a second for words that were on the way
+and for this node's own timers, a pulled cable is known in under 5 s."""
+PROCESS_SILENCE: Final = 15.0
+"""The same for one process, if nothing shows that its machine is dead: longer than ordinary code keeps an interpreter
+from running other threads."""
+STOPPED_SILENCE: Final = 0.5
+"""Seconds that a process may be stopped: a debugger that attaches stops it for moments, and the keeper needs some of
+the second in which others want to know."""
+VOUCHED: Final = 300.0
+"""Seconds of silence that a keeper's "alive, busy" can explain; after that a process is taken to hang for good."""
+BEAT: Final = 0.25
+"""Longest time between ticks: so closely is known how long this node did not listen."""
+LATE: Final = 0.25
+"""Seconds by which a tick of a listening node may be late: a loaded machine, a garbage collection."""
+SLEPT: Final = 5.0
+"""A tick later than this means that the machine was suspended, and its network has to come up again: clocks start anew.
+After shorter gaps they only go on, or who is kept from listening again and again would never miss anybody."""
+
+
+class Vouch(enum.IntEnum):
+    """What a keeper says of a process."""
+
+    BUSY = 1
+    """It is alive, whether or not it talks."""
+    STOPPED = 2
+    """A signal or a debugger has stopped it."""
+    EXITED = 3
+    """It is no more. A later life of the same node proves that too."""
+
+
+class Standing(enum.Enum):
+    """What this node thinks of another."""
+
+    TRUSTED = "trusted"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+class Cause(enum.IntEnum):
+    """What an accusation rests on; a peer that is suspect becomes so again for a later one of these."""
+
+    SILENT = 1
+    LINK_LOST = 2
+    STOPPED = 3
+    HOST_SILENT = 4
+    EXITED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Ask this peer for a word, if its link will take it; the round trip of the answer is wanted."""
+
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """The peer may be gone. A lost link or a stop is reason to ask the others at once, silence to dial it anew."""
+
+    peer: bytes
+    cause: Cause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """The peer is well after all."""
+
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The peer should be given up."""
+
+    peer: bytes
+    cause: Cause
+    reason: str
+
+
+Effect: TypeAlias = Ping | Suspect | Trust | Dead
+
+
+def suspect_after(round_trip: float, jitter: float) -> float:
+    """Return the seconds of silence that make a peer suspect, by the mean and the mean deviation of its round trip.
+
+    The third ping has four mean deviations (RFC 6298) more than usual to be answered, within bounds.
+    """
+    return min(SUSPECT_LEAST + round_trip + 4 * jitter, SUSPECT_MOST)
+
+
+class _Host:
+    """A machine, as far as it was heard."""
+
+    def __init__(self, name: str, now: float, *, is_own: bool) -> None:
+        self.name, self.heard_at, self.is_own = name, now, is_own
+        self.has_voice = False
+        """It can be heard while its members are busy: by a keeper or by its kernel."""
+
+    def spoke(self, at: float) -> None:
+        """A voice that is not a member's was heard; our own machine's silence would mean nothing."""
+        self.heard_at, self.has_voice = max(self.heard_at, at), not self.is_own
+
+
+class _Peer:
+    """What is known of one member."""
+
+    def __init__(self, id: bytes, host: _Host, now: float) -> None:
+        self.id, self.host = id, host
+        self.standing = Standing.TRUSTED
+        self.cause = Cause.SILENT
+        """Why it is not trusted, if it is not."""
+        self.is_linked = False
+        self.heard_at = now
+        self.vouched_at = now
+        self.stopped_at: float | None = None
+        self.pinged_at = -math.inf
+        self.round_trip: float | None = None
+        self.jitter = 0.0
+        self.patience = SUSPECT_MOST
+        """What `suspect_after` says."""
+
+    @property
+    def alive_at(self) -> float:
+        """When it was last known to live."""
+        return max(self.heard_at, min(self.vouched_at, self.heard_at + VOUCHED))
+
+    @property
+    def has_exited(self) -> bool:
+        return self.cause is Cause.EXITED
+
+    def end(self) -> tuple[float, Cause]:
+        """Return when it will be dead if nothing more is heard, and why."""
+        ends = [(self.alive_at + PROCESS_SILENCE, Cause.SILENT)]
+        if self.host.has_voice:
+            ends.append((self.host.heard_at + HOST_SILENCE, Cause.HOST_SILENT))
+        if self.stopped_at is not None:
+            ends.append((self.stopped_at + STOPPED_SILENCE, Cause.STOPPED))
+        return min(ends)
+
+
+class Health:
+    """One member's opinion of the others. Drain `effects` after every call; `tick` at `next_deadline`, and not before.
+
+    `next_deadline` may come earlier after any call but `heard` and `round_trip`.
+    """
+
+    def __init__(self, host: str, now: float) -> None:
+        """`host` is the machine of this member: it cannot be silent while we run."""
+        self._own_host = host
+        self._peers: dict[bytes, _Peer] = {}
+        self._hosts: dict[str, _Host] = {}
+        self._effects: list[Effect] = []
+        self._look_at = math.inf
+        """The first moment at which some peer may need a ping or a judgement. Words only make it later, so `heard` need
+        not touch it."""
+        self._beat_at = now + BEAT
+
+    # Whom to watch.
+
+    def watch(self, peer_id: bytes, host: str, now: float) -> None:
+        """Begin to judge a peer, trusting it; in place of its last life if that was watched."""
+        if not self._peers:
+            self._beat_at = now + BEAT
+        self.forget(peer_id)
+        if host not in self._hosts:
+            self._hosts[host] = _Host(host, now, is_own=host == self._own_host)
+        self._peers[peer_id] = _Peer(peer_id, self._hosts[host], now)
+        self._look_by(now + SUSPECT_MOST)
+
+    def forget(self, peer_id: bytes) -> None:
+        """Judge a peer no more."""
+        peer = self._peers.pop(peer_id, None)
+        if peer is not None and all(other.host is not peer.host for other in self._peers.values()):
+            del self._hosts[peer.host.name]
+
+    # What happens.
+
+    def heard(self, peer_id: bytes, now: float) -> None:
+        """A message of any kind came over the link with a peer."""
+        peer = self._peers.get(peer_id)
+        if peer is not None:
+            peer.heard_at = peer.host.heard_at = now
+            if peer.standing is not Standing.TRUSTED:
+                self._reconsider(peer, now)
+
+    def round_trip(self, peer_id: bytes, seconds: float) -> None:
+        """A peer has answered a ping after so long."""
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            return
+        if peer.round_trip is None:  # as TCP does it, RFC 6298
+            peer.round_trip, peer.jitter = seconds, seconds / 2
+        else:
+            peer.jitter += (abs(seconds - peer.round_trip) - peer.jitter) / 4
+            peer.round_trip += (seconds - peer.round_trip) / 8
+        peer.patience = suspect_after(peer.round_trip, peer.jitter)
+
+    def acknowledged(self, peer_id: bytes, at: float) -> None:
+        """The kernel of a peer's machine acknowledged bytes of its link, last `at` this time.
+
+        Who can ask its own kernel for this (TCP_INFO) tells it whenever it performs a `Ping`: a host of which this was
+        ever told is expected to go on.
+        """
+        if (peer := self._peers.get(peer_id)) is not None:
+            peer.host.spoke(at)
+
+    def link_up(self, peer_id: bytes, now: float) -> None:
+        """There is a link with a peer, which has proved who it is."""
+        if (peer := self._peers.get(peer_id)) is not None:
+            peer.is_linked = True
+            self._look_by(now + INTERVAL)
+            self.heard(peer_id, now)
+
+    def link_lost(self, peer_id: bytes, now: float) -> None:
+        """The link with a peer has ended, however it did, and no other has taken its place."""
+        peer = self._peers.get(peer_id)
+        if peer is not None and peer.is_linked:
+            peer.is_linked = False
+            self._suspect(peer, Cause.LINK_LOST, now)
+
+    def vouched(self, peer_id: bytes, vouch: Vouch, now: float) -> None:
+        """The keeper of a peer says how its process is; wanted every INTERVAL, and at once when that changes."""
+        peer = self._peers.get(peer_id)
+        if peer is None or peer.has_exited:
+            return
+        peer.host.spoke(now)
+        match vouch:
+            case Vouch.BUSY:
+                peer.vouched_at, peer.stopped_at = now, None
+                if peer.standing is not Standing.TRUSTED:
+                    self._reconsider(peer, now)
+            case Vouch.STOPPED:
+                if peer.stopped_at is None:
+                    peer.stopped_at = now
+                    self._look_by(now + STOPPED_SILENCE)
+                self._suspect(peer, Cause.STOPPED, now)
+            case Vouch.EXITED:
+                self._give_up(peer, Cause.EXITED, now)
+
+    def tick(self, now: float) -> None:
+        """Ask the quiet, accuse the silent."""
+        late = now - self.next_deadline()
+        if late < 0:
+            return
+        self._beat_at = now + BEAT
+        if late > LATE:
+            self._forgive(late if late < SLEPT else math.inf, now)
+            self._look_at = now + BEAT  # by then the words that have been waiting are read
+        elif now >= self._look_at:
+            self._look_at = min(self._look(peer, now) for peer in self._peers.values())
+
+    def next_deadline(self) -> float:
+        """Return when `tick` wants to be called, inf for never."""
+        return min(self._look_at, self._beat_at) if self._peers else math.inf
+
+    def effects(self) -> list[Effect]:
+        """Return what is to be done, in order, and forget it."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # For people and for other cores.
+
+    def standing(self, peer_id: bytes) -> Standing:
+        """Return the opinion of a peer that is watched."""
+        return self._peers[peer_id].standing
+
+    def explain(self, peer_id: bytes, now: float) -> str:
+        """Say what is thought of a peer, why, and what will come of it."""
+        peer = self._peers[peer_id]
+        if peer.round_trip is None:
+            link = "round trip not measured"
+        else:
+            link = f"round trip {1e3 * peer.round_trip:.3g} ms, give or take {1e3 * peer.jitter:.2g} ms"
+        if peer.standing is Standing.TRUSTED:
+            busy = f", vouched for {now - peer.vouched_at:.1f} s ago" if peer.vouched_at > peer.heard_at else ""
+            return f"trusted: last heard {now - peer.heard_at:.1f} s ago{busy}; {link}"
+        text = f"{peer.standing.value}: {self._why(peer, peer.cause, now)}"
+        if not peer.has_exited:
+            text += (
+                f"; last heard {now - peer.heard_at:.1f} s ago, its host {now - peer.host.heard_at:.1f} s ago; {link}"
+            )
+        if peer.standing is Standing.SUSPECT:
+            text += f"; dead in {max(0.0, peer.end()[0] - now):.1f} s if nothing more is heard"
+        if len(self._peers) > 1 and all(other.standing is not Standing.TRUSTED for other in self._peers.values()):
+            text += "; nobody else is heard either: this machine may be the one that is cut off"
+        return text
+
+    def _why(self, peer: _Peer, cause: Cause, now: float) -> str:
+        match cause:
+            case Cause.SILENT:
+                hangs = peer.vouched_at > peer.heard_at + VOUCHED
+                return f"silent for {now - peer.heard_at:.1f} s{'; it is alive, so it hangs' if hangs else ''}"
+            case Cause.LINK_LOST:
+                return "its link ended"
+            case Cause.STOPPED:
+                return "its process is stopped (SIGSTOP, a debugger)"
+            case Cause.HOST_SILENT:
+                return f"nothing heard from its host {peer.host.name} for {now - peer.host.heard_at:.1f} s"
+            case Cause.EXITED:
+                return "its process has exited"
+
+    # Judging.
+
+    def _look(self, peer: _Peer, now: float) -> float:
+        """Do what is due for a peer; return when to look again if nothing is heard of it."""
+        if peer.has_exited:
+            return math.inf
+        again = math.inf
+        if peer.is_linked:
+            again = max(peer.heard_at, peer.pinged_at) + INTERVAL
+            if now >= again:
+                again = self._ping(peer, now) + INTERVAL
+        if peer.standing is Standing.TRUSTED:
+            if now < (due := peer.alive_at + peer.patience):
+                return min(again, due)
+            self._suspect(peer, Cause.SILENT, now)
+        elif peer.standing is Standing.SUSPECT and now >= peer.end()[0]:
+            self._give_up(peer, peer.end()[1], now)
+        return min(again, peer.end()[0]) if peer.standing is Standing.SUSPECT else again
+
+    def _ping(self, peer: _Peer, now: float) -> float:
+        self._effects.append(Ping(peer.id))
+        peer.pinged_at = now
+        return now
+
+    def _suspect(self, peer: _Peer, cause: Cause, now: float) -> None:
+        if peer.standing is Standing.TRUSTED or (peer.standing is Standing.SUSPECT and cause > peer.cause):
+            peer.standing, peer.cause = Standing.SUSPECT, cause
+            self._effects.append(Suspect(peer.id, cause, self._why(peer, cause, now)))
+            self._look_by(now + INTERVAL)
+
+    def _give_up(self, peer: _Peer, cause: Cause, now: float) -> None:
+        was_dead = peer.standing is Standing.DEAD
+        peer.standing, peer.cause = Standing.DEAD, cause
+        if not was_dead:
+            self._effects.append(Dead(peer.id, cause, self._why(peer, cause, now)))
+
+    def _reconsider(self, peer: _Peer, now: float) -> None:
+        """Trust a peer again, unless something is still held against it."""
+        if not peer.is_linked or peer.stopped_at is not None or peer.has_exited:
+            return
+        if now < peer.alive_at + peer.patience:
+            if peer.cause is Cause.SILENT:  # in vain: the link is worse than it seemed, until it is seen to be better
+                peer.patience, peer.jitter = SUSPECT_MOST, (SUSPECT_MOST - SUSPECT_LEAST) / 4
+            peer.standing = Standing.TRUSTED
+            self._effects.append(Trust(peer.id))
+
+    def _forgive(self, seconds: float, now: float) -> None:
+        """Take time in which nobody could be heard off everybody's silence, and ask them all."""
+        for host in self._hosts.values():
+            host.heard_at = min(now, host.heard_at + seconds)
+        for peer in self._peers.values():
+            peer.heard_at = min(now, peer.heard_at + seconds)
+            peer.vouched_at = min(now, peer.vouched_at + seconds)
+            if peer.stopped_at is not None:
+                peer.stopped_at = min(now, peer.stopped_at + seconds)
+            if peer.is_linked and not peer.has_exited:
+                self._ping(peer, now)
+
+    def _look_by(self, at: float) -> None:
+        self._look_at = min(self._look_at, at)

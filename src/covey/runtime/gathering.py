@@ -1,0 +1,506 @@
+"""Nodes of a cluster that look for each other and stay in touch. On the control loop.
+
+A node is somebody after TLS has proved its key and its Hello was welcomed. Between two nodes one link remains, whoever
+dialled it; that one also dials their lanes, because it is known to reach the other.
+
+A plain `Gathering` is a visitor: it meets everyone who is there, asks and answers, and takes part in nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import secrets
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError
+from covey.net import clusters
+from covey.net.identity import short_id
+from covey.net.interfaces import advertised, describe, to_dial, usable_interfaces
+from covey.runtime.acquaintance import Acquaintance
+from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any, spell
+from covey.runtime.probe import best_way, sound_each
+from covey.runtime.search import AGAIN_SECONDS, Hints, Search
+from covey.wire import messages
+from covey.wire.secret import ClusterSecret
+
+if TYPE_CHECKING:
+    import socket
+
+    from covey.base.config import GroupConfig
+    from covey.net.clusters import Cluster
+    from covey.runtime.greet import Where
+    from covey.runtime.link import Link
+    from covey.runtime.seat import Seat
+
+logger = logging.getLogger("covey")
+
+PING_SECONDS: Final = 2.0
+STILL_THERE_SECONDS: Final = 1.0
+"""How long an old life of a node has to answer, when a new one comes."""
+DIALS_AT_ONCE: Final = 64
+"""Hints followed at the same time; more of them come again."""
+PINGS_LIMIT: Final = 100
+CARDS_LIMIT: Final = 1000
+REACH_LIMIT: Final = 16
+ADDRESSES_LIMIT: Final = 64
+_GIVEN: Final = "its secret was given by COVEY_SECRET, COVEY_SECRET_FILE or secret=; change it there"
+
+
+class Gathering:
+    """One node's side of meeting the others of its cluster."""
+
+    purpose = "visitor"
+    run = ""
+
+    def __init__(self, cluster: Cluster, config: GroupConfig, seat: Seat, *, announce: bool = True) -> None:
+        """Take a seat. Without `announce`, the others are found but do not find us."""
+        self.cluster, self.config, self.seat = cluster, config, seat
+        self.card = seat.card
+        self.met: dict[bytes, Acquaintance] = {}
+        """By node id: those who take part in something; to a visitor, everyone."""
+        self.refusals: dict[str, str] = {}
+        """Who was heard but not taken, and why."""
+        self._failures: dict[str, tuple[str, tuple[messages.Address, ...]]] = {}
+        """What came of dialling seeds and hints: why, and where."""
+        self.hung_up: dict[str, float] = {}
+        """Seeds that hang up on us at the door, and since when."""
+        assert seat.neighbours is not None
+        self.search = Search(
+            cluster,
+            self.card,
+            config.interfaces,
+            seat.neighbours,
+            found=self._found,
+            try_seed=self._dial_seed,
+            announce=announce,
+        )
+        self._visitors: set[Acquaintance] = set()
+        self._dialling: set[tuple[messages.Address, ...]] = set()
+        self._hints = Hints()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.is_closing = False
+        seat.entrance.on_link = self._greet
+
+    async def open(self) -> None:
+        """Start to listen, to announce and to look around."""
+        self.seat.entrance.open()
+        self.spawn(self.search.run())
+        self.spawn(self._keep_addresses_true())
+        self.spawn(self._keep_following_hints())
+        self.spawn(self._ping_everyone())
+
+    # What else a node may do with those it meets
+
+    def met_someone(self, someone: Acquaintance) -> None:
+        """There is a first link with someone."""
+
+    def lost_someone(self, someone: Acquaintance) -> None:
+        """The last link with someone has ended."""
+
+    def switched(self, someone: Acquaintance) -> None:
+        """Another link with someone is in use, or a better way was found."""
+
+    def may_switch(self, someone: Acquaintance) -> bool:
+        """Tell whether the link with someone may be exchanged for another now: what is on its way may be lost."""
+        return True
+
+    def heard(self, someone: Acquaintance, message: messages.Control) -> None:
+        """Someone said something that a visitor has no use for."""
+
+    def turned_down(self, error: AuthError) -> None:
+        """This node cannot be in the cluster."""
+        self.refusals["this node"] = str(error)
+
+    def tell(self) -> messages.Tell:
+        """Return how this node sees its run."""
+        return messages.Tell(self.run, self.purpose, b"", b"", 0.0, tuple(map(self.peer_state, self.met.values())))
+
+    # Looking
+
+    async def _keep_addresses_true(self) -> None:
+        """Tell others by which addresses we can be reached now: a laptop changes networks."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            with contextlib.suppress(ConfigError):
+                addresses = advertised(usable_interfaces(self.config.interfaces), self.card.contact.addresses[0].port)
+                if addresses and addresses != self.card.contact.addresses:
+                    self.card = messages.moved(self.card, addresses)
+
+    async def _dial_seed(self, seed: str, addresses: tuple[messages.Address, ...]) -> None:
+        """Try a seed again, unless there is somebody to ask already."""
+        if not self.met:
+            await self._dial(addresses, seed=seed)
+
+    def _found(self, addresses: tuple[messages.Address, ...], same_host: bool = False) -> None:
+        """Someone may be at these addresses."""
+        self._hints.add(addresses, time.monotonic(), same_host=same_host)
+        self._follow_hints()
+
+    def _follow_hints(self) -> None:
+        for addresses, same_host in self._hints.due(time.monotonic()):
+            if len(self._dialling) < DIALS_AT_ONCE and not self._is_known(addresses, same_host) and not self.is_closing:
+                self._dialling.add(addresses)
+                self.spawn(self._dial_once(addresses, same_host))
+
+    async def _keep_following_hints(self) -> None:
+        while True:
+            await asyncio.sleep(AGAIN_SECONDS / 4)
+            self._follow_hints()
+
+    def _is_known(self, addresses: tuple[messages.Address, ...], same_host: bool) -> bool:
+        if addresses in self._dialling:
+            return True
+        places = {(address.ip, address.port) for address in addresses}
+        return any(places & self._places_of(someone, same_host) for someone in (*self.met.values(), *self._visitors))
+
+    def _places_of(self, someone: Acquaintance, same_host: bool) -> set[tuple[str, int]]:
+        contact = someone.card.contact
+        if not same_host:
+            return {(address.ip, address.port) for address in contact.addresses}
+        is_here = contact.host == self.card.contact.host
+        return {("127.0.0.1", address.port) for address in contact.addresses if is_here}
+
+    async def _dial_once(self, addresses: tuple[messages.Address, ...], same_host: bool) -> None:
+        try:
+            await self._dial(addresses, same_host=same_host)
+        finally:
+            self._dialling.discard(addresses)
+
+    async def _dial(self, addresses: tuple[messages.Address, ...], *, same_host: bool = False, seed: str = "") -> None:
+        where = seed or ", ".join(spell((address.ip, address.port)) for address in addresses)
+        try:
+            own = usable_interfaces(self.config.interfaces)
+            is_loopback = any(address.ip.startswith("127.") or address.ip == "::1" for address in addresses)
+            ways: list[Where] = list(to_dial(own, addresses, same_host or is_loopback))
+            link, welcome, _, way = await dial_any(ways, self.seat.gate, self._hello())
+        except HungUpError as error:
+            self._failed(where, str(error), addresses)
+            if seed:
+                self.hung_up.setdefault(seed, time.monotonic())
+        except (RefusedError, AuthError, ConnectError, TimeoutError) as error:
+            self.hung_up.pop(seed, None)
+            said = "says" if isinstance(error, RefusedError) else "cannot be reached"
+            self._failed(where, str(error) if isinstance(error, AuthError) else f"{said}: {error}", addresses)
+        else:
+            self.hung_up.pop(seed, None)
+            self._failures.pop(where, None)
+            if welcome.card.id == self.card.id and welcome.card.life == self.card.life:
+                self._hints.forget(addresses)
+                link.abort()
+            elif self._objection(welcome.card):
+                link.abort()
+            else:
+                self._meet(welcome.card, welcome.purpose, link, way)
+
+    def _hello(self) -> messages.Hello:
+        return messages.Hello(
+            version=messages.VERSION,
+            nonce=secrets.token_bytes(32),
+            purpose=self.purpose,
+            run=self.run,
+            rank=-1,
+            size=0,
+            lanes=self.config.lanes,
+            card=self.card,
+        )
+
+    # Meeting
+
+    async def _greet(self, sock: socket.socket, said: bytes) -> None:
+        admitted = await admit(sock, self.seat.gate, said, self._judge)
+        if admitted is not None:
+            link, hello, _ = admitted
+            if hello.card.life == self.card.life:
+                link.close()
+            else:
+                self._meet(hello.card, hello.purpose, link, None)
+
+    def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
+        if hello.version != messages.VERSION:
+            reason = f"it speaks version {hello.version} of covey's protocol, and we speak {messages.VERSION}"
+            self._note_refusal(hello.card, reason)
+            return messages.Refusal(f"you speak version {hello.version}, and we {messages.VERSION}", retry=False)
+        if hello.card.id == self.card.id and hello.card.life == self.card.life:
+            return messages.Welcome(-1, self.card, self.purpose)  # ourselves: the dialler notices
+        if reason := self._objection(hello.card):
+            return messages.Refusal(reason, retry=False)
+        if hello.purpose == "rank":
+            return messages.Refusal("nodes agree on their ranks here; a launcher has no say", retry=False)
+        return messages.Welcome(-1, self.card, self.purpose)
+
+    def _objection(self, card: messages.Card) -> str:
+        """Return why we want nothing to do with a node that holds the secret, or nothing."""
+        reason = ""
+        if card.id in self.cluster.denied:
+            reason = f"node {card.name} ({short_id(card.id)}) is denied on {self.card.name}"
+        elif not card.contact.addresses or len(card.contact.addresses) > ADDRESSES_LIMIT or len(card.life) != 16:
+            reason = "the card is not filled in"
+        elif card.id == self.card.id:
+            reason = self._same_identity(card)
+        elif (old := self.met.get(card.id)) is not None and old.card.life != card.life:
+            unanswered = min(old.pings.values(), default=time.monotonic())
+            if card.life > old.card.life and time.monotonic() - unanswered > STILL_THERE_SECONDS:
+                self.part(old)  # it does not answer any more: the newer life has taken its place
+            else:
+                self._ping(old)
+                reason = _in_use(old.card)
+        if reason:
+            self._note_refusal(card, reason)
+        return reason
+
+    def _same_identity(self, card: messages.Card) -> str:
+        """Two living nodes have one key: a copied folder. The one that came later has to go."""
+        if card.life < self.card.life:
+            self.turned_down(AuthError(
+                f"this node's identity is in use by process {card.pid} on {card.host_name} "
+                f"({card.contact.addresses[0].ip}). Was the configuration folder copied from there? Remove the "
+                "`identities` folder in this copy, and a new identity is made."
+            ))  # fmt: skip
+        return _in_use(card if card.life < self.card.life else self.card)
+
+    def _failed(self, where: str, reason: str, addresses: tuple[messages.Address, ...]) -> None:
+        self._failures.pop(where, None)
+        self._failures[where] = reason, addresses
+        if len(self._failures) > CARDS_LIMIT:
+            del self._failures[next(iter(self._failures))]
+
+    def problems(self) -> dict[str, str]:
+        """Return whom we heard of and are not linked with, and why."""
+        failures = {
+            where: reason
+            for where, (reason, addresses) in self._failures.items()
+            if not any(self._is_at(addresses, someone) for someone in self.met.values())
+        }
+        return {**self.refusals, **failures, **self.search.problems}
+
+    def _is_at(self, addresses: tuple[messages.Address, ...], someone: Acquaintance) -> bool:
+        places = {(address.ip, address.port) for address in addresses}
+        return bool(places & (self._places_of(someone, True) | self._places_of(someone, False)))
+
+    def _note_refusal(self, card: messages.Card, reason: str) -> None:
+        name = _spell_card(card)
+        if self.refusals.get(name) != reason and len(self.refusals) < CARDS_LIMIT:
+            self.refusals[name] = reason
+            logger.warning("%s is not taken: %s", name, reason)
+
+    def _meet(self, card: messages.Card, purpose: str, link: Link, way: Where | None) -> None:
+        """A link stands."""
+        if purpose == "visitor" and self.purpose != "visitor":
+            someone = Acquaintance(card, purpose)
+            self._visitors.add(someone)
+            self._use(someone, link, way)
+            someone.send(messages.Known(tuple(each.card for each in self.met.values())))
+            return
+        known = self.met.get(card.id)
+        if known is not None and known.card.life == card.life:
+            self._choose(known, link, way)
+            return
+        if known is not None:
+            self.part(known)
+        someone = self.met[card.id] = Acquaintance(card, purpose)
+        self.refusals.pop(_spell_card(card), None)
+        self.seat.entrance.member_ips.add(link.remote_ip)
+        self._use(someone, link, way)
+        if self.met.get(card.id) is not someone:  # it went as quickly as it came
+            return
+        self.spawn(self._remember(card))
+        someone.send(messages.Known(tuple(each.card for each in self.met.values() if each is not someone)))
+        for each in self.met.values():
+            if each is not someone:
+                each.send(messages.Known((card,)))
+        self._ping(someone)
+        self.met_someone(someone)
+
+    async def _remember(self, card: messages.Card) -> None:
+        """Write down whom we met, so that people can name them in `covey deny`."""
+        with contextlib.suppress(CoveyError, OSError):  # a secret from the environment belongs to no file
+            remember = functools.partial(clusters.remember, self.cluster.name, card.id, card.name)
+            await asyncio.get_running_loop().run_in_executor(None, remember)
+
+    def _choose(self, someone: Acquaintance, link: Link, way: Where | None) -> None:
+        """There is a second link to someone. Nothing changes once a run is being decided on: messages could be lost."""
+        if self.card.id > someone.card.id:
+            self._use(someone, link, way)
+        elif way is not None and not someone.is_dialled and self.may_switch(someone):
+            old = list(someone.links)
+            self._use(someone, link, way)
+            for each in old:
+                each.close()
+        else:
+            link.close()
+
+    def _use(self, someone: Acquaintance, link: Link, way: Where | None) -> None:
+        someone.links[link] = way
+        someone.link = link
+        self.switched(someone)
+        link.attach(functools.partial(self._heard_frame, someone, link), functools.partial(self._ended, someone, link))
+        if way is not None:
+            self.spawn(self._find_best_way(someone, way))
+
+    def part(self, someone: Acquaintance) -> None:
+        """Let go of someone."""
+        links, someone.links, someone.link = list(someone.links), {}, None
+        for link in links:
+            link.abort()
+        self._visitors.discard(someone)
+        if self.met.get(someone.card.id) is someone:
+            del self.met[someone.card.id]
+            if not self.is_closing:
+                self.lost_someone(someone)
+
+    def _ended(self, someone: Acquaintance, link: Link) -> None:
+        if link not in someone.links:
+            return
+        if isinstance(link.error, CoveyError):
+            logger.warning("%s sent nonsense and is cut off: %s", someone.card.name, link.error)
+        del someone.links[link]
+        if not someone.links:
+            self.part(someone)
+        elif someone.link is link:
+            someone.link = next(reversed(someone.links))
+            self.switched(someone)
+
+    async def _find_best_way(self, someone: Acquaintance, known: Where) -> None:
+        """Measure every way to a node that we dial, and take the shortest for lanes."""
+        own = usable_interfaces(self.config.interfaces)
+        contact = someone.card.contact
+        ways: list[Where] = list(to_dial(own, contact.addresses, contact.host == self.card.contact.host))
+        way, round_trip = await best_way(ways, self.seat.gate, known)
+        if way is not None:
+            someone.way, someone.round_trip = way, round_trip
+            self.switched(someone)
+
+    # What is said on links
+
+    def _heard_frame(self, someone: Acquaintance, link: Link, body: bytes) -> None:
+        message = messages.decode_control(body)
+        if link is not someone.link and link in someone.links:
+            someone.link = link
+            self.switched(someone)
+        match message:
+            case messages.Known(cards):
+                for card in cards[:CARDS_LIMIT]:
+                    if card.id not in self.met and card.id != self.card.id:
+                        same_host = card.contact.host == self.card.contact.host
+                        self._found(card.contact.addresses, same_host=same_host)
+            case messages.Ping(number):
+                someone.send(messages.Pong(number, time.time()))
+            case messages.Pong(number, clock):
+                sent = someone.pings.pop(number, None)
+                if sent is not None:
+                    someone.pings.clear()
+                    taken = time.monotonic() - sent
+                    someone.clock_offset = clock + taken / 2 - time.time()
+                    if someone.round_trip < 0 or not someone.is_dialled:
+                        someone.round_trip = taken if someone.round_trip < 0 else min(taken, someone.round_trip)
+            case messages.Ask():
+                someone.send(self.tell())
+            case messages.Reach(addresses):
+                self.spawn(self._reach(someone, addresses))
+            case messages.NewSecret(key):
+                self.spawn(self._answer_new_secret(someone, key))
+            case messages.Tell() | messages.Reached() | messages.SecretKept():
+                someone.answered(message)
+            case _:
+                self.heard(someone, message)
+
+    async def _ping_everyone(self) -> None:
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            for someone in list(self.met.values()):
+                self._ping(someone)
+
+    def _ping(self, someone: Acquaintance) -> None:
+        if len(someone.pings) < PINGS_LIMIT:
+            number = secrets.randbits(32)
+            someone.pings[number] = time.monotonic()
+            someone.send(messages.Ping(number))
+
+    def peer_state(self, someone: Acquaintance, lane: str = "") -> messages.PeerState:
+        """Return how someone is reached; `lane` is the kind of lane to it."""
+        link = someone.link
+        assert link is not None
+        remote = spell(someone.way) if someone.way is not None else link.address
+        return messages.PeerState(
+            card=someone.card,
+            rank=someone.rank,
+            lane=lane,
+            local=link.local_ip,
+            remote=remote,
+            interface=describe(link.local_ip),
+            round_trip=someone.round_trip,
+            clock_offset=someone.clock_offset,
+        )
+
+    async def _reach(self, someone: Acquaintance, addresses: tuple[messages.Address, ...]) -> None:
+        """Try the addresses that a visitor says it has."""
+        own = usable_interfaces(self.config.interfaces)
+        results = await sound_each(addresses[:REACH_LIMIT], own, self.seat.gate)
+        round_trips = tuple(result.round_trip for result in results)
+        someone.send(messages.Reached(round_trips, tuple(result.problem for result in results)))
+
+    async def _answer_new_secret(self, someone: Acquaintance, key: bytes) -> None:
+        keep = functools.partial(self._keep_secret, key)
+        someone.send(messages.SecretKept(await asyncio.get_running_loop().run_in_executor(None, keep)))
+
+    def _keep_secret(self, key: bytes) -> str:
+        """Store the cluster's new secret for the next time; return why that failed, or nothing. Writes to disk."""
+        name, own = self.cluster.name, self.cluster.secret
+
+        def change(saved: Cluster) -> Cluster:
+            if saved.secret not in (own, secret):
+                raise ConfigError(_GIVEN)
+            return replace(saved, secret=secret)
+
+        try:
+            secret = ClusterSecret(name, key)
+            if not clusters.cluster_path(name).exists():
+                return _GIVEN
+            clusters.update(name, change)
+        except (CoveyError, OSError) as error:
+            return str(error)
+        logger.warning("the secret of cluster %r was changed; it is used from the next start on", name)
+        return ""
+
+    # The end
+
+    def spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the gathering failed", exc_info=error)
+
+    async def close(self) -> None:
+        """Leave: stop listening and announcing, and close every link."""
+        if self.is_closing:
+            return
+        self.is_closing = True
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.seat.entrance.close()
+        links = [link for someone in (*self.met.values(), *self._visitors) for link in someone.links]
+        for link in links:
+            link.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(*(link.ended.wait() for link in links))
+
+
+def _spell_card(card: messages.Card) -> str:
+    return f"{card.name} ({card.contact.addresses[0].ip if card.contact.addresses else '?'})"
+
+
+def _in_use(card: messages.Card) -> str:
+    where = card.contact.addresses[0].ip if card.contact.addresses else "?"
+    return f"identity {short_id(card.id)} is in use by process {card.pid} on {card.host_name} ({where})"

@@ -1,0 +1,127 @@
+"""Joining a run of a cluster: from a secret and a name to a group."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.base.config import PORTS
+from covey.base.errors import ConfigError
+from covey.net import shm
+from covey.runtime import loop as control
+from covey.runtime.bootstrap import group_of
+from covey.runtime.candidate import Candidate
+from covey.runtime.engine import Engine
+from covey.runtime.group import Group
+from covey.runtime.node import Node
+from covey.runtime.seat import cluster_seat
+from covey.runtime.torch_env import export_torch_env
+from covey.wire import messages
+from covey.wire.formation import Terms
+
+if TYPE_CHECKING:
+    from covey.base.config import GroupConfig
+    from covey.net.clusters import Cluster
+    from covey.runtime.bootstrap import ClusterOptions, WantedRun
+    from covey.runtime.seat import Seat
+
+CLOSE_SECONDS: Final = 5.0
+"""How long leaving a run that did not come about may take."""
+
+
+def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions) -> Group:
+    """Return the group of a run once its nodes have agreed on it.
+
+    Raises:
+        ConfigError: there is no cluster, or a setting cannot work.
+        AuthError: the secret or this node's identity is not accepted.
+        DeadlineError: the others did not come in time.
+    """
+    deadline = time.monotonic() + wanted.timeout
+    if config.lanes == "shm" and not shm.usable():
+        raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
+    if wanted.size == 1:
+        return _ready(Group(Engine(None, 0, (0,), wanted.name, config), local_rank=0), None)
+    cluster = options.find(os.environ)
+    seat = cluster_seat(cluster, config, run=wanted.name, ports=_ports())
+    terms = Terms(
+        run=wanted.name,
+        program=wanted.program,
+        size=wanted.size,
+        min_size=wanted.min_size,
+        max_size=wanted.max_size,
+        version=f"{messages.VERSION}",
+        lanes=config.lanes,
+    )
+    over = threading.Event()
+    future = control.start(_gather(cluster, terms, config, seat, deadline, over))
+    try:
+        node = future.result()
+    except BaseException:  # Ctrl-C, too
+        future.cancel()
+        over.wait(CLOSE_SECONDS)
+        seat.on_close()
+        raise
+    return _ready(group_of(node, local_rank=_local_rank(node)), node)
+
+
+def _ready(group: Group, node: Node | None) -> Group:
+    """Do what `covey run` asked for before the program has its group."""
+    if os.environ.get("COVEY_TORCH_ENV") == "1":
+        try:
+            export_torch_env(group, node)
+        except BaseException:
+            group.close()
+            raise
+    return group
+
+
+async def _gather(
+    cluster: Cluster, terms: Terms, config: GroupConfig, seat: Seat, deadline: float, over: threading.Event
+) -> Node:
+    """Return the node of an agreed run; `over` is set when everything is closed instead."""
+    candidate = Candidate(cluster, config, seat, terms)
+    try:
+        await candidate.open()
+        formed, by_rank = await candidate.form(max(0.1, deadline - time.monotonic()))
+        rank = next(rank for rank, member in enumerate(formed.view) if member.id == candidate.card.id)
+        node = Node(
+            rank=rank,
+            size=len(formed.view),
+            run=terms.run,
+            gate=seat.gate,
+            card=candidate.card,
+            config=config,
+            entrance=seat.entrance,
+            contacts={},
+            companions=(candidate,),
+            on_close=seat.on_close,
+        )
+        candidate.carry_on(node, by_rank)
+        return node
+    except BaseException:
+        try:
+            await candidate.close()
+        finally:
+            over.set()
+        raise
+
+
+def _local_rank(node: Node) -> int:
+    """Return this node's number among those of the run on its host: ranks of one host are next to each other."""
+    return sum(
+        1
+        for peer in node.peers.values()
+        if peer.rank < node.rank and peer.contact is not None and peer.contact.host == node.host
+    )
+
+
+def _ports() -> range | tuple[int, ...]:
+    text = os.environ.get("COVEY_PORT", "")
+    if not text:
+        return PORTS
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
+        raise ConfigError(f"COVEY_PORT={text!r} must be a port from 1 to 65535")
+    return (int(text),)

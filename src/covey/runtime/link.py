@@ -1,0 +1,196 @@
+"""Links: authenticated connections that carry control messages in frames. On the control loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import ssl
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.net.descriptors import track
+from covey.wire.frame import CONTROL_LIMIT, Framer, frame
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from covey.net.tls import Credentials
+
+BACKLOG_LIMIT: Final = 1 << 20
+"""Bytes queued for a peer that does not read; beyond this, what is sent to it is dropped."""
+UNREAD_LIMIT: Final = 256
+"""Frames that may wait for an owner before the peer is kept from sending more."""
+HANDSHAKE_SECONDS: Final = 5.0
+GOODBYE_SECONDS: Final = 1.0
+
+
+class Link(asyncio.Protocol):
+    """One connection. Frames are kept until `attach` names who wants them, or `receive` takes them one by one."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        """The other end's, for people."""
+        self.local_ip = ""
+        self.remote_ip = ""
+        self.ended = asyncio.Event()
+        self._framer = Framer(CONTROL_LIMIT)
+        self._frames: collections.deque[bytes] = collections.deque()
+        self._arrived = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+        self._sock: socket.socket | None = None
+        """What is read to the end when a write fails; not under TLS, where reading is not ours to do."""
+        self._error: BaseException | None = None
+        self._on_frame: Callable[[bytes], None] | None = None
+        self._on_end: Callable[[], None] | None = None
+
+    @classmethod
+    async def plain(cls, sock: socket.socket) -> Link:
+        """Take over a connected socket whose other end has been proved already."""
+        return (await cls()._connect(sock, None, server_side=False))[0]
+
+    @classmethod
+    async def secure(cls, sock: socket.socket, credentials: Credentials, *, dialled: bool) -> tuple[Link, bytes]:
+        """Perform the TLS handshake on a connected socket; return the link and the node id at the other end.
+
+        A dialler that gets this far is not accepted yet: only the peer's first frame tells.
+
+        Raises:
+            AuthError: the other side is not of this cluster.
+            ConnectError: the connection broke.
+        """
+        from covey.net.tls import peer_id  # slow to load, and of no use to ranks of one host
+
+        context = credentials.dialling if dialled else credentials.accepting
+        try:
+            link, transport = await cls()._connect(sock, context, server_side=not dialled)
+        except ssl.SSLError as error:
+            raise AuthError(f"the TLS handshake failed: {error.reason or error}") from error
+        except OSError as error:
+            raise ConnectError(f"the connection broke in the TLS handshake: {error}") from error
+        try:
+            return link, peer_id(transport.get_extra_info("ssl_object"))
+        except BaseException:
+            link.abort()
+            raise
+
+    async def _connect(
+        self, sock: socket.socket, context: ssl.SSLContext | None, *, server_side: bool
+    ) -> tuple[Link, asyncio.BaseTransport]:
+        loop = asyncio.get_running_loop()
+        limits: dict[str, Any] = {}
+        if context is not None:
+            limits = {"ssl_handshake_timeout": HANDSHAKE_SECONDS, "ssl_shutdown_timeout": GOODBYE_SECONDS}
+        with contextlib.suppress(OSError, IndexError, TypeError):  # a unix socket has no such names
+            self.local_ip, self.remote_ip = plain_ip(sock.getsockname()[0]), plain_ip(sock.getpeername()[0])
+            self.address = f"{self.remote_ip}:{sock.getpeername()[1]}"
+        track(sock)
+        self._sock = sock if context is None else None
+        if server_side:
+            transport, _ = await loop.connect_accepted_socket(lambda: self, sock, ssl=context, **limits)
+        else:
+            name = None if context is None else ""
+            transport, _ = await loop.create_connection(
+                lambda: self, sock=sock, ssl=context, server_hostname=name, **limits
+            )
+        return self, transport
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._frames.extend(self._framer.feed(data))
+            self._deliver()
+        except CoveyError as error:
+            self._error = error
+            self.abort()
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        if error is not None and self._error is None:
+            self._error = error
+            if self._sock is not None:
+                # A write failed, perhaps before the peer's last words were read: why it left.
+                with contextlib.suppress(OSError):
+                    while data := self._sock.recv(1 << 16):
+                        self.data_received(data)
+        self._deliver()
+        self.ended.set()
+        self._arrived.set()
+        if self._on_end is not None:
+            self._on_end()
+
+    def _deliver(self) -> None:
+        if self._on_frame is not None:
+            while self._frames:
+                self._on_frame(self._frames.popleft())
+        elif self._frames:
+            self._arrived.set()
+            if len(self._frames) > UNREAD_LIMIT and self._transport is not None:
+                self._transport.pause_reading()
+
+    # What the owner calls
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something can still be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What broke the link, if it was not closed in order."""
+        return self._error
+
+    async def receive(self) -> bytes:
+        """Return the next frame; only before `attach`.
+
+        Raises:
+            AuthError: the other side rejected our certificate.
+            ConnectError: the link ended.
+        """
+        while not self._frames:
+            if self.ended.is_set():
+                if isinstance(self._error, ssl.SSLError):
+                    raise AuthError(f"the other side ended the TLS connection: {self._error.reason or self._error}")
+                raise ConnectError(f"the connection ended in the greeting: {self._error or 'closed'}")
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._frames.popleft()
+
+    def attach(self, on_frame: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+        """Hand every frame from now on, and those that wait, to `on_frame`; `on_end` is called once, at the end.
+
+        A CoveyError from `on_frame` means that the peer talks nonsense, and cuts it off.
+        """
+        self._on_frame, self._on_end = on_frame, on_end
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self.data_received(b"")
+        if self.ended.is_set():
+            on_end()
+
+    def send(self, body: bytes) -> None:
+        """Send a frame. Returns at once; the dead are skipped, and those who do not read are not waited for."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size() > BACKLOG_LIMIT:
+            return
+        transport.write(frame(body))
+
+    def close(self) -> None:
+        """Close once everything is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def plain_ip(ip: str) -> str:
+    """Return an address without its scope, and an IPv4 one that came to an IPv6 socket as itself."""
+    return ip.partition("%")[0].removeprefix("::ffff:")

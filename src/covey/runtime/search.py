@@ -1,0 +1,136 @@
+"""Where nodes of a cluster may be: multicast, the folder of this host, and seeds. On the control loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from covey.base.config import PORTS
+from covey.base.errors import ConfigError, CoveyError
+from covey.net.mdns import Beacon
+from covey.runtime.seat import numeric
+from covey.wire.messages import Address
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from covey.net.clusters import Cluster
+    from covey.net.neighbours import Neighbours
+    from covey.wire.messages import Card
+
+LOOK_SECONDS: Final = 0.2
+"""How often the folder of this host is looked at, while others are waited for."""
+AGAIN_SECONDS: Final = 1.0
+"""How soon a hint that led nowhere is followed again, the first time."""
+SELDOM_SECONDS: Final = 15.0
+HINTS_LIMIT: Final = 256
+SEED_SECONDS: Final = 1.0
+"""How often a seed that did not answer is tried again, at most."""
+
+
+class Hints:
+    """Addresses at which somebody may be, and when to try each again: nobody repeats them for us."""
+
+    def __init__(self) -> None:
+        self._hints: dict[tuple[Address, ...], tuple[float, float, bool]] = {}
+        """When to try, how long to wait after that, and whether they are on this host."""
+
+    def add(self, addresses: tuple[Address, ...], now: float, *, same_host: bool) -> None:
+        """Note that somebody said so, just now."""
+        if addresses and addresses not in self._hints:
+            while len(self._hints) >= HINTS_LIMIT:
+                del self._hints[next(iter(self._hints))]
+            self._hints[addresses] = now, AGAIN_SECONDS, same_host
+
+    def due(self, now: float) -> list[tuple[tuple[Address, ...], bool]]:
+        """Return those to try now, and whether each is on this host; they are due again later, and ever later."""
+        ready = [(addresses, hint) for addresses, hint in self._hints.items() if hint[0] <= now]
+        for addresses, (_, pause, same_host) in ready:
+            self._hints[addresses] = now + pause, min(2 * pause, SELDOM_SECONDS), same_host
+        return [(addresses, same_host) for addresses, (_, _, same_host) in ready]
+
+    def forget(self, addresses: tuple[Address, ...]) -> None:
+        """Note that nobody else is there."""
+        self._hints.pop(addresses, None)
+
+
+class Search:
+    """Announces a node, and finds addresses at which others may be. All of them are hints: only a greeting tells."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        card: Card,
+        interfaces: str,
+        neighbours: Neighbours,
+        *,
+        found: Callable[..., None],
+        try_seed: Callable[[str, tuple[Address, ...]], Awaitable[None]],
+        announce: bool = True,
+    ) -> None:
+        """`found(addresses, same_host=)` gets hints as they come; `try_seed` dials a seed, time and again.
+
+        Without `announce` it only looks.
+        """
+        self._port, self._socket = card.contact.addresses[0].port, card.contact.socket
+        self._seeds = cluster.seeds
+        self._found, self._try_seed, self._announces = found, try_seed, announce
+        self.beacon = Beacon(cluster.secret.derive("mdns"), self._port, interfaces, found, announce=announce)
+        self._neighbours = neighbours
+        self.look_seconds = LOOK_SECONDS
+        self.problems: dict[str, str] = {}
+        """What keeps the search from working, by seed or `multicast`."""
+
+    async def run(self) -> None:
+        """Search until cancelled."""
+        try:
+            if self._announces:
+                self._neighbours.announce(self._port, self._socket)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._look_around_here())
+                group.create_task(self._announce())
+                for seed in self._seeds:
+                    group.create_task(self._keep_trying(seed))
+        finally:
+            self._neighbours.close()
+            await self.beacon.close()
+
+    async def _announce(self) -> None:
+        try:
+            await self.beacon.start()
+        except (OSError, CoveyError) as error:  # the other ways still work, and `covey doctor` explains
+            self.problems["multicast"] = str(error)
+
+    async def _look_around_here(self) -> None:
+        while True:
+            for neighbour in self._neighbours.others():
+                self._found((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
+            await asyncio.sleep(self.look_seconds)
+
+    async def _keep_trying(self, seed: str) -> None:
+        loop, pause = asyncio.get_running_loop(), 0.1
+        while True:
+            try:
+                addresses = await loop.run_in_executor(None, parse_seed, seed)
+            except CoveyError as error:
+                self.problems[seed] = str(error)
+            else:
+                self.problems.pop(seed, None)
+                await self._try_seed(seed, addresses)
+            await asyncio.sleep(pause)
+            pause = min(SEED_SECONDS, pause * 2)
+
+
+def parse_seed(seed: str) -> tuple[Address, ...]:
+    """Return the addresses of `host:port` or `[ip]:port`; without a port, the first that nodes use.
+
+    Raises:
+        ConfigError: it is neither.
+        ConnectError: there is no such host.
+    """
+    host, separator, port = seed.rpartition(":")
+    if seed.endswith("]") or not separator or (seed.count(":") > 1 and not seed.startswith("[")):
+        host, port = seed, str(PORTS[0])
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"seed {seed!r} is not host:port")
+    return numeric(host.strip("[]"), int(port))

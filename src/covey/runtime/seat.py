@@ -1,0 +1,211 @@
+"""Taking a seat: everything that a node needs of its host before it can meet the others of its run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from covey.base.config import PORTS
+from covey.base.errors import ConfigError, ConnectError
+from covey.base.version import __version__
+from covey.net.meeting import Meeting, check_folder, host_token, local_address_towards, socket_path
+from covey.runtime.entrance import Entrance
+from covey.runtime.greet import Gate
+from covey.runtime.link import plain_ip
+from covey.wire.messages import Address, Card, Contact
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from covey.base.config import GroupConfig
+    from covey.net.clusters import Cluster
+    from covey.net.identity import NodeIdentity
+    from covey.net.neighbours import Neighbours
+    from covey.runtime.bootstrap import Place
+
+PORT_OFFSET: Final = 1
+"""Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""
+BACKLOG: Final = 256
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A node's own half of every link: what it proves itself with, who it is, and where it listens."""
+
+    gate: Gate
+    card: Card
+    entrance: Entrance
+    contacts: Mapping[int, Contact]
+    """The ranks that it knows how to reach from the start."""
+    on_close: Callable[[], None]
+    neighbours: Neighbours | None = None
+    """In a cluster: its nodes on this host."""
+
+
+def folder_seat(place: Place, config: GroupConfig) -> Seat:
+    """Sit down in a folder of this host, where all ranks meet."""
+    folder = Path(place.folder)
+    if place.token is not None:
+        check_folder(folder)
+    meeting = Meeting(folder, place.rank, place.token)
+    listeners = [meeting.sock]
+    addresses: tuple[Address, ...] = ()
+    try:
+        if config.lanes in ("tcp", "secure"):
+            tcp = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+            tcp.setblocking(False)
+            listeners.append(tcp)
+            addresses = (Address("127.0.0.1", tcp.getsockname()[1], "lo"),)
+        host = host_token(folder)
+        gate = Gate.of_token(meeting.token)
+    except BaseException:
+        meeting.leave()
+        raise
+    return Seat(
+        gate=gate,
+        card=_anonymous_card(Contact(host, addresses, str(meeting.path))),
+        entrance=Entrance(listeners, gate.door_key, place.name),
+        contacts={
+            rank: Contact(host, (), str(socket_path(folder, rank))) for rank in range(place.size) if rank != place.rank
+        },
+        on_close=meeting.leave,
+    )
+
+
+def insecure_seat(place: Place) -> Seat:
+    """Listen where ranks on other hosts can come, in clear; name rank 0 as the one who knows them all."""
+    assert place.master is not None
+    host, port = place.master
+    with contextlib.ExitStack() as undo:
+        own = host if place.rank == 0 else local_address_towards(host)
+        listener = undo.enter_context(_listen_at(own, port + PORT_OFFSET if place.rank == 0 else 0))
+        folder = check_folder(Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="covey-"))))
+        path = str(socket_path(folder, place.rank))
+        local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        local.bind(path)
+        local.listen(BACKLOG)
+        local.setblocking(False)
+        # Nothing secret is shared: this only keeps different runs apart.
+        gate = Gate.of_token(f"insecure/{place.name}".encode())
+        address = Address(*listener.getsockname()[:2])
+        card = _anonymous_card(Contact(host_token(Path(tempfile.gettempdir())), (address,), path))
+        entrance = Entrance([listener, local], gate.door_key, place.name)
+        release = undo.pop_all().close
+    return Seat(gate, card, entrance, _rank_zero(place), release)
+
+
+def launched_seat(place: Place, config: GroupConfig, cluster: Cluster) -> Seat:
+    """Listen where ranks on other hosts can come, with the cluster's secret; rank 0 knows them all."""
+    assert place.master is not None
+    port = place.master[1] + PORT_OFFSET if place.rank == 0 else 0
+    return cluster_seat(cluster, config, run=place.name, ports=(port,), contacts=_rank_zero(place))
+
+
+def cluster_seat(
+    cluster: Cluster,
+    config: GroupConfig,
+    *,
+    run: str,
+    ports: range | tuple[int, ...] = PORTS,
+    contacts: Mapping[int, Contact] | None = None,
+    identity: NodeIdentity | None = None,
+    has_lanes: bool = True,
+) -> Seat:
+    """Listen on every interface that may be used, as a node of a cluster; `identity` defaults to a slot of this host.
+
+    Who `has_lanes` also listens at a unix socket, for those on this host.
+
+    Raises:
+        ConfigError: no port is free, no interface matches, or the identity cannot be used.
+    """
+    from covey.net.identity import NodeIdentity
+    from covey.net.interfaces import advertised, describe, loopback_interfaces, parse_pattern, usable_interfaces
+    from covey.net.neighbours import Neighbours
+    from covey.net.tls import Credentials
+
+    pattern = parse_pattern(config.interfaces)
+    with contextlib.ExitStack() as undo:
+        usable = usable_interfaces(config.interfaces)
+        own = identity if identity is not None else NodeIdentity.acquire()
+        undo.callback(own.release)
+        listener = undo.enter_context(_listen_everywhere(ports))
+        neighbours = Neighbours(cluster.secret.derive("local")[:8].hex())
+        undo.callback(neighbours.close)
+        listeners, path = [listener], ""
+        if has_lanes:
+            local, path = neighbours.listen(BACKLOG)
+            listeners.append(undo.enter_context(local))
+        port = listener.getsockname()[1]
+        addresses = advertised(usable, port) or (Address("127.0.0.1", port, "lo"),)
+        gate = Gate(
+            cluster.secret.derive("door"), credentials=Credentials(cluster.secret.derive("node-ca"), own.private)
+        )
+        host = host_token(Path(tempfile.gettempdir()))
+        contact = Contact(host, addresses, path)
+        card = Card(own.id, own.life, own.name, socket.gethostname(), os.getpid(), contact, __version__)
+        loopbacks = {ip for interface in loopback_interfaces() for ip in interface.addresses} | {"127.0.0.1", "::1"}
+
+        def allows(ip: str) -> bool:
+            plain = plain_ip(ip)
+            return plain in loopbacks or not config.interfaces or pattern.allows(describe(plain), plain)
+
+        entrance = Entrance(listeners, gate.door_key, run, allows=allows)
+        release = undo.pop_all().close
+    return Seat(gate, card, entrance, contacts or {}, release, neighbours)
+
+
+def _anonymous_card(contact: Contact) -> Card:
+    name = socket.gethostname()
+    return Card(b"", secrets.token_bytes(16), name, name, os.getpid(), contact)
+
+
+def _rank_zero(place: Place) -> dict[int, Contact]:
+    if place.rank == 0:
+        return {}
+    assert place.master is not None
+    host, port = place.master
+    return {0: Contact("", numeric(host, port + PORT_OFFSET), "")}
+
+
+def numeric(host: str, port: int) -> tuple[Address, ...]:
+    """Return the addresses of a host, which may be given by a name that the system can look up."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConnectError(f"{host}: {error.strerror or error}; write a numeric address") from error
+    return tuple(dict.fromkeys(Address(str(address[0]).partition("%")[0], port) for *_, address in found))
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def _listen_everywhere(ports: range | tuple[int, ...]) -> socket.socket:
+    """Listen on the first free of `ports`, by IPv6 and IPv4 if the system has both."""
+    problem: OSError | None = None
+    dual = socket.has_dualstack_ipv6()
+    for port in ports:
+        try:
+            if dual:
+                sock = socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+            else:
+                sock = socket.create_server(("0.0.0.0", port), backlog=BACKLOG)
+        except OSError as error:
+            problem = error
+        else:
+            sock.setblocking(False)
+            return sock
+    wanted = str(ports[0]) if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
+    raise ConfigError(f"cannot listen on port {wanted}: {problem.strerror if problem else 'none'}; set COVEY_PORT")

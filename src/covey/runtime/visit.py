@@ -1,0 +1,151 @@
+"""A visit to a cluster: meet those who are there, ask them, and leave. For commands, on their own thread.
+
+A visitor has an identity for the time of its visit and takes part in no run. All that happens here has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from covey.base.config import PORTS
+from covey.base.errors import ConnectError, CoveyError, DeadlineError
+from covey.net.identity import NodeIdentity, short_id
+from covey.runtime import loop as control
+from covey.runtime.gathering import Gathering
+from covey.runtime.seat import cluster_seat
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+    from covey.base.config import GroupConfig
+    from covey.net.clusters import Cluster
+    from covey.runtime.acquaintance import Acquaintance
+    from covey.runtime.seat import Seat
+
+T = TypeVar("T")
+
+LOOK_SECONDS: Final = 0.05
+"""How often `look` checks whether it has seen enough."""
+LOOP_SECONDS: Final = 10.0
+"""How long the control loop may take for what it does at once."""
+ANSWERS: Final = {
+    messages.Ask: messages.Tell,
+    messages.Reach: messages.Reached,
+    messages.NewSecret: messages.SecretKept,
+}
+
+
+@contextlib.contextmanager
+def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) -> Iterator[Visit]:
+    """Go and look who is in a cluster; with `announce`, others find the visitor, too. Leaves at the end of `with`.
+
+    Raises:
+        ConfigError: no port is free, or no interface matches.
+    """
+    # From the end: the first ports are where a seed without a port is looked for.
+    seat = cluster_seat(cluster, config, run="", ports=PORTS[::-1], identity=NodeIdentity.ephemeral(), has_lanes=False)
+    try:
+        gathering = _on_loop(_open(cluster, config, seat, announce=announce), LOOP_SECONDS)
+        try:
+            yield Visit(gathering)
+        finally:
+            with contextlib.suppress(TimeoutError):
+                _on_loop(gathering.close(), LOOP_SECONDS)
+    finally:
+        seat.on_close()
+
+
+class Visit:
+    """Those who are in a cluster, as a visitor meets them."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        self.gathering = gathering
+        """Lives on the control loop."""
+
+    def look(self, seconds: float, until: Callable[[Visit], bool] = lambda _visit: False) -> None:
+        """Wait for people to be met: for `seconds`, or until `until` is satisfied."""
+        deadline = time.monotonic() + seconds
+        while not until(self) and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_SECONDS))
+
+    def everyone(self) -> list[messages.Card]:
+        """Return whom we are linked with, other visitors too, by name."""
+        return [someone.card for someone in self._met()]
+
+    def members(self) -> list[messages.PeerState]:
+        """Return those of them who take part in a run, or want to, and how they are reached from here."""
+        members = (someone for someone in self._met() if someone.purpose != "visitor" and someone.link is not None)
+        return [self.gathering.peer_state(someone) for someone in members]
+
+    def ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
+        """Ask someone, and return the answer that belongs to the question.
+
+        Raises:
+            ConnectError: it has gone.
+            DeadlineError: it did not answer within so many seconds.
+        """
+        return _on_loop(self._ask(card, question, within), within + LOOP_SECONDS)
+
+    def ask_all(
+        self, cards: list[messages.Card], question: messages.Question, within: float
+    ) -> list[messages.Answer | CoveyError]:
+        """Ask several at once; return what each answered, or why it did not."""
+
+        async def ask_each() -> list[messages.Answer | CoveyError]:
+            asked = (self._ask(card, question, within) for card in cards)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, BaseException) and not isinstance(answer, CoveyError):
+                    raise answer
+            return answers  # type: ignore[return-value]  # others were raised
+
+        return _on_loop(ask_each(), within + LOOP_SECONDS)
+
+    def _met(self) -> list[Acquaintance]:
+        async def look() -> list[Acquaintance]:
+            return sorted(self.gathering.met.values(), key=lambda someone: (someone.card.name, someone.card.id))
+
+        return _on_loop(look(), LOOP_SECONDS)
+
+    async def _ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
+        who = f"{card.name} ({short_id(card.id)})"
+        deadline = time.monotonic() + within
+        while (left := deadline - time.monotonic()) > 0:
+            someone = self.gathering.met.get(card.id)
+            if someone is None or someone.card.life != card.life:
+                raise ConnectError(f"{who} has gone")
+            answer = await _answer(someone, question, left)
+            if isinstance(answer, ANSWERS[type(question)]):  # or else late, to an earlier question
+                return answer
+        raise DeadlineError(f"{who} did not answer within {within:g} s")
+
+
+async def _answer(someone: Acquaintance, question: messages.Question, within: float) -> messages.Answer | None:
+    """Ask once; return None if time is up, or if the link was exchanged: what was on its way may be lost."""
+    link, asking = someone.link, asyncio.ensure_future(someone.ask(question, within))
+    try:
+        while not asking.done() and someone.link is link:
+            await asyncio.wait({asking}, timeout=LOOK_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            return asking.result() if asking.done() else None
+        return None
+    finally:
+        asking.cancel()
+
+
+async def _open(cluster: Cluster, config: GroupConfig, seat: Seat, *, announce: bool) -> Gathering:
+    gathering = Gathering(cluster, config, seat, announce=announce)
+    await gathering.open()
+    return gathering
+
+
+def _on_loop(coroutine: Coroutine[Any, Any, T], within: float) -> T:
+    future = control.start(coroutine)
+    try:
+        return future.result(within)
+    finally:
+        future.cancel()

@@ -1,0 +1,128 @@
+"""Sealed records: what every byte of a lane between hosts travels in.
+
+    length of the plaintext (4 bytes), ciphertext, tag (16 bytes)
+
+The cipher is AES-256-GCM. A key belongs to one lane, one of its streams and one direction; the nonce counts the
+records. The tag also covers lane, stream, direction, counter and length, so a record that was altered, repeated, left
+out, reordered or moved to another stream does not open.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
+
+from covey.base.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    Bytes = bytes | bytearray | memoryview
+
+KEY_BYTES: Final = 32
+LENGTH: Final = struct.Struct(">I")
+TAG_BYTES: Final = 16
+OVERHEAD_BYTES: Final = LENGTH.size + TAG_BYTES
+"""What a record is longer than its plaintext."""
+RECORD_LIMIT: Final = 1 << 19
+"""The most plaintext in one record: still in the cache when the kernel copies it, and a multiple of every element's
+size. Whoever reads needs no more memory than this, whatever a length field says."""
+REKEY_RECORDS: Final = 1 << 24
+"""Records under one key: 2^43 bytes at most, where GCM has a wide margin left."""
+
+DIALLER, ACCEPTOR = 0, 1
+"""Directions: who sealed the record."""
+
+_KEYS_LABEL: Final = b"covey/1/lane"
+_NEXT_LABEL: Final = b"covey/1/lane/next"
+_SCOPE: Final = struct.Struct(">IB")
+
+
+class ForgedError(RemoteProtocolError):
+    """Bytes of a sealed stream are not what the other end sent, or not in the place where it sent them."""
+
+
+def lane_keys(secret: bytes, lane: bytes, stream: int) -> tuple[bytes, bytes]:
+    """Return the keys for what the dialler and what the acceptor of a lane send on one of its streams.
+
+    `secret` must be random and new for each opening of a lane: the counters start again at 0.
+    """
+    info = _KEYS_LABEL + stream.to_bytes(4, "big") + lane
+    both = HKDF(SHA256(), 2 * KEY_BYTES, salt=None, info=info).derive(secret)
+    return both[:KEY_BYTES], both[KEY_BYTES:]
+
+
+def record_length(buffer: bytes | bytearray | memoryview, at: int = 0) -> int:
+    """Return how much plaintext the record that starts at `at` has; ForgedError if no record is that long or empty."""
+    length: int = LENGTH.unpack_from(buffer, at)[0]
+    if not 0 < length <= RECORD_LIMIT:
+        raise ForgedError(f"the bytes were altered on the way: no record has {length} bytes")
+    return length
+
+
+class _Keyed:
+    """One direction of one stream: its key, and how many records it has seen."""
+
+    __slots__ = ("_cipher", "_count", "_key", "_rekey_at", "_rekey_every", "_scope", "_stream")
+
+    def __init__(
+        self, key: bytes, lane: bytes, stream: int, direction: int, *, rekey_every: int = REKEY_RECORDS
+    ) -> None:
+        self._key = key
+        self._cipher = AESGCM(key)
+        self._count = 0
+        self._rekey_at = self._rekey_every = rekey_every
+        self._scope = lane + _SCOPE.pack(stream, direction)
+        self._stream = stream
+
+    def _rekey(self) -> None:
+        """Move on to a key from which the last one cannot be found."""
+        self._key = HKDFExpand(SHA256(), KEY_BYTES, _NEXT_LABEL).derive(self._key)
+        self._cipher = AESGCM(self._key)
+        self._rekey_at += self._rekey_every
+
+
+class Sealer(_Keyed):
+    """Makes the records of one direction of one stream."""
+
+    __slots__ = ()
+
+    def seal(self, data: Bytes, into: memoryview) -> int:
+        """Write the next record to the start of `into` and return its length; `data` has 1 to RECORD_LIMIT bytes."""
+        length = len(data)
+        if not 0 < length <= RECORD_LIMIT:
+            raise ValueError(f"a record has 1 to {RECORD_LIMIT} bytes, not {length}")
+        if self._count == self._rekey_at:
+            self._rekey()
+        nonce = self._count.to_bytes(12, "big")
+        head = length.to_bytes(4, "big")
+        # Counted first: whatever happens in the next call, this nonce is not used again.
+        self._count += 1
+        into[:4] = head
+        return 4 + self._cipher.encrypt_into(nonce, data, self._scope + nonce + head, into[4 : length + OVERHEAD_BYTES])
+
+
+class Opener(_Keyed):
+    """Opens the records of one direction of one stream, in the order in which they were sealed."""
+
+    __slots__ = ()
+
+    def open(self, record: memoryview, into: Bytes) -> None:
+        """Decrypt a whole record to `into`, which has the length of its plaintext.
+
+        Raises:
+            ForgedError: this is not the record that was sealed next. What `into` holds then means nothing, and the
+                stream is of no further use.
+        """
+        if self._count == self._rekey_at:
+            self._rekey()
+        nonce = self._count.to_bytes(12, "big")
+        try:
+            self._cipher.decrypt_into(nonce, record[4:], self._scope + nonce + record[:4].tobytes(), into)
+        except InvalidTag:
+            which = f"record {self._count} of stream {self._stream}"
+            raise ForgedError(f"the bytes were altered on the way: {which} is not as it was sent") from None
+        self._count += 1

@@ -1,0 +1,183 @@
+"""`covey doctor` as people run it, on one host: it finds running nodes, files open to others, and odd settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import secrets
+import select
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.e2e.jobs import DEADLINE, Ended, Job, finish, new_job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+MOST_SECONDS = 10.0
+DOCTOR = "import sys; sys.argv[1:] = {words!r}; from covey.cli.main import main; main()"
+WAITING = """
+import covey, sys
+print("ready", flush=True)
+with covey.join("my-run", timeout=30) as group:
+    print("joined", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with new_job() as made:
+        home(made).mkdir(mode=0o700)
+        yield made
+
+
+def home(job: Job) -> Path:
+    return job.folder / "home"
+
+
+def doctor(job: Job, *words: str, **env: str) -> tuple[Ended, float]:
+    began = time.monotonic()
+    settings = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo"} | env
+    process = job.start(DOCTOR.format(words=["doctor", *words]), **settings)
+    ended = finish(process)
+    return ended, time.monotonic() - began
+
+
+def said_by(ended: Ended) -> dict[str, Any]:
+    assert ended.code in (0, 1), ended.err
+    return json.loads(ended.out)
+
+
+def codes(said: dict[str, Any]) -> list[str]:
+    """Return the findings, but for nodes of others that happen to be on this host at the same time."""
+    return [finding["code"] for finding in said["findings"] if finding["code"] != "wrong-secret-nearby"]
+
+
+def test_it_finds_the_nodes_that_run_on_this_host_and_nothing_wrong(job: Job) -> None:
+    secret = secrets.token_hex(32)
+    env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secret, "COVEY_RUN_PROGRAM": "x"}
+    nodes = [job.start(WAITING, **env) for _ in range(2)]
+    for node in nodes:
+        assert [node.stdout.readline() for _ in range(2)] == ["ready\n", "joined\n"]
+    ended, seconds = doctor(job, "--json", COVEY_SECRET=secret)
+    said = said_by(ended)
+    assert seconds < MOST_SECONDS
+    assert (ended.code, codes(said), ended.err) == (0, [], "")
+    assert {person["pid"] for person in said["people"]} == {node.pid for node in nodes}
+    for person in said["people"]:
+        assert (person["run"], person["state"]) == ("my-run", "running")
+        assert person["is_here"]
+        assert "same host" in person["found_by"]
+        assert person["round_trip"] >= 0
+        assert person["bytes_per_second"] > 1e6
+    settings = {setting["name"]: setting for setting in said["machine"]["settings"]}
+    assert (settings["interfaces"]["value"], settings["interfaces"]["source"]) == ("lo", "environment")
+    assert (settings["secret"]["value"], settings["secret"]["source"]) == ("(hidden)", "environment")
+    assert settings["lanes"]["source"] == "default"
+    assert secret not in ended.out
+    for node in nodes:
+        assert finish(node).code == 0
+
+
+def test_outside_of_a_cluster_this_machine_is_examined_and_the_way_into_one_is_told(job: Job) -> None:
+    ended, seconds = doctor(job)
+    assert seconds < MOST_SECONDS
+    assert ended.code == 1
+    for words in ("This machine", "Settings", "Interfaces", "Findings", "covey init", "covey enroll", "1 problem"):
+        assert words in ended.out
+    assert "\x1b" not in ended.out + ended.err
+    assert all(line == line.rstrip() for line in ended.out.splitlines())
+
+
+def test_a_key_open_to_others_is_found_with_the_command_that_mends_it(job: Job) -> None:
+    (home(job) / "clusters").mkdir(mode=0o700)
+    key = home(job) / "clusters" / "home.json"
+    key.write_text("{}")
+    key.chmod(0o644)
+    ended, _ = doctor(job, "--json")
+    said = said_by(ended)
+    assert ended.code == 1
+    assert codes(said) == ["permissions"]
+    assert said["findings"][0]["remedy"].startswith(f"chmod 600 {key}")
+
+
+def test_a_misspelt_variable_is_found_and_does_not_keep_it_from_looking(job: Job) -> None:
+    ended, _ = doctor(job, "--json", COVEY_SECRET=secrets.token_hex(32), COVEY_SEED="10.0.0.1")
+    said = said_by(ended)
+    assert (ended.code, codes(said)) == (1, ["unknown-variable", "nobody"])
+    assert "COVEY_SEEDS" in said["findings"][0]["remedy"]
+    assert said["looked"]
+
+
+def test_a_pattern_that_matches_nothing_is_a_finding_and_nonsense_an_error(job: Job) -> None:
+    ended, _ = doctor(job, "--json", "--interfaces", "nosuch*", COVEY_SECRET=secrets.token_hex(32))
+    assert (ended.code, codes(said_by(ended))) == (1, ["interfaces-excluded"])
+    ended, _ = doctor(job, "--interfaces", "eth0,,eth1")
+    assert ended.code == 2
+    assert "empty part" in ended.err
+
+
+def test_seeds_are_reported_one_by_one_with_what_is_wrong(job: Job) -> None:
+    seeds = ["127.0.0.1:1", "no-such-host.invalid:47700", "127.0.0.1:port"]
+    ended, seconds = doctor(job, "--json", "--seeds", ",".join(seeds), COVEY_SECRET=secrets.token_hex(32))
+    said = said_by(ended)
+    assert seconds < MOST_SECONDS + 1  # with the time that Python takes to start
+    assert [seed["text"] for seed in said["seeds"]] == seeds
+    assert not any(seed["answered"] for seed in said["seeds"])
+    assert codes(said)[-1] == "nobody"
+    silent = [finding["text"] for finding in said["findings"] if finding["code"] == "seed-silent"]
+    assert any("127.0.0.1:1:" in text for text in silent)
+    assert any("is not host:port" in text for text in silent)
+
+
+def test_a_name_that_takes_forever_to_look_up_does_not_delay_it(job: Job) -> None:
+    stuck = "import socket, threading; socket.getaddrinfo = lambda *_, **__: threading.Event().wait(60)\n"
+    began = time.monotonic()
+    env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secrets.token_hex(32)}
+    words = ["doctor", "--json", "--seeds", "slow.example:47700"]
+    ended = finish(job.start(stuck + DOCTOR.format(words=words), **env))
+    assert time.monotonic() - began < MOST_SECONDS
+    assert codes(said_by(ended)) == ["seed-silent", "nobody"]
+    assert ended.err == ""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_on_a_terminal_it_shows_progress_and_colours_and_fits(job: Job, columns: int) -> None:
+    script = job.folder / "doctor.py"
+    script.write_text(DOCTOR.format(words=["doctor"]))
+    front, back = pty.openpty()
+    env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secrets.token_hex(32)}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_") and key != "NO_COLOR"}
+    env = clean | env | {"COLUMNS": str(columns), "TERM": "xterm-256color", "TMPDIR": str(job.temp)}
+    try:
+        with subprocess.Popen([sys.executable, str(script)], env=env, stdin=back, stdout=back, stderr=back) as process:
+            text = _read(front, process).decode()
+            assert process.wait(DEADLINE) == 1
+    finally:
+        os.close(front)
+        os.close(back)
+    assert "looking for others" in text
+    assert "\x1b[1;31mproblem" in text
+    report = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split("This machine", 1)[1]
+    assert max(len(line.rstrip()) for line in report.splitlines()) <= columns
+
+
+def _read(front: int, process: subprocess.Popen[bytes]) -> bytes:
+    """Return what a process writes to a terminal until it ends."""
+    deadline, text = time.monotonic() + DEADLINE, b""
+    while True:
+        has_ended = process.poll() is not None
+        if select.select([front], [], [], 0 if has_ended else 0.05)[0]:
+            text += os.read(front, 1 << 16)
+        elif has_ended:
+            return text
+        assert time.monotonic() < deadline, text

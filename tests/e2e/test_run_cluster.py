@@ -1,0 +1,143 @@
+"""`covey run` in a cluster: nodes of one run find each other, whoever started them and where."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.e2e.machines import Lab, end, new_lab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.e2e.machines import Machine
+
+pytestmark = pytest.mark.slow
+
+REPORT = """
+import json, os
+from pathlib import Path
+import covey
+with covey.join() as group:
+    report = dict(rank=group.rank, size=group.size, run=group.name, local_rank=group.local_rank)
+    report |= dict(sum=group.all_reduce(10 ** group.rank), env=dict(os.environ))
+    report |= dict(started_with=Path("/proc/self/environ").read_text())
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with new_lab() as made:
+        (made.folder / "job.py").write_text(REPORT)
+        yield made
+
+
+def reports(out: str) -> dict[int, Any]:
+    """Return what the processes of one keeper reported, by their number there."""
+    lines = (re.fullmatch(r"\[(\d+)\] (\{.*\})", line) for line in out.splitlines())
+    return {int(line[1]): json.loads(line[2]) for line in lines if line is not None}
+
+
+def ended_well(keeper: Any) -> dict[int, Any]:
+    code, out, err = end(keeper)
+    assert code == 0, err
+    return reports(out)
+
+
+def run(machine: Machine, *words: str, **env: str) -> Any:
+    return machine.start("-m", "covey", "run", *words, **env)
+
+
+def test_processes_started_on_two_machines_become_one_run(lab) -> None:
+    key = secrets.token_bytes(32)
+    one, two = (lab.machine(name, "lab", key) for name in ("one", "two"))
+    keepers = [run(one, "mine", "--size", "3", "-n", "2", "job.py"), run(two, "mine", "--size", "3", "job.py")]
+    here, there = map(ended_well, keepers)
+    assert (sorted(here), sorted(there)) == ([0, 1], [0])
+    everyone = [*here.values(), *there.values()]
+    assert sorted(report["rank"] for report in everyone) == [0, 1, 2]
+    assert {(report["size"], report["run"], report["sum"]) for report in everyone} == {(3, "mine", 111)}
+    for report in everyone:
+        assert not report["env"].keys() & {"COVEY_RANK", "COVEY_MEET", "COVEY_TOKEN_FD", "RANK"}
+        assert report["env"]["COVEY_RUN_PROGRAM"] == "job.py"
+    assert lab.left_behind() == []
+
+
+def test_two_runs_with_the_names_of_their_scripts_do_not_meet(lab) -> None:
+    machine = lab.machine("one", "lab")
+    (lab.folder / "other.py").write_text(REPORT)
+    keepers = [run(machine, "--min", "2", "-n", "2", name) for name in ("job.py", "other.py")]
+    for keeper, name in zip(keepers, ("job", "other"), strict=True):
+        places = ended_well(keeper)
+        assert {report["run"] for report in places.values()} == {name}
+        assert sorted(report["rank"] for report in places.values()) == [0, 1]
+        assert sorted(report["local_rank"] for report in places.values()) == [0, 1]
+
+
+def test_a_secret_of_the_environment_is_not_in_that_of_the_processes(lab) -> None:
+    machine, secret = lab.machine(), secrets.token_hex(32)
+    keeper = run(machine, "mine", "--size", "2", "-n", "2", "--lanes", "secure", "job.py", COVEY_SECRET=secret)
+    places = ended_well(keeper)
+    assert sorted(report["rank"] for report in places.values()) == [0, 1]
+    for report in places.values():
+        assert secret not in json.dumps(report)
+        assert (report["env"]["COVEY_CLUSTER"], report["env"]["COVEY_LANES"]) == ("default", "secure")
+
+
+def test_a_machine_in_no_cluster_is_told_the_ways_out(lab) -> None:
+    machine = lab.machine()
+    for words in (["job.py"], ["mine", "-n", "2", "job.py"]):
+        ended = machine.covey("run", *words)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert re.search(r"in no cluster: run `covey init` .* `covey enroll` .*\. `covey run -n K`", ended.stderr)
+    assert reports(machine.covey("run", "-n", "1", "job.py").stdout)[0]["size"] == 1
+
+
+def test_a_program_that_fails_after_joining_stops_those_beside_it_and_gives_its_code(lab) -> None:
+    (lab.folder / "fails.py").write_text(
+        "import signal, sys, covey\n"
+        "group = covey.join()\n"
+        "group.barrier()\n"
+        "sys.exit(7) if group.rank == 1 else signal.pause()\n"
+    )
+    keeper = run(lab.machine("one", "lab"), "--size", "2", "-n", "2", "fails.py")
+    code, _, err = end(keeper)
+    assert code == 7
+    assert re.search(r"^covey: process [01] failed with exit code 7; stopping the others$", err, re.MULTILINE)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_a_run_that_waits_for_others(lab, signum) -> None:
+    (lab.folder / "waits.py").write_text("import covey\nprint('joining', flush=True)\ncovey.join()\n")
+    keeper = run(lab.machine("one", "lab"), "lonely", "--min", "5", "-n", "2", "waits.py")
+    assert sorted(keeper.stdout.readline() for _ in range(2)) == ["[0] joining\n", "[1] joining\n"]
+    began = time.monotonic()
+    keeper.send_signal(signum)
+    assert end(keeper)[0] == 128 + signum
+    assert time.monotonic() - began < 10
+
+
+def test_who_waits_in_vain_is_told_who_is_here_and_for_how_long(lab) -> None:
+    keeper = run(lab.machine("one", "lab"), "lonely", "--min", "3", "--wait", "0.7", "job.py")
+    code, _, err = end(keeper)
+    assert code == 1
+    assert re.search(r"no run 'lonely' in cluster 'lab' after 0\.\d+ s: .* of at least 3 nodes; here: \S+-\w{4}", err)
+
+
+def test_torch_finds_its_variables_on_this_machine_and_in_a_cluster(lab) -> None:
+    machine = lab.machine("one", "lab")
+    for words in (["-n", "3"], ["-n", "3", "--size", "3"]):
+        places = ended_well(run(machine, *words, "--torch-env", "job.py"))
+        assert sorted(report["rank"] for report in places.values()) == [0, 1, 2]
+        for report in places.values():
+            env = report["env"]
+            assert (env["RANK"], env["LOCAL_RANK"]) == (str(report["rank"]), str(report["local_rank"]))
+            assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["MASTER_ADDR"]) == ("3", "3", "127.0.0.1")
+        (port,) = {int(report["env"]["MASTER_PORT"]) for report in places.values()}
+        assert 1024 <= port < 1 << 16

@@ -1,0 +1,117 @@
+"""`covey status`: who is in the cluster, as people and scripts see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.e2e.machines import DEADLINE, Lab, end, heard, new_lab, wait_until_joined
+
+from covey.base.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with new_lab() as made:
+        yield made
+
+
+def test_a_run_is_shown_with_its_nodes_by_rank_and_the_ways_between_them(lab) -> None:
+    machine = lab.machine("one", "lab")
+    nodes = [machine.node("mine", size=3) for _ in range(3)]
+    pids = dict(zip(wait_until_joined(nodes), (node.pid for node in nodes), strict=True))
+    ended = machine.covey("status", "--json")
+    assert ended.returncode == 0, ended.stderr
+    picture = json.loads(ended.stdout)
+    assert (picture["cluster"], picture["silent"], picture["refused"]) == ("lab", [], {})
+    (run,) = picture["runs"]
+    assert (run["name"], run["state"]) == ("mine", "running")
+    assert [(node["rank"], node["pid"]) for node in run["nodes"]] == sorted(pids.items())
+    assert [node["is_leader"] for node in run["nodes"]] == [True, False, False]
+    assert [node["is_tie_breaker"] for node in run["nodes"]] == [True, False, False]
+    for node in run["nodes"]:
+        assert (node["version"], node["interface"], node["state"]) == (__version__, "lo", "running")
+        assert node["name"] == f"{node['host'].partition('.')[0]}-{node['short_id'][:4]}"
+        assert abs(node["clock_offset"]) < 1
+        assert {peer["rank"] for peer in node["peers"]} == {0, 1, 2} - {node["rank"]}
+        assert all(peer["lane"] in ("shm", "unix") and 0 < peer["round_trip"] < 1 for peer in node["peers"])
+    shown = machine.covey("status").stdout.splitlines()
+    assert shown[0].startswith("run mine in lab: running for ")
+    assert shown[0].endswith(", 3 nodes")
+    assert [line.split()[0] for line in shown[2:5]] == ["0", "1", "2"]
+    assert [line.rstrip().endswith("leader, tie-breaker") for line in shown[2:5]] == [True, False, False]
+    for node in nodes:
+        assert end(node)[0] == 0
+    assert lab.left_behind() == []
+
+
+def test_nobody_is_an_answer_too(lab) -> None:
+    machine = lab.machine("one", "lab")
+    ended = machine.covey("status", "--wait", "0.3")
+    assert (ended.returncode, ended.stdout.strip()) == (1, "")
+    assert ended.stderr == "no node of cluster 'lab' is running or answering; `covey doctor` looks for reasons\n"
+    ended = machine.covey("status", "lab", "--json", "--wait", "0.3")
+    assert ended.returncode == 1
+    assert json.loads(ended.stdout)["runs"] == []
+    assert "not in a cluster 'den'" in machine.covey("status", "den").stderr
+    assert machine.covey("status", "--wait", "-1").returncode == 2
+    assert lab.left_behind() == []
+
+
+def test_who_waits_for_others_is_shown_as_joining_and_other_clusters_are_not_shown(lab) -> None:
+    one, two = lab.machine("one", "lab"), lab.machine("two", "den")
+    waiting, foreign = one.node("mine", min_size=2), two.node("mine", min_size=2)
+    assert heard(waiting) == heard(foreign) == "joining"
+    (run,) = json.loads(one.covey("status", "--json", "--wait", "2").stdout)["runs"]
+    assert run["state"] == "joining"
+    assert [(node["pid"], node["rank"], node["state"]) for node in run["nodes"]] == [(waiting.pid, None, "joining")]
+
+
+def test_a_frozen_node_is_shown_by_what_the_others_know_of_it(lab) -> None:
+    machine = lab.machine("one", "lab")
+    nodes = [machine.node("mine", size=2) for _ in range(2)]
+    ranks = wait_until_joined(nodes)
+    frozen = nodes[ranks.index(1)]
+    os.kill(frozen.pid, signal.SIGSTOP)
+    try:
+        ended = machine.covey("status", "--json")
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    (run,) = json.loads(ended.stdout)["runs"]
+    assert [(node["rank"], node["state"]) for node in run["nodes"]] == [(0, "running"), (1, "silent")]
+    assert run["nodes"][1]["pid"] == frozen.pid
+
+
+def test_watching_shows_who_comes_and_goes_until_ctrl_c(lab) -> None:
+    machine = lab.machine("one", "lab")
+    watch = machine.start("-m", "covey", "status", "--watch", "--json", "--wait", "0.2")
+    assert heard(watch)["runs"] == []
+    node = machine.node("mine", min_size=2)
+    while not (runs := heard(watch)["runs"]):
+        pass
+    assert [each["pid"] for each in runs[0]["nodes"]] == [node.pid]
+    node.kill()
+    node.wait(DEADLINE)
+    while heard(watch)["runs"]:
+        pass
+    watch.send_signal(signal.SIGINT)
+    assert end(watch)[0] == 0
+
+
+def test_watching_without_a_terminal_prints_one_block_after_another(lab) -> None:
+    machine = lab.machine("one", "lab")
+    assert heard(machine.node("mine", min_size=2)) == "joining"
+    watch = machine.start("-m", "covey", "status", "--watch")
+    while "run mine in lab: joining" not in watch.stdout.readline():
+        pass
+    watch.send_signal(signal.SIGTERM)
+    code, _, err = end(watch)
+    assert (code, err) == (0, "")

@@ -1,0 +1,376 @@
+"""The entrance: crowds are thinned from the unknown end, idlers run out of time, and who holds the key is led on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import secrets
+import socket
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from covey.base.errors import AuthError, ConnectError
+from covey.runtime import entrance as entrance_module
+from covey.runtime.entrance import STRANGERS_AT_ONCE, Entrance
+from covey.runtime.greet import Gate, connect, receive_exactly
+from covey.runtime.probe import best_way, probe, throughput
+from covey.wire import door
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+
+DEADLINE = 20.0
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+GATE = Gate(KEY)
+Where = tuple[str, int]
+
+
+def run(work: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE), contextlib.AsyncExitStack() as stack:
+            await work(stack)
+
+    asyncio.run(bounded())
+
+
+def listener(ip: str = "127.0.0.1") -> socket.socket:
+    sock = socket.create_server((ip, 0), backlog=256)
+    sock.setblocking(False)
+    return sock
+
+
+@contextlib.asynccontextmanager
+async def opened(listener: socket.socket, **options: Any) -> AsyncIterator[tuple[Entrance, Where]]:
+    entrance = Entrance([listener], KEY, "test", **options)
+    where = listener.getsockname()
+    entrance.open()
+    try:
+        yield entrance, where
+    finally:
+        await entrance.close()
+
+
+class Visitor:
+    """Someone at the door."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    @classmethod
+    async def come(cls, stack: contextlib.AsyncExitStack, where: Where, ip: str = "127.0.0.1") -> Visitor:
+        """Connect from a loopback address, and stay until the test is over."""
+        sock = stack.enter_context(socket.socket())
+        sock.setblocking(False)
+        sock.bind((ip, 0))
+        await asyncio.get_running_loop().sock_connect(sock, where)
+        return cls(sock)
+
+    async def challenge(self) -> bytes:
+        return await receive_exactly(self.sock, door.CHALLENGE_BYTES)
+
+    async def answer(self, purpose: door.Purpose, key: bytes = KEY) -> None:
+        challenge = await self.challenge()
+        answer = door.answer(key, challenge, purpose, secrets.token_bytes(door.SALT_BYTES))
+        await asyncio.get_running_loop().sock_sendall(self.sock, answer)
+
+    async def rest(self) -> bytes:
+        """Read until the other side closes."""
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := await asyncio.get_running_loop().sock_recv(self.sock, 4096):
+                data += piece
+        return data
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for says nothing when it happens
+        await asyncio.sleep(0.002)
+
+
+def test_those_with_the_key_are_led_to_whom_they_came_for() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        came: dict[str, bytes] = {}
+
+        async def on_link(sock: socket.socket, said: bytes) -> None:
+            came["link"] = said
+            with sock:
+                await asyncio.get_running_loop().sock_sendall(sock, b"a link")
+
+        async def on_lane(sock: socket.socket) -> None:
+            came["lane"] = b""
+            with sock:
+                await asyncio.get_running_loop().sock_sendall(sock, b"a lane")
+
+        entrance.on_link, entrance.on_lane = on_link, on_lane
+        sock, said = await connect(where, GATE, door.Purpose.LINK)
+        with sock:
+            assert await receive_exactly(sock, 6) == b"a link"
+        assert came == {"link": said}
+        sock, _ = await connect(where, GATE, door.Purpose.LANE)
+        with sock:
+            assert await receive_exactly(sock, 6) == b"a lane"
+        assert set(came) == {"link", "lane"}
+        assert entrance.turned_away == 0
+        assert entrance.about_strangers() == ""
+
+    run(work)
+
+
+def test_nobody_is_led_to_where_nobody_waits() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        _, where = await stack.enter_async_context(opened(listener()))
+        for purpose in (door.Purpose.LINK, door.Purpose.LANE):
+            visitor = await Visitor.come(stack, where)
+            await visitor.answer(purpose)
+            assert await visitor.rest() == b""
+
+    run(work)
+
+
+def test_a_probe_gets_its_words_back_and_can_measure_what_gets_through() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        _, where = await stack.enter_async_context(opened(listener()))
+        seconds, problem = await probe(where, GATE)
+        assert problem == ""
+        assert 0 < seconds < 1
+        assert await throughput(where, GATE, 1 << 20, 5.0) > 1 << 20
+        refused, why = await probe(where, Gate(OTHER_KEY))
+        assert refused < 0
+        assert why
+        closed = listener()
+        nobody = closed.getsockname()
+        closed.close()
+        assert (await probe(nobody, GATE))[0] < 0
+        way, taken = await best_way([nobody, where], GATE, nobody)
+        assert way == where
+        assert taken > 0
+        assert await best_way([nobody], GATE, where) == (where, -1.0)
+
+    run(work)
+
+
+def test_the_one_too_many_at_the_door_sends_the_oldest_stranger_away() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        crowd = []
+        for _ in range(STRANGERS_AT_ONCE):
+            crowd.append(await Visitor.come(stack, where))
+            await crowd[-1].challenge()  # each is at the door before the next one comes
+        assert entrance.turned_away == 0
+        await (await Visitor.come(stack, where)).challenge()
+        assert await crowd[0].rest() == b""
+        assert entrance.turned_away == 1
+        assert len(entrance._strangers) == STRANGERS_AT_ONCE
+        assert {visitor.sock.getsockname() for visitor in crowd[1:]} <= {
+            sock.getpeername() for sock in entrance._strangers
+        }
+
+    run(work)
+
+
+def test_in_a_crowd_those_from_a_members_address_stay() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        entrance.member_ips.add("127.0.0.2")
+        member = await Visitor.come(stack, where, "127.0.0.2")
+        challenge = await member.challenge()
+        for _ in range(4 * STRANGERS_AT_ONCE):
+            await (await Visitor.come(stack, where)).challenge()
+        assert entrance.turned_away == 3 * STRANGERS_AT_ONCE + 1
+        greeted = asyncio.get_running_loop().create_future()
+
+        async def on_link(sock: socket.socket, said: bytes) -> None:
+            sock.close()
+            greeted.set_result(said)
+
+        entrance.on_link = on_link
+        answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.SALT_BYTES)
+        await asyncio.get_running_loop().sock_sendall(member.sock, answer)
+        assert await greeted == challenge + answer
+
+    run(work)
+
+
+def test_a_member_gets_in_while_strangers_keep_coming() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        came = asyncio.Event()
+
+        async def crowd() -> None:
+            while True:
+                await Visitor.come(stack, where)
+                came.set()
+
+        task = asyncio.create_task(crowd())
+        try:
+            await came.wait()
+            for _ in range(5):
+                seconds, problem = await probe(where, GATE)
+                assert seconds > 0, problem
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert len(entrance._strangers) <= STRANGERS_AT_ONCE
+
+    run(work)
+
+
+def test_who_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance_module, "STRANGER_SECONDS", 0.3)
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        slow = await Visitor.come(stack, where)
+        await slow.challenge()
+        began, gone = time.monotonic(), asyncio.create_task(slow.rest())
+        sent = 0
+        while not gone.done():
+            with contextlib.suppress(ConnectionError):
+                await asyncio.get_running_loop().sock_sendall(slow.sock, b"x")
+                sent += 1
+            await asyncio.wait([gone], timeout=0.02)
+        assert await gone == b""
+        assert sent < door.ANSWER_BYTES
+        assert time.monotonic() - began < DEADLINE / 2
+        await until(lambda: entrance.turned_away == 1)
+
+    run(work)
+
+
+def test_wrong_answers_are_turned_away_with_one_line_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "covey")
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        for _ in range(50):
+            visitor = await Visitor.come(stack, where)
+            await visitor.answer(door.Purpose.LINK, OTHER_KEY)
+            assert await visitor.rest() == b""
+        assert entrance.turned_away == 50
+        assert not entrance._strangers
+        assert entrance.about_strangers().startswith("50 connections were turned away at the door")
+
+    run(work)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    words = "test has turned 1 connections away, the last one because someone came to the door without the key"
+    assert lines == [("WARNING", words)]
+
+
+def test_a_failed_greeting_is_told_and_the_next_one_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "covey")
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        problems: list[BaseException] = [AuthError("not of this cluster"), OSError("broken"), RuntimeError("a bug")]
+
+        async def on_link(sock: socket.socket, said: bytes) -> None:
+            with sock:
+                raise problems.pop(0)
+
+        entrance.on_link = on_link
+        while problems:
+            visitor = await Visitor.come(stack, where)
+            await visitor.answer(door.Purpose.LINK)
+            assert await visitor.rest() == b""
+        await until(lambda: not entrance._guests)
+        assert entrance.turned_away == 2
+
+    run(work)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]  # a bug of ours is not hidden
+
+
+def test_the_one_too_many_of_the_guests_sends_the_oldest_away_unless_it_has_a_members_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entrance_module, "GUESTS_AT_ONCE", 3)
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        entrance.member_ips.add("127.0.0.2")
+        came, enough = asyncio.Semaphore(0), asyncio.Event()
+
+        async def on_link(sock: socket.socket, said: bytes) -> None:
+            with sock:
+                came.release()
+                await enough.wait()
+                await asyncio.get_running_loop().sock_sendall(sock, b"welcome")
+
+        entrance.on_link = on_link
+        guests = []
+        for ip in ("127.0.0.2", "127.0.0.1", "127.0.0.1", "127.0.0.1"):
+            guests.append(await Visitor.come(stack, where, ip))
+            await guests[-1].answer(door.Purpose.LINK)
+            await came.acquire()  # each is being greeted before the next one comes
+        assert await guests.pop(1).rest() == b""
+        assert entrance.turned_away == 1
+        enough.set()
+        assert [await guest.rest() for guest in guests] == [b"welcome"] * 3
+        await until(lambda: not entrance._guests)
+
+    run(work)
+
+
+def test_connections_by_an_excluded_interface_are_not_even_challenged() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        allows = functools.partial(str.__eq__, "127.0.0.1")
+        entrance, where = await stack.enter_async_context(opened(listener("0.0.0.0"), allows=allows))
+        unwanted = await Visitor.come(stack, ("127.0.0.3", where[1]))
+        assert await unwanted.rest() == b""
+        assert entrance.turned_away == 1
+        assert (await probe(("127.0.0.1", where[1]), GATE))[0] > 0
+
+    run(work)
+
+
+@pytest.mark.parametrize("moment", ["connected", "at the door", "greeted", "probed"])
+def test_closing_ends_whatever_is_going_on_and_leaves_no_socket(moment: str) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        listening = listener()
+        entrance, where = await stack.enter_async_context(opened(listening))
+        began, forever = asyncio.Event(), asyncio.Event()
+
+        async def on_link(sock: socket.socket, said: bytes) -> None:
+            with sock:
+                began.set()
+                await forever.wait()
+
+        entrance.on_link = on_link
+        crowd = [await Visitor.come(stack, where) for _ in range(10)]
+        for visitor in crowd:
+            if moment == "at the door":
+                await visitor.challenge()
+            elif moment != "connected":
+                await visitor.answer(door.Purpose.LINK if moment == "greeted" else door.Purpose.PROBE)
+        if moment == "greeted":
+            await began.wait()
+        await entrance.close()
+        await entrance.close()
+        assert listening.fileno() == -1
+        for visitor in crowd:
+            assert len(await visitor.rest()) in (0, door.CHALLENGE_BYTES)
+        assert not entrance._strangers
+        assert not entrance._guests
+        with pytest.raises(ConnectError):
+            await connect(where, GATE, door.Purpose.LINK)
+
+    run(work)
+
+
+def test_a_unix_socket_has_a_door_too() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="t-", dir="/tmp"))
+        local = socket.socket(socket.AF_UNIX)
+        local.bind(f"{folder}/node.sock")
+        local.listen(8)
+        local.setblocking(False)
+        await stack.enter_async_context(opened(local))
+        assert (await probe(f"{folder}/node.sock", GATE))[0] > 0
+        assert (await probe(f"{folder}/node.sock", Gate(OTHER_KEY)))[0] < 0
+
+    run(work)

@@ -1,0 +1,586 @@
+"""Gatherings: nodes of a cluster find each other, keep one link a pair, pass on whom they know, and say whom not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import secrets
+import tempfile
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from covey.base.config import GroupConfig
+from covey.base.errors import AuthError, DeadlineError
+from covey.net import clusters
+from covey.net.clusters import Cluster
+from covey.net.identity import NodeIdentity, short_id
+from covey.net.tls import Credentials
+from covey.runtime import candidate as candidate_module
+from covey.runtime.candidate import Candidate
+from covey.runtime.gathering import Gathering
+from covey.runtime.greet import Gate, RefusedError, dial
+from covey.runtime.seat import cluster_seat
+from covey.wire import messages
+from covey.wire.formation import Terms
+from covey.wire.secret import ClusterSecret
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from pathlib import Path
+
+    from covey.runtime.acquaintance import Acquaintance
+
+DEADLINE = 20.0
+CONFIG = GroupConfig(interfaces="lo")
+TERMS = Terms(run="r", program="p.py", size=2, min_size=2, max_size=2, version="1", lanes="auto")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Nodes look for each other in a folder of the test's own, and remember in another."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
+        yield tmp_path / "home"
+
+
+def new_cluster(**changes: Any) -> Cluster:
+    return replace(Cluster(ClusterSecret("lab", secrets.token_bytes(32))), **changes)
+
+
+class Crew:
+    """Nodes in one process. They find each other only by what a test tells them, unless they announce themselves."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Gathering] = []
+
+    async def add(
+        self, cluster: Cluster, *, identity: NodeIdentity | None = None, announce: bool = False, **node: Any
+    ) -> Any:
+        """Open a node: a candidate if there are `terms`, else a visitor."""
+        identity = identity if identity is not None else NodeIdentity.ephemeral()
+        seat = cluster_seat(cluster, CONFIG, run="r", ports=(0,), identity=identity)
+        made: Gathering
+        if "terms" in node:
+            made = Candidate(cluster, CONFIG, seat, node["terms"])
+        else:
+            made = Gathering(cluster, CONFIG, seat, announce=announce)
+        self.nodes.append(made)
+        await made.open()
+        return made
+
+    async def close(self) -> None:
+        for node in self.nodes:
+            await node.close()
+            node.seat.on_close()
+
+
+def run(work: Callable[[Crew], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        crew = Crew()
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await work(crew)
+        finally:
+            await crew.close()
+            for _ in range(5):
+                await asyncio.sleep(0)  # connections that were aborted close in the next turns of the loop
+        assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    asyncio.run(bounded())
+    gc.collect()  # so that what this test leaks fails this test
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():  # noqa: ASYNC110 - nodes do not tell when they meet
+        await asyncio.sleep(0.005)
+
+
+def seed_of(node: Gathering) -> str:
+    return f"127.0.0.1:{node.card.contact.addresses[0].port}"
+
+
+def know_each_other(*nodes: Gathering) -> bool:
+    ids = {node.card.id for node in nodes}
+    return all(set(node.met) == ids - {node.card.id} for node in nodes)
+
+
+def only_links(one: Gathering, other: Gathering) -> list[Any] | None:
+    """Return the two ends of the one link between two nodes, or None as long as there is not exactly one."""
+    ends = [list(a.met[b.card.id].links) for a, b in ((one, other), (other, one)) if b.card.id in a.met]
+    return [end[0] for end in ends] if [len(end) for end in ends] == [1, 1] else None
+
+
+def ports(link: Any) -> tuple[int, int]:
+    transport = link._transport
+    return transport.get_extra_info("sockname")[1], transport.get_extra_info("peername")[1]
+
+
+# Finding and keeping
+
+
+def test_two_nodes_on_one_host_find_each_other_and_meet_once() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        one, other = await crew.add(cluster, announce=True), await crew.add(cluster, announce=True)
+        await until(lambda: know_each_other(one, other) and only_links(one, other))
+        assert one.met[other.card.id].card == other.card
+        assert one.refusals == other.refusals == {}
+
+    run(work)
+
+
+def test_nodes_of_different_clusters_do_not_meet_though_they_announce_themselves() -> None:
+    async def work(crew: Crew) -> None:
+        cluster, another = new_cluster(), new_cluster()
+        nodes = [await crew.add(each, announce=True) for each in (cluster, another, cluster, another)]
+        await until(lambda: know_each_other(*nodes[::2]) and know_each_other(*nodes[1::2]))
+
+    run(work)
+
+
+@pytest.mark.parametrize("attempt", range(8))
+def test_two_nodes_that_dial_each_other_at_the_same_time_end_with_one_link(attempt: int) -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        one, other = await crew.add(cluster), await crew.add(cluster)
+        dials = [one._dial(other.card.contact.addresses), other._dial(one.card.contact.addresses)]
+        await asyncio.gather(*dials[:: -1 if attempt % 2 else 1])
+        await until(lambda: only_links(one, other))
+        at_one, at_other = only_links(one, other)
+        assert ports(at_one) == ports(at_other)[::-1]
+        first, second = one.met[other.card.id], other.met[one.card.id]
+        assert (first.link, second.link) == (at_one, at_other)
+        assert first.is_dialled is not second.is_dialled  # one of them is known to reach the other, and opens lanes
+        answers = await asyncio.gather(first.ask(messages.Ask(), 5.0), second.ask(messages.Ask(), 5.0))
+        assert [answer.peers[0].card.id for answer in answers] == [one.card.id, other.card.id]
+
+    run(work)
+
+
+def test_a_seed_that_all_know_makes_all_known_to_each_other_without_multicast() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        first = await crew.add(cluster)
+        others = [await crew.add(replace(cluster, seeds=(seed_of(first),))) for _ in range(2)]
+        await until(lambda: know_each_other(first, *others))
+        assert others[0].problems() == others[1].problems() == {}
+
+    run(work)
+
+
+def test_a_seed_that_only_one_side_knows_is_enough() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        first = await crew.add(cluster)
+        second = await crew.add(replace(cluster, seeds=(seed_of(first),)))
+        third = await crew.add(replace(cluster, seeds=(seed_of(second),)))
+        await until(lambda: know_each_other(first, second, third))
+
+    run(work)
+
+
+def test_a_seed_that_is_a_node_itself_is_no_problem() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        one = await crew.add(cluster)
+        await one._dial(one.card.contact.addresses, seed=seed_of(one))
+        assert one.met == {}
+        assert one.problems() == {}
+        assert not one.hung_up
+
+    run(work)
+
+
+def test_a_seed_that_does_not_answer_is_named_and_found_later() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        gone = await crew.add(cluster)
+        seed, port = seed_of(gone), gone.card.contact.addresses[0].port
+        await gone.close()
+        gone.seat.on_close()
+        one = await crew.add(replace(cluster, seeds=(seed,)))
+        await until(lambda: seed in one.problems())
+        assert one.problems()[seed].startswith(f"cannot be reached: {seed}: ")
+        seat = cluster_seat(cluster, CONFIG, run="r", ports=(port,), identity=NodeIdentity.ephemeral())
+        back = Gathering(cluster, CONFIG, seat, announce=False)
+        crew.nodes.append(back)
+        await back.open()
+        await until(lambda: know_each_other(one, back))
+        assert one.problems() == {}
+
+    run(work)
+
+
+def test_who_leaves_is_forgotten_and_may_come_again_as_a_new_life() -> None:
+    async def work(crew: Crew) -> None:
+        cluster, private = new_cluster(), Ed25519PrivateKey.generate()
+        stays = await crew.add(cluster)
+        for incarnation in (1, 2):
+            seeded = replace(cluster, seeds=(seed_of(stays),))
+            comes = await crew.add(seeded, identity=NodeIdentity(private, incarnation))
+            await until(lambda comes=comes: know_each_other(stays, comes))
+            assert stays.met[comes.card.id].card.life == comes.card.life
+            await comes.close()
+            await until(lambda: not stays.met)
+        assert stays.refusals == {}
+
+    run(work)
+
+
+def test_a_measured_way_and_a_clock_are_known_of_everyone_met() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        one = await crew.add(cluster)
+        other = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        await until(lambda: know_each_other(one, other))
+        at_one, at_other = one.met[other.card.id], other.met[one.card.id]
+        await until(lambda: at_one.round_trip > 0 and at_other.round_trip > 0 and at_other.way is not None)
+        assert abs(at_one.clock_offset) < 1
+        state = other.peer_state(at_other, "secure")
+        assert (state.card.id, state.lane, state.local, state.interface) == (one.card.id, "secure", "127.0.0.1", "lo")
+        assert state.remote == seed_of(one)
+
+    run(work)
+
+
+# Whom we do not want
+
+
+def test_a_denied_node_is_refused_and_named_on_both_sides() -> None:
+    async def work(crew: Crew) -> None:
+        cluster, denied = new_cluster(), NodeIdentity.ephemeral()
+        one = await crew.add(replace(cluster, denied=frozenset({denied.id})))
+        other = await crew.add(replace(cluster, seeds=(seed_of(one),)), identity=denied)
+        reason = f"node {other.card.name} ({short_id(denied.id)}) is denied on {one.card.name}"
+        await until(lambda: reason in one.refusals.values() and other.problems())
+        assert other.problems() == {seed_of(one): f"says: {reason}"}
+        assert one.met == other.met == {}
+        await one._dial(other.card.contact.addresses)  # nor does it help to be dialled
+        await until(lambda: not other.met)
+        assert one.met == {}
+
+    run(work)
+
+
+def test_an_identity_in_use_elsewhere_is_refused_and_the_later_one_is_told() -> None:
+    async def work(crew: Crew) -> None:
+        cluster, private = new_cluster(), Ed25519PrivateKey.generate()
+        early = await crew.add(cluster, identity=NodeIdentity(private, 1))
+        late = await crew.add(replace(cluster, seeds=(seed_of(early),)), identity=NodeIdentity(private, 2))
+        in_use = f"identity {short_id(early.card.id)} is in use by process {early.card.pid}"
+        await until(lambda: any(in_use in reason for reason in late.problems().values()))
+        assert any(in_use in reason for reason in early.refusals.values())
+        await early._dial(late.card.contact.addresses)
+        assert "Was the configuration folder copied from there?" in late.refusals["this node"]
+        assert "this node" not in early.refusals
+        assert early.met == late.met == {}
+
+    run(work)
+
+
+def test_two_living_nodes_with_one_identity_are_not_both_met_by_a_third() -> None:
+    async def work(crew: Crew) -> None:
+        cluster, private = new_cluster(), Ed25519PrivateKey.generate()
+        third = await crew.add(cluster)
+        seeded = replace(cluster, seeds=(seed_of(third),))
+        early = await crew.add(seeded, identity=NodeIdentity(private, 1))
+        await until(lambda: know_each_other(third, early))
+        late = await crew.add(seeded, identity=NodeIdentity(private, 2))
+        await until(lambda: any("is in use by process" in reason for reason in late.problems().values()))
+        assert third.met[early.card.id].card.life == early.card.life
+
+    run(work)
+
+
+def test_a_later_life_takes_over_from_one_that_does_not_answer_any_more() -> None:
+    async def work(crew: Crew) -> None:
+        cluster, private = new_cluster(), Ed25519PrivateKey.generate()
+        third = await crew.add(cluster)
+        seeded = replace(cluster, seeds=(seed_of(third),))
+        early = await crew.add(seeded, identity=NodeIdentity(private, 1))
+        await until(lambda: know_each_other(third, early))
+        links = list(early.met[third.card.id].links)
+        for link in links:
+            link._transport.pause_reading()  # as if its cable had been pulled
+        third.met[early.card.id].pings = {1: time.monotonic() - 5}
+        late = await crew.add(seeded, identity=NodeIdentity(private, 2))
+        await until(lambda: late.met)
+        assert third.met[late.card.id].card.life == late.card.life
+        for link in links:
+            link.abort()
+
+    run(work)
+
+
+def hello_of(gathering: Gathering, identity: NodeIdentity) -> messages.Hello:
+    card = msgspec.structs.replace(gathering.card, id=identity.id, life=identity.life, name=identity.name)
+    return msgspec.structs.replace(gathering._hello(), card=card)
+
+
+def gate_of(cluster: Cluster, identity: NodeIdentity) -> Gate:
+    return Gate(
+        cluster.secret.derive("door"), credentials=Credentials(cluster.secret.derive("node-ca"), identity.private)
+    )
+
+
+def where_of(gathering: Gathering) -> tuple[str, int]:
+    return "127.0.0.1", gathering.card.contact.addresses[0].port
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"version": 99}, "you speak version 99, and we 1"),
+        ({"purpose": "rank"}, "a launcher has no say"),
+        ({"contact": messages.Contact("h", (), "")}, "the card is not filled in"),
+        ({"contact": messages.Contact("h", (messages.Address("10.0.0.1", 1),) * 65, "")}, "the card is not filled in"),
+        ({"life": b"short"}, "the card is not filled in"),
+        ({"id": b"i" * 32}, "your key does not fit the id you gave"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_hello_that_cannot_be_is_refused_with_the_reason(changes: dict[str, Any], text: str) -> None:
+    async def work(crew: Crew) -> None:
+        cluster, identity = new_cluster(), NodeIdentity.ephemeral()
+        one = await crew.add(cluster)
+        hello = hello_of(one, identity)
+        on_card = {name: value for name, value in changes.items() if name in ("id", "life", "contact")}
+        rest = {name: value for name, value in changes.items() if name not in on_card}
+        hello = msgspec.structs.replace(hello, card=msgspec.structs.replace(hello.card, **on_card), **rest)
+        with pytest.raises(RefusedError, match=text):
+            await dial(where_of(one), gate_of(cluster, identity), hello)
+        assert one.met == {}
+        if "version" in changes:
+            (reason,) = one.refusals.values()
+            assert reason == "it speaks version 99 of covey's protocol, and we speak 1"
+
+    run(work)
+
+
+def test_a_member_that_talks_nonsense_is_cut_off_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(crew: Crew) -> None:
+        cluster, identity = new_cluster(), NodeIdentity.ephemeral()
+        one = await crew.add(cluster)
+        other = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        await until(lambda: know_each_other(one, other))
+        for nonsense in (b"", b"\xc1", messages.encode(hello_of(one, identity)), secrets.token_bytes(1000)):
+            link, _, _ = await dial(where_of(one), gate_of(cluster, identity), hello_of(one, identity))
+            await until(lambda: identity.id in one.met)
+            link.send(nonsense)
+            await link.ended.wait()
+            await until(lambda: identity.id not in one.met)
+        assert know_each_other(one, other)
+
+    run(work)
+    cut_off = [record for record in caplog.records if "sent nonsense and is cut off" in record.getMessage()]
+    assert len(cut_off) == 4
+
+
+def test_gossip_about_nobody_and_about_ourselves_does_no_harm() -> None:
+    async def work(crew: Crew) -> None:
+        cluster, identity = new_cluster(), NodeIdentity.ephemeral()
+        one = await crew.add(cluster)
+        link, _, _ = await dial(where_of(one), gate_of(cluster, identity), hello_of(one, identity))
+        strange = [
+            messages.Contact("", (), ""),
+            messages.Contact(
+                "", tuple(messages.Address(ip, 1) for ip in ("", "nonsense", "::1%9", "255.255.255.255")), ""
+            ),
+            messages.Contact("", (messages.Address("127.0.0.1", 0), messages.Address("127.0.0.1", 1 << 40)), ""),
+            messages.Contact("", (messages.Address("127.0.0.1", -5),), "\0"),
+            one.card.contact,
+        ]
+        cards = [msgspec.structs.replace(one.card, id=secrets.token_bytes(32), contact=contact) for contact in strange]
+        link.send(messages.encode(messages.Known((one.card, *cards))))
+        link.send(messages.encode(messages.Ask()))  # is answered after the gossip was heard
+        while not isinstance(messages.decode_control(await link.receive()), messages.Tell):
+            pass
+        await until(lambda: not one._dialling)
+        assert set(one.met) == {identity.id}
+        link.abort()
+        await link.ended.wait()
+
+    run(work)
+
+
+# Visitors and questions
+
+
+def test_a_visitor_meets_candidates_asks_how_things_stand_and_takes_part_in_nothing() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        candidate = await crew.add(cluster, terms=TERMS)
+        visitor = await crew.add(replace(cluster, seeds=(seed_of(candidate),)))
+        await until(lambda: visitor.met and candidate._visitors)
+        someone: Acquaintance = visitor.met[candidate.card.id]
+        assert someone.purpose == "candidate"
+        told = await someone.ask(messages.Ask(), 5.0)
+        assert isinstance(told, messages.Tell)
+        assert (told.run, told.state, told.leader, told.peers) == ("r", "joining", b"", ())
+        assert candidate.met == {}
+        await visitor.close()
+        await until(lambda: not candidate._visitors)
+
+    run(work)
+
+
+def test_a_question_without_an_answer_ends_in_time_and_answers_that_came_too_late_are_dropped() -> None:
+    async def work(crew: Crew) -> None:
+        cluster, identity = new_cluster(), NodeIdentity.ephemeral()
+        one = await crew.add(cluster)
+        link, _, _ = await dial(where_of(one), gate_of(cluster, identity), hello_of(one, identity))
+        await until(lambda: one.met)
+        with pytest.raises(TimeoutError):
+            await one.met[identity.id].ask(messages.Ask(), 0.1)
+        for _ in range(100):
+            link.send(messages.encode(messages.SecretKept("late")))
+        await until(one.met[identity.id].answers.full)
+        asking = asyncio.create_task(one.met[identity.id].ask(messages.Reach(()), 5.0))
+        while not isinstance(messages.decode_control(await link.receive()), messages.Reach):
+            pass
+        link.send(messages.encode(messages.Reached((), ())))
+        answer = await asking
+        assert isinstance(answer, messages.Reached), answer
+        link.abort()
+        await link.ended.wait()
+
+    run(work)
+
+
+def test_a_node_tells_which_addresses_of_a_visitor_it_can_reach() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        one = await crew.add(cluster)
+        visitor = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        await until(lambda: know_each_other(one, visitor))
+        nowhere = messages.Address("203.0.113.9", 9)
+        answer = await visitor.met[one.card.id].ask(messages.Reach((nowhere,) * 20), 10.0)
+        assert isinstance(answer, messages.Reached)
+        assert len(answer.round_trips) == len(answer.problems) == 16  # no more than anyone has
+        assert all(taken < 0 for taken in answer.round_trips)
+        assert all(answer.problems)
+
+    run(work)
+
+
+def test_a_new_secret_is_kept_for_the_next_start_or_the_reason_is_told(home: Path) -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        clusters.save(cluster)
+        one = await crew.add(cluster)
+        other = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        await until(lambda: know_each_other(one, other))
+        new = secrets.token_bytes(32)
+        someone = other.met[one.card.id]
+        assert await someone.ask(messages.NewSecret(new), 5.0) == messages.SecretKept("")
+        assert clusters.load("lab").secret.key == new
+        refused = await someone.ask(messages.NewSecret(b"short"), 5.0)
+        assert isinstance(refused, messages.SecretKept)
+        assert "must be 32 bytes" in refused.problem
+        assert clusters.load("lab").secret.key == new
+
+    run(work)
+
+
+def test_those_who_were_met_are_remembered_by_name(home: Path) -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        clusters.save(cluster)
+        one = await crew.add(cluster)
+        other = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        await until(lambda: len(clusters.known("lab")) == 2)
+        assert clusters.known("lab") == {node.card.id: node.card.name for node in (one, other)}
+
+    run(work)
+
+
+# Candidates
+
+
+def test_two_candidates_agree_on_one_view_and_on_who_reaches_whom() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        one = await crew.add(cluster, terms=TERMS)
+        other = await crew.add(replace(cluster, seeds=(seed_of(one),)), terms=TERMS)
+        (formed, by_rank), (formed_there, by_rank_there) = await asyncio.gather(one.form(10.0), other.form(10.0))
+        assert formed.view == formed_there.view
+        assert [member.id for member in formed.view] == sorted((one.card.id, other.card.id))
+        rank = [member.id for member in formed.view].index(one.card.id)
+        assert set(by_rank) == {1 - rank}
+        assert set(by_rank_there) == {rank}
+        assert by_rank[1 - rank].is_dialled is not by_rank_there[rank].is_dialled
+
+    run(work)
+
+
+def test_a_candidate_whose_identity_is_in_use_gives_up_and_says_where() -> None:
+    async def work(crew: Crew) -> None:
+        cluster, private = new_cluster(), Ed25519PrivateKey.generate()
+        early = await crew.add(cluster, identity=NodeIdentity(private, 1), terms=TERMS)
+        seeded = replace(cluster, seeds=(seed_of(early),))
+        late = await crew.add(seeded, identity=NodeIdentity(private, 2), terms=TERMS)
+        with pytest.raises(AuthError, match=f"identity is in use by process {early.card.pid}"):
+            await late.form(10.0)
+
+    run(work)
+
+
+def test_a_candidate_whose_seeds_all_hang_up_believes_that_its_secret_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(candidate_module, "WRONG_KEY_SECONDS", 0.3)
+
+    async def work(crew: Crew) -> None:
+        other = await crew.add(new_cluster())
+        mine = await crew.add(new_cluster(seeds=(seed_of(other),)), terms=TERMS)
+        with pytest.raises(AuthError, match="the secret of cluster 'lab' is another one there"):
+            await mine.form(10.0)
+
+    run(work)
+
+
+def test_a_candidate_with_other_terms_is_refused_with_the_reason_and_named_at_the_deadline() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        one = await crew.add(cluster, terms=TERMS)
+        terms = msgspec.structs.replace(TERMS, program="another.py")
+        other = await crew.add(replace(cluster, seeds=(seed_of(one),)), terms=terms)
+        results = await asyncio.gather(one.form(1.5), other.form(1.5), return_exceptions=True)
+        for result, peer in zip(results, (other, one), strict=True):
+            assert isinstance(result, DeadlineError)
+            assert peer.card.name in str(result)
+            assert "another.py" in str(result)
+
+    run(work)
+
+
+def test_closing_at_any_moment_of_meeting_leaves_nothing_behind() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        for turns in (0, 1, 3, 10, 30):
+            nodes = [await crew.add(cluster, announce=True) for _ in range(3)]
+            dials = [
+                asyncio.create_task(one._dial(other.card.contact.addresses))
+                for one in nodes
+                for other in nodes
+                if one is not other
+            ]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await asyncio.gather(*(node.close() for node in nodes))
+            for node in nodes:
+                await node.close()
+            for task in dials:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*dials, return_exceptions=True)
+
+    run(work)

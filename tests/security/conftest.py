@@ -1,0 +1,29 @@
+"""Every test has a home of its own, and secrets that nobody else has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.security.attackers import new_cluster, victim
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.security.attackers import Victim
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("COVEY_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def prey() -> Iterator[Victim]:
+    """A node that attackers can reach."""
+    with victim(new_cluster()) as node:
+        yield node

@@ -1,0 +1,184 @@
+"""Strangers at the door: none gets further, all are closed at once or in time, and members still come in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import ssl
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.security.attackers import (
+    BROKEN,
+    DEADLINE,
+    Insider,
+    call_on_loop,
+    hear,
+    is_hung_up,
+    knock,
+    new_cluster,
+    read,
+    until,
+    victim,
+    welcomes_members,
+)
+
+from covey.runtime.entrance import STRANGER_SECONDS, STRANGERS_AT_ONCE
+from covey.testing.proxy import Proxy, Way
+from covey.wire import door, messages
+from covey.wire.secret import ClusterSecret
+
+if TYPE_CHECKING:
+    from tests.security.attackers import Victim
+
+AT_ONCE = 1.0
+
+
+def visit(prey: Victim) -> socket.socket:
+    sock = socket.create_connection(prey.address, timeout=DEADLINE)
+    read(sock, door.CHALLENGE_BYTES)
+    return sock
+
+
+def client_hello() -> bytes:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    return outgoing.read()
+
+
+GARBAGE = {
+    "zeros": lambda: bytes(door.ANSWER_BYTES),
+    "random": lambda: secrets.token_bytes(door.ANSWER_BYTES),
+    "much": lambda: os.urandom(100_000),
+    "a TLS ClientHello": client_hello,
+    "HTTP": lambda: b"GET / HTTP/1.1\r\nHost: prey\r\nUser-Agent: scanner\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_at_the_door_ends_the_connection_at_once(prey: Victim, what: str) -> None:
+    with visit(prey) as sock:
+        began = time.monotonic()
+        sock.sendall(GARBAGE[what]())
+        assert is_hung_up(sock)
+        assert time.monotonic() - began < AT_ONCE
+    assert welcomes_members(prey)
+
+
+@pytest.mark.parametrize("purpose", [*door.Purpose, 0, 4, 255])
+def test_another_clusters_key_does_not_open_the_door_for_anything(prey: Victim, purpose: int) -> None:
+    namesake = new_cluster(prey.cluster.name)
+    with knock(prey.address, namesake.secret.derive("door"), purpose) as sock:
+        assert is_hung_up(sock)
+
+
+@pytest.mark.parametrize("purpose", ["node-ca", "mdns", "local", "grpc-ca"])
+def test_a_key_for_another_purpose_does_not_open_the_door(prey: Victim, purpose: str) -> None:
+    with knock(prey.address, prey.cluster.secret.derive(purpose)) as sock:
+        assert is_hung_up(sock)
+
+
+def test_the_same_secret_under_another_name_is_another_cluster(prey: Victim) -> None:
+    with knock(prey.address, ClusterSecret("other", prey.cluster.secret.key).derive("door")) as sock:
+        assert is_hung_up(sock)
+
+
+def test_an_unknown_purpose_is_turned_away_even_with_the_key(prey: Victim) -> None:
+    for purpose in (0, 4, 255):
+        with knock(prey.address, prey.cluster.secret.derive("door"), purpose) as sock:
+            assert is_hung_up(sock)
+
+
+def test_an_answer_opens_one_door_once(prey: Victim) -> None:
+    key = prey.cluster.secret.derive("door")
+    with victim(prey.cluster) as other, visit(other) as elsewhere:
+        challenge = secrets.token_bytes(16)
+        stale = door.answer(key, challenge, door.Purpose.PROBE, bytes(15))
+        for sock in (visit(prey), elsewhere):
+            with sock:
+                sock.sendall(stale)
+                assert is_hung_up(sock)
+
+
+def test_a_recorded_exchange_replayed_gets_no_answer(prey: Victim) -> None:
+    with Proxy(prey.address) as proxy:
+        relayed = type(prey)(prey.cluster, prey.seat, prey.node, proxy.address)
+        with Insider(relayed, purpose="visitor") as honest:
+            honest.ping()
+        assert len(proxy.recorded(0, Way.TO_TARGET)) > 1000
+        with proxy.replay(0) as sock:
+            sock.settimeout(DEADLINE)
+            read(sock, door.CHALLENGE_BYTES)
+            assert is_hung_up(sock)
+
+
+def test_who_does_not_finish_its_answer_is_sent_away_in_time(prey: Victim) -> None:
+    counts = (0, 1, door.ANSWER_BYTES - 1)
+    began = time.monotonic()
+    slow = [visit(prey) for _ in counts]
+    for sock, count in zip(slow, counts, strict=True):
+        with sock:
+            sock.sendall(bytes(count))
+            assert is_hung_up(sock)
+    assert STRANGER_SECONDS - 0.5 < time.monotonic() - began < STRANGER_SECONDS + 2
+    for count in counts:
+        with visit(prey) as sock:
+            sock.sendall(bytes(count))
+            sock.shutdown(socket.SHUT_WR)
+            assert is_hung_up(sock)
+
+
+def test_a_stranger_costs_no_more_than_a_place_at_the_door(prey: Victim) -> None:
+    crowd = [visit(prey) for _ in range(3 * STRANGERS_AT_ONCE)]
+    try:
+        assert call_on_loop(lambda: len(prey.entrance._strangers)) <= STRANGERS_AT_ONCE
+        assert sum(is_hung_up(sock) for sock in crowd[:STRANGERS_AT_ONCE]) == STRANGERS_AT_ONCE
+        assert welcomes_members(prey)
+    finally:
+        for sock in crowd:
+            sock.close()
+
+
+def test_a_crowd_from_a_members_address_does_not_lock_others_out(prey: Victim) -> None:
+    """Another user of a member's host, or whoever took over a gone member's address, has no better place."""
+    with Insider(prey):
+        until(lambda: prey.entrance.member_ips)
+        crowd = [visit(prey) for _ in range(2 * STRANGERS_AT_ONCE)]
+        try:
+            with knock(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE, "127.0.0.77") as sock:
+                sock.sendall(b"ping1234")
+                assert read(sock, 8) == b"ping1234"
+        finally:
+            for sock in crowd:
+                sock.close()
+
+
+def test_strangers_leave_one_line_in_the_log_however_many_they_are(
+    prey: Victim, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "covey")
+    before = prey.entrance.turned_away
+    for _ in range(200):
+        with visit(prey) as sock:
+            sock.sendall(secrets.token_bytes(door.ANSWER_BYTES))
+            assert is_hung_up(sock)
+    until(lambda: prey.entrance.turned_away >= before + 200)
+    lines = [record for record in caplog.records if record.name == "covey" and "turned" in record.message]
+    assert len(lines) <= 1
+
+
+def test_the_right_key_gets_in(prey: Victim) -> None:
+    with knock(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE) as sock:
+        sock.sendall(b"ping5678")
+        assert read(sock, 8) == b"ping5678"
+    with Insider(prey) as member:
+        assert isinstance(member.greeting, messages.Welcome)
+        member.ping()
+    with pytest.raises(BROKEN), knock(prey.address, bytes(32)) as sock:
+        hear(sock)

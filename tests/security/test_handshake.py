@@ -1,0 +1,500 @@
+"""Behind the door: only who has a certificate of the cluster is heard, only by its own name, on both sides."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import ssl
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.security.attackers import (
+    BROKEN,
+    DEADLINE,
+    LOOPBACK,
+    Insider,
+    Victim,
+    call_on_loop,
+    card_of,
+    dialling_context,
+    hear,
+    is_hung_up,
+    knock,
+    new_cluster,
+    on_loop,
+    read,
+    until,
+    victim,
+    welcomes_members,
+)
+
+from covey.base.errors import AuthError, ConnectError
+from covey.net import tls
+from covey.net.identity import NodeIdentity
+from covey.net.tls import Credentials
+from covey.runtime import loop as control
+from covey.runtime.entrance import Entrance
+from covey.runtime.greet import GREETING_SECONDS, Gate, RefusedError, dial
+from covey.runtime.node import Node
+from covey.runtime.seat import cluster_seat
+from covey.testing.proxy import Proxy, Way
+from covey.wire import door, frame, messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
+    values: dict[str, Any] = {
+        "version": messages.VERSION, "nonce": secrets.token_bytes(32), "purpose": "candidate", "run": "run",
+        "rank": -1, "size": 0, "lanes": "secure", "card": card_of(identity),
+    }  # fmt: skip
+    return messages.Hello(**(values | changes))
+
+
+# Who dials with the wrong papers
+
+
+def no_certificate(_prey: Victim) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols([tls.PROTOCOL])
+    return context
+
+
+def self_signed(_prey: Victim) -> ssl.SSLContext:
+    own = Ed25519PrivateKey.generate()
+    return dialling_context(own.private_bytes_raw(), own)
+
+
+def other_clusters_authority(prey: Victim) -> ssl.SSLContext:
+    return dialling_context(new_cluster(prey.cluster.name).secret.derive("node-ca"))
+
+
+def other_purpose(prey: Victim) -> ssl.SSLContext:
+    return dialling_context(prey.cluster.secret.derive("grpc-ca"))
+
+
+def mdns_key_as_authority(prey: Victim) -> ssl.SSLContext:
+    return dialling_context(prey.cluster.secret.derive("mdns"))
+
+
+def signed_by_a_member(prey: Victim) -> ssl.SSLContext:
+    """A chain: the authority signed a member, which signed the attacker."""
+    member, own = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca"))
+    middle = tls._certificate(authority, member.public_key(), "covey node", is_authority=False)
+    leaf = tls._certificate(member, own.public_key(), "covey node", is_authority=False)
+    context = no_certificate(prey)
+    chain = leaf.public_bytes(serialization.Encoding.PEM) + middle.public_bytes(serialization.Encoding.PEM)
+    load(context, own, chain)
+    return context
+
+
+def wrong_protocol(prey: Victim) -> ssl.SSLContext:
+    context = dialling_context(prey.cluster.secret.derive("node-ca"))
+    context.set_alpn_protocols(["h2", "covey/0"])
+    return context
+
+
+def no_protocol(prey: Victim) -> ssl.SSLContext:
+    member = Ed25519PrivateKey.generate()
+    authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    leaf = tls._certificate(authority, member.public_key(), "covey node", is_authority=False)
+    load(context, member, leaf.public_bytes(serialization.Encoding.PEM))
+    return context
+
+
+def old_tls(prey: Victim) -> ssl.SSLContext:
+    context = dialling_context(prey.cluster.secret.derive("node-ca"))
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def load(context: ssl.SSLContext, private: Ed25519PrivateKey, chain: bytes) -> None:
+    key = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with tls._readable_once(key + chain) as path:
+        context.load_cert_chain(path)
+
+
+IMPOSTORS: list[Callable[[Victim], ssl.SSLContext]] = [
+    no_certificate,
+    self_signed,
+    other_clusters_authority,
+    other_purpose,
+    mdns_key_as_authority,
+    signed_by_a_member,
+    wrong_protocol,
+    no_protocol,
+    old_tls,
+]
+
+
+@pytest.mark.parametrize("papers", IMPOSTORS)
+def test_wrong_papers_are_refused_before_anything_is_heard(
+    prey: Victim, papers: Callable[[Victim], ssl.SSLContext], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    before = prey.entrance.turned_away
+    context = papers(prey)
+    identity = NodeIdentity.ephemeral()
+
+    def intrude(sock: socket.socket) -> None:
+        with context.wrap_socket(sock) as secured:
+            secured.sendall(frame.frame(messages.encode(hello(identity))))
+            hear(secured)
+
+    with knock(prey.address, prey.cluster.secret.derive("door")) as sock, pytest.raises(BROKEN):
+        intrude(sock)
+    until(lambda: prey.entrance.turned_away > before)
+    assert not prey.node.met
+    assert not prey.node.refusals
+    lines = [record.getMessage() for record in caplog.records if record.name != "asyncio"]
+    assert len(lines) == 1
+    assert "turned" in lines[0]
+    assert welcomes_members(prey)
+
+
+def test_a_certificate_is_good_at_any_time(prey: Victim) -> None:
+    """A board whose clock starts in 1970 or that of a careless owner in 2100 joins like any other."""
+    authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca"))
+    leaf = tls._certificate(authority, authority.public_key(), "covey node", is_authority=False)
+    assert leaf.not_valid_before_utc.year == 2000
+    assert leaf.not_valid_after_utc.year == 9999
+
+
+def test_a_certificate_that_only_openssl_can_read_is_refused_in_one_line(
+    prey: Victim, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A member can sign anything for itself, also what the library that reads the key chokes on."""
+    own = Ed25519PrivateKey.generate()
+    authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca"))
+    good = tls._certificate(authority, own.public_key(), "covey node", is_authority=False)
+    body = good.tbs_certificate_bytes.replace(b"\x02\x01\x02", b"\x02\x01\xfe", 1)  # an impossible version
+    der = good.public_bytes(serialization.Encoding.DER)
+    start = der.index(good.tbs_certificate_bytes)
+    odd = der[:start] + body + der[start + len(body) : -64] + authority.sign(body)
+    context = no_certificate(prey)
+    load(context, own, ssl.DER_cert_to_PEM_cert(odd).encode())
+    before = prey.entrance.turned_away
+    for _ in range(5):
+        sock = knock(prey.address, prey.cluster.secret.derive("door"))
+        with sock, contextlib.suppress(*BROKEN), context.wrap_socket(sock) as secured:
+            secured.sendall(b"\0")
+            hear(secured)
+    until(lambda: prey.entrance.turned_away >= before + 5 or caplog.records)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+# What is said first
+
+
+def test_a_member_cannot_pose_as_another(prey: Victim) -> None:
+    other = NodeIdentity.ephemeral()
+    with Insider(prey, card={"id": other.id, "life": other.life}) as member:
+        assert isinstance(member.greeting, messages.Refusal)
+        assert "key" in member.greeting.reason
+        assert is_hung_up(member.link)
+    with Insider(prey, card={"id": prey.node.card.id}) as member:
+        assert isinstance(member.greeting, messages.Refusal)
+    with Insider(prey, card={"id": b""}) as member:
+        assert isinstance(member.greeting, messages.Refusal)
+    assert not prey.node.met
+
+
+def test_another_version_is_refused_with_the_reason(prey: Victim) -> None:
+    with Insider(prey, hello={"version": 2}) as member:
+        assert member.greeting == messages.Refusal("you speak version 2, and we 1", retry=False)
+    assert any("version 2" in reason for reason in prey.node.refusals.values())
+
+
+def test_a_denied_node_is_refused_by_name_whoever_dials() -> None:
+    outcast = NodeIdentity.ephemeral()
+    with victim(new_cluster(denied=frozenset({outcast.id}))) as prey:
+        for purpose in ("candidate", "visitor", "rank"):
+            with Insider(prey, outcast, purpose=purpose) as member:
+                assert isinstance(member.greeting, messages.Refusal)
+                assert "denied" in member.greeting.reason
+        same = type(prey.cluster)(prey.cluster.secret)
+        with victim(same, outcast) as other:
+            addresses = other.node.card.contact.addresses
+            on_loop(prey.node._dial(addresses))
+            assert outcast.id not in prey.node.met
+        assert any("denied" in reason for reason in prey.node.refusals.values())
+        assert welcomes_members(prey)
+
+
+def launched(
+    cluster: Any, rank: int, size: int, contacts: dict[int, messages.Contact] | None = None
+) -> tuple[Node, tuple[str, int]]:
+    """A rank that a launcher started on several hosts, with the cluster's secret."""
+    seat = cluster_seat(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
+    node = Node(
+        rank=rank, size=size, run="run", gate=seat.gate, card=seat.card, config=LOOPBACK, entrance=seat.entrance,
+        contacts=contacts or {}, on_close=seat.on_close,
+    )  # fmt: skip
+    return node, ("127.0.0.1", seat.card.contact.addresses[0].port)
+
+
+@contextlib.contextmanager
+def forming(node: Node) -> Iterator[None]:
+    future = control.start(node._form(within=DEADLINE))
+    try:
+        yield
+    finally:
+        future.cancel()
+        node.close()
+
+
+def test_a_denied_node_is_no_rank_of_a_launcher_either() -> None:
+    outcast = NodeIdentity.ephemeral()
+    cluster = new_cluster(denied=frozenset({outcast.id}))
+    node, address = launched(cluster, 0, 2)
+    with forming(node):
+        prey = Victim(cluster, None, None, address)  # type: ignore[arg-type]
+        with Insider(prey, outcast, purpose="rank", hello={"rank": 1, "size": 2}) as member:
+            assert isinstance(member.greeting, messages.Refusal)
+
+
+def test_a_dialled_rank_that_turns_out_to_be_another_is_not_taken_for_it() -> None:
+    """Who holds the wire can lead a connection to another rank: that must not exchange their numbers."""
+    cluster = new_cluster()
+    one, address = launched(cluster, 1, 3)
+    with forming(one), Proxy(address) as proxy:
+        led_astray = messages.Contact(one.host, (messages.Address(*proxy.address),), "")
+        two, _ = launched(cluster, 2, 3, {0: led_astray})
+        with forming(two):
+            until(lambda: proxy.connections() and (two.peers[0].link or two._complaint or two._refusal))
+            assert two.peers[0].link is None
+
+
+def test_an_identity_in_use_is_refused_and_named(prey: Victim) -> None:
+    first = NodeIdentity.ephemeral()
+    copy = NodeIdentity(first.private, 1)
+    with Insider(prey, first):
+        until(lambda: prey.node.met)
+        with Insider(prey, copy) as second:
+            assert isinstance(second.greeting, messages.Refusal)
+            assert f"in use by process {os.getpid()} on host" in second.greeting.reason
+        assert [someone.card.life for someone in prey.node.met.values()] == [first.life]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        b"\xff\xff\xff\xff",
+        frame.LENGTH.pack(frame.CONTROL_LIMIT + 1),
+        frame.frame(b""),
+        frame.frame(b"\xc1"),
+        frame.frame(secrets.token_bytes(4000)),
+        frame.frame(b"\x91" * 100_000),
+        frame.frame(messages.encode(messages.Welcome(0, card_of(NodeIdentity.ephemeral())))),
+        frame.frame(messages.encode(messages.Ping(1))),
+    ],
+    ids=["4 GiB", "too long", "empty", "no msgpack", "random", "deep", "Welcome", "Ping"],
+)
+def test_whoever_does_not_say_hello_is_cut_off(prey: Victim, what: bytes) -> None:
+    secret = prey.cluster.secret
+    sock = knock(prey.address, secret.derive("door"))
+    with sock, dialling_context(secret.derive("node-ca")).wrap_socket(sock) as secured:
+        began = time.monotonic()
+        secured.sendall(what)
+        assert is_hung_up(secured)
+        assert time.monotonic() - began < 1
+    assert not prey.node.met
+
+
+def test_whoever_does_not_finish_its_hello_is_cut_off_in_time(prey: Victim) -> None:
+    secret, began = prey.cluster.secret, time.monotonic()
+    socks = [knock(prey.address, secret.derive("door")) for _ in range(4)]
+    context = dialling_context(secret.derive("node-ca"))
+    try:
+        socks[2:] = [context.wrap_socket(sock) for sock in socks[2:]]
+        socks[1].sendall(b"\x16\x03\x01\x02\x00\x01")  # a part of a ClientHello
+        socks[3].sendall(frame.LENGTH.pack(1000) + bytes(999))
+        assert all(is_hung_up(sock) for sock in socks)
+        assert time.monotonic() - began < GREETING_SECONDS + 2
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+# Who answers with the wrong papers
+
+
+@contextlib.contextmanager
+def impostor(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    """A server that lets everyone through its door and then does as it likes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(DEADLINE)
+
+    def main() -> None:
+        with contextlib.suppress(*BROKEN):
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(*BROKEN):
+                sock.settimeout(DEADLINE)
+                sock.sendall(bytes(door.CHALLENGE_BYTES))
+                read(sock, door.ANSWER_BYTES)
+                serve(sock)
+
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        listener.close()
+        thread.join(DEADLINE)
+
+
+def accept_with(context: ssl.SSLContext, answer: Callable[[messages.Hello], Any]) -> Callable[[socket.socket], None]:
+    context.verify_mode = ssl.CERT_NONE
+
+    def serve(sock: socket.socket) -> None:
+        with context.wrap_socket(sock, server_side=True) as secured:
+            greeting = messages.decode_greeting(hear(secured))
+            assert isinstance(greeting, messages.Hello)
+            secured.sendall(frame.frame(messages.encode(answer(greeting))))
+            hear(secured)
+
+    return serve
+
+
+def greet(address: tuple[str, int], cluster: Any) -> Any:
+    identity = NodeIdentity.ephemeral()
+    gate = Gate(
+        cluster.secret.derive("door"), credentials=Credentials(cluster.secret.derive("node-ca"), identity.private)
+    )
+    link, welcome, peer = on_loop(dial(address, gate, hello(identity)))
+    call_on_loop(link.abort)
+    return welcome, peer
+
+
+@pytest.mark.parametrize("purpose", ["another cluster", "grpc-ca", "self-signed"])
+def test_a_caller_gets_an_autherror_from_a_server_with_the_wrong_certificate(purpose: str) -> None:
+    cluster, own = new_cluster(), Ed25519PrivateKey.generate()
+    seed = {
+        "another cluster": new_cluster(cluster.name).secret.derive("node-ca"),
+        "grpc-ca": cluster.secret.derive("grpc-ca"),
+        "self-signed": own.private_bytes_raw(),
+    }[purpose]
+    serve = accept_with(Credentials(seed, own).accepting, lambda _hello: messages.Refusal("?", retry=True))
+    with impostor(serve) as address, pytest.raises(AuthError):
+        greet(address, cluster)
+
+
+def test_a_caller_gets_an_autherror_from_a_member_that_poses_as_another() -> None:
+    cluster, own, other = new_cluster(), NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
+    credentials = Credentials(cluster.secret.derive("node-ca"), own.private)
+    serve = accept_with(credentials.accepting, lambda _hello: messages.Welcome(-1, card_of(other), "candidate"))
+    with impostor(serve) as address, pytest.raises(AuthError, match="poses"):
+        greet(address, cluster)
+
+
+def test_a_caller_is_not_fooled_by_old_tls_another_protocol_or_silence() -> None:
+    cluster = new_cluster()
+    seed = cluster.secret.derive("node-ca")
+    old, odd = (Credentials(seed, Ed25519PrivateKey.generate()).accepting for _ in range(2))
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+    odd.set_alpn_protocols(["h2"])
+    for serve in (
+        accept_with(old, lambda _hello: messages.Refusal("?", retry=True)),
+        accept_with(odd, lambda _hello: messages.Refusal("?", retry=True)),
+        lambda sock: sock.close(),
+        lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    ):
+        with impostor(serve) as address, pytest.raises((AuthError, ConnectError)):
+            greet(address, cluster)
+
+
+def test_a_caller_with_the_wrong_secret_learns_so(prey: Victim) -> None:
+    with pytest.raises(ConnectError, match="did not accept this cluster's secret"):
+        greet(prey.address, new_cluster(prey.cluster.name))
+
+
+def test_a_refused_caller_is_told_why(prey: Victim) -> None:
+    identity, secret = NodeIdentity.ephemeral(), prey.cluster.secret
+    gate = Gate(secret.derive("door"), credentials=Credentials(secret.derive("node-ca"), identity.private))
+    with pytest.raises(RefusedError, match="version"):
+        on_loop(dial(prey.address, gate, hello(identity, version=9)))
+
+
+# Who stands between two nodes
+
+
+def test_a_relayed_door_answer_opens_the_door_and_nothing_behind_it(prey: Victim) -> None:
+    """The man in the middle lets an honest node answer the challenge, and goes on by himself, to both sides."""
+    caught: list[BaseException] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    own = Ed25519PrivateKey.generate()
+
+    def relay() -> None:
+        caller, _ = listener.accept()
+        with caller, socket.create_connection(prey.address, timeout=DEADLINE) as sock:
+            caller.settimeout(DEADLINE)
+            caller.sendall(read(sock, door.CHALLENGE_BYTES))
+            sock.sendall(read(caller, door.ANSWER_BYTES))
+            try:
+                with dialling_context(own.private_bytes_raw(), own).wrap_socket(sock) as secured:
+                    secured.sendall(frame.frame(messages.encode(hello(NodeIdentity.ephemeral()))))
+                    hear(secured)
+            except BROKEN as error:
+                caught.append(error)
+            server = Credentials(own.private_bytes_raw(), own).accepting
+            server.verify_mode = ssl.CERT_NONE
+            with contextlib.suppress(*BROKEN), server.wrap_socket(caller, server_side=True) as secured:
+                hear(secured)
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(AuthError):
+            greet(listener.getsockname(), prey.cluster)
+    finally:
+        thread.join(DEADLINE)
+        listener.close()
+    assert len(caught) == 1
+    assert not prey.node.met
+
+
+def test_a_connection_led_to_another_node_is_known_as_that_nodes(prey: Victim) -> None:
+    with victim(prey.cluster) as other, Proxy(other.address) as proxy:
+        welcome, peer = greet(proxy.address, prey.cluster)
+        assert welcome.card.id == peer == other.node.card.id != prey.node.card.id
+
+
+def test_an_altered_handshake_links_nobody(prey: Victim) -> None:
+    for way, places in ((Way.TO_TARGET, (0, 20, 60, 120, 400, 900)), (Way.TO_CLIENT, (3, 20, 80, 200, 400, 900))):
+        for place in places:
+            with Proxy(prey.address) as proxy:
+                proxy.flip_bit(way, place)
+                with pytest.raises((AuthError, ConnectError)):
+                    greet(proxy.address, prey.cluster)
+                assert proxy.flips_done
+    assert welcomes_members(prey)
+
+
+def test_the_door_stays_closed_to_interfaces_that_are_excluded(home: Path) -> None:
+    key = secrets.token_bytes(32)
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    address = listener.getsockname()
+    entrance = call_on_loop(lambda: Entrance([listener], key, "test", allows=lambda _ip: False))
+    call_on_loop(entrance.open)
+    try:
+        with pytest.raises(BROKEN), knock(address, key):
+            pass
+    finally:
+        on_loop(entrance.close())

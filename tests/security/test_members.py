@@ -1,0 +1,368 @@
+"""Members that are broken or hostile: they may end their own links, not the node, its memory, its files or others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import typing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.security.attackers import (
+    BROKEN,
+    Insider,
+    call_on_loop,
+    new_cluster,
+    nonsense,
+    resident_bytes,
+    run_nodes,
+    until,
+    victim,
+    welcomes_members,
+)
+
+from covey.base.errors import ConnectError, CoveyError
+from covey.net import clusters
+from covey.net.clusters import Cluster
+from covey.net.identity import NodeIdentity
+from covey.runtime import loop as control
+from covey.wire import formation, frame, messages
+from covey.wire.secret import ClusterSecret
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.security.attackers import Victim
+
+    from covey.runtime.group import Group
+
+CONTROLS: list[Any] = list(typing.get_args(messages.Control))
+FORMATIONS: list[Any] = list(typing.get_args(formation.Formation))
+GROWTH = 30 << 20
+
+
+def tasks() -> int:
+    return call_on_loop(lambda: len(asyncio.all_tasks()))
+
+
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_messages_of_every_kind_with_random_content_harm_nobody(prey: Victim, caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(7)
+    with Insider(prey) as honest:
+        before = resident_bytes()
+        insider: Insider | None = None
+        cut_off = 0
+        try:
+            for number in range(1000):
+                if insider is None:
+                    insider = Insider(prey)
+                kind = CONTROLS[number % len(CONTROLS)]
+                try:
+                    insider.say(nonsense(kind, rng))
+                    if number % 50 == 0:
+                        insider.ping()
+                except BROKEN:
+                    insider.link.close()
+                    insider, cut_off = None, cut_off + 1
+        finally:
+            if insider is not None:
+                insider.link.close()
+        honest.ping()
+        assert resident_bytes() - before < GROWTH
+    assert welcomes_members(prey)
+    assert errors_in(caplog) == []
+
+
+def test_messages_of_a_formation_with_random_content_harm_nobody(
+    prey: Victim, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(8)
+    for _ in range(40):
+        with Insider(prey) as insider, contextlib.suppress(*BROKEN):
+            for kind in FORMATIONS * 10:
+                insider.say(messages.Forming(messages.encode(nonsense_formation(kind, rng, insider, prey))))
+            insider.ping()
+    assert welcomes_members(prey)
+    assert errors_in(caplog) == []
+
+
+def nonsense_formation(kind: Any, rng: random.Random, insider: Insider, prey: Victim) -> Any:
+    """Formation messages that come close to good ones."""
+    ids = [insider.card.id, prey.node.card.id, rng.randbytes(32)]
+    lives = [insider.card.life, prey.node.card.life, rng.randbytes(16)]
+
+    def member() -> formation.Member:
+        return formation.Member(rng.choice(ids), rng.choice(lives), "n" * rng.randrange(80), "host", b"")
+
+    def terms() -> formation.Terms:
+        return formation.Terms("run", "program", rng.choice([None, 2]), 2, None, "1", "secure")
+
+    if kind is formation.Here:
+        phase = rng.choice(list(formation.Phase))
+        return formation.Here(terms(), member(), tuple(rng.sample(lives, rng.randrange(3))), phase, ("a", "b"))
+    proposal = rng.choice([bytes(16), rng.randbytes(16)])
+    if kind is formation.Propose:
+        return formation.Propose(proposal, tuple(member() for _ in range(rng.choice([1, 2, 3, 128]))))
+    rows = tuple(
+        formation.Row(rng.choice(list(formation.Answer)), rng.getrandbits(31), rng.getrandbits(31), rng.random() < 0.5)
+        for _ in range(rng.choice([1, 2, 128]))
+    )
+    return formation.Standing(proposal, rows, rng.choice(list(formation.Outcome)), (rng.getrandbits(31),))
+
+
+@pytest.mark.parametrize("revokes", [False, True])
+def test_nonsense_from_a_member_of_a_run_ends_it_with_an_error_or_not_at_all(
+    revokes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = [kind for kind in CONTROLS if revokes or kind not in (messages.Revoke, messages.Dial, messages.NewSecret)]
+
+    def attack(group: Group) -> str:
+        node, rng = group._engine.node, random.Random(9)
+        assert node is not None
+        group.barrier()
+        try:
+            for number in range(40):
+                if group.rank == 0:
+                    for kind in kinds:
+                        control.soon(node.send, 1, nonsense(kind, rng))
+                assert group.all_reduce(number + group.rank) == 2 * number + 1
+        except CoveyError as error:
+            return type(error).__name__
+        return ""
+
+    ends = run_nodes(new_cluster(), attack)
+    assert ends[0] in ("", "PeerLostError", "ClosedError", "MismatchError", "RemoteProtocolError", "DeadlineError")
+    assert errors_in(caplog) == []
+
+
+@pytest.mark.parametrize(
+    "what",
+    [b"\xff\xff\xff\xff", frame.LENGTH.pack(frame.CONTROL_LIMIT + 1), frame.frame(b"\xc1"), frame.frame(b"")],
+    ids=["4 GiB", "too long", "no msgpack", "empty"],
+)
+def test_a_member_whose_frames_are_broken_is_cut_off_and_may_come_again(prey: Victim, what: bytes) -> None:
+    with Insider(prey) as insider:
+        insider.ping()
+        insider.link.sendall(what)
+        with pytest.raises(BROKEN):
+            insider.ping()
+        with Insider(prey, insider.identity) as again:
+            again.ping()
+
+
+def test_a_member_that_goes_on_after_nonsense_is_parted_with(prey: Victim) -> None:
+    """The end of a link must be noticed, whatever else has arrived on it: else a run waits for its dead."""
+    with Insider(prey) as insider:
+        insider.ping()
+        insider.link.sendall(2 * frame.frame(b"\xc1"))
+        until(lambda: not prey.node.met, within=3.0)
+
+
+def test_a_member_that_never_reads_takes_no_more_than_its_share_of_memory(prey: Victim) -> None:
+    with Insider(prey) as insider:
+        insider.ping()
+        before = resident_bytes()
+        burst = b"".join(frame.frame(messages.encode(messages.Ping(number))) for number in range(200_000))
+        insider.link.settimeout(2.0)
+        with contextlib.suppress(*BROKEN):
+            insider.link.sendall(burst)
+        assert resident_bytes() - before - len(burst) < GROWTH
+    assert welcomes_members(prey)
+
+
+def test_early_words_about_a_run_take_no_more_than_their_share_of_memory(prey: Victim) -> None:
+    body = frame.frame(messages.encode(messages.Revoke(0, "PeerLostError", "x" * 250_000, ())))
+    with Insider(prey) as insider:
+        before = resident_bytes()
+        for _ in range(400):
+            insider.link.sendall(body)
+        with contextlib.suppress(*BROKEN):
+            insider.ping()
+        assert resident_bytes() - before < GROWTH
+
+
+class Jam:
+    """Something that many may begin at once and nobody ends before it is over; counts them."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = 0, asyncio.Event()
+
+    async def __call__(self, *_: Any) -> Any:
+        self.begun += 1
+        await self.over.wait()
+        raise ConnectError("the way was jammed")
+
+
+def test_questions_about_addresses_are_tried_a_few_at_a_time(prey: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question costs connections: one member must not make a node open hundreds."""
+    jam = Jam()
+    monkeypatch.setattr("covey.runtime.probe.to_dial", lambda *_, **__: [("127.0.9.9", 9)])
+    monkeypatch.setattr("covey.runtime.probe.connect", jam)
+    with Insider(prey, purpose="visitor") as insider:
+        for _ in range(500):
+            insider.say(messages.Reach((messages.Address("127.0.9.9", 9),)))
+        for _ in range(20):  # turns of the loop, in which all begins that is going to
+            insider.ping()
+        begun = call_on_loop(lambda: jam.begun)
+        call_on_loop(jam.over.set)
+    assert 1 <= begun < 100
+
+
+def test_hints_of_a_member_are_followed_a_few_at_a_time(prey: Victim) -> None:
+    before = tasks()
+    with Insider(prey) as insider:
+        for number in range(20):
+            cards = tuple(insider_card(messages.Address(f"127.{number}.{n >> 8}.{n & 255}", 9)) for n in range(1, 900))
+            insider.say(messages.Known(cards))
+        insider.ping()
+        assert tasks() - before < 200
+    assert welcomes_members(prey)
+
+
+def insider_card(address: messages.Address) -> messages.Card:
+    contact = messages.Contact("h", (address,), "")
+    return messages.Card(secrets.token_bytes(32), secrets.token_bytes(16), "n", "h", 1, contact)
+
+
+def test_announcements_that_a_stranger_repeats_are_followed_a_few_at_a_time(prey: Victim) -> None:
+    """Anybody can repeat an announcement with other addresses in it: the tag covers only the port."""
+    before = tasks()
+
+    def repeat() -> None:
+        for number in range(3000):
+            places = tuple(messages.Address(f"127.7.{number >> 8}.{number & 255}", port) for port in (9, 10))
+            prey.node.search.beacon._found(places)
+
+    call_on_loop(repeat)
+    assert tasks() - before < 200
+    assert welcomes_members(prey)
+
+
+def test_a_members_large_card_does_not_part_the_others(prey: Victim, caplog: pytest.LogCaptureFixture) -> None:
+    """What a node passes on about two members must still fit into a frame, or the next one cuts it off."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(Insider(prey, card={"name": "n" * 200_000}))
+        with victim(prey.cluster) as newcomer:
+            until(lambda: prey.node.card.id in newcomer.node.met)
+            for node in (prey, newcomer):  # everything that was to be said has been said
+                with Insider(node, purpose="visitor") as witness, contextlib.suppress(*BROKEN):
+                    witness.ping()
+    assert not any("nonsense" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("field", ["name", "host_name"])
+def test_a_members_name_cannot_write_lines_or_colours_into_the_log(
+    field: str, prey: Victim, caplog: pytest.LogCaptureFixture
+) -> None:
+    forged = "x\n2026-01-01 ERROR forged line \x1b[31m"
+    with contextlib.suppress(*BROKEN), Insider(prey, card={field: forged}) as insider:
+        insider.link.sendall(frame.frame(b"\xc1"))
+        insider.ping()
+    with contextlib.suppress(*BROKEN), Insider(prey, card={field: forged}, hello={"version": 9}):
+        pass
+    written = [record.getMessage() for record in caplog.records] + list(prey.node.refusals)
+    written += [call_on_loop(prey.node.situation)]
+    assert [text for text in written if not text.isprintable()] == []
+
+
+def test_a_member_that_comes_again_and_again_with_nonsense_leaves_few_lines(
+    prey: Victim, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(30):
+        with Insider(prey) as insider:
+            insider.link.sendall(frame.frame(b"\xc1"))
+            with pytest.raises(BROKEN):
+                insider.ping()
+    assert len([record for record in caplog.records if record.name == "covey"]) <= 10
+
+
+def test_a_new_secret_replaces_only_the_one_that_is_in_use(home: Path) -> None:
+    """A member of one cluster has no say about another of the same name, which is what this machine has on disk."""
+    saved = ClusterSecret("default", secrets.token_bytes(32))
+    clusters.save(Cluster(saved))
+    with victim(new_cluster("default")) as prey, Insider(prey, purpose="visitor") as insider:
+        insider.say(messages.NewSecret(secrets.token_bytes(32)))
+        assert insider.hear(messages.SecretKept).problem
+    assert clusters.load("default").secret == saved
+
+
+def test_a_new_secret_that_is_none_is_not_kept(home: Path) -> None:
+    with victim(new_cluster("mine")) as prey:
+        clusters.save(prey.cluster)
+        with Insider(prey, purpose="visitor") as insider:
+            for key in (b"", bytes(31), bytes(33), bytes(100_000)):
+                insider.say(messages.NewSecret(key))
+                assert insider.hear(messages.SecretKept).problem
+        assert clusters.load("mine").secret == prey.cluster.secret
+
+
+def test_nothing_that_a_member_says_names_a_file(prey: Victim, tmp_path: Path) -> None:
+    bait = tmp_path / "bait.sock"
+    contact = messages.Contact(prey.node.card.contact.host, (messages.Address("127.0.0.1", 9),), str(bait))
+    with Insider(prey, card={"contact": contact, "name": "../../../../etc/x"}) as insider:
+        insider.ping()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]
+
+
+def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    jam = Jam()
+
+    def attack(group: Group) -> None:
+        node = group._engine.node
+        assert node is not None
+        peer = node.peers[1 - group.rank]
+        group.barrier()
+        if peer.is_dialled:
+            marks: list[bytes] = []
+            call_on_loop(setattr, node.lanes, "expected", lambda _rank, lane: marks.append(lane))
+            monkeypatch.setattr(node.lanes, "_connect", jam)
+            group.barrier()
+            until(lambda: marks)
+            call_on_loop(node.spawn, asyncio.sleep(0))  # behind all that was begun
+        else:
+            group.barrier()
+            for number in range(2000):
+                control.soon(node.send, peer.rank, messages.Dial(1000 + number, "collectives"))
+            control.soon(node.send, peer.rank, messages.Expect(b"the end"))
+        group.barrier()
+
+    try:
+        run_nodes(new_cluster(), attack)
+    finally:
+        call_on_loop(jam.over.set)
+    assert 1 <= jam.begun < 500
+
+
+def test_offers_that_nobody_follows_up_take_little_memory() -> None:
+    def attack(group: Group) -> int:
+        node = group._engine.node
+        assert node is not None
+        group.barrier()
+        peer, before = node.peers[1 - group.rank], resident_bytes()
+        if peer.is_dialled:
+            for number in range(5000):
+                offer = messages.Offer(
+                    secrets.token_bytes(16), secrets.token_bytes(32), 5000 + number, "collectives", "secure", 0, 1
+                )
+                control.soon(node.send, peer.rank, offer)
+        group.all_gather_object("the offers came before this")
+        return resident_bytes() - before
+
+    assert max(run_nodes(new_cluster(), attack)) < GROWTH
+
+
+def test_visitors_are_not_taken_into_a_run(prey: Victim) -> None:
+    with Insider(prey, NodeIdentity.ephemeral(), purpose="visitor") as visitor:
+        visitor.say(messages.Forming(b"\xc1"))
+        visitor.say(messages.Revoke(0, "PeerLostError", "go away", (0, 1)))
+        with contextlib.suppress(*BROKEN):
+            visitor.ping()
+        assert not prey.node.met
+    assert welcomes_members(prey)

@@ -1,0 +1,245 @@
+"""What a stranger can see: captured packets, files, environments, logs and errors, and no secret in any of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.netns.nodes import Cluster as Nodes
+from tests.netns.nodes import node_id
+from tests.security.attackers import DEADLINE, LOOPBACK, new_cluster, run_nodes
+
+from covey.base.errors import CoveyError
+from covey.net import clusters
+from covey.net.identity import NodeIdentity, id_text, node_name
+from covey.runtime.bootstrap import ClusterOptions
+from covey.runtime.seat import cluster_seat
+from covey.testing.netns import Lan, require_namespaces
+from covey.wire import messages
+from covey.wire.secret import ClusterSecret, encode_join_code
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SOURCE = Path(__file__).parents[2] / "src"
+PREFIX = "covey-sec"
+HOST_NAME = "the-hidden-host-name"
+CLUSTER, RUN = "hidden-cluster-name", "hidden-run-name"
+TALK = f"""
+import json, socket, sys
+socket.gethostname = lambda: {HOST_NAME!r}
+import numpy as np
+import covey
+
+block = bytes.fromhex(sys.argv[4])
+with covey.join(sys.argv[2], **json.loads(sys.argv[3])) as group:
+    tensor = np.tile(np.frombuffer(block, np.uint8), 4096).copy() if group.rank == 0 else np.zeros(64 * 4096, np.uint8)
+    group.broadcast(tensor, 0)
+    assert tensor.tobytes() == block * 4096
+    group.all_gather_object({{"text": block.hex(), "rank": group.rank}})
+    if group.rank == 0:
+        group.send(tensor, 1)
+        group.send_object(block, 1)
+    else:
+        group.recv(0, out=tensor)
+        assert group.recv_object(0) == block
+    print(json.dumps(group.lanes()))
+"""
+REDUCE = """
+import json, sys, time
+import covey
+with covey.join(sys.argv[2], **json.loads(sys.argv[3])) as group:
+    group.all_reduce(1)
+    print("ready", flush=True)
+    began = time.monotonic()
+    try:
+        while True:
+            assert group.all_reduce(group.rank + 1) == 3
+            group.send_object(1, 1 - group.rank)
+            group.recv_object(1 - group.rank)
+    except covey.PeerLostError as error:
+        print(json.dumps([str(error), error.rank]), flush=True)
+"""
+
+
+def forms(name: str, key: bytes) -> Iterable[tuple[str, bytes]]:
+    """Every way in which a secret could leak by mistake."""
+    yield name, key
+    yield f"{name} in hex", key.hex().encode()
+    yield f"{name} in HEX", key.hex().upper().encode()
+    yield f"{name} as Python writes it", repr(key)[2:-1].encode()
+    for kind in ("sha256", "sha1", "md5", "sha512"):
+        yield f"{kind} of {name}", hashlib.new(kind, key).digest()
+        yield f"{kind} of {name} in hex", hashlib.new(kind, key).hexdigest().encode()
+
+
+def hidden(secret: ClusterSecret) -> dict[str, bytes]:
+    found = dict(forms("the secret", secret.key))
+    for purpose in ("node-ca", "door", "mdns", "local"):
+        found |= dict(forms(f"the key for {purpose}", secret.derive(purpose)))
+    return found
+
+
+def test_what_two_nodes_exchange_tells_nothing_to_who_captures_all_of_it() -> None:
+    require_namespaces()
+    nodes, block = Nodes(CLUSTER), secrets.token_bytes(64)
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        lan.switch.start_capture()
+        code = TALK.replace("sys.argv[4]", repr(block.hex()))
+        pair = [nodes.start(host, RUN, code=code, size=2, timeout=DEADLINE) for host in lan.hosts]
+        ends = [node.end() for node in pair]
+        assert [(end[0], "secure" in end[1]) for end in ends] == [(0, True)] * 2, ends
+        capture = lan.switch.captured()
+        ids = [node_id(host) for host in lan.hosts]
+    sent = sum(map(len, capture.streams().values()))
+    assert sent > 2 * 64 * 4096, "the tensor did not travel through the capture"
+    announced = capture.datagrams(5353)
+    assert any(b"_covey" in packet for packet in announced), "nothing was announced"
+    needles = hidden(ClusterSecret(CLUSTER, bytes.fromhex(nodes.secret)))
+    needles |= {"the tensor": block[:16], "its end": block[-16:], "the object": block.hex().encode()[:32]}
+    needles |= {"host name": HOST_NAME.encode(), "cluster name": CLUSTER.encode(), "run name": RUN.encode()}
+    for number, node in enumerate(ids):
+        needles |= {f"id {number}": node[:12], f"id {number} in hex": node.hex()[:16].encode()}
+        needles |= {f"id {number} in letters": id_text(node)[:12].encode()}
+        needles |= {f"name {number}": node_name(HOST_NAME, node).encode()}
+    assert [what for what, needle in needles.items() if needle in capture] == []
+
+
+def test_forged_resets_are_a_lost_peer_for_everyone_at_once() -> None:
+    require_namespaces()
+    nodes = Nodes(CLUSTER)
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        pair = [nodes.start(host, RUN, code=REDUCE, size=2, timeout=DEADLINE) for host in lan.hosts]
+        for node in pair:
+            assert node.process.stdout.readline() == "ready\n", node.process.stderr.read()
+        began = time.monotonic()
+        assert lan.switch.reset_connections() >= 2
+        told = sorted(json.loads(node.end()[1])[1] for node in pair)
+        assert told == [0, 1]
+        assert time.monotonic() - began < 5
+
+
+# This machine
+
+
+def test_no_text_that_an_object_makes_of_itself_has_a_secret_in_it() -> None:
+    cluster, identity = new_cluster(), NodeIdentity.ephemeral()
+    lane_secret = secrets.token_bytes(32)
+    seat = cluster_seat(cluster, LOOPBACK, run="run", ports=(0,), identity=identity)
+    try:
+        shown = {
+            "ClusterSecret": cluster.secret,
+            "Cluster": cluster,
+            "ClusterOptions": ClusterOptions("prey", cluster.secret.key.hex()),
+            "NodeIdentity": identity,
+            "Gate": seat.gate,
+            "Seat": seat,
+            "NewSecret": messages.NewSecret(cluster.secret.key),
+            "Offer": messages.Offer(bytes(16), lane_secret, 0, "collectives", "secure", 0, 1),
+        }
+        needles = list(hidden(cluster.secret).values()) + [value for _, value in forms("lane", lane_secret)]
+        needles += [value for _, value in forms("key", identity.private.private_bytes_raw())]
+        telling = [
+            name
+            for name, value in shown.items()
+            if any(needle in f"{value!r} {value!s}".encode("utf-8", "surrogateescape") for needle in needles)
+        ]
+        assert telling == []
+    finally:
+        seat.on_close()
+        for listener in seat.entrance._listeners:
+            listener.close()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[:-1],
+        lambda text: text + "0",
+        lambda text: text[:10],
+        lambda text: f"covey1-{text}",
+        lambda text: "a a a " + text[:4],
+    ],
+)
+def test_no_error_about_a_secret_repeats_it(spoil: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    secret = new_cluster().secret
+    for text in (secret.key.hex(), encode_join_code(secret)):
+        bad = spoil(text)
+        file = tmp_path / "secret"
+        file.write_text(bad)
+        file.chmod(0o600)
+        for env in ({"COVEY_SECRET": bad}, {"COVEY_SECRET_FILE": str(file)}):
+            monkeypatch.setattr(clusters, "_environment_secret", None)
+            with pytest.raises(CoveyError) as raised:
+                clusters.find("prey", dict(env))
+            told = f"{raised.value!r} {raised.value} {raised.value.__cause__!r}"
+            assert bad[7:40] not in told
+            assert text[7:17] not in told
+
+
+JOIN = """
+import json, logging, os, subprocess, sys
+logging.basicConfig(level=logging.DEBUG, stream=sys.stderr)
+import covey
+with covey.join("run", size=2, interfaces="lo", lanes="secure", timeout=20) as group:
+    assert group.all_reduce(group.rank + 1) == 3
+    group.barrier()
+    print(subprocess.run(["env"], capture_output=True, text=True).stdout)
+    print(subprocess.run(["ps", "-ww", "-o", "args", "-p", str(os.getpid())], capture_output=True, text=True).stdout)
+    print(dict(os.environ))
+    group.barrier()
+    if group.rank == 1:
+        os._exit(3)
+    try:
+        group.all_reduce(1)
+    except covey.CoveyError as error:
+        print(repr(error), error.__dict__)
+"""
+
+
+def test_a_secret_given_by_the_environment_is_in_no_child_no_log_and_no_file(home: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="covey-sec-") as temp:  # short: sockets lie in it
+        check_environment_secret(home, Path(temp))
+
+
+def check_environment_secret(home: Path, temp: Path) -> None:
+    secret = new_cluster("default").secret
+    env = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_")}
+    env |= {
+        "COVEY_HOME": str(home), "COVEY_SECRET": secret.key.hex(), "PYTHONPATH": str(SOURCE), "COVEY_DEBUG": "1",
+        "PYTHONASYNCIODEBUG": "1", "TMPDIR": str(temp), "XDG_RUNTIME_DIR": "",
+    }  # fmt: skip
+    pair = [
+        subprocess.Popen([sys.executable, "-c", JOIN], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    try:
+        texts = [b"".join(process.communicate(timeout=2 * DEADLINE)) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait(DEADLINE)
+    assert sorted(process.returncode for process in pair) == [0, 3], texts
+    assert all(b"PATH=" in text and b"python" in text for text in texts)
+    texts += [path.read_bytes() for path in (*temp.rglob("*"), *home.rglob("*")) if path.is_file()]
+    needles = hidden(secret)
+    assert [what for text in texts for what, needle in needles.items() if needle in text] == []
+
+
+def test_logging_at_debug_shows_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    cluster = new_cluster()
+    run_nodes(cluster, lambda group: group.all_gather_object(group.rank))
+    needles = hidden(cluster.secret)
+    text = "\n".join(f"{record.getMessage()} {record.args!r}" for record in caplog.records).encode()
+    assert [what for what, needle in needles.items() if needle in text] == []

@@ -1,0 +1,341 @@
+"""Each finding of `covey doctor` appears when its facts are there, says what to do, and only then."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from covey.cli.doctor.facts import Facts, Machine, Network, Person, PrivatePath, Seed, Setting, Way
+from covey.cli.doctor.findings import WEIGHTS, Finding, findings
+from covey.cli.doctor.report import as_json, as_text
+
+CABLE = Network(
+    name="eth0",
+    kind="wired",
+    is_up=True,
+    addresses=("10.0.0.1", "fe80::1"),
+    networks=("10.0.0.1/24", "fe80::1/64"),
+    mtu=1500,
+    has_multicast=True,
+    is_used=True,
+    sent=5,
+    came_back=5,
+    heard=7,
+    heard_from=("10.0.0.2",),
+)
+WIFI = replace(CABLE, name="wlan0", kind="wireless", addresses=("10.0.9.1",), networks=("10.0.9.1/24",))
+LOOPBACK = replace(
+    CABLE, name="lo", kind="loopback", addresses=("127.0.0.1",), networks=("127.0.0.1/8",), is_used=False
+)
+WAY = Way(address="10.0.0.2:47700", interface="eth0", local="10.0.0.1", local_interface="eth0", round_trip=0.001)
+CLOSED = replace(WAY, round_trip=-1.0, problem="no answer in time")
+BACK = Way(address="10.0.0.1:47731", interface="eth0", round_trip=0.001)
+BACK_CLOSED = replace(BACK, round_trip=-1.0, problem="no answer in time")
+BETA = Person(
+    name="beta-x7a2",
+    id="ab" * 32,
+    host_name="beta",
+    pid=4242,
+    version="1.0",
+    purpose="candidate",
+    run="my-run",
+    state="joining",
+    is_here=False,
+    found_by=("multicast",),
+    addresses=("10.0.0.2", "fe80::2"),
+    ways_there=(WAY, replace(CLOSED, address="[fe80::2]:47700")),
+    ways_back=(BACK,),
+    chosen_way="10.0.0.2:47700",
+    chosen_interface="eth0",
+    round_trip=0.001,
+    bytes_per_second=1.2e8,
+    path_mtu=1500,
+    clock_offset=0.01,
+)
+MACHINE = Machine(
+    host_name="alpha",
+    system="Linux",
+    versions={"covey": "1.0"},
+    home="/home/me/.config/covey",
+    clusters=("home",),
+    default_cluster="home",
+    settings=(Setting(name="interfaces", value="", source="default", variable="COVEY_INTERFACES"),),
+)
+WELL = Facts(machine=MACHINE, cluster="home", interfaces=(LOOPBACK, CABLE), looked=True, people=(BETA,))
+ALONE = replace(WELL, people=())
+
+
+def found(facts: Facts) -> list[tuple[str, str]]:
+    return [(finding.weight, finding.code) for finding in findings(facts)]
+
+
+def only(facts: Facts) -> Finding:
+    (finding,) = findings(facts)
+    return finding
+
+
+def with_path(**differs: Any) -> Facts:
+    path = PrivatePath(
+        path="/home/me/my keys/0.key", mode="0600", owner="me", is_folder=False, is_ours=True, is_loose=False
+    )
+    return replace(WELL, machine=replace(MACHINE, paths=(path, replace(path, **differs))))
+
+
+def with_beta(**differs: Any) -> Facts:
+    return replace(WELL, people=(replace(BETA, **differs),))
+
+
+def test_where_all_is_well_there_is_nothing_to_say() -> None:
+    assert findings(WELL) == []
+    assert findings(with_path()) == []
+
+
+def test_a_key_that_others_may_read_is_a_problem_with_the_command_that_mends_it() -> None:
+    finding = only(with_path(mode="0644", is_loose=True))
+    assert (finding.weight, finding.code) == ("problem", "permissions")
+    assert finding.remedy.startswith("chmod 600 '/home/me/my keys/0.key'")
+
+
+def test_a_folder_that_others_may_enter_is_a_problem_with_the_command_that_mends_it() -> None:
+    assert only(with_path(mode="0755", is_loose=True, is_folder=True)).remedy.startswith("chmod 700 ")
+
+
+def test_a_file_of_somebody_else_is_a_problem() -> None:
+    finding = only(with_path(is_ours=False, owner="root"))
+    assert (finding.weight, finding.code) == ("problem", "owner")
+    assert "belongs to root" in finding.text
+
+
+@pytest.mark.parametrize(("meant", "advice"), [("COVEY_SEEDS", "Rename it to COVEY_SEEDS"), ("", "unset COVEY_SEED")])
+def test_a_variable_that_nobody_reads_is_a_problem(meant: str, advice: str) -> None:
+    finding = only(replace(WELL, machine=replace(MACHINE, unknown_variables={"COVEY_SEED": meant})))
+    assert (finding.weight, finding.code) == ("problem", "unknown-variable")
+    assert advice in finding.remedy
+
+
+def test_outside_of_any_cluster_the_remedy_is_how_to_get_into_one() -> None:
+    facts = Facts(machine=MACHINE, interfaces=(LOOPBACK, CABLE), cluster_problem="this machine is in no cluster")
+    finding = only(facts)
+    assert (finding.weight, finding.code) == ("problem", "no-cluster")
+    assert "covey init" in finding.remedy
+    assert "covey enroll" in finding.remedy
+
+
+def test_a_cluster_that_cannot_be_read_because_of_its_permissions_is_one_finding_not_two() -> None:
+    facts = replace(with_path(is_loose=True), people=(), looked=False, cluster="", cluster_problem="others may read it")
+    assert found(facts) == [("problem", "permissions")]
+
+
+@pytest.mark.parametrize(("source", "named"), [("environment", "COVEY_INTERFACES"), ("argument", "--interfaces")])
+def test_a_pattern_that_leaves_no_interface_is_a_problem_and_named_where_it_comes_from(source: str, named: str) -> None:
+    setting = Setting(name="interfaces", value="eth9", source=source, variable="COVEY_INTERFACES")
+    unused = replace(CABLE, is_used=False, reason="excluded")
+    facts = replace(ALONE, machine=replace(MACHINE, settings=(setting,)), interfaces=(LOOPBACK, unused), looked=False)
+    finding = only(replace(facts, interfaces_problem='interfaces="eth9" matches nothing'))
+    assert (finding.weight, finding.code) == ("problem", "interfaces-excluded")
+    assert f"Change {named} " in finding.remedy
+
+
+def test_a_machine_with_nothing_but_loopback_is_told_so() -> None:
+    down = replace(CABLE, is_up=False, is_used=False)
+    assert found(replace(ALONE, interfaces=(LOOPBACK, down)))[0] == ("problem", "only-loopback")
+    assert found(replace(with_beta(is_here=True), interfaces=(LOOPBACK, down))) == [("warning", "only-loopback")]
+
+
+def test_a_machine_without_ipv4_gets_a_note() -> None:
+    six = replace(CABLE, addresses=("fd00::1", "fe80::1"), networks=("fd00::1/64", "fe80::1/64"))
+    finding = only(replace(WELL, interfaces=(LOOPBACK, six)))
+    assert (finding.weight, finding.code) == ("note", "only-ipv6")
+    assert "link-local" not in finding.text
+    local = replace(six, addresses=("fe80::1",), networks=("fe80::1/64",))
+    assert "link-local" in only(replace(WELL, interfaces=(LOOPBACK, local))).text
+
+
+@pytest.mark.parametrize("heard", [0, 7])
+def test_nobody_found_is_a_problem_that_two_doctors_solve(heard: int) -> None:
+    finding = only(replace(ALONE, interfaces=(LOOPBACK, replace(CABLE, heard=heard, heard_from=()))))
+    assert (finding.weight, finding.code) == ("problem", "nobody")
+    assert ("not one multicast packet" in finding.text) == (heard == 0)
+    assert "at the same time" in finding.remedy
+
+
+def test_a_machine_that_is_heard_but_not_reached_is_named_before_what_follows_from_it() -> None:
+    facts = replace(ALONE, unreachable=dict.fromkeys(("10.0.0.7", "fe80::7"), "cannot be reached: no answer in time"))
+    assert found(facts) == [("problem", "unreachable"), ("problem", "nobody")]
+    assert "10.0.0.7, fe80::7" in findings(facts)[0].text
+    assert "47700-47731/tcp" in findings(facts)[0].remedy
+
+
+def test_an_announced_node_that_refuses_connections_has_most_likely_ended() -> None:
+    finding = only(replace(WELL, unreachable={"10.0.0.7:47700": "cannot be reached: Connection refused"}))
+    assert (finding.weight, finding.code) == ("note", "gone")
+    assert "10.0.0.7:47700" in finding.text
+
+
+@pytest.mark.parametrize(("people", "weight"), [((), "problem"), ((BETA,), "warning")])
+def test_a_silent_seed_weighs_more_where_nobody_was_found(people: tuple[Person, ...], weight: str) -> None:
+    seeds = (Seed(text="10.0.0.5:47700", answered=False, problem="Connection refused"),)
+    finding = findings(replace(WELL, people=people, seeds=seeds))[0]
+    assert (finding.weight, finding.code) == (weight, "seed-silent")
+    assert "10.0.0.5:47700: Connection refused" in finding.text
+
+
+def test_a_seed_that_answered_after_all_is_no_finding() -> None:
+    assert (
+        findings(replace(WELL, seeds=(Seed(text="10.0.0.2:47700", answered=True, problem="refused at first"),))) == []
+    )
+
+
+def test_a_seed_that_hangs_up_has_another_secret() -> None:
+    facts = replace(ALONE, seeds=(Seed(text="10.0.0.5:47700", answered=False, hung_up=True, problem="x"),))
+    assert found(facts) == [("problem", "wrong-secret-at-seed"), ("problem", "nobody")]
+    assert "covey init --show home" in findings(facts)[0].remedy
+
+
+@pytest.mark.parametrize(("people", "weight"), [((), "problem"), ((BETA,), "note")])
+def test_another_secret_nearby_matters_where_nobody_was_found(people: tuple[Person, ...], weight: str) -> None:
+    stranger = replace(CABLE, foreign=("10.0.0.9:47700",))
+    finding = findings(replace(WELL, people=people, interfaces=(LOOPBACK, stranger)))[0]
+    assert (finding.weight, finding.code) == (weight, "wrong-secret-nearby")
+    assert "10.0.0.9:47700" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("says: node a (k) is denied on beta", "covey deny --undo"),
+        ("identity k is in use by process 3 on beta (10.0.0.2)", "Remove the `identities` folder"),
+        ("it speaks version 2 of covey's protocol, and we speak 1", "same version"),
+    ],
+)
+def test_a_refusal_is_a_problem_with_its_reason(reason: str, advice: str) -> None:
+    finding = only(replace(WELL, refusals={"10.0.0.2:47700": reason}))
+    assert (finding.weight, finding.code) == ("problem", "refused")
+    assert reason in finding.text
+    assert advice in finding.remedy
+
+
+def test_one_reason_of_several_is_told_once() -> None:
+    finding = only(replace(WELL, refusals=dict.fromkeys(("10.0.0.2:47700", "[fe80::2]:47700"), "says: denied")))
+    assert "10.0.0.2:47700, [fe80::2]:47700: says: denied" in finding.text
+
+
+def test_a_refusal_at_a_seed_is_not_told_twice() -> None:
+    seeds = (Seed(text="10.0.0.2:47700", answered=False, hung_up=True),)
+    facts = replace(WELL, seeds=seeds, refusals={"10.0.0.2:47700": "hung up"})
+    assert found(facts) == [("problem", "wrong-secret-at-seed")]
+
+
+@pytest.mark.parametrize("how", ["seed", "others"])
+def test_someone_on_the_same_network_who_was_not_heard_means_that_multicast_is_blocked(how: str) -> None:
+    finding = only(with_beta(found_by=(how,)))
+    assert (finding.weight, finding.code) == ("warning", "multicast-blocked")
+    assert "beta-x7a2" in finding.text
+    assert "5353/udp" in finding.remedy
+
+
+def test_someone_on_another_network_or_on_this_machine_need_not_be_heard_by_multicast() -> None:
+    assert findings(with_beta(found_by=("seed",), addresses=("172.16.0.2", "fe80::2"))) == []
+    assert findings(with_beta(found_by=("same host",), is_here=True)) == []
+
+
+def test_multicast_that_does_not_come_back_or_reports_errors_is_broken_here() -> None:
+    assert found(replace(WELL, interfaces=(LOOPBACK, replace(CABLE, came_back=0)))) == [("warning", "multicast-broken")]
+    error = "another program keeps UDP port 5353 to itself"
+    assert error in only(replace(WELL, interfaces=(LOOPBACK, replace(CABLE, errors=(error,))))).text
+    assert "no such thing" in only(replace(WELL, multicast_problem="no such thing")).text
+
+
+def test_without_any_interface_that_can_do_multicast_seeds_are_advised() -> None:
+    finding = only(replace(WELL, interfaces=(LOOPBACK, replace(CABLE, has_multicast=False))))
+    assert (finding.weight, finding.code) == ("warning", "no-multicast")
+    assert "COVEY_SEEDS" in finding.remedy
+
+
+def test_if_we_reach_it_and_it_not_us_our_firewall_is_to_be_opened() -> None:
+    finding = only(with_beta(ways_back=(BACK_CLOSED,)))
+    assert (finding.weight, finding.code) == ("warning", "one-way-firewall")
+    assert "we reach beta-x7a2, but it does not reach us" in finding.text
+    assert "open 47700-47731/tcp in the firewall of this machine:" in finding.remedy
+
+
+def test_if_it_reaches_us_and_we_not_it_its_firewall_is_to_be_opened() -> None:
+    finding = only(with_beta(ways_there=(CLOSED, CLOSED)))
+    assert (finding.weight, finding.code) == ("warning", "one-way-firewall")
+    assert "beta-x7a2 reaches us, but we do not reach it" in finding.text
+    assert "open 47700-47731/tcp in the firewall of beta-x7a2 (10.0.0.2):" in finding.remedy
+
+
+def test_no_firewall_is_blamed_while_one_side_has_not_said_whether_it_reaches_the_other() -> None:
+    assert findings(with_beta(ways_back=(), ways_back_problem="it did not answer")) == []
+    assert findings(with_beta(ways_back=(BACK_CLOSED,), is_here=True)) == []
+
+
+def test_wifi_used_although_a_cable_leads_there_is_a_warning_with_the_pattern_that_leaves_it_out() -> None:
+    facts = replace(with_beta(chosen_interface="wlan0"), interfaces=(LOOPBACK, WIFI, CABLE))
+    finding = only(facts)
+    assert (finding.weight, finding.code) == ("warning", "wireless-used")
+    assert "'!wlan0'" in finding.remedy
+    assert "cable (eth0)" in finding.text
+
+
+def test_wifi_is_fine_where_no_cable_leads_there() -> None:
+    facts = replace(with_beta(chosen_interface="wlan0", addresses=("10.0.9.2",)), interfaces=(LOOPBACK, WIFI, CABLE))
+    assert findings(facts) == []
+    unplugged = replace(CABLE, is_up=False, is_used=False)
+    assert findings(replace(with_beta(chosen_interface="wlan0"), interfaces=(LOOPBACK, WIFI, unplugged))) == []
+
+
+def test_different_versions_are_a_warning() -> None:
+    finding = only(with_beta(version="1.1"))
+    assert (finding.weight, finding.code) == ("warning", "versions")
+    assert "this machine has 1.0, beta-x7a2 has 1.1" in finding.text
+
+
+@pytest.mark.parametrize(("offset", "words"), [(3600.0, "3,600 s ahead of"), (-6.0, "6 s behind")])
+def test_a_clock_far_off_is_a_note_that_says_it_is_harmless(offset: float, words: str) -> None:
+    finding = only(with_beta(clock_offset=offset))
+    assert (finding.weight, finding.code) == ("note", "clock")
+    assert words in finding.text
+    assert "covey does not mind" in finding.text
+
+
+def test_a_clock_a_little_off_is_no_finding() -> None:
+    assert findings(with_beta(clock_offset=4.9)) == []
+
+
+def test_findings_come_by_weight() -> None:
+    facts = replace(with_beta(clock_offset=99.0, version="1.1"), refusals={"gamma": "says: denied"})
+    weights = [WEIGHTS.index(finding.weight) for finding in findings(facts)]
+    assert weights == [0, 1, 2]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_report_names_everything_and_fits_the_width(width: int) -> None:
+    facts = replace(with_beta(clock_offset=99.0, ways_back=(BACK_CLOSED,)), interfaces=(LOOPBACK, CABLE, WIFI))
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(as_text(facts, findings(facts)))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    for word in ("alpha", "eth0", "wlan0", "beta-x7a2", "10.0.0.2:47700", "no answer in time", "960 Mbit/s", "1500"):
+        assert word in words
+    assert "warning" in words
+    assert "1 warning, 1 note" in words
+
+
+def test_the_json_has_all_facts_and_findings() -> None:
+    facts = with_beta(version="1.1")
+    said = json.loads(json.dumps(as_json(facts, findings(facts))))
+    assert said["format"] == 1
+    assert said["people"][0]["ways_there"][0]["address"] == "10.0.0.2:47700"
+    assert [finding["code"] for finding in said["findings"]] == ["versions"]
+    assert set(said) == {
+        *("format", "machine", "cluster", "cluster_problem", "interfaces", "interfaces_problem", "multicast_problem"),
+        *("looked", "people", "unreachable", "seeds", "refusals", "seconds", "findings"),
+    }

@@ -1,0 +1,129 @@
+"""What people type after `covey run`, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import typer.main
+
+from covey.base.errors import ConfigError
+from covey.cli.run import app, command_line, is_run_name, share_of_run
+from covey.net import clusters
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a script, and a user who is in no cluster."""
+    for name in list(os.environ):
+        if name.startswith("COVEY_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(clusters, "_environment_secret", None)
+    monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+def parsed(*words: str) -> dict[str, Any]:
+    """Return the options that were given, the script, and what belongs to it."""
+    context = typer.main.get_command(app).make_context("run", list(words))
+    return {name: value for name, value in context.params.items() if value not in (None, False, (), [])}
+
+
+def test_the_first_word_is_the_script_if_there_is_no_other() -> None:
+    assert parsed("train.py") == {"script": "train.py"}
+    assert parsed("nonsense") == {"script": "nonsense"}
+
+
+def test_a_word_before_the_script_names_the_run() -> None:
+    assert parsed("mine", "train.py", "--lr", "3") == {
+        "run_name": "mine",
+        "script": "train.py",
+        "arguments": ["--lr", "3"],
+    }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("mine", "--min", "3", "-n", "2", "train.py", "--min", "9"),
+        ("--min", "3", "mine", "-n", "2", "train.py", "--min", "9"),
+        ("-n", "2", "--min", "3", "mine", "train.py", "--min", "9"),
+        ("--run", "mine", "-n", "2", "--min", "3", "train.py", "--min", "9"),
+    ],
+)
+def test_options_may_stand_before_and_after_the_name_of_the_run_but_not_after_the_script(words) -> None:
+    wanted = {"run_name": "mine", "processes": 2, "min_size": 3, "script": "train.py", "arguments": ["--min", "9"]}
+    assert parsed(*words) == wanted
+
+
+@pytest.mark.parametrize("first", ["train.py", "sh", "./train.py", "data", "absent.py", "no/such/script"])
+def test_what_is_or_looks_like_a_script_or_a_program_names_no_run(first) -> None:
+    assert not is_run_name(first)
+    assert parsed(first, "train.py") == {"script": first, "arguments": ["train.py"]}
+
+
+def test_with_a_module_only_the_option_names_the_run() -> None:
+    assert parsed("-m", "mine", "train") == {"module": True, "script": "mine", "arguments": ["train"]}
+    assert parsed("--run", "mine", "-m", "nest.egg")["run_name"] == "mine"
+
+
+def test_a_run_has_one_name() -> None:
+    for words in (("--run", "a", "b", "train.py"), ("b", "--run", "a", "train.py")):
+        with pytest.raises(ConfigError, match="two names, 'b' and 'a'"):
+            parsed(*words)
+
+
+def test_a_script_that_is_missing_is_named_together_with_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"no script or program 'tran' to start in the run 'mine'"):
+        command_line("tran", [], module=False, run_name="mine")
+    assert command_line("train.py", ["-x"], module=False) == [sys.executable, "train.py", "-x"]
+    assert command_line("nest.egg", [], module=True) == [sys.executable, "-m", "nest.egg"]
+
+
+def test_without_a_cluster_nothing_starts_and_the_ways_into_one_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"covey init.*covey enroll.*covey run -n K"):
+        share_of_run(1, {"COVEY_RUN": "mine"})
+
+
+def test_a_secret_of_the_environment_goes_to_the_processes_by_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COVEY_SECRET", "cd" * 32)
+    monkeypatch.setenv("COVEY_SEEDS", "10.0.0.1:47700")
+    run = share_of_run(3, {"COVEY_RUN": "mine", "COVEY_CLUSTER": "lab"})()
+    assert run.handed_over() == ("COVEY_SECRET_FD", b"\xcd" * 32)
+    assert run.place(1) == {"COVEY_RUN": "mine", "COVEY_CLUSTER": "lab", "COVEY_SEEDS": "10.0.0.1:47700"}
+    assert run.size == 3
+    assert "COVEY_SECRET" not in os.environ
+
+
+def test_a_secret_in_a_file_is_left_for_the_processes_to_find(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "key").write_text("cd" * 32)
+    (folder / "key").chmod(0o600)
+    monkeypatch.setenv("COVEY_SECRET_FILE", str(folder / "key"))
+    run = share_of_run(1, {"COVEY_RUN": "mine"})()
+    assert run.handed_over() == ("", b"")
+    assert run.place(0) == {"COVEY_RUN": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ({"COVEY_RUN_SIZE": "2"}, "-n 3 are more than the 2 nodes"),
+        ({"COVEY_RUN_MAX_SIZE": "2"}, "-n 3 are more than the 2 nodes"),
+        ({"COVEY_RUN_MIN_SIZE": "4", "COVEY_RUN_MAX_SIZE": "3"}, "less than min_size"),
+        ({"COVEY_JOIN_TIMEOUT": "-1"}, "above 0"),
+        ({"COVEY_INTERFACES": "!!eth0"}, "eth0"),
+        ({"COVEY_RUN": "x" * 101}, "1 to 100 printable"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(monkeypatch, variables, complaint) -> None:
+    monkeypatch.setenv("COVEY_SECRET", "cd" * 32)
+    with pytest.raises(ConfigError, match=complaint):
+        share_of_run(3, {"COVEY_RUN": "mine", **variables})

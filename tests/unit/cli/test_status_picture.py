@@ -1,0 +1,147 @@
+"""What nodes tell, put together and shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from covey.base.errors import ConnectError, CoveyError, DeadlineError
+from covey.cli.status.picture import Picture, as_json, picture
+from covey.cli.status.view import duration, milliseconds, view
+from covey.wire.messages import Address, Answer, Card, Contact, PeerState, Tell
+
+
+def card(number: int, host: str = "wren") -> Card:
+    contact = Contact(host, (Address(f"10.0.0.{number}", 47700 + number, "eth0"),), "")
+    return Card(bytes([number]) * 32, bytes(16), f"{host}-{number:04}", host, 100 + number, contact, "1.2")
+
+
+def state(number: int, rank: int = -1, *, lane: str = "", round_trip: float = -1.0, offset: float = 0.0) -> PeerState:
+    here = card(number)
+    return PeerState(here, rank, lane, "10.0.0.99", f"10.0.0.{number}:47700", "eth0", round_trip, offset)
+
+
+def tells(size: int, run: str = "mine") -> list[Tell]:
+    """What each of `size` nodes would tell of the others; node i + 1 has rank i, and its ways take i ms and more."""
+    return [
+        Tell(
+            run,
+            "running",
+            leader=card(1).id,
+            tie_breaker=card(2).id,
+            since=60.0 + rank,
+            peers=tuple(
+                state(other + 1, other, lane="secure" if other % 2 else "shm", round_trip=1e-3 * (rank + other / 100))
+                for other in range(size)
+                if other != rank
+            ),
+            rank=rank,
+        )
+        for rank in range(size)
+    ]
+
+
+def draw(answers: list[Answer | CoveyError], *, offset: float = 0.0, refused: dict[str, str] | None = None) -> Picture:
+    seen = [state(number, offset=offset) for number in range(1, len(answers) + 1)]
+    return picture("lab", seen, answers, refused or {})
+
+
+def shown(drawn: Picture, width: int = 120) -> list[str]:
+    console = Console(width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(view(drawn))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_ranks_come_from_what_the_others_tell() -> None:
+    (run,) = draw([*tells(3)]).runs
+    assert [(node.name, node.rank) for node in run.nodes] == [("wren-0001", 0), ("wren-0002", 1), ("wren-0003", 2)]
+    assert [node.is_leader for node in run.nodes] == [True, False, False]
+    assert [node.is_tie_breaker for node in run.nodes] == [False, True, False]
+    assert (run.state, run.since) == ("running", 62.0)
+    assert [(way.rank, way.lane, way.round_trip) for way in run.nodes[1].peers] == [
+        (0, "shm", 1e-3),
+        (2, "shm", pytest.approx(1.02e-3)),
+    ]
+
+
+@pytest.mark.parametrize("teller", [0, 1, 2])
+def test_the_only_one_who_answers_tells_all_ranks(teller) -> None:
+    answers: list[Answer | CoveyError] = [DeadlineError(f"{number} did not answer") for number in range(3)]
+    answers[teller] = tells(3)[teller]
+    drawn = draw(answers)
+    (run,) = drawn.runs
+    assert [node.rank for node in run.nodes] == [0, 1, 2]
+    assert [node.state for node in run.nodes] == ["running" if rank == teller else "silent" for rank in range(3)]
+    assert drawn.silent == tuple(f"{number} did not answer" for number in range(3) if number != teller)
+
+
+def test_who_has_gone_meanwhile_is_not_mentioned() -> None:
+    drawn = draw([ConnectError("wren-0001 has gone")])
+    assert drawn.is_empty
+    assert shown(drawn) == []
+
+
+def test_runs_are_told_apart_and_a_latecomer_is_marked() -> None:
+    late = Tell("mine", "joining", b"", b"", 3.0, (state(1), state(2)))
+    drawn = draw([*tells(2), late, Tell("zoo", "joining", b"", b"", 7.0, ())])
+    mine, zoo = drawn.runs
+    assert [(node.rank, node.state) for node in mine.nodes] == [(0, "running"), (1, "running"), (None, "joining")]
+    assert (mine.state, zoo.state, zoo.since) == ("running", "joining", 7.0)
+    lines = shown(drawn)
+    assert lines[0] == "run mine in lab: running for 61 s, 3 nodes"
+    assert [line.endswith("joining") for line in lines[2:5]] == [False, False, True]
+    assert "run zoo in lab: joining for 7 s, 1 node" in lines
+
+
+def test_the_ways_of_a_few_are_shown_one_by_one() -> None:
+    lines = shown(draw([*tells(3)]))
+    at = lines.index(next(line for line in lines if line.startswith("from")))
+    assert lines[at].split() == ["from", "to", "0", "to", "1", "to", "2"]
+    assert [line.split() for line in lines[at + 1 :]] == [
+        ["0", "secure", "0.01", "ms", "shm", "0.02", "ms"],
+        ["1", "shm", "1.00", "ms", "shm", "1.02", "ms"],
+        ["2", "shm", "2.00", "ms", "secure", "2.01", "ms"],
+    ]
+
+
+def test_the_ways_of_many_are_summed_up() -> None:
+    lines = shown(draw([*tells(8)]))
+    assert lines[-2:] == [
+        "secure: 28 ways, round trip 3.54 ms (median), at most 7.05 ms (7 to 5)",
+        "shm: 28 ways, round trip 3.53 ms (median), at most 7.06 ms (7 to 6)",
+    ]
+
+
+def test_a_clock_that_is_far_off_and_who_was_refused_are_mentioned() -> None:
+    assert not any("clock" in line for line in shown(draw([*tells(2)], offset=0.9)))
+    lines = shown(draw([*tells(2)], offset=-75.25, refused={"otter-aaaa": "is denied"}))
+    assert sum("clock -75.2 s" in line for line in lines) == 2
+    assert lines[-1] == "not taken: otter-aaaa: is denied"
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_addresses_and_ids_are_whole_on_a_usual_terminal(width) -> None:
+    lines = shown(draw([*tells(2)]), width)
+    text = "\n".join(lines)
+    assert all(word in text for word in ("10.0.0.1:47701", "aeaqcaib", "10.0.0.2:47702", "aibaeaqc"))
+    assert max(map(len, lines)) <= width
+
+
+def test_text_of_others_is_not_taken_for_markup() -> None:
+    (told,) = draw([Tell("[red]x[/]", "joining", b"", b"", 1.0, ())]).runs
+    assert told.name == "[red]x[/]"
+    assert shown(draw([Tell("[red]x[/]", "joining", b"", b"", 1.0, ())]))[0].startswith("run [red]x[/] in lab")
+
+
+def test_the_picture_is_json() -> None:
+    loaded = json.loads(json.dumps(as_json(draw([*tells(2)]))))
+    assert loaded["cluster"] == "lab"
+    assert [node["id"] for node in loaded["runs"][0]["nodes"]] == ["01" * 32, "02" * 32]
+
+
+def test_times_are_short() -> None:
+    assert [milliseconds(seconds) for seconds in (0.0000584, 0.01234, 0.2)] == ["0.06 ms", "12.3 ms", "200 ms"]
+    assert [duration(seconds) for seconds in (7.4, 119, 300, 9000)] == ["7 s", "119 s", "5 min", "2 h 30 min"]

@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.proto.health import (
+    HOST_SILENCE,
+    INTERVAL,
+    PROCESS_SILENCE,
+    STOPPED_SILENCE,
+    SUSPECT_LEAST,
+    SUSPECT_MOST,
+    VOUCHED,
+    Cause,
+    Dead,
+    Health,
+    Ping,
+    Standing,
+    Suspect,
+    Trust,
+    Vouch,
+    suspect_after,
+)
+
+A, B, C = (letter.encode() * 32 for letter in "abc")
+LAN = 0.001
+
+
+class Watch:
+    """A health core on host "north" that watches peers by hand; it is ticked punctually."""
+
+    def __init__(self, **hosts: str) -> None:
+        self.now = 100.0
+        self.health = Health("north", self.now)
+        self.log: list[tuple[float, Any]] = []
+        for name, host in hosts.items():
+            peer = name.encode() * 32
+            self.health.watch(peer, host, self.now)
+            self.health.link_up(peer, self.now)
+            self.health.round_trip(peer, LAN)
+
+    def run(self, seconds: float, *heard: bytes, every: float = 0.3, vouches: Vouch | None = None) -> list[Any]:
+        """Let time pass in which these peers talk, or are vouched for; return the accusations and their ends."""
+        end, start, word_at = self.now + seconds, len(self.log), self.now + every
+        while min(word_at, self.health.next_deadline()) <= end:
+            if word_at <= self.health.next_deadline():
+                self.now, word_at = word_at, word_at + every
+                for peer in heard:
+                    if vouches is None:
+                        self.health.heard(peer, self.now)
+                    else:
+                        self.health.vouched(peer, vouches, self.now)
+            else:
+                self.now = self.health.next_deadline()
+                self.health.tick(self.now)
+            self.drain()
+        self.now = end
+        return [effect for _, effect in self.log[start:] if not isinstance(effect, Ping)]
+
+    def sleep(self, seconds: float) -> None:
+        """Let this node do nothing for a while, and wake up."""
+        self.now = self.health.next_deadline() + seconds
+        self.health.tick(self.now)
+        self.drain()
+
+    def drain(self) -> None:
+        self.log += [(self.now, effect) for effect in self.health.effects()]
+
+    def told(self, call: str, *args: Any) -> list[Any]:
+        getattr(self.health, call)(*args, self.now)
+        before = len(self.log)
+        self.drain()
+        return [effect for _, effect in self.log[before:]]
+
+    def moment(self, kind: type, peer: bytes) -> float:
+        """Return when the last such effect was about this peer."""
+        return [at for at, effect in self.log if isinstance(effect, kind) and effect.peer == peer][-1]
+
+
+def kinds(effects: list[Any]) -> list[tuple[type, Cause | None]]:
+    return [(type(effect), getattr(effect, "cause", None)) for effect in effects]
+
+
+SILENT_DEATH = [(Suspect, Cause.SILENT), (Dead, Cause.SILENT)]
+
+
+def test_only_the_quiet_are_pinged() -> None:
+    watch = Watch(a="south", b="west")
+    watch.run(10.0, A, every=INTERVAL / 2)
+    pings = [effect.peer for _, effect in watch.log if isinstance(effect, Ping)]
+    assert A not in pings
+    assert 15 <= len(pings) <= 20
+
+
+def test_a_process_without_a_second_voice_is_suspect_soon_and_dead_after_fifteen_seconds() -> None:
+    watch = Watch(a="south", b="west")
+    start = watch.now
+    assert kinds(watch.run(30.0, B)) == SILENT_DEATH
+    assert SUSPECT_LEAST < watch.moment(Suspect, A) - start < SUSPECT_LEAST + 0.1
+    assert watch.moment(Dead, A) - start == PROCESS_SILENCE
+    assert watch.health.standing(A) is Standing.DEAD
+    assert watch.health.standing(B) is Standing.TRUSTED
+
+
+@pytest.mark.parametrize("voice", ["kernel", "keeper"])
+def test_a_machine_that_could_be_heard_is_dead_in_under_five_seconds_with_everybody_on_it(voice: str) -> None:
+    watch = Watch(a="south", b="south", c="west")
+    if voice == "kernel":
+        watch.told("acknowledged", A)
+    else:
+        watch.told("vouched", A, Vouch.BUSY)
+    start = watch.now
+    effects = watch.run(5.0, C)
+    assert {effect.peer for effect in effects if isinstance(effect, Dead)} == {A, B}
+    assert {effect.cause for effect in effects if isinstance(effect, Dead)} == {Cause.HOST_SILENT}
+    assert watch.moment(Suspect, B) < watch.moment(Dead, B) == start + HOST_SILENCE
+    assert effects[-1].reason == "nothing heard from its host south for 4.5 s"
+
+
+def test_a_host_lives_while_one_of_its_members_is_heard() -> None:
+    watch = Watch(a="south", b="south")
+    watch.told("acknowledged", A)
+    assert kinds(watch.run(14.0, B)) == [(Suspect, Cause.SILENT)]
+    assert kinds(watch.run(2.0, B)) == [(Dead, Cause.SILENT)]
+
+
+def test_acknowledgements_of_its_kernel_save_a_busy_process_for_the_time_that_a_process_has() -> None:
+    watch = Watch(a="south")
+    for _ in range(16):
+        watch.told("acknowledged", A)
+        watch.run(0.5)
+    assert watch.health.standing(A) is Standing.SUSPECT
+    assert kinds(watch.told("heard", A)) == [(Trust, None)]
+
+
+def test_an_old_acknowledgement_does_not_undo_a_later_word() -> None:
+    watch = Watch(a="south")
+    watch.health.acknowledged(A, watch.now - 60.0)
+    assert watch.run(1.0) == []
+    assert kinds(watch.run(3.6)) == [(Suspect, Cause.SILENT), (Dead, Cause.HOST_SILENT)]
+
+
+def test_the_machine_of_this_node_is_never_silent() -> None:
+    watch = Watch(a="north")
+    watch.told("vouched", A, Vouch.BUSY)
+    watch.told("acknowledged", A)
+    assert kinds(watch.run(14.0)) == [(Suspect, Cause.SILENT)]
+
+
+@pytest.mark.parametrize("host", ["north", "south"])
+def test_a_keeper_vouches_for_a_process_that_says_nothing_for_a_minute(host: str) -> None:
+    watch = Watch(a=host)
+    assert watch.run(60.0, A, every=INTERVAL, vouches=Vouch.BUSY) == []
+
+
+def test_a_process_that_is_busy_for_ever_hangs_and_is_dead_at_last() -> None:
+    watch = Watch(a="south")
+    start = watch.now
+    effects = watch.run(VOUCHED + 20.0, A, every=INTERVAL, vouches=Vouch.BUSY)
+    assert kinds(effects) == SILENT_DEATH
+    assert watch.moment(Dead, A) - start == VOUCHED + PROCESS_SILENCE
+    assert effects[-1].reason == "silent for 315.0 s; it is alive, so it hangs"
+
+
+def test_a_process_whose_keeper_is_gone_is_judged_by_itself_again() -> None:
+    watch = Watch(a="south", b="south")
+    watch.run(30.0, A, vouches=Vouch.BUSY)
+    last = watch.now
+    assert kinds(watch.run(20.0, B)) == SILENT_DEATH
+    assert watch.moment(Dead, A) - last == pytest.approx(PROCESS_SILENCE, abs=0.4)
+
+
+def test_one_that_exited_is_dead_at_once_and_no_word_that_was_on_the_way_revives_it() -> None:
+    watch = Watch(a="south")
+    assert kinds(watch.told("vouched", A, Vouch.EXITED)) == [(Dead, Cause.EXITED)]
+    for call in [
+        ("heard", A),
+        ("link_lost", A),
+        ("link_up", A),
+        ("vouched", A, Vouch.BUSY),
+        ("vouched", A, Vouch.EXITED),
+    ]:
+        assert watch.told(*call) == []
+    assert watch.run(30.0, A) == []
+    assert not any(isinstance(effect, Ping) for _, effect in watch.log)
+
+
+def test_one_that_is_stopped_is_suspect_at_once_dead_within_a_second_and_well_when_it_goes_on() -> None:
+    watch = Watch(a="south")
+    stopped = watch.now
+    assert kinds(watch.told("vouched", A, Vouch.STOPPED)) == [(Suspect, Cause.STOPPED)]
+    assert watch.told("heard", A) == []  # was on the way
+    assert kinds(watch.run(1.0, A, every=0.1, vouches=Vouch.STOPPED)) == [(Dead, Cause.STOPPED)]
+    assert watch.moment(Dead, A) - stopped == STOPPED_SILENCE
+    assert watch.run(20.0, A) == []
+    assert kinds(watch.told("vouched", A, Vouch.BUSY)) == [(Trust, None)]
+
+
+def test_a_debugger_that_attaches_for_a_moment_kills_nobody() -> None:
+    watch = Watch(a="south")
+    watch.told("vouched", A, Vouch.STOPPED)
+    watch.run(0.3)
+    assert kinds(watch.told("vouched", A, Vouch.BUSY)) == [(Trust, None)]
+    assert watch.run(5.0, A) == []
+
+
+def test_a_link_that_ends_makes_suspect_at_once_and_shortens_no_life() -> None:
+    watch = Watch(a="south")
+    start = watch.now
+    assert watch.told("link_lost", A) == [Suspect(A, Cause.LINK_LOST, "its link ended")]
+    assert watch.told("link_lost", A) == []
+    assert watch.told("heard", A) == []  # read from the link that ended
+    assert kinds(watch.run(20.0)) == [(Dead, Cause.SILENT)]
+    assert watch.moment(Dead, A) - start == PROCESS_SILENCE
+    assert not any(isinstance(effect, Ping) for _, effect in watch.log)
+    assert kinds(watch.told("link_up", A)) == [(Trust, None)]
+
+
+def test_a_keeper_keeps_one_without_a_link_alive_but_not_trusted() -> None:
+    watch = Watch(a="south")
+    watch.told("link_lost", A)
+    assert watch.run(60.0, A, every=INTERVAL, vouches=Vouch.BUSY) == []
+    assert watch.health.standing(A) is Standing.SUSPECT
+    assert kinds(watch.told("link_up", A)) == [(Trust, None)]
+
+
+def test_a_suspect_is_accused_again_only_for_something_graver() -> None:
+    watch = Watch(a="south")
+    assert kinds(watch.run(2.0)) == [(Suspect, Cause.SILENT)]
+    assert kinds(watch.told("link_lost", A)) == [(Suspect, Cause.LINK_LOST)]
+    assert kinds(watch.told("vouched", A, Vouch.STOPPED)) == [(Suspect, Cause.STOPPED)]
+    assert watch.told("vouched", A, Vouch.STOPPED) == []
+
+
+def test_a_word_revives_the_dead() -> None:
+    watch = Watch(a="south")
+    watch.run(20.0)
+    assert kinds(watch.told("heard", A)) == [(Trust, None)]
+    assert watch.run(10.0, A) == []
+
+
+@pytest.mark.parametrize("seconds", [1.0, 4.0, 30.0, 86_400.0])
+@pytest.mark.parametrize("silence", [0.0, 0.4, 1.4])
+def test_a_node_that_did_not_listen_accuses_nobody_and_asks_everybody(seconds: float, silence: float) -> None:
+    watch = Watch(a="south", b="west")
+    watch.told("acknowledged", A)
+    watch.run(silence)
+    watch.sleep(seconds)
+    pinged = {effect.peer for at, effect in watch.log if at == watch.now}
+    assert pinged == {A, B}
+    assert watch.run(0.05, A, B, every=0.02) == []  # they answer
+    assert watch.run(60.0, A, B) == []
+
+
+def test_silence_after_a_suspension_counts_from_the_waking() -> None:
+    watch = Watch(a="south")
+    watch.told("acknowledged", A)
+    watch.run(1.0)
+    watch.sleep(30.0)
+    woken = watch.now
+    assert kinds(watch.run(10.0)) == [(Suspect, Cause.SILENT), (Dead, Cause.HOST_SILENT)]
+    assert watch.moment(Dead, A) == woken + HOST_SILENCE
+
+
+def test_a_node_that_hardly_ever_listens_still_finds_the_dead() -> None:
+    watch = Watch(a="south")
+    watch.told("acknowledged", A)
+    start = watch.now
+    while watch.health.standing(A) is not Standing.DEAD:
+        watch.sleep(0.6)
+        watch.run(0.3)
+        assert watch.now < start + 60.0
+    assert watch.now - start > HOST_SILENCE
+
+
+def test_ticks_that_come_early_do_nothing() -> None:
+    watch = Watch(a="south")
+    for _ in range(100):
+        watch.health.tick(watch.now)
+    assert watch.health.effects() == []
+    assert watch.health.next_deadline() > watch.now
+
+
+def test_nobody_to_watch_is_nothing_to_wait_for() -> None:
+    watch = Watch()
+    assert watch.health.next_deadline() == math.inf
+    watch.now += 1000.0
+    watch.told("watch", A, "south")
+    assert watch.run(1.0) == []
+    watch.health.forget(A)
+    watch.health.forget(A)
+    for call in [("heard", A), ("link_up", A), ("link_lost", A), ("acknowledged", A), ("vouched", A, Vouch.EXITED)]:
+        assert watch.told(*call) == []
+    watch.health.round_trip(A, 1.0)
+    assert watch.health.next_deadline() == math.inf
+
+
+def test_a_new_life_starts_trusted() -> None:
+    watch = Watch(a="south")
+    watch.told("vouched", A, Vouch.EXITED)
+    watch.told("watch", A, "south")
+    assert watch.health.standing(A) is Standing.TRUSTED
+    watch.told("link_up", A)
+    assert watch.run(10.0, A) == []
+
+
+def test_one_that_never_gets_a_link_is_missed_too() -> None:
+    watch = Watch()
+    watch.told("watch", A, "south")
+    assert kinds(watch.run(20.0)) == SILENT_DEATH
+
+
+@given(st.floats(0, 100), st.floats(0, 100))
+def test_patience_grows_with_the_round_trip_and_its_jitter_within_bounds(round_trip: float, jitter: float) -> None:
+    patience = suspect_after(round_trip, jitter)
+    assert SUSPECT_LEAST <= patience <= SUSPECT_MOST < HOST_SILENCE
+    assert patience <= suspect_after(round_trip + 0.1, jitter) <= suspect_after(round_trip + 0.1, jitter + 0.1)
+
+
+def test_a_slow_link_gets_more_patience_and_one_that_improves_loses_it_again() -> None:
+    watch = Watch(a="south")
+
+    def patience() -> float:
+        start = watch.now
+        watch.told("heard", A)
+        watch.run(5.0)
+        return watch.moment(Suspect, A) - start
+
+    for seconds in (0.05, 0.6) * 20:
+        watch.health.round_trip(A, seconds)
+    slow = patience()
+    for _ in range(40):
+        watch.health.round_trip(A, LAN)
+    watch.told("heard", A)
+    for _ in range(40):
+        watch.health.round_trip(A, LAN)
+    assert slow == pytest.approx(SUSPECT_MOST, abs=0.1)
+    assert patience() == pytest.approx(SUSPECT_LEAST, abs=0.1)
+
+
+def test_after_a_suspicion_in_vain_the_next_takes_longer() -> None:
+    watch = Watch(a="south")
+    watch.run(1.6)
+    assert watch.health.standing(A) is Standing.SUSPECT
+    watch.told("heard", A)
+    assert watch.run(2.9) == []
+    assert kinds(watch.run(0.2)) == [(Suspect, Cause.SILENT)]
+
+
+def test_it_explains_itself() -> None:
+    watch = Watch(a="south", b="west")
+    watch.run(0.4, B)
+    assert watch.health.explain(A, watch.now) == ("trusted: last heard 0.4 s ago; round trip 1 ms, give or take 0.5 ms")
+    watch.told("vouched", A, Vouch.BUSY)
+    watch.now += 0.1
+    assert watch.health.explain(A, watch.now).startswith("trusted: last heard 0.5 s ago, vouched for 0.1 s ago;")
+    watch.run(3.7, B)
+    assert watch.health.explain(A, watch.now) == (
+        "suspect: silent for 4.2 s; last heard 4.2 s ago, its host 3.8 s ago; "
+        "round trip 1 ms, give or take 0.5 ms; dead in 0.7 s if nothing more is heard"
+    )
+    watch.run(2.0)
+    assert watch.health.explain(A, watch.now).startswith("dead: nothing heard from its host south for 5.8 s; ")
+    assert watch.health.explain(A, watch.now).endswith("this machine may be the one that is cut off")
+    watch.told("vouched", A, Vouch.EXITED)
+    watch.told("heard", B)
+    assert watch.health.explain(A, watch.now) == "dead: its process has exited"
+    watch.told("link_lost", B)
+    assert "suspect: its link ended; " in watch.health.explain(B, watch.now)
+    watch.told("vouched", B, Vouch.STOPPED)
+    assert "its process is stopped (SIGSTOP, a debugger)" in watch.health.explain(B, watch.now)
