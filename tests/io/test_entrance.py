@@ -254,11 +254,11 @@ def test_wrong_answers_are_turned_away_with_one_line_for_all(caplog: pytest.LogC
             assert await visitor.rest() == b""
         assert entrance.turned_away == 50
         assert not entrance._strangers
-        assert entrance.about_strangers().startswith("50 connections were turned away at the door")
+        assert entrance.about_strangers().startswith("50 connections were turned away for want")
 
     run(work)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
-    words = "test has turned 1 connections away, the last one because someone came to the door without the key"
+    words = "test has turned 1 connections away; the last one: someone came to the door without the key"
     assert lines == [("WARNING", words)]
 
 

@@ -228,11 +228,13 @@ def nonsense(kind: Any, rng: random.Random) -> Any:
     """Return a value of a type that a decoder accepts and no node would send; addresses stay on loopback."""
     if kind is messages.Address:
         ip = rng.choice([f"127.{rng.randrange(256)}.0.1", "::1", "nowhere", "", "127.0.0.1%lo", "\0"])
-        return messages.Address(ip, rng.choice([0, 1, 9, 65535, 65536, -1, 2**63 - 1]), _text(rng))
+        return messages.Address(ip, rng.choice([0, 1, 9, 65535, 65536, -1, 2**63 - 1]), _bounded(_text(rng), rng))
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind, include_extras=True)
         return kind(**{name: nonsense(hints[name], rng) for name in kind.__struct_fields__})
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _bounded(nonsense(args[0], rng), rng)
     if origin is tuple:
         return tuple(nonsense(args[0], rng) for _ in range(rng.choice([0, 1, 3, 40])))
     if origin in (typing.Union, types.UnionType):
@@ -246,6 +248,15 @@ def nonsense(kind: Any, rng: random.Random) -> Any:
         type(None): lambda: None,
     }
     return makers[kind]()
+
+
+def _bounded(value: Any, rng: random.Random) -> Any:
+    """Return `value` mostly within the bounds that decoders have: what is beyond them gets its sender cut off."""
+    if rng.random() < 0.05:
+        return value
+    if isinstance(value, str):
+        return "".join(letter for letter in value if " " <= letter <= "~")[:45]
+    return value[:16]
 
 
 def _text(rng: random.Random) -> str:

@@ -244,7 +244,7 @@ def launched(
     seat = cluster_seat(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     node = Node(
         rank=rank, size=size, run="run", gate=seat.gate, card=seat.card, config=LOOPBACK, entrance=seat.entrance,
-        contacts=contacts or {}, on_close=seat.on_close,
+        contacts=contacts or {}, denied=seat.denied, on_close=seat.on_close,
     )  # fmt: skip
     return node, ("127.0.0.1", seat.card.contact.addresses[0].port)
 

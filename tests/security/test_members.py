@@ -247,8 +247,11 @@ def test_announcements_that_a_stranger_repeats_are_followed_a_few_at_a_time(prey
 def test_a_members_large_card_does_not_part_the_others(prey: Victim, caplog: pytest.LogCaptureFixture) -> None:
     """What a node passes on about two members must still fit into a frame, or the next one cuts it off."""
     with contextlib.ExitStack() as stack:
-        for _ in range(2):
-            stack.enter_context(Insider(prey, card={"name": "n" * 200_000}))
+        contact = messages.Contact("h" * 100, (messages.Address("::" + "f" * 43, 65535, "i" * 100),) * 16, "s" * 1000)
+        for _ in range(120):
+            stack.enter_context(Insider(prey, card={"name": "n" * 100, "host_name": "h" * 100, "contact": contact}))
+        with pytest.raises(EOFError):  # and what is larger is not taken
+            stack.enter_context(Insider(prey, card={"name": "n" * 101}))
         with victim(prey.cluster) as newcomer:
             until(lambda: prey.node.card.id in newcomer.node.met)
             for node in (prey, newcomer):  # everything that was to be said has been said

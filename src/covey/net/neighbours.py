@@ -157,7 +157,7 @@ class Neighbours:
             return None
         try:
             note = msgspec.json.decode(text, type=Neighbour)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         return note if 0 < note.port < 1 << 16 and note.pid > 0 and "\0" not in note.socket else None
 

@@ -15,6 +15,7 @@ import tempfile
 from typing import TYPE_CHECKING, Final
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import NameOID
@@ -43,6 +44,69 @@ class Credentials:
         self.accepting.num_tickets = 0  # nobody resumes, and each costs the handshake a write
 
 
+class Channel:
+    """One end of a TLS connection, without the connection: bytes go in and come out."""
+
+    def __init__(self, credentials: Credentials, *, dialled: bool) -> None:
+        context = credentials.dialling if dialled else credentials.accepting
+        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._connection = context.wrap_bio(self._arrived, self._leaving, server_side=not dialled)
+        self.is_done = False
+        """Whether the handshake is over."""
+
+    def shake(self, data: bytes = b"") -> bytes:
+        """Take what the other side sent, and return what to send: until `is_done`, and once more after that.
+
+        Raises:
+            AuthError: the other side is not of this cluster. `farewell` says so to it.
+        """
+        self._arrived.write(data)
+        try:
+            self._connection.do_handshake()
+            self.is_done = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            raise AuthError(f"the TLS handshake failed: {error.reason or error}") from error
+        return self._leaving.read()
+
+    def peer_id(self) -> bytes:
+        """Return the node id at the other end of a finished handshake: its public key.
+
+        Raises:
+            AuthError: it speaks something else than covey, or showed no Ed25519 certificate.
+        """
+        return peer_id(self._connection)
+
+    def encrypt(self, data: bytes) -> bytes:
+        """Return what to send for `data`."""
+        self._connection.write(data)
+        return self._leaving.read()
+
+    def decrypt(self, data: bytes) -> bytes:
+        """Take what arrived, and return the plain bytes that are complete.
+
+        Raises:
+            AuthError: it was altered on the way, or the other side says that it does not accept us.
+        """
+        self._arrived.write(data)
+        plain = bytearray()
+        try:
+            while piece := self._connection.read(1 << 16):
+                plain += piece
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            pass
+        except ssl.SSLError as error:
+            raise AuthError(f"the TLS connection failed: {error.reason or error}") from error
+        return bytes(plain)
+
+    def farewell(self) -> bytes:
+        """Return what tells the other side that nothing follows, or why it was turned away."""
+        with contextlib.suppress(ssl.SSLError):
+            self._connection.unwrap()
+        return self._leaving.read()
+
+
 def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
     """Return the node id at the other end of a finished handshake: its public key.
 
@@ -52,7 +116,10 @@ def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
     if connection.selected_alpn_protocol() != PROTOCOL:
         raise AuthError(f"the other side speaks {connection.selected_alpn_protocol()!r} instead of {PROTOCOL!r}")
     der = connection.getpeercert(binary_form=True)
-    key = x509.load_der_x509_certificate(der).public_key() if der else None
+    try:
+        key = x509.load_der_x509_certificate(der).public_key() if der else None
+    except (ValueError, UnsupportedAlgorithm) as error:  # OpenSSL is less strict
+        raise AuthError(f"the other side's certificate cannot be read: {error}") from error
     if not isinstance(key, Ed25519PublicKey):
         raise AuthError("the other side showed no Ed25519 certificate")
     return key.public_bytes_raw()

@@ -28,9 +28,11 @@ from typing import Final, TypeAlias
 INTERVAL: Final = 0.5
 """Seconds without a word after which a peer is asked for one, and between the words of a keeper. A quiet pair exchanges
 some four small messages a second."""
+REPEAT: Final = INTERVAL / 2
+"""Seconds between pings while none is answered: on a bad link every one is another chance."""
 SUSPECT_LEAST: Final = 3 * INTERVAL
-"""Seconds of silence that make a peer suspect on a perfect link: the answers to two pings are missing and a third is
-due. A word that is lost, or stalls for 200 ms as on Wi-Fi, is nothing."""
+"""Seconds of silence that make a peer suspect on a perfect link: four pings have gone unanswered and the fifth leaves.
+A word that is lost, or stalls for 200 ms as on Wi-Fi, is nothing."""
 SUSPECT_MOST: Final = 3.0
 """The same on the worst link, and on one that was never measured. It leaves time before HOST_SILENCE to dial anew:
 after an outage TCP waits as long again before it repeats itself, a new connection does not."""
@@ -47,6 +49,8 @@ VOUCHED: Final = 300.0
 """Seconds of silence that a keeper's "alive, busy" can explain; after that a process is taken to hang for good."""
 BEAT: Final = 0.25
 """Longest time between ticks: so closely is known how long this node did not listen."""
+GRAIN: Final = 0.05
+"""Shortest time between two looks at everybody, so that many peers are looked at together."""
 LATE: Final = 0.25
 """Seconds by which a tick of a listening node may be late: a loaded machine, a garbage collection."""
 SLEPT: Final = 5.0
@@ -121,7 +125,7 @@ Effect: TypeAlias = Ping | Suspect | Trust | Dead
 def suspect_after(round_trip: float, jitter: float) -> float:
     """Return the seconds of silence that make a peer suspect, by the mean and the mean deviation of its round trip.
 
-    The third ping has four mean deviations (RFC 6298) more than usual to be answered, within bounds.
+    Answers may take four mean deviations (RFC 6298) more than usual, within bounds.
     """
     return min(SUSPECT_LEAST + round_trip + 4 * jitter, SUSPECT_MOST)
 
@@ -197,8 +201,8 @@ class Health:
 
     def watch(self, peer_id: bytes, host: str, now: float) -> None:
         """Begin to judge a peer, trusting it; in place of its last life if that was watched."""
-        if not self._peers:
-            self._beat_at = now + BEAT
+        if not self._peers:  # and so no ticks until now
+            self._look_at, self._beat_at = math.inf, now + BEAT
         self.forget(peer_id)
         if host not in self._hosts:
             self._hosts[host] = _Host(host, now, is_own=host == self._own_host)
@@ -262,6 +266,7 @@ class Health:
         if peer is None or peer.has_exited:
             return
         peer.host.spoke(now)
+        self._look_by(now + HOST_SILENCE)
         match vouch:
             case Vouch.BUSY:
                 peer.vouched_at, peer.stopped_at = now, None
@@ -283,9 +288,9 @@ class Health:
         self._beat_at = now + BEAT
         if late > LATE:
             self._forgive(late if late < SLEPT else math.inf, now)
-            self._look_at = now + BEAT  # by then the words that have been waiting are read
+            self._look_at = now + GRAIN  # by then the words that have been waiting are read
         elif now >= self._look_at:
-            self._look_at = min(self._look(peer, now) for peer in self._peers.values())
+            self._look_at = max(now + GRAIN, min(self._look(peer, now) for peer in self._peers.values()))
 
     def next_deadline(self) -> float:
         """Return when `tick` wants to be called, inf for never."""
@@ -345,9 +350,10 @@ class Health:
             return math.inf
         again = math.inf
         if peer.is_linked:
-            again = max(peer.heard_at, peer.pinged_at) + INTERVAL
+            again = max(peer.heard_at + INTERVAL, peer.pinged_at + REPEAT)
             if now >= again:
-                again = self._ping(peer, now) + INTERVAL
+                self._ping(peer, now)
+                again = now + REPEAT
         if peer.standing is Standing.TRUSTED:
             if now < (due := peer.alive_at + peer.patience):
                 return min(again, due)
@@ -356,10 +362,9 @@ class Health:
             self._give_up(peer, peer.end()[1], now)
         return min(again, peer.end()[0]) if peer.standing is Standing.SUSPECT else again
 
-    def _ping(self, peer: _Peer, now: float) -> float:
+    def _ping(self, peer: _Peer, now: float) -> None:
         self._effects.append(Ping(peer.id))
         peer.pinged_at = now
-        return now
 
     def _suspect(self, peer: _Peer, cause: Cause, now: float) -> None:
         if peer.standing is Standing.TRUSTED or (peer.standing is Standing.SUSPECT and cause > peer.cause):

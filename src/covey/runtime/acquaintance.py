@@ -36,6 +36,9 @@ class Acquaintance:
         """Those without an answer, and when they were sent."""
         self.early: list[messages.Control] = []
         """What it said about a run that is still being agreed on here."""
+        self.early_bytes = 0
+        self.is_probing = False
+        """Whether we are trying its addresses for it; one request at a time."""
         self.rank = -1
         self.answers: asyncio.Queue[messages.Answer] = asyncio.Queue(ANSWERS_LIMIT)
         """What it said to our questions."""

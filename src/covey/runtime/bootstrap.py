@@ -164,6 +164,7 @@ def join_at(
         card=seat.card,
         entrance=seat.entrance,
         contacts=seat.contacts,
+        denied=seat.denied,
         on_close=seat.on_close,
     )
     node.form(wait)
@@ -268,14 +269,15 @@ def find_run(env: Mapping[str, str], asked: Mapping[str, Any]) -> WantedRun | No
     }
     limits = told | given
     size = limits.get("size")
+    default_min_size: int = DEFAULT_MIN_SIZE if size is None else size
     timeout = limits.get("timeout")
     if timeout is None:
         timeout = _seconds(env, "COVEY_JOIN_TIMEOUT", CLUSTER_JOIN_SECONDS)
     return WantedRun(
-        name=limits.get("run") or env["COVEY_RUN"],
+        name=limits["run"] if "run" in limits else env["COVEY_RUN"],
         program=env.get("COVEY_RUN_PROGRAM") or os.path.basename(sys.argv[0] or "python"),
         size=size,
-        min_size=limits.get("min_size") or size or DEFAULT_MIN_SIZE,
+        min_size=limits.get("min_size", default_min_size),
         max_size=limits.get("max_size", size),
         timeout=timeout,
     )

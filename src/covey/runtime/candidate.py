@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import AuthError, ConfigError, DeadlineError
 from covey.proto.formation import Formation
 from covey.runtime.gathering import Gathering
+from covey.runtime.link import printable
 from covey.wire import formation as forming
 from covey.wire import messages
 
@@ -33,8 +34,10 @@ WRONG_KEY_SECONDS: Final = 4.0
 """After this much hanging up by all seeds, believe that the secret is wrong."""
 RUNNING_LOOK_SECONDS: Final = 2.0
 """How often the folder of this host is looked at, once the run is going on."""
-EARLY_LIMIT: Final = 1000
+EARLY_LIMIT_BYTES: Final = 1 << 20
 """Messages for a run that this node has not finished forming."""
+MESSAGE_BYTES: Final = 500
+"""What a message takes in memory besides its contents."""
 
 
 class Candidate(Gathering):
@@ -60,6 +63,9 @@ class Candidate(Gathering):
         self._pump()
 
     def lost_someone(self, someone: Acquaintance) -> None:
+        for name, reason in self._core.report().refused:  # they may not have heard, and come to ask us
+            if name == someone.card.name:
+                self.refusals[name] = f"{reason} (it has left)"
         self._core.link_down(someone.card.id, time.monotonic())
         self._pump()
         if self._node is not None and someone.rank >= 0:
@@ -80,7 +86,8 @@ class Candidate(Gathering):
             self._pump()
         elif self._node is not None and someone.rank >= 0:
             self._node.heard(someone.rank, message)
-        elif self._node is None and len(someone.early) < EARLY_LIMIT:
+        elif self._node is None and someone.early_bytes < EARLY_LIMIT_BYTES:
+            someone.early_bytes += len(messages.encode(message)) + MESSAGE_BYTES
             someone.early.append(message)
 
     def turned_down(self, error: AuthError) -> None:
@@ -163,7 +170,7 @@ class Candidate(Gathering):
         refused = [f"{name}: {reason}" for name, reason in (*report.refused, *self.problems().items())]
         if strangers := self.seat.entrance.about_strangers():
             refused.append(strangers)
-        return f"{words}; not taken: {'; '.join(refused)}" if refused else words
+        return printable(f"{words}; not taken: {'; '.join(refused)}" if refused else words)
 
     async def _say_what_is_waited_for(self) -> None:
         said, said_at = "", 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import secrets
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 STRANGERS_AT_ONCE: Final = 32
-"""Connections that may be at the door at the same time. Members need a round trip, so when one too many comes, a
-connection from an address that no member is known to have goes first, and of those the oldest."""
+"""Connections that may be at the door at the same time. Members need a round trip, so when one too many comes, the
+oldest has to go that comes from no member's address, or from one that takes more than half of the places."""
 GUESTS_AT_ONCE: Final = 256
 """Connections that have passed the door and are being greeted: all of them hold the key."""
 STRANGER_SECONDS: Final = 3.0
@@ -59,7 +60,7 @@ class Entrance:
         self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
         self._guests: dict[socket.socket, asyncio.Task[None]] = {}
         self._is_closing = False
-        self.turned_away = 0
+        self.turned_away = self._without_key = 0
         self._told_at = -TOLD_SECONDS
 
     def open(self) -> None:
@@ -90,8 +91,10 @@ class Entrance:
                 self._send_one_away(self._strangers, f"more than {STRANGERS_AT_ONCE} were at the door")
 
     def _send_one_away(self, crowd: dict[socket.socket, asyncio.Task[None]], reason: str) -> None:
-        unknown = (sock for sock in crowd if _remote_ip(sock) not in self.member_ips)
-        oldest = next(unknown, next(iter(crowd)))
+        ips = {sock: _remote_ip(sock) for sock in crowd}
+        places = collections.Counter(ips.values())
+        greedy = {ip for ip, count in places.items() if ip not in self.member_ips or 2 * count > len(crowd)}
+        oldest = next((sock for sock in crowd if ips[sock] in greedy), next(iter(crowd)))
         task = crowd.pop(oldest)
         if crowd is self._strangers:
             task.add_done_callback(lambda _: oldest.close())  # itself it cannot, if it was cancelled before it began
@@ -143,11 +146,12 @@ class Entrance:
 
     def _turn_away(self, error: BaseException) -> None:
         self.turned_away += 1
+        self._without_key += isinstance(error, AuthError)
         if time.monotonic() > self._told_at + TOLD_SECONDS:  # a flood of strangers must not become a flood of lines
             self._told_at = time.monotonic()
             level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
             count, last = self.turned_away, error or type(error).__name__
-            logger.log(level, "%s has turned %d connections away, the last one because %s", self._name, count, last)
+            logger.log(level, "%s has turned %d connections away; the last one: %s", self._name, count, last)
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
@@ -160,10 +164,10 @@ class Entrance:
 
     def about_strangers(self) -> str:
         """Return a sentence about those who had not the key, or nothing."""
-        if not self.turned_away:
+        if not self._without_key:
             return ""
-        times = f"{self.turned_away} connections were" if self.turned_away > 1 else "a connection was"
-        return f"{times} turned away at the door for want of the right key"
+        times = "connections were" if self._without_key > 1 else "connection was"
+        return f"{self._without_key} {times} turned away for want of the right key"
 
     async def close(self) -> None:
         """Stop listening and end every greeting. On the control loop; closing twice is fine."""

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError
 from covey.net import clusters
-from covey.net.identity import short_id
+from covey.net.identity import LIFE_BYTES, short_id
 from covey.net.interfaces import advertised, describe, to_dial, usable_interfaces
 from covey.runtime.acquaintance import Acquaintance
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any, spell
+from covey.runtime.link import printable
 from covey.runtime.probe import best_way, sound_each
 from covey.runtime.search import AGAIN_SECONDS, Hints, Search
 from covey.wire import messages
@@ -42,12 +43,15 @@ logger = logging.getLogger("covey")
 PING_SECONDS: Final = 2.0
 STILL_THERE_SECONDS: Final = 1.0
 """How long an old life of a node has to answer, when a new one comes."""
+TOLD_SECONDS: Final = 10.0
+"""Who was not taken is told at most this often."""
 DIALS_AT_ONCE: Final = 64
 """Hints followed at the same time; more of them come again."""
 PINGS_LIMIT: Final = 100
 CARDS_LIMIT: Final = 1000
+CARDS_AT_ONCE: Final = 100
+"""Cards in one message: with all their addresses they must fit into a frame."""
 REACH_LIMIT: Final = 16
-ADDRESSES_LIMIT: Final = 64
 _GIVEN: Final = "its secret was given by COVEY_SECRET, COVEY_SECRET_FILE or secret=; change it there"
 
 
@@ -65,6 +69,7 @@ class Gathering:
         """By node id: those who take part in something; to a visitor, everyone."""
         self.refusals: dict[str, str] = {}
         """Who was heard but not taken, and why."""
+        self._told_at = -TOLD_SECONDS
         self._failures: dict[str, tuple[str, tuple[messages.Address, ...]]] = {}
         """What came of dialling seeds and hints: why, and where."""
         self.hung_up: dict[str, float] = {}
@@ -185,7 +190,8 @@ class Gathering:
         except (RefusedError, AuthError, ConnectError, TimeoutError) as error:
             self.hung_up.pop(seed, None)
             said = "says" if isinstance(error, RefusedError) else "cannot be reached"
-            self._failed(where, str(error) if isinstance(error, AuthError) else f"{said}: {error}", addresses)
+            text = str(error) if isinstance(error, AuthError) else f"{said}: {error}"
+            self._failed(where, printable(text), addresses)
         else:
             self.hung_up.pop(seed, None)
             self._failures.pop(where, None)
@@ -238,7 +244,7 @@ class Gathering:
         reason = ""
         if card.id in self.cluster.denied:
             reason = f"node {card.name} ({short_id(card.id)}) is denied on {self.card.name}"
-        elif not card.contact.addresses or len(card.contact.addresses) > ADDRESSES_LIMIT or len(card.life) != 16:
+        elif not card.contact.addresses or len(card.life) != LIFE_BYTES:
             reason = "the card is not filled in"
         elif card.id == self.card.id:
             reason = self._same_identity(card)
@@ -284,8 +290,11 @@ class Gathering:
 
     def _note_refusal(self, card: messages.Card, reason: str) -> None:
         name = _spell_card(card)
-        if self.refusals.get(name) != reason and len(self.refusals) < CARDS_LIMIT:
+        is_news = self.refusals.get(name) != reason
+        if name in self.refusals or len(self.refusals) < CARDS_LIMIT:
             self.refusals[name] = reason
+        if is_news and time.monotonic() > self._told_at + TOLD_SECONDS:  # not a flood of lines, whatever they do
+            self._told_at = time.monotonic()
             logger.warning("%s is not taken: %s", name, reason)
 
     def _meet(self, card: messages.Card, purpose: str, link: Link, way: Where | None) -> None:
@@ -304,17 +313,23 @@ class Gathering:
             self.part(known)
         someone = self.met[card.id] = Acquaintance(card, purpose)
         self.refusals.pop(_spell_card(card), None)
-        self.seat.entrance.member_ips.add(link.remote_ip)
         self._use(someone, link, way)
+        self._know_members()
         if self.met.get(card.id) is not someone:  # it went as quickly as it came
             return
         self.spawn(self._remember(card))
-        someone.send(messages.Known(tuple(each.card for each in self.met.values() if each is not someone)))
+        cards = [each.card for each in self.met.values() if each is not someone]
+        for start in range(0, len(cards), CARDS_AT_ONCE):
+            someone.send(messages.Known(tuple(cards[start : start + CARDS_AT_ONCE])))
         for each in self.met.values():
             if each is not someone:
                 each.send(messages.Known((card,)))
         self._ping(someone)
         self.met_someone(someone)
+
+    def _know_members(self) -> None:
+        links = (link for someone in self.met.values() for link in someone.links)
+        self.seat.entrance.member_ips = {link.remote_ip for link in links}
 
     async def _remember(self, card: messages.Card) -> None:
         """Write down whom we met, so that people can name them in `covey deny`."""
@@ -348,6 +363,7 @@ class Gathering:
         for link in links:
             link.abort()
         self._visitors.discard(someone)
+        self._know_members()
         if self.met.get(someone.card.id) is someone:
             del self.met[someone.card.id]
             if not self.is_closing:
@@ -357,7 +373,7 @@ class Gathering:
         if link not in someone.links:
             return
         if isinstance(link.error, CoveyError):
-            logger.warning("%s sent nonsense and is cut off: %s", someone.card.name, link.error)
+            self._note_refusal(someone.card, f"it sent nonsense: {printable(str(link.error))}")
         del someone.links[link]
         if not someone.links:
             self.part(someone)
@@ -401,7 +417,9 @@ class Gathering:
             case messages.Ask():
                 someone.send(self.tell())
             case messages.Reach(addresses):
-                self.spawn(self._reach(someone, addresses))
+                if not someone.is_probing:
+                    someone.is_probing = True
+                    self.spawn(self._reach(someone, addresses))
             case messages.NewSecret(key):
                 self.spawn(self._answer_new_secret(someone, key))
             case messages.Tell() | messages.Reached() | messages.SecretKept():
@@ -441,6 +459,7 @@ class Gathering:
         """Try the addresses that a visitor says it has."""
         own = usable_interfaces(self.config.interfaces)
         results = await sound_each(addresses[:REACH_LIMIT], own, self.seat.gate)
+        someone.is_probing = False
         round_trips = tuple(result.round_trip for result in results)
         someone.send(messages.Reached(round_trips, tuple(result.problem for result in results)))
 
@@ -495,6 +514,8 @@ class Gathering:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.gather(*(link.ended.wait() for link in links))
+        for link in links:
+            link.abort()
 
 
 def _spell_card(card: messages.Card) -> str:

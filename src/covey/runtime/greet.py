@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
@@ -49,8 +50,8 @@ class HungUpError(ConnectError):
 class Gate:
     """What proves membership. `token` is used where `credentials` is None."""
 
-    door_key: bytes
-    token: bytes = b""
+    door_key: bytes = field(repr=False)
+    token: bytes = field(default=b"", repr=False)
     credentials: Credentials | None = None
 
     @classmethod
@@ -78,7 +79,7 @@ async def connect(where: Where, gate: Gate, purpose: door.Purpose) -> tuple[sock
     except BaseException as error:
         sock.close()
         if isinstance(error, OSError):  # TimeoutError, too
-            raise ConnectError(f"{spell(where)}: {error.strerror or error or 'no answer in time'}") from error
+            raise ConnectError(f"{spell(where)}: {explain(error)}") from error
         raise
 
 
@@ -122,7 +123,7 @@ async def dial(where: Where, gate: Gate, hello: messages.Hello) -> tuple[Link, m
         elif link is not None:
             link.abort()
         if isinstance(error, OSError) and not isinstance(error, ConnectError):
-            raise ConnectError(f"{spell(where)}: {error.strerror or error or 'no answer in time'}") from error
+            raise ConnectError(f"{spell(where)}: {explain(error)}") from error
         raise
 
 
@@ -273,6 +274,11 @@ async def receive_exactly(sock: socket.socket, count: int) -> bytes:
 async def _receive_frame(sock: socket.socket) -> bytes:
     length = frame_length(await receive_exactly(sock, LENGTH.size), GREETING_LIMIT)
     return await receive_exactly(sock, length)
+
+
+def explain(error: OSError) -> str:
+    """Return what the system says about an error, in its own words."""
+    return os.strerror(error.errno) if error.errno else str(error) or "no answer in time"
 
 
 def spell(where: Where) -> str:

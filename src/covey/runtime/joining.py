@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
@@ -39,7 +38,6 @@ def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions) ->
         AuthError: the secret or this node's identity is not accepted.
         DeadlineError: the others did not come in time.
     """
-    deadline = time.monotonic() + wanted.timeout
     if config.lanes == "shm" and not shm.usable():
         raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
     if wanted.size == 1:
@@ -56,7 +54,7 @@ def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions) ->
         lanes=config.lanes,
     )
     over = threading.Event()
-    future = control.start(_gather(cluster, terms, config, seat, deadline, over))
+    future = control.start(_gather(cluster, terms, config, seat, wanted.timeout, over))
     try:
         node = future.result()
     except BaseException:  # Ctrl-C, too
@@ -79,13 +77,13 @@ def _ready(group: Group, node: Node | None) -> Group:
 
 
 async def _gather(
-    cluster: Cluster, terms: Terms, config: GroupConfig, seat: Seat, deadline: float, over: threading.Event
+    cluster: Cluster, terms: Terms, config: GroupConfig, seat: Seat, asked: float, over: threading.Event
 ) -> Node:
     """Return the node of an agreed run; `over` is set when everything is closed instead."""
     candidate = Candidate(cluster, config, seat, terms)
     try:
         await candidate.open()
-        formed, by_rank = await candidate.form(max(0.1, deadline - time.monotonic()))
+        formed, by_rank = await candidate.form(asked)
         rank = next(rank for rank, member in enumerate(formed.view) if member.id == candidate.card.id)
         node = Node(
             rank=rank,

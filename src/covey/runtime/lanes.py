@@ -37,6 +37,7 @@ LARGE_RING_BYTES: Final = 2 << 20
 SMALL_RING_BYTES: Final = 128 << 10
 LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
 """Rings are large until a process has this much of them; programs with dozens of groups get small ones after that."""
+DIALS_AT_ONCE: Final = 256
 LANES_LIMIT: Final = 100_000
 CLOSED_GROUPS_KEPT: Final = 10_000
 STREAMS_LIMIT: Final = 64
@@ -163,7 +164,8 @@ class Lanes:
         if key[2] not in PURPOSES or key[0] in self._closed_groups or self._node.is_closing:
             return False
         future = self._lanes.get(key)
-        if key not in self._dialling and (future is None or not future.done()):
+        is_open = future is not None and future.done()
+        if key not in self._dialling and not is_open and len(self._dialling) < DIALS_AT_ONCE:  # the peer asks again
             self._dialling.add(key)
             self._node.spawn(self._dial(key))
         return True

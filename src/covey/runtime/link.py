@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import ssl
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.net.descriptors import track
@@ -16,31 +15,30 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from covey.net.tls import Credentials
+    from covey.net.tls import Channel, Credentials
 
 BACKLOG_LIMIT: Final = 1 << 20
 """Bytes queued for a peer that does not read; beyond this, what is sent to it is dropped."""
 UNREAD_LIMIT: Final = 256
 """Frames that may wait for an owner before the peer is kept from sending more."""
 HANDSHAKE_SECONDS: Final = 5.0
-GOODBYE_SECONDS: Final = 1.0
 
 
 class Link(asyncio.Protocol):
     """One connection. Frames are kept until `attach` names who wants them, or `receive` takes them one by one."""
 
-    def __init__(self) -> None:
-        self.address = ""
-        """The other end's, for people."""
-        self.local_ip = ""
-        self.remote_ip = ""
+    def __init__(self, sock: socket.socket, channel: Channel | None) -> None:
+        self.address = self.local_ip = self.remote_ip = ""
+        """The other end's address, and the addresses of both ends: for people."""
+        with contextlib.suppress(OSError, IndexError, TypeError):  # a unix socket has no such names
+            self.local_ip, self.remote_ip = plain_ip(sock.getsockname()[0]), plain_ip(sock.getpeername()[0])
+            self.address = f"{self.remote_ip}:{sock.getpeername()[1]}"
         self.ended = asyncio.Event()
+        self._sock, self._channel = sock, channel
         self._framer = Framer(CONTROL_LIMIT)
         self._frames: collections.deque[bytes] = collections.deque()
         self._arrived = asyncio.Event()
         self._transport: asyncio.Transport | None = None
-        self._sock: socket.socket | None = None
-        """What is read to the end when a write fails; not under TLS, where reading is not ours to do."""
         self._error: BaseException | None = None
         self._on_frame: Callable[[bytes], None] | None = None
         self._on_end: Callable[[], None] | None = None
@@ -48,53 +46,46 @@ class Link(asyncio.Protocol):
     @classmethod
     async def plain(cls, sock: socket.socket) -> Link:
         """Take over a connected socket whose other end has been proved already."""
-        return (await cls()._connect(sock, None, server_side=False))[0]
+        return await cls(sock, None)._open()
 
     @classmethod
     async def secure(cls, sock: socket.socket, credentials: Credentials, *, dialled: bool) -> tuple[Link, bytes]:
-        """Perform the TLS handshake on a connected socket; return the link and the node id at the other end.
+        """Perform the TLS handshake on a connected socket and take it over; return the id at the other end, too.
 
-        A dialler that gets this far is not accepted yet: only the peer's first frame tells.
+        A dialler that gets this far is not accepted yet: only the peer's first frame tells. If this raises, the socket
+        is closed.
 
         Raises:
             AuthError: the other side is not of this cluster.
             ConnectError: the connection broke.
         """
-        from covey.net.tls import peer_id  # slow to load, and of no use to ranks of one host
+        from covey.net.tls import Channel  # slow to load, and of no use to ranks of one host
 
-        context = credentials.dialling if dialled else credentials.accepting
+        channel = Channel(credentials, dialled=dialled)
         try:
-            link, transport = await cls()._connect(sock, context, server_side=not dialled)
-        except ssl.SSLError as error:
-            raise AuthError(f"the TLS handshake failed: {error.reason or error}") from error
-        except OSError as error:
-            raise ConnectError(f"the connection broke in the TLS handshake: {error}") from error
-        try:
-            return link, peer_id(transport.get_extra_info("ssl_object"))
-        except BaseException:
-            link.abort()
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                await _shake_hands(sock, channel)
+            peer = channel.peer_id()
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                sock.send(channel.farewell())
+            sock.close()
+            if isinstance(error, OSError):
+                raise ConnectError(f"no TLS handshake: {error or 'no answer in time'}") from error
             raise
+        return await cls(sock, channel)._open(), peer
 
-    async def _connect(
-        self, sock: socket.socket, context: ssl.SSLContext | None, *, server_side: bool
-    ) -> tuple[Link, asyncio.BaseTransport]:
+    async def _open(self) -> Link:
+        """Give the socket to a transport, which owns it from here on whatever happens."""
         loop = asyncio.get_running_loop()
-        limits: dict[str, Any] = {}
-        if context is not None:
-            limits = {"ssl_handshake_timeout": HANDSHAKE_SECONDS, "ssl_shutdown_timeout": GOODBYE_SECONDS}
-        with contextlib.suppress(OSError, IndexError, TypeError):  # a unix socket has no such names
-            self.local_ip, self.remote_ip = plain_ip(sock.getsockname()[0]), plain_ip(sock.getpeername()[0])
-            self.address = f"{self.remote_ip}:{sock.getpeername()[1]}"
-        track(sock)
-        self._sock = sock if context is None else None
-        if server_side:
-            transport, _ = await loop.connect_accepted_socket(lambda: self, sock, ssl=context, **limits)
-        else:
-            name = None if context is None else ""
-            transport, _ = await loop.create_connection(
-                lambda: self, sock=sock, ssl=context, server_hostname=name, **limits
-            )
-        return self, transport
+        try:
+            await loop.create_connection(lambda: self, sock=track(self._sock))
+        except BaseException:
+            self.abort()
+            raise
+        if self._channel is not None:
+            self.data_received(b"")  # what came with the end of the handshake
+        return self
 
     # What the transport calls
 
@@ -103,21 +94,25 @@ class Link(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        if isinstance(self._error, CoveyError):
+            return  # who talked nonsense is not listened to again
         try:
+            if self._channel is not None:
+                data = self._channel.decrypt(data)
             self._frames.extend(self._framer.feed(data))
             self._deliver()
         except CoveyError as error:
             self._error = error
+            self._frames.clear()
             self.abort()
 
     def connection_lost(self, error: BaseException | None) -> None:
         if error is not None and self._error is None:
             self._error = error
-            if self._sock is not None:
-                # A write failed, perhaps before the peer's last words were read: why it left.
-                with contextlib.suppress(OSError):
-                    while data := self._sock.recv(1 << 16):
-                        self.data_received(data)
+            # A write failed, perhaps before the peer's last words were read: why it left.
+            with contextlib.suppress(OSError):
+                while data := self._sock.recv(1 << 16):
+                    self.data_received(data)
         self._deliver()
         self.ended.set()
         self._arrived.set()
@@ -154,8 +149,8 @@ class Link(asyncio.Protocol):
         """
         while not self._frames:
             if self.ended.is_set():
-                if isinstance(self._error, ssl.SSLError):
-                    raise AuthError(f"the other side ended the TLS connection: {self._error.reason or self._error}")
+                if isinstance(self._error, AuthError):
+                    raise self._error
                 raise ConnectError(f"the connection ended in the greeting: {self._error or 'closed'}")
             self._arrived.clear()
             await self._arrived.wait()
@@ -178,11 +173,14 @@ class Link(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size() > BACKLOG_LIMIT:
             return
-        transport.write(frame(body))
+        data = frame(body)
+        transport.write(data if self._channel is None else self._channel.encrypt(data))
 
     def close(self) -> None:
         """Close once everything is sent."""
         if self._transport is not None:
+            if self._channel is not None and not self._transport.is_closing():
+                self._transport.write(self._channel.farewell())
             self._transport.close()
 
     def abort(self) -> None:
@@ -191,6 +189,25 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
 
+async def _shake_hands(sock: socket.socket, channel: Channel) -> None:
+    loop = asyncio.get_running_loop()
+    answer = channel.shake()
+    while not channel.is_done or answer:
+        if answer:
+            await loop.sock_sendall(sock, answer)
+        if channel.is_done:
+            return
+        data = await loop.sock_recv(sock, 1 << 16)
+        if not data:
+            raise ConnectionResetError("closed by the other side")
+        answer = channel.shake(data)
+
+
 def plain_ip(ip: str) -> str:
     """Return an address without its scope, and an IPv4 one that came to an IPv6 socket as itself."""
     return ip.partition("%")[0].removeprefix("::ffff:")
+
+
+def printable(text: str) -> str:
+    """Return what others said in a form that cannot write to a terminal or a log what they like."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -21,6 +21,7 @@ from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, 
 from covey.runtime import loop as control
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any
 from covey.runtime.lanes import Lanes
+from covey.runtime.link import printable
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -102,12 +103,14 @@ class Node:
         config: GroupConfig,
         entrance: Entrance,
         contacts: Mapping[int, messages.Contact],
+        denied: frozenset[bytes] = frozenset(),
         companions: Sequence[Companion] = (),
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`contacts` of ranks that are missing come from rank 0's roster. `entrance` and `companions` end with us."""
         self.rank, self.size, self.run, self.config = rank, size, run, config
         self.gate, self.card = gate, card
+        self._denied = denied
         self.host = card.contact.host
         self._entrance = entrance
         self._companions = (entrance, *companions)
@@ -204,20 +207,30 @@ class Node:
             except (ConnectError, TimeoutError):
                 hang_ups = 0  # not there yet
             except RefusedError as error:
-                self._refusal = f" Rank {peer.rank} says: {error}."
+                self._refusal = f" Rank {peer.rank} says: {printable(str(error))}."
                 if not error.retry:
-                    self._complain(ConfigError(f"rank {peer.rank} refused this rank: {error}"))
+                    self._complain(ConfigError(f"rank {peer.rank} refused this rank: {printable(str(error))}"))
                     return
             except CoveyError as error:
                 self._complain(error)
                 return
             else:
+                if problem := self._wrong_peer(peer, welcome):
+                    link.abort()
+                    self._complain(AuthError(problem))
+                    return
                 if not isinstance(where, str):
                     peer.way = where
                 self._linked(peer, link, welcome.card)
                 return
             await asyncio.sleep(pause)
             pause = min(0.1, pause * 1.5)
+
+    def _wrong_peer(self, peer: Peer, welcome: messages.Welcome) -> str:
+        """Return why who answered is not the one that was dialled, or not wanted, or nothing."""
+        if welcome.rank != peer.rank:  # somebody on the way led us to another
+            return f"rank {welcome.rank} answered where rank {peer.rank} was dialled"
+        return f"rank {peer.rank} is on a node that is denied here" if welcome.card.id in self._denied else ""
 
     def _complain(self, error: CoveyError) -> None:
         self._complaint = self._complaint or error
@@ -242,6 +255,8 @@ class Node:
         if hello.version != messages.VERSION:
             reason = f"it speaks version {hello.version}, this rank {messages.VERSION}"
             return messages.Refusal(reason, retry=False)
+        if hello.card.id in self._denied:
+            return messages.Refusal("this node is denied here", retry=False)
         if hello.purpose != "rank":
             return messages.Refusal(f"{self.run} was started by a launcher, which gives out the ranks", retry=False)
         for what, here, there in (
@@ -350,7 +365,7 @@ class Node:
 
     def _lost(self, peer: Peer, link: Link) -> None:
         if isinstance(link.error, CoveyError):
-            logger.warning("rank %d sent nonsense and is cut off: %s", peer.rank, link.error)
+            logger.warning("rank %d sent nonsense and is cut off: %s", peer.rank, printable(str(link.error)))
         if peer.link is link:
             self.lost(peer.rank)
 

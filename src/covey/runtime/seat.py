@@ -18,7 +18,7 @@ from covey.net.meeting import Meeting, check_folder, host_token, local_address_t
 from covey.runtime.entrance import Entrance
 from covey.runtime.greet import Gate
 from covey.runtime.link import plain_ip
-from covey.wire.messages import Address, Card, Contact
+from covey.wire.messages import NAME_LIMIT, Address, Card, Contact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,6 +46,8 @@ class Seat:
     on_close: Callable[[], None]
     neighbours: Neighbours | None = None
     """In a cluster: its nodes on this host."""
+    denied: frozenset[bytes] = frozenset()
+    """Nodes that are kept out here."""
 
 
 def folder_seat(place: Place, config: GroupConfig) -> Seat:
@@ -148,7 +150,7 @@ def cluster_seat(
         )
         host = host_token(Path(tempfile.gettempdir()))
         contact = Contact(host, addresses, path)
-        card = Card(own.id, own.life, own.name, socket.gethostname(), os.getpid(), contact, __version__)
+        card = Card(own.id, own.life, own.name, _host_name(), os.getpid(), contact, __version__)
         loopbacks = {ip for interface in loopback_interfaces() for ip in interface.addresses} | {"127.0.0.1", "::1"}
 
         def allows(ip: str) -> bool:
@@ -157,12 +159,16 @@ def cluster_seat(
 
         entrance = Entrance(listeners, gate.door_key, run, allows=allows)
         release = undo.pop_all().close
-    return Seat(gate, card, entrance, contacts or {}, release, neighbours)
+    return Seat(gate, card, entrance, contacts or {}, release, neighbours, cluster.denied)
 
 
 def _anonymous_card(contact: Contact) -> Card:
-    name = socket.gethostname()
+    name = _host_name()
     return Card(b"", secrets.token_bytes(16), name, name, os.getpid(), contact)
+
+
+def _host_name() -> str:
+    return "".join(letter if " " < letter <= "~" else "?" for letter in socket.gethostname())[:NAME_LIMIT]
 
 
 def _rank_zero(place: Place) -> dict[int, Contact]:

@@ -10,7 +10,7 @@ from covey.base.errors import RemoteProtocolError
 LENGTH: Final = struct.Struct("<I")
 GREETING_LIMIT: Final = 4096
 """Bytes accepted in a frame from someone who has not proved the token."""
-CONTROL_LIMIT: Final = 1 << 18
+CONTROL_LIMIT: Final = 1 << 20
 """Bytes accepted in a control frame from a member."""
 
 

@@ -5,48 +5,55 @@ Tags and fields are only ever added, at the end.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from covey.base.errors import RemoteProtocolError
 
 VERSION: Final = 1
+NAME_LIMIT: Final = 100
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
+"""What people read: short, and nothing that a terminal would obey."""
+Ip = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F.:]{0,45}\Z")]
+Text = Annotated[str, msgspec.Meta(max_length=1000)]
+Bytes = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
     """Where a node listens, on one of its interfaces."""
 
-    ip: str
+    ip: Ip
     """Numeric; an IPv6 link-local one without its scope, which differs from host to host."""
     port: int
-    interface: str = ""
+    interface: Name = ""
     """What the owner calls it; for people only."""
 
 
 class Contact(msgspec.Struct, frozen=True, array_like=True):
     """How to reach a node."""
 
-    host: str
+    host: Name
     """Equal for processes that can share memory."""
-    addresses: tuple[Address, ...]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=16)]
     """Where it accepts TCP connections, best first."""
-    socket: str
+    socket: Text
     """Path of the unix socket where it accepts connections, or empty."""
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
     """Who a node is. In a cluster, TLS has proved the id."""
 
-    id: bytes
+    id: Bytes
     """The public key; empty in a run that a launcher's token holds together."""
-    life: bytes
+    life: Bytes
     """Random per process: a restarted node is a different life."""
-    name: str
-    host_name: str
+    name: Name
+    host_name: Name
     pid: int
     contact: Contact
-    version: str = ""
+    version: Name = ""
     """Of the covey package."""
 
 
@@ -60,13 +67,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The first words of whoever opens a link."""
 
     version: int
-    nonce: bytes
-    purpose: str
+    nonce: Bytes
+    purpose: Name
     """`rank` (a launcher gave it its rank), `candidate` (of a run of the cluster) or `visitor` (asks and leaves)."""
-    run: str
+    run: Text
     rank: int
     size: int
-    lanes: str
+    lanes: Name
     card: Card
 
 
@@ -75,14 +82,14 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     rank: int
     card: Card
-    purpose: str = ""
+    purpose: Name = ""
     """As in Hello."""
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The answer to a Hello that is not."""
 
-    reason: str
+    reason: Text
     retry: bool
     """Whether trying again can help."""
 
@@ -161,6 +168,9 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """Bytes of each of its rings, if it is made of shared memory."""
     streams: int
     """Connections it is made of."""
+
+    def __repr__(self) -> str:  # keys have no place in logs
+        return f"Offer({self.kind} for {self.purpose} of group {self.group:#x})"
 
 
 class Expect(msgspec.Struct, frozen=True, array_like=True, tag=13):
@@ -249,6 +259,9 @@ class NewSecret(msgspec.Struct, frozen=True, array_like=True, tag=22):
     """The cluster's secret was changed by one of its members; keep this one for the next time."""
 
     key: bytes
+
+    def __repr__(self) -> str:
+        return "NewSecret()"
 
 
 class SecretKept(msgspec.Struct, frozen=True, array_like=True, tag=23):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.proto.health import (
+    GRAIN,
     HOST_SILENCE,
     INTERVAL,
     PROCESS_SILENCE,
@@ -93,7 +94,7 @@ def test_only_the_quiet_are_pinged() -> None:
     watch.run(10.0, A, every=INTERVAL / 2)
     pings = [effect.peer for _, effect in watch.log if isinstance(effect, Ping)]
     assert A not in pings
-    assert 15 <= len(pings) <= 20
+    assert 30 <= len(pings) <= 40
 
 
 def test_a_process_without_a_second_voice_is_suspect_soon_and_dead_after_fifteen_seconds() -> None:
@@ -101,7 +102,7 @@ def test_a_process_without_a_second_voice_is_suspect_soon_and_dead_after_fifteen
     start = watch.now
     assert kinds(watch.run(30.0, B)) == SILENT_DEATH
     assert SUSPECT_LEAST < watch.moment(Suspect, A) - start < SUSPECT_LEAST + 0.1
-    assert watch.moment(Dead, A) - start == PROCESS_SILENCE
+    assert PROCESS_SILENCE <= watch.moment(Dead, A) - start <= PROCESS_SILENCE + GRAIN
     assert watch.health.standing(A) is Standing.DEAD
     assert watch.health.standing(B) is Standing.TRUSTED
 
@@ -117,7 +118,8 @@ def test_a_machine_that_could_be_heard_is_dead_in_under_five_seconds_with_everyb
     effects = watch.run(5.0, C)
     assert {effect.peer for effect in effects if isinstance(effect, Dead)} == {A, B}
     assert {effect.cause for effect in effects if isinstance(effect, Dead)} == {Cause.HOST_SILENT}
-    assert watch.moment(Suspect, B) < watch.moment(Dead, B) == start + HOST_SILENCE
+    assert start + HOST_SILENCE <= watch.moment(Dead, B) <= start + HOST_SILENCE + GRAIN
+    assert watch.moment(Suspect, B) < start + SUSPECT_MOST
     assert effects[-1].reason == "nothing heard from its host south for 4.5 s"
 
 
@@ -162,13 +164,13 @@ def test_a_process_that_is_busy_for_ever_hangs_and_is_dead_at_last() -> None:
     start = watch.now
     effects = watch.run(VOUCHED + 20.0, A, every=INTERVAL, vouches=Vouch.BUSY)
     assert kinds(effects) == SILENT_DEATH
-    assert watch.moment(Dead, A) - start == VOUCHED + PROCESS_SILENCE
+    assert 0 <= watch.moment(Dead, A) - start - VOUCHED - PROCESS_SILENCE <= GRAIN
     assert effects[-1].reason == "silent for 315.0 s; it is alive, so it hangs"
 
 
 def test_a_process_whose_keeper_is_gone_is_judged_by_itself_again() -> None:
     watch = Watch(a="south", b="south")
-    watch.run(30.0, A, vouches=Vouch.BUSY)
+    watch.run(30.0, A, B, vouches=Vouch.BUSY)
     last = watch.now
     assert kinds(watch.run(20.0, B)) == SILENT_DEATH
     assert watch.moment(Dead, A) - last == pytest.approx(PROCESS_SILENCE, abs=0.4)
@@ -195,7 +197,7 @@ def test_one_that_is_stopped_is_suspect_at_once_dead_within_a_second_and_well_wh
     assert kinds(watch.told("vouched", A, Vouch.STOPPED)) == [(Suspect, Cause.STOPPED)]
     assert watch.told("heard", A) == []  # was on the way
     assert kinds(watch.run(1.0, A, every=0.1, vouches=Vouch.STOPPED)) == [(Dead, Cause.STOPPED)]
-    assert watch.moment(Dead, A) - stopped == STOPPED_SILENCE
+    assert STOPPED_SILENCE <= watch.moment(Dead, A) - stopped <= STOPPED_SILENCE + GRAIN
     assert watch.run(20.0, A) == []
     assert kinds(watch.told("vouched", A, Vouch.BUSY)) == [(Trust, None)]
 
@@ -215,7 +217,7 @@ def test_a_link_that_ends_makes_suspect_at_once_and_shortens_no_life() -> None:
     assert watch.told("link_lost", A) == []
     assert watch.told("heard", A) == []  # read from the link that ended
     assert kinds(watch.run(20.0)) == [(Dead, Cause.SILENT)]
-    assert watch.moment(Dead, A) - start == PROCESS_SILENCE
+    assert PROCESS_SILENCE <= watch.moment(Dead, A) - start <= PROCESS_SILENCE + GRAIN
     assert not any(isinstance(effect, Ping) for _, effect in watch.log)
     assert kinds(watch.told("link_up", A)) == [(Trust, None)]
 
@@ -263,7 +265,7 @@ def test_silence_after_a_suspension_counts_from_the_waking() -> None:
     watch.sleep(30.0)
     woken = watch.now
     assert kinds(watch.run(10.0)) == [(Suspect, Cause.SILENT), (Dead, Cause.HOST_SILENT)]
-    assert watch.moment(Dead, A) == woken + HOST_SILENCE
+    assert woken + HOST_SILENCE <= watch.moment(Dead, A) <= woken + HOST_SILENCE + GRAIN
 
 
 def test_a_node_that_hardly_ever_listens_still_finds_the_dead() -> None:
