@@ -13,7 +13,7 @@ from tests.e2e.jobs import Job, finish, finish_all, new_job
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture

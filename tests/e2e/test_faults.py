@@ -19,7 +19,7 @@ from tests.e2e.ranks import LANES, Ranks, attempt, await_go, run_ranks, say
 import covey
 from covey.testing import run_threads
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 VICTIM = 1
 SURVIVORS = (0, 2)

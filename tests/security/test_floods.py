@@ -24,6 +24,8 @@ from covey.wire import door, messages
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.alone
+
 SECONDS = 1.0
 HALF_OPEN = 1000
 BAD_PER_SECOND = 300

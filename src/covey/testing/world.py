@@ -3,7 +3,8 @@
 A `World` has one clock and one seeded source of chance, so a run is a function of its seed. Nodes that can reach each
 other are given links, with some delay; each end learns in its own time that a link is up or gone. A message travels on
 the link it was sent on, in order, unless it is lost: by chance, in a cut direction, or with its link. `reorder` and
-`duplicate` make it worse than any link would be.
+`duplicate` make it worse than any link would be. A node may crash, be stopped for a while, be slow, and have a clock
+that is wrong.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ class Node:
         self.links: dict[bytes, Link] = {}
         """The links this node believes to be up, by peer."""
         self.alarm_at = math.inf
+        self.lag = 0.0
+        """How late it may notice anything."""
+        self.clock_rate, self.clock_ahead = 1.0, 0.0
+        self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
+        """While it is stopped: what it will notice when it goes on."""
+
+    def clock(self, now: float) -> float:
+        """Return what its clock shows."""
+        return now * self.clock_rate + self.clock_ahead
 
 
 class Link:
@@ -47,7 +57,7 @@ class Link:
         self.is_broken = False
         self.carries = True
         """Messages that are sent may arrive."""
-        self.last_arrival = {one.id: 0.0, other.id: 0.0}
+        self.last_arrival = {(id, is_streamed): 0.0 for id in (one.id, other.id) for is_streamed in (False, True)}
 
 
 class World:
@@ -75,6 +85,9 @@ class World:
         self.nodes: dict[bytes, Node] = {}
         self.story: list[str] = []
         self.delay, self.loss, self.duplicate, self.reorder, self.notice = delay, loss, duplicate, reorder, notice
+        self.streamed: set[type] = set()
+        """Messages that have a stream of their own: they are only lost with their link, in order among themselves."""
+        self.stream_delay = delay
         self._describe = describe
         self._names: dict[bytes, str] = {}
         self._cuts: set[tuple[bytes, bytes]] = set()
@@ -89,17 +102,33 @@ class World:
         """Call `action(*args)` at a time to come."""
         heapq.heappush(self._due, (when, next(self._order), action, args))
 
-    def start(self, name: str, id: bytes, life: bytes, core: Core) -> Node:
+    def start(
+        self, name: str, id: bytes, life: bytes, core: Core, *, clock_rate: float = 1.0, clock_ahead: float = 0.0
+    ) -> Node:
         """Let a node begin, or begin again after a crash: it will be given links with all it can reach."""
         if id in self.nodes:
             raise ValueError(f"{name} is alive")
         self._names[id] = name
         node = self.nodes[id] = Node(id, life, core)
+        node.clock_rate, node.clock_ahead = clock_rate, clock_ahead
         self.tell(f"{name} starts as life {life.hex()[:4]}")
         for peer in sorted(self.nodes.keys() - {id}):
             self._dial_soon(id, peer)
         self._settle(node)
         return node
+
+    def introduce(self) -> None:
+        """Give all nodes links with each other at once."""
+        for pair in itertools.combinations(sorted(self.nodes), 2):
+            one, other = (self.nodes[id] for id in pair)
+            link = self._links[pair] = Link(one, other)
+            self._up(one, other, link)
+            self._up(other, one, link)
+
+    def settle(self, id: bytes) -> None:
+        """Let what a core was told by somebody else than the world take effect."""
+        if (node := self.nodes.get(id)) is not None:
+            self._settle(node)
 
     def crash(self, id: bytes, *, silently: bool = False) -> None:
         """End a node's life. Others see its links close; `silently` (the power is cut) they only miss it."""
@@ -110,6 +139,28 @@ class World:
         for peer in sorted(self.nodes):
             if (link := self._links.pop(_pair(id, peer), None)) is not None:
                 self._break(link, self.notice if silently else self.delay)
+
+    def stop(self, id: bytes) -> None:
+        """Let a node do nothing until it is resumed. Its links stay up; what reaches it waits."""
+        node = self.nodes.get(id)
+        if node is not None and node.backlog is None:
+            self.tell(f"{self._names[id]} is stopped")
+            node.backlog = []
+
+    def resume(self, id: bytes) -> None:
+        """Let a stopped node go on where it was: it notices at once all that it missed."""
+        node = self.nodes.get(id)
+        if node is not None and node.backlog is not None:
+            self.tell(f"{self._names[id]} goes on")
+            backlog, node.backlog = node.backlog, None
+            for action, args in backlog:
+                action(*args)
+
+    def slow(self, id: bytes, lag: float) -> None:
+        """Let a node notice messages and time up to `lag` late from now on."""
+        if (node := self.nodes.get(id)) is not None:
+            self.tell(f"{self._names[id]} is {f'up to {lag:.2f} s late' if lag else 'quick again'}")
+            node.lag = lag
 
     def flap(self, one: bytes, other: bytes) -> None:
         """Break the link between two nodes; another will take its place."""
@@ -165,34 +216,48 @@ class World:
         deadline = node.core.next_deadline()
         if deadline < node.alarm_at:
             node.alarm_at = deadline
-            self.at(max(deadline, self.now), self._ring, node, deadline)
+            at = max((deadline - node.clock_ahead) / node.clock_rate, self.now)
+            self.at(at + (node.lag and node.lag * self.random.random()), self._ring, node, deadline)
 
     def _ring(self, node: Node, alarm_at: float) -> None:
         if self.nodes.get(node.id) is not node or node.alarm_at != alarm_at:
             return
+        if node.backlog is not None:
+            node.backlog.append((self._ring, (node, alarm_at)))
+            return
         node.alarm_at = math.inf
-        if node.core.next_deadline() <= self.now:
-            node.core.tick(self.now)
+        # A clock that is multiplied may show a little less than the deadline it was set for.
+        if node.core.next_deadline() <= node.clock(self.now) + 1e-9:
+            node.core.tick(max(node.clock(self.now), alarm_at))
         self._settle(node)
 
     # The network.
 
     def _send(self, source: Node, target: bytes, link: Link, message: Any) -> None:
         chance = self.random.random
+        is_streamed = type(message) in self.streamed
         if self._describe is not None:
             self.tell(f"{self._names[source.id]} > {self._names[target]}  {self._describe(message)}")
         for _ in range(2 if self.duplicate and chance() < self.duplicate else 1):
-            if not link.carries or (source.id, target) in self._cuts or chance() < self.loss:
+            if not link.carries or (source.id, target) in self._cuts:
                 continue
-            arrival = self.now + self.delay * chance()
+            if chance() < self.loss and not is_streamed:
+                continue
+            arrival = self.now + (self.stream_delay if is_streamed else self.delay) * chance()
+            if (node := self.nodes.get(target)) is not None and node.lag:
+                arrival += node.lag * chance()
             if not self.reorder or chance() >= self.reorder:
-                arrival = link.last_arrival[target] = max(arrival, link.last_arrival[target])
+                key = (target, is_streamed)
+                arrival = link.last_arrival[key] = max(arrival, link.last_arrival[key])
             self.at(arrival, self._deliver, source.id, target, link, message)
 
     def _deliver(self, source: bytes, target: bytes, link: Link, message: Any) -> None:
         node = self.nodes.get(target)
         if node is not None and node.links.get(source) is link:
-            node.core.received(source, message, self.now)
+            if node.backlog is not None:
+                node.backlog.append((self._deliver, (source, target, link, message)))
+                return
+            node.core.received(source, message, node.clock(self.now))
             self._settle(node)
 
     def _dial_soon(self, one: bytes, other: bytes) -> None:
@@ -213,7 +278,10 @@ class World:
     def _up(self, here: Node, there: Node, link: Link) -> None:
         if self.nodes.get(here.id) is not here or link.is_broken:
             return
-        if here.core.link_up(there.id, there.life, self.now):
+        if here.backlog is not None:
+            here.backlog.append((self._up, (here, there, link)))
+            return
+        if here.core.link_up(there.id, there.life, here.clock(self.now)):
             here.links[there.id] = link
         self._settle(here)
 
@@ -225,8 +293,11 @@ class World:
 
     def _down(self, here: Node, there: Node, link: Link) -> None:
         if self.nodes.get(here.id) is here and here.links.get(there.id) is link:
+            if here.backlog is not None:
+                here.backlog.append((self._down, (here, there, link)))
+                return
             del here.links[there.id]
-            here.core.link_down(there.id, self.now)
+            here.core.link_down(there.id, here.clock(self.now))
             self._settle(here)
 
 

@@ -1,0 +1,69 @@
+"""Whom a member hears: links, what health believes, who leaves, who went elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from covey.wire.membership import Seat
+
+
+class Presence:
+    """The other places of a run, as heard from `me`. Places are the ranks of view 0; the keeper's comes after them."""
+
+    def __init__(self, members: tuple[Seat, ...], me: int, now: float) -> None:
+        self._lives = [member.life for member in members]
+        self._me = me
+        self._links: dict[int, bytes] = {}
+        self._changed_at = dict.fromkeys(range(len(members) + 1), now)
+        self._dead: set[int] = set()
+        self.parted: set[int] = set()
+        """Those that went on as another lineage."""
+        self.leaving: set[int] = set()
+        """Those that want to be in no view any more."""
+
+    def link_up(self, place: int, life: bytes, now: float) -> None:
+        """There is a link with a life of the node in this place: the member's, or a later one that only votes."""
+        self._links[place], self._changed_at[place] = life, now
+
+    def link_down(self, place: int, now: float) -> bool:
+        """The link is gone; return whether there was one."""
+        was_up = self._links.pop(place, None) is not None
+        if was_up:
+            self._changed_at[place] = now
+        return was_up
+
+    def believe(self, place: int, *, is_dead: bool) -> None:
+        """Follow health."""
+        if is_dead:
+            self._dead.add(place)
+        else:
+            self._dead.discard(place)
+
+    def is_linked(self, place: int) -> bool:
+        """Tell whether something can be said to this place."""
+        return place in self._links
+
+    def is_well(self, place: int) -> bool:
+        """Tell whether a member is heard, in the life that is in the view."""
+        if place == self._me:
+            return True
+        if place not in self._links or place in self._dead or place in self.parted:
+            return False
+        return place == len(self._lives) or self._links[place] == self._lives[place]
+
+    def heard(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return those of `ranks` that are well."""
+        return tuple(filter(self.is_well, ranks))
+
+    def expected_until(self, place: int, asked_at: float, answer_within: float, relink: float) -> float:
+        """Return until when an answer of a place may come: -inf for one that is dead, was started anew or is elsewhere.
+
+        Who is well is believed for `answer_within`; one whose link ended may be back within `relink`.
+        """
+        if self.is_well(place):
+            return max(self._changed_at[place], asked_at) + answer_within
+        is_away = place not in self._links and place not in self._dead and place not in self.parted
+        return self._changed_at[place] + relink if is_away else -float("inf")
