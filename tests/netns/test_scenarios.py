@@ -179,6 +179,38 @@ def test_a_slow_and_lossy_network_takes_longer_and_nothing_else() -> None:
         check_run([cluster.start(host, size=3) for host in lan.hosts])
 
 
+CONNECTIONS = """
+import json, sys
+from pathlib import Path
+import numpy as np
+import covey
+
+with covey.join(sys.argv[2], **json.loads(sys.argv[3])) as group:
+    x = np.arange(300_000.0) * (group.rank + 1)
+    group.all_reduce(x)
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).open()]
+    established = sum(line[3] == "01" for line in lines)
+    group.barrier()
+print(json.dumps([group.rank, established, float(x[-1])]))
+"""
+
+
+@pytest.mark.parametrize(("delay", "streams", "expected"), [(0.0, None, 1), (0.015, None, 4), (0.0, 3, 3)])
+def test_a_lane_has_more_streams_the_longer_the_way_or_as_many_as_asked(
+    delay: float, streams: int | None, expected: int
+) -> None:
+    with Lan(hosts=2, kind="switch") as lan:
+        lan.switch.shape(delay=delay)
+        cluster = Cluster()
+        nodes = [cluster.start(host, code=CONNECTIONS, size=2, streams=streams) for host in lan.hosts]
+        ends = [node.end() for node in nodes]
+        assert [code for code, _, _ in ends] == [0, 0], ends
+        link = 1
+        assert sorted(json.loads(out) for _, out, _ in ends) == [
+            [rank, link + expected, 3.0 * 299_999] for rank in range(2)
+        ]
+
+
 def test_a_node_that_comes_long_before_the_others_waits_for_them() -> None:
     with Lan(hosts=2, kind="switch") as lan:
         lan.switch.cut("host0")

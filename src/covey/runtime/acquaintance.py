@@ -30,6 +30,8 @@ class Acquaintance:
         """The one in use."""
         self.way: Where | None = None
         """The shortest way to it, of those that work, if we dial."""
+        self.is_measuring = False
+        """Whether the ways to it are being compared."""
         self.round_trip = -1.0
         self.clock_offset = 0.0
         self.pings: dict[int, float] = {}

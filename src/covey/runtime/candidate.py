@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from covey.net.clusters import Cluster
     from covey.proto.formation import Formed
     from covey.runtime.acquaintance import Acquaintance
-    from covey.runtime.node import Node
+    from covey.runtime.node import Node, Peer
     from covey.runtime.seat import Seat
 
 logger = logging.getLogger("covey")
@@ -76,9 +76,7 @@ class Candidate(Gathering):
 
     def switched(self, someone: Acquaintance) -> None:
         if self._node is not None and someone.rank >= 0:
-            peer = self._node.peers[someone.rank]
-            peer.link, peer.is_dialled = someone.link, someone.is_dialled
-            peer.way, peer.round_trip = someone.way, someone.round_trip
+            _tell_how_to_reach(self._node.peers[someone.rank], someone)
 
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
         if isinstance(message, messages.Forming):
@@ -200,8 +198,8 @@ class Candidate(Gathering):
         for rank, someone in by_rank.items():
             peer = node.peers[rank]
             peer.introduce(someone.card)
-            peer.link, peer.is_dialled, peer.ready = someone.link, someone.is_dialled, True
-            peer.way, peer.round_trip = someone.way, someone.round_trip
+            peer.ready = True
+            _tell_how_to_reach(peer, someone)
         for rank, peer in node.peers.items():
             linked = by_rank.get(rank)
             if linked is None or self.met.get(linked.card.id) is not linked:
@@ -211,3 +209,12 @@ class Candidate(Gathering):
                 for message in linked.early:
                     node.heard(rank, message)
                 linked.early = []
+
+
+def _tell_how_to_reach(peer: Peer, someone: Acquaintance) -> None:
+    peer.link, peer.is_dialled = someone.link, someone.is_dialled
+    peer.way, peer.round_trip = someone.way, someone.round_trip
+    if someone.is_measuring:
+        peer.measured.clear()
+    else:
+        peer.measured.set()

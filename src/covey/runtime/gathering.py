@@ -352,6 +352,7 @@ class Gathering:
     def _use(self, someone: Acquaintance, link: Link, way: Where | None) -> None:
         someone.links[link] = way
         someone.link = link
+        someone.is_measuring = someone.is_measuring or way is not None
         self.switched(someone)
         link.attach(functools.partial(self._heard_frame, someone, link), functools.partial(self._ended, someone, link))
         if way is not None:
@@ -389,7 +390,8 @@ class Gathering:
         way, round_trip = await best_way(ways, self.seat.gate, known)
         if way is not None:
             someone.way, someone.round_trip = way, round_trip
-            self.switched(someone)
+        someone.is_measuring = False
+        self.switched(someone)
 
     # What is said on links
 

@@ -8,6 +8,7 @@ follow only have to prove that key.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -17,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.config import STREAMS_LIMIT
 from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.net import memory, shm
 from covey.net.ring import RingLane, memory_bytes
@@ -40,8 +42,9 @@ LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
 DIALS_AT_ONCE: Final = 256
 LANES_LIMIT: Final = 100_000
 CLOSED_GROUPS_KEPT: Final = 10_000
-STREAMS_LIMIT: Final = 64
-STREAMS_BY_ROUND_TRIP: Final = ((0.005, 1), (0.02, 2), (0.06, 4))
+MEASURE_SECONDS: Final = 1.0
+"""How long a lane waits for the shortest way to be found."""
+STREAMS_BY_ROUND_TRIP: Final = ((0.02, 1), (0.06, 4))
 """Connections of a lane, by the seconds that a round trip takes: the kernel sends a few megabytes ahead on each."""
 STREAMS_FAR: Final = 8
 PURPOSES: Final = ("collectives", "messages")
@@ -206,6 +209,8 @@ class Lanes:
             except OSError as error:
                 logger.warning("no shared memory for the lane to rank %d (%s); using a unix socket", peer.rank, error)
                 kind, capacity = "unix", 0
+        if kind == "secure":
+            await _measured(peer)
         streams = self._streams(peer) if purpose == "collectives" and kind == "secure" else 1
         offer = messages.Offer(
             secrets.token_bytes(LANE_BYTES), secrets.token_bytes(SECRET_BYTES), group, purpose, kind, capacity, streams
@@ -421,6 +426,13 @@ def _make_lane(socks: list[socket.socket], offer: messages.Offer, *, dialler: bo
     if offer.purpose == "messages":
         return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)
     return SealedLane(socks, offer.secret, offer.lane, dialler=dialler)
+
+
+async def _measured(peer: Peer) -> None:
+    """Return when the shortest way to a peer is known, or after a while without it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MEASURE_SECONDS):
+            await peer.measured.wait()
 
 
 async def _hand_over(sock: socket.socket, descriptor: int, name: str, segment: Any) -> None:

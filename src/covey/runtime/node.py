@@ -81,6 +81,9 @@ class Peer:
         self.left = False
         self.gone = False
         self.round_trip = -1.0
+        self.measured = asyncio.Event()
+        """Set unless `way` and `round_trip` are being found out."""
+        self.measured.set()
         self.clock_offset = 0.0
 
     def introduce(self, card: messages.Card) -> None:
