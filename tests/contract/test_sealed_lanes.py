@@ -271,12 +271,12 @@ def cut_between_records(records: Records) -> None:
 
 
 def claim_too_much(records: Records) -> None:
-    records[-1][1] = (RECORD_LIMIT + 1).to_bytes(4, "big") + records[-1][1][4:]
+    records[-1][1] = (RECORD_LIMIT + 1).to_bytes(4, "little") + records[-1][1][4:]
 
 
 def claim_a_little_less(records: Records) -> None:
     length = record_length(records[-1][1])
-    records[-1][1] = (length - 1).to_bytes(4, "big") + records[-1][1][4:]
+    records[-1][1] = (length - 1).to_bytes(4, "little") + records[-1][1][4:]
 
 
 def claim_nothing(records: Records) -> None:

@@ -2,7 +2,7 @@
 
     length of the plaintext (4 bytes), ciphertext, tag (16 bytes)
 
-The cipher is AES-256-GCM. A key belongs to one lane, one of its streams and one direction; the nonce counts the
+The cipher is AES-128-GCM. A key belongs to one lane, one of its streams and one direction; the nonce counts the
 records. The tag also covers lane, stream, direction, counter and length, so a record that was altered, repeated, left
 out, reordered or moved to another stream does not open.
 """
@@ -22,16 +22,16 @@ from covey.base.errors import RemoteProtocolError
 if TYPE_CHECKING:
     Bytes = bytes | bytearray | memoryview
 
-KEY_BYTES: Final = 32
-LENGTH: Final = struct.Struct(">I")
+KEY_BYTES: Final = 16
+LENGTH: Final = struct.Struct("<I")
 TAG_BYTES: Final = 16
 OVERHEAD_BYTES: Final = LENGTH.size + TAG_BYTES
 """What a record is longer than its plaintext."""
-RECORD_LIMIT: Final = 1 << 19
+RECORD_LIMIT: Final = 1 << 20
 """The most plaintext in one record: still in the cache when the kernel copies it, and a multiple of every element's
 size. Whoever reads needs no more memory than this, whatever a length field says."""
 REKEY_RECORDS: Final = 1 << 24
-"""Records under one key: 2^43 bytes at most, where GCM has a wide margin left."""
+"""Records under one key: 2^44 bytes at most, where GCM has a wide margin left."""
 
 DIALLER, ACCEPTOR = 0, 1
 """Directions: who sealed the record."""
@@ -98,7 +98,7 @@ class Sealer(_Keyed):
         if self._count == self._rekey_at:
             self._rekey()
         nonce = self._count.to_bytes(12, "big")
-        head = length.to_bytes(4, "big")
+        head = length.to_bytes(4, "little")
         # Counted first: whatever happens in the next call, this nonce is not used again.
         self._count += 1
         into[:4] = head

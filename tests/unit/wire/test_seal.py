@@ -59,8 +59,8 @@ def test_the_format_is_the_one_that_is_written_down() -> None:
     seal(sealer, b"first")
     record = seal(sealer, b"second")
     nonce = bytes(11) + b"\x01"
-    covered = LANE + b"\x00\x00\x00\x03" + b"\x01" + nonce + b"\x00\x00\x00\x06"
-    assert record == b"\x00\x00\x00\x06" + AESGCM(KEY).encrypt(nonce, b"second", covered)
+    covered = LANE + b"\x00\x00\x00\x03" + b"\x01" + nonce + b"\x06\x00\x00\x00"
+    assert record == b"\x06\x00\x00\x00" + AESGCM(KEY).encrypt(nonce, b"second", covered)
 
 
 def test_every_lane_stream_and_direction_has_a_key_of_its_own() -> None:
@@ -92,7 +92,7 @@ def test_a_change_of_any_bit_is_noticed() -> None:
 def test_a_length_that_was_changed_is_noticed_although_the_rest_fits() -> None:
     sealer = Sealer(KEY, LANE, 0, DIALLER)
     record = seal(sealer, b"abc")
-    record[:4] = (4).to_bytes(4, "big")
+    record[:4] = (4).to_bytes(4, "little")
     with pytest.raises(ForgedError):
         Opener(KEY, LANE, 0, DIALLER).open(memoryview(record), bytearray(3))
 
@@ -118,7 +118,7 @@ def test_a_record_opens_in_its_own_place_only_even_under_the_same_key(scope: tup
 @pytest.mark.parametrize("length", [0, RECORD_LIMIT + 1, 1 << 31, (1 << 32) - 1])
 def test_a_length_that_no_record_has_is_refused_before_anything_else(length: int) -> None:
     with pytest.raises(RemoteProtocolError, match=f"{length} bytes"):
-        record_length(length.to_bytes(4, "big"))
+        record_length(length.to_bytes(4, "little"))
 
 
 @pytest.mark.parametrize("size", [0, RECORD_LIMIT + 1])
@@ -150,4 +150,4 @@ def test_nothing_a_stranger_makes_up_opens(data: bytes) -> None:
     with pytest.raises((ForgedError, ValueError)):
         pair()[1].open(memoryview(data), bytearray(length))
     with pytest.raises(ForgedError):  # and not with a fitting length either
-        opened(pair()[1], (len(data) - OVERHEAD_BYTES).to_bytes(4, "big") + data[4:])
+        opened(pair()[1], (len(data) - OVERHEAD_BYTES).to_bytes(4, "little") + data[4:])
