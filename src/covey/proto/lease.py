@@ -35,7 +35,7 @@ class Lease:
             self._title_at = now + LEASE * DRIFT
 
     def lost(self) -> None:
-        """A later ballot of somebody else was promised."""
+        """A later ballot was promised."""
         self._title_at, self._echoes = math.inf, {}
 
     def is_held(self, is_quorum: Callable[[Collection[int]], bool], now: float) -> bool:

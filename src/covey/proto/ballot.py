@@ -1,0 +1,87 @@
+"""Single-decree Paxos about the next view ("The Part-Time Parliament"), one member's two roles in it.
+
+The *acceptor* promises ballots and accepts views; what it has bound itself to outlives its process (`Record`). The
+*proposal* is the work of who started a ballot: gather promises, choose, gather acceptances. Ballots go on counting from
+one view to the next, so who holds the highest is also who leads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from covey.proto.views import judge, largest_company, next_tie_breaker
+from covey.wire.membership import Promise, Record, Seat, View
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+
+def first_record(members: Iterable[Seat], lineage: bytes, *, anchor: int = 0, has_keeper: bool = False) -> Record:
+    """Return what a member of view 0 knows; `anchor` is its first tie-breaker and, without a keeper, leader."""
+    seats = tuple(members)
+    return Record(seats, View(lineage, 0, tuple(range(len(seats))), anchor), len(seats) if has_keeper else anchor)
+
+
+class Acceptor:
+    """What a member has bound itself to. Whoever changes it has the `record` made durable before anything is said."""
+
+    def __init__(self, record: Record) -> None:
+        self.members: tuple[Seat, ...] = record.members
+        self.view = record.view
+        self.promised = record.promised
+        self.accepted_ballot = record.accepted_ballot
+        self.accepted = record.accepted
+
+    @property
+    def record(self) -> Record:
+        """What to write down."""
+        return Record(self.members, self.view, self.promised, self.accepted_ballot, self.accepted)
+
+    def accept(self, ballot: int, view: View) -> None:
+        """Bind this member to a view in the promised ballot."""
+        self.accepted_ballot, self.accepted = ballot, view
+
+    def install(self, view: View) -> None:
+        """Begin with the instance after `view`: nothing is accepted in it."""
+        self.view, self.accepted_ballot, self.accepted = view, -1, None
+
+
+class Proposal:
+    """One ballot of this member's own for the view after `base`."""
+
+    def __init__(self, ballot: int, base: View, now: float) -> None:
+        self.ballot, self.base = ballot, base
+        self.answers: dict[int, Promise] = {}
+        self.view: View | None = None
+        """What is proposed, once it is."""
+        self.accepted_by: set[int] = set()
+        self.changed_at = now
+        """When an answer last told something new."""
+
+    def answered(self, place: int, promise: Promise, now: float) -> None:
+        """Take an answer of this ballot."""
+        if self.answers.get(place) != promise:
+            self.answers[place], self.changed_at = promise, now
+
+    @property
+    def found(self) -> View | None:
+        """What was accepted in the latest ballot that anybody knows of: it may be decided, so it is to be proposed."""
+        last = max(self.answers.values(), key=lambda answer: answer.accepted_ballot)
+        return last.accepted if last.accepted_ballot >= 0 else None
+
+    def company(self) -> tuple[int, ...]:
+        """Return the most of those who could be in the view that all hear each other."""
+        return largest_company(self._live(), self.base.tie_breaker)
+
+    def is_deaf(self) -> bool:
+        """Tell whether some who could be in the view do not hear each other."""
+        return len(self.company()) < len(self._live())
+
+    def value(self, company: Collection[int]) -> View:
+        """Return the view of these members, with what becomes of the operations of each group."""
+        answers = {rank: states for rank in company if (states := self.answers[rank].states) is not None}
+        tie_breaker = next_tie_breaker(self.base, company)
+        return View(self.base.lineage, self.base.number + 1, tuple(sorted(company)), tie_breaker, judge(answers))
+
+    def _live(self) -> dict[int, tuple[int, ...]]:
+        return {place: answer.hears for place, answer in self.answers.items() if answer.states is not None}

@@ -1,0 +1,660 @@
+"""How the members of a run agree on who they are from now on, when one is lost, leaves, or a lane breaks.
+
+View v + 1 is one consensus among the members of view v (`proto.ballot`). Whoever is troubled starts a ballot, those who
+are first in line at once. All who are asked *freeze* their operations, then promise and say how far they are; the
+proposer proposes the most of those who answered that hear each other, and with them the fate of every operation
+(`proto.views.judge`). Only an installed view ends the freeze, so a decided fate cannot be changed by what happens next.
+
+Held in the simulation, whatever the network does:
+
+1. A view number has one value; a member installs a prefix of one history, and nobody else's.
+2. Only those who answered are in a view, and nothing they were doing has moved since they did.
+3. A quorum is counted over all of the last view, whatever is believed of anybody; `min_size` is a floor besides.
+4. At most one member leads at a time (`proto.lease`), and one only ever leads by a ballot.
+5. When the network is good, there is a view of all who are well within a bounded time. Who cannot be in one hears so:
+   `Excluded`, or `QuorumLost` after `patience`.
+
+A node that was started anew is no member any more, but its disk knows what it was bound to: it goes on as a *voter*,
+which answers without being a candidate, until a view excludes it. So does who leaves, and who gave up.
+
+Where one keeper started all members there is no partition to fear: the keeper alone proposes and accepts. With
+`quorum="any"`, those who cannot be a quorum `Fork`: they go on as a lineage of their own, and never meet again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from covey.base.errors import RemoteProtocolError
+from covey.proto import views
+from covey.proto.ballot import Acceptor, Proposal
+from covey.proto.changes import Effect, Excluded, Freeze, Installed, Persist, Quorum, QuorumLost, Send
+from covey.proto.lease import LEASE, Lease
+from covey.proto.presence import Presence
+from covey.wire import membership as wire
+from covey.wire.membership import Accept, Accepted, Decided, Fork, Prepare, Promise, Pulse, Refuse, Token, Trouble, View
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Collection, Iterable
+
+    from covey.wire.membership import Record, State
+
+PATIENCE: Final = 30.0
+"""Seconds of trouble without a new view after which a member gives up."""
+RELINK: Final = 1.0
+"""Seconds in which a member whose link ended may be back. A reset can be forged, so it evicts nobody at once; a process
+that exited is known to have by its keeper."""
+STAGGER: Final = 0.15
+"""Seconds between members that start a ballot for the same reason: longer than a ballot takes on a local network."""
+MOST_TURNS: Final = 8
+"""Nobody waits for more than so many others to start one."""
+REPEAT_EVERY: Final = 0.3
+PULSE_EVERY: Final = LEASE / 4
+LEADERLESS: Final = 3 * LEASE
+"""Seconds without a leader after which somebody claims to be it."""
+KEPT: Final = 64
+"""Views that are kept to tell those who missed them. Nobody can be in a view without having installed the last, so
+whoever lacks more is in none of them."""
+MOST_SKIPPED: Final = 1 << 20
+"""View numbers that a fork leaps over at most, by chance: bytes of one lineage must never pass for an attempt of
+another."""
+
+Message: TypeAlias = wire.Membership
+
+
+class Membership:
+    """One node's part in a run's views. Perform `effects` in order after every call; `tick` at `next_deadline`."""
+
+    def __init__(
+        self,
+        record: Record,
+        id: bytes,
+        life: bytes,
+        random: random.Random,
+        now: float,
+        *,
+        keeper: bytes | None = None,
+        min_size: int = 1,
+        quorum: Quorum = Quorum.MAJORITY,
+        patience: float = PATIENCE,
+        relink: float = RELINK,
+    ) -> None:
+        """Begin at a record: that of view 0, or the one an earlier life of this node made durable."""
+        self._acceptor = Acceptor(record)
+        self._ids = [seat.id for seat in record.members] + ([] if keeper is None else [keeper])
+        self._places = {known: place for place, known in enumerate(self._ids)}
+        """Ranks of view 0; the keeper's comes after them."""
+        self._me = self._places[id]
+        self._keeper = None if keeper is None else len(record.members)
+        self._random, self._quorum, self._min_size = random, quorum, min_size
+        self._patience, self._relink = patience, relink
+        self._votes_only = self._me == self._keeper or record.members[self._me].life != life
+        self._effects: list[Effect] = []
+        self._history = {record.view.number: record.view}
+        self._fork: Fork | None = None
+        self._presence = Presence(record.members, self._me, now)
+        # How far we are with the next view.
+        self._is_wanted = False
+        self._freeze_number = -1
+        self._states: tuple[State, ...] | None = None
+        """What was frozen."""
+        self._pending = -1
+        """The highest ballot that waits for the freeze."""
+        self._answered = -1
+        self._proposal: Proposal | None = None
+        self._seen = record.promised
+        """The highest ballot heard of."""
+        self._is_excluded = self._has_given_up = False
+        # When to do something.
+        self._trouble_at = math.inf
+        """Since when a new view is needed."""
+        self._ballot_at = self._repeat_at = self._consider_at = math.inf
+        is_first = record.view.number == 0 and self._owner(record.promised) == self._me
+        self._lease = Lease(now if is_first else math.inf)
+        self._leader_heard_at = now
+        self._pulse_at = now
+        self._review(now)
+
+    # What is known.
+
+    @property
+    def view(self) -> View:
+        """The last installed view."""
+        return self._acceptor.view
+
+    @property
+    def ids(self) -> tuple[bytes, ...]:
+        """The nodes of view 0 by rank, then the keeper, if there is one."""
+        return tuple(self._ids)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this node is in the view, rather than a voter, a keeper, or out of it."""
+        return not self._votes_only and not self._is_excluded
+
+    @property
+    def ballot(self) -> int:
+        """The highest promised ballot."""
+        return self._acceptor.promised
+
+    def leader(self, now: float) -> int | None:
+        """Return the rank that leads, as far as this node knows; only one node at a time returns its own."""
+        owner = self._owner(self.ballot)
+        if owner == self._me:
+            is_leading = self._claims and self._lease.is_held(self._is_quorum_with_me, now)
+        else:
+            is_leading = now < self._leader_heard_at + LEASE
+        if owner == self._keeper:
+            owner = self.view.ranks[0]
+        return owner if is_leading and owner in self.view.ranks else None
+
+    def next_deadline(self) -> float:
+        """Return when `tick` wants to be called, inf for never."""
+        pulse_at = self._pulse_at if self._claims else self._claim_at()
+        return min(self._give_up_at(), self._ballot_at, self._repeat_at, self._consider_at, pulse_at)
+
+    def effects(self) -> list[Effect]:
+        """Return what is to be done, in order, and forget it."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # What happens.
+
+    def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
+        """There is a new link with this life of a node; False if the node has no place in the run."""
+        place = self._places.get(peer_id)
+        if place is None or place == self._me:
+            return False
+        self._presence.link_up(place, peer_life, now)
+        self._send(place, self._pulse())
+        if self._proposal is not None:
+            self._ask(self._proposal, [place])
+        self._heard_news(now)
+        return True
+
+    def link_down(self, peer_id: bytes, now: float) -> None:
+        """The link with a node is gone: reason enough to propose, and no more."""
+        place = self._places.get(peer_id)
+        if place is not None and self._presence.link_down(place, now):
+            self._given_up(place, now)
+
+    def judged(self, peer_id: bytes, now: float, *, is_dead: bool) -> None:
+        """Health believes that a node is dead, or trusts it again: until it does, not even an answer makes it well."""
+        if (place := self._places.get(peer_id)) is None:
+            return
+        self._presence.believe(place, is_dead=is_dead)
+        if is_dead:
+            self._given_up(place, now)
+        else:
+            self._heard_news(now)
+
+    def disturbed(self, number: int, now: float) -> None:
+        """Something of attempt `number` failed that may be nobody's death: a lane broke, an operation is late."""
+        if number == self.view.number and not self._is_excluded and not self._is_wanted:
+            self._is_wanted = True
+            self._tell_trouble()
+            self._review(now)
+
+    def leave(self, now: float) -> None:
+        """Ask for a view without this member, whose operations are over; it votes until `Excluded`."""
+        self._presence.leaving.add(self._me)
+        if self.view.ranks == (self._me,):
+            self._exclude(self.view)
+            return
+        self._tell_trouble()
+        self._heard_news(now)
+
+    def frozen(self, number: int, states: Iterable[State], now: float) -> None:
+        """All executors have stopped, in these states. Ignored if a view has come in between."""
+        if number == self._freeze_number and self._states is None:
+            self._states = tuple(states)
+            self._promise(now)
+
+    def received(self, peer_id: bytes, message: Message, now: float) -> None:
+        """Take a message that came over the link with a node.
+
+        Raises:
+            RemoteProtocolError: no member of this version says such a thing; the link should be closed.
+        """
+        place = self._places.get(peer_id)
+        if place is None or not self._presence.is_linked(place) or isinstance(message, Token):
+            return
+        if _lineage(message) != self.view.lineage:
+            # Whoever tells of a fork is in it already: an answer would go back and forth for ever.
+            self._received_elsewhere(
+                place, message.view.lineage if isinstance(message, Fork) else _lineage(message), now
+            )
+            return
+        match message:
+            case Pulse():
+                self._received_pulse(place, message, now)
+            case Decided():
+                self._received_decided(place, message.view, now)
+            case Trouble() if message.number == self.view.number and not self._is_excluded:
+                if message.leaves:
+                    self._presence.leaving.add(place)
+                else:
+                    self._is_wanted = True
+                self._review(now)
+            case Fork():
+                self._received_fork(message, now)
+            case Prepare():
+                if self._is_next(place, message.number):
+                    self._received_prepare(place, message.ballot, now)
+            case Accept():
+                if self._is_next(place, message.view.number):
+                    self._received_accept(place, message, now)
+            case Promise() | Accepted() | Refuse() if message.number == self.view.number + 1:
+                self._received_answer(place, message, now)
+
+    def tick(self, now: float) -> None:
+        """Do what time has brought."""
+        if now >= self._give_up_at():
+            self._give_up(now)
+        if now >= self._ballot_at:
+            self._start_ballot(now)
+        if now >= self._consider_at:
+            self._consider(now)
+        if now >= self._repeat_at:
+            self._repeat(now)
+        if self._claims:
+            if now >= self._pulse_at:
+                self._pulse_all(now)
+        elif now >= self._claim_at():
+            self._promise_to(self._next_ballot(), now)
+            self._pulse_all(now)
+
+    # Whom we hear, and whether that is trouble.
+
+    @property
+    def _is_candidate(self) -> bool:
+        return self.is_member and self._me not in self._presence.leaving
+
+    @property
+    def _may_propose(self) -> bool:
+        return self._me == self._keeper or (self.is_member and self._keeper is None)
+
+    @property
+    def _claims(self) -> bool:
+        return self._may_propose and self._owner(self.ballot) == self._me
+
+    def _owner(self, ballot: int) -> int:
+        return ballot % (len(self._acceptor.members) + 1)
+
+    def _next_ballot(self) -> int:
+        above = max(self.ballot, self._seen) + 1
+        self._seen = above + (self._me - above) % (len(self._acceptor.members) + 1)
+        return self._seen
+
+    def _is_quorum(self, places: Collection[int]) -> bool:
+        return views.is_quorum(self.view, places) if self._keeper is None else self._keeper in places
+
+    def _is_quorum_with_me(self, places: Collection[int]) -> bool:
+        return self._is_quorum({*places, self._me})
+
+    def _acceptors(self) -> Collection[int]:
+        return self.view.ranks if self._keeper is None else [self._keeper]
+
+    def _audience(self) -> list[int]:
+        """All but us that take part in finding the next view."""
+        return sorted({*self.view.ranks, *self._acceptors()} - {self._me})
+
+    def _heard_news(self, now: float) -> None:
+        """Whom we hear has changed."""
+        if self._answered >= 0 and self._answered == self.ballot:
+            self._answer(now)
+        if self._proposal is not None:
+            self._consider(now)
+        self._review(now)
+
+    def _given_up(self, place: int, now: float) -> None:
+        self._heard_news(now)
+        is_ours = self._may_propose and self._proposal is None and self._trouble_at < math.inf
+        if is_ours and place == self._owner(self.ballot):
+            self._ballot_at = min(self._ballot_at, now + self._turn())
+
+    def _review(self, now: float) -> None:
+        """Note whether a new view is needed, and when to propose one."""
+        is_trouble = (
+            self._is_wanted
+            or self._freeze_number > self.view.number
+            or self._proposal is not None
+            or bool(self._presence.leaving & set(self.view.ranks))
+            or self._presence.heard(self.view.ranks) != self.view.ranks
+        )
+        is_ours = self._may_propose or self.is_member or self._me in self._presence.leaving
+        if self._is_excluded or not is_ours or not is_trouble:
+            self._trouble_at = self._ballot_at = self._repeat_at = self._consider_at = math.inf
+        elif self._trouble_at == math.inf:
+            self._trouble_at, self._repeat_at = now, now + REPEAT_EVERY
+            if self._may_propose:
+                self._ballot_at = now + self._turn()
+            else:
+                self._tell_trouble()
+
+    def _turn(self) -> float:
+        """Return how long this member lets those before it start a ballot."""
+        here = self._presence.heard(self.view.ranks)
+        if self._me not in here:
+            return 0.0
+        owner = self._owner(self.ballot)
+        before = sorted(here, key=lambda rank: (rank in self._presence.leaving, rank != owner, rank)).index(self._me)
+        return STAGGER * min(before, MOST_TURNS) * (1 + self._random.random() / 4)
+
+    def _drop_proposal(self, now: float) -> None:
+        self._proposal, self._consider_at = None, math.inf
+        self._hold(now)
+
+    def _hold(self, now: float) -> None:
+        """Somebody else's ballot goes on: give it time, but not for ever."""
+        if not self._may_propose or self._proposal is not None:
+            return
+        if self._ballot_at == math.inf or now < self._trouble_at + self._patience / 2 + 2 * self._relink:
+            self._ballot_at = now + 2 * self._relink + self._turn() + STAGGER * self._random.random()
+
+    def _give_up_at(self) -> float:
+        return math.inf if self._has_given_up else self._trouble_at + self._patience
+
+    def _give_up(self, now: float) -> None:
+        here = self._presence.heard(self.view.ranks)
+        missing = tuple(rank for rank in self.view.ranks if rank not in here)
+        self._effects.append(QuorumLost(missing, here, self.view.tie_breaker))
+        self._has_given_up = self._votes_only = True
+        self._presence.leaving.add(self._me)
+        self._proposal, self._ballot_at, self._consider_at = None, math.inf, math.inf
+        self._heard_news(now)
+
+    # Proposing.
+
+    def _start_ballot(self, now: float) -> None:
+        ballot = self._next_ballot()
+        self._proposal = Proposal(ballot, self.view, now)
+        self._ask(self._proposal, self._audience())
+        self._ballot_at, self._repeat_at = math.inf, now + REPEAT_EVERY
+        self._received_prepare(self._me, ballot, now)
+
+    def _ask(self, proposal: Proposal, places: Iterable[int]) -> None:
+        """Ask those who have not answered what comes next."""
+        if proposal.view is not None:
+            accept = Accept(proposal.ballot, proposal.view)
+            acceptors = self._acceptors()
+            for place in places:
+                if place in acceptors and place not in proposal.accepted_by:
+                    self._send(place, accept)
+        else:
+            for place in places:
+                if place not in proposal.answers:
+                    self._send(place, Prepare(self.view.lineage, self.view.number + 1, proposal.ballot))
+
+    def _repeat(self, now: float) -> None:
+        self._repeat_at = now + REPEAT_EVERY
+        if self._proposal is not None:
+            self._ask(self._proposal, self._audience())
+        self._tell_trouble()
+
+    def _tell_trouble(self) -> None:
+        is_leaving = self._me in self._presence.leaving
+        if self._is_wanted or is_leaving or self._keeper not in (None, self._me):
+            for place in self._audience():
+                self._send(place, Trouble(self.view.lineage, self.view.number, is_leaving))
+
+    def _received_answer(self, place: int, message: Promise | Accepted | Refuse, now: float) -> None:
+        proposal = self._proposal
+        if isinstance(message, Refuse):
+            self._seen = max(self._seen, message.promised)
+            if proposal is not None and message.promised > proposal.ballot:
+                self._drop_proposal(now)
+                if not self._presence.is_well(self._owner(message.promised)):
+                    self._ballot_at = now + self._turn() + STAGGER * self._random.random()
+        elif proposal is None or message.ballot != proposal.ballot:
+            return
+        elif isinstance(message, Promise):
+            if proposal.view is None:
+                proposal.answered(place, message, now)
+                self._consider(now)
+        elif proposal.view is not None:
+            proposal.accepted_by.add(place)
+            if self._is_quorum(proposal.accepted_by):
+                self._decided(proposal.view, now)
+
+    def _consider(self, now: float) -> None:
+        """Propose a view if enough have answered and nobody more is to be waited for."""
+        proposal, self._consider_at = self._proposal, math.inf
+        if proposal is None or proposal.view is not None or not proposal.answers:
+            return
+        has_quorum = self._is_quorum(proposal.answers)
+        found = proposal.found if has_quorum else None
+        if found is None:
+            if now < (settled_at := self._settled_at(proposal)):
+                self._consider_at = settled_at
+                return
+            company = proposal.company()
+            if len(company) < max(1, self._min_size):
+                return
+            if not has_quorum:
+                if self._quorum is Quorum.ANY and self._me in company:
+                    self._start_fork(company, now)
+                return
+            found = proposal.value(company)
+        proposal.view = found
+        self._ask(proposal, self._audience())
+        if self._me in self._acceptors():
+            self._received_accept(self._me, Accept(proposal.ballot, found), now)
+
+    def _settled_at(self, proposal: Proposal) -> float:
+        """Return until when answers, or links between those who answered, are waited for."""
+        answer_within = self._patience / 2
+        settled_at = max(
+            self._presence.expected_until(rank, self._trouble_at, answer_within, self._relink)
+            if rank not in proposal.answers
+            else -math.inf
+            for rank in self.view.ranks
+        )
+        if proposal.is_deaf():
+            relinked_at = min(proposal.changed_at + self._relink, self._trouble_at + answer_within)
+            settled_at = max(settled_at, relinked_at)
+        return settled_at
+
+    def _decided(self, view: View, now: float) -> None:
+        for place in self._audience():
+            self._send(place, Decided(view))
+        self._install(view, now)
+
+    # Answering.
+
+    def _is_next(self, place: int, number: int) -> bool:
+        """Tell whether a view is the next to be found; who is behind is helped, and asked for help."""
+        if number <= self.view.number:
+            self._send(place, Decided(self._history.get(number, self.view)))
+        elif number > self.view.number + 1:
+            self._send(place, self._pulse())
+        return number == self.view.number + 1 and not self._is_excluded
+
+    def _received_prepare(self, place: int, ballot: int, now: float) -> None:
+        if ballot < self.ballot:
+            self._send(place, Refuse(self.view.lineage, self.view.number + 1, self.ballot))
+            return
+        self._seen, self._pending = max(self._seen, ballot), max(self._pending, ballot)
+        must_freeze = self._states is None and self._is_candidate
+        if must_freeze and self._freeze_number != self.view.number + 1:
+            self._freeze_number = self.view.number + 1
+            self._effects.append(Freeze(self._freeze_number))
+        self._review(now)
+        if place != self._me:
+            self._hold(now)
+        if not must_freeze:
+            self._promise(now)
+
+    def _promise(self, now: float) -> None:
+        """Promise the highest ballot that was asked for, and answer it."""
+        ballot, self._pending = self._pending, -1
+        if ballot < self.ballot:
+            return  # whoever asked will ask again, and be refused
+        if ballot > self.ballot:
+            self._promise_to(ballot, now)
+        self._answered = ballot
+        self._answer(now)
+
+    def _promise_to(self, ballot: int, now: float) -> None:
+        self._acceptor.promised = ballot
+        self._effects.append(Persist(self._acceptor.record))
+        self._lease.lost()  # even to ourselves: somebody may have led by a ballot in between
+        if self._proposal is not None and self._proposal.ballot < ballot:
+            self._drop_proposal(now)
+
+    def _answer(self, now: float) -> None:
+        """Say how far this frozen member is and whom it hears to the owner of the ballot it has promised."""
+        acceptor, view = self._acceptor, self.view
+        promise = Promise(
+            view.lineage,
+            view.number + 1,
+            self._answered,
+            self._presence.heard(rank for rank in view.ranks if rank != self._me),
+            self._states if self._is_candidate else None,
+            acceptor.accepted_ballot,
+            acceptor.accepted,
+        )
+        owner = self._owner(self._answered)
+        if owner == self._me:
+            self._received_answer(self._me, promise, now)
+        else:
+            self._send(owner, promise)
+
+    def _received_accept(self, place: int, message: Accept, now: float) -> None:
+        if message.ballot < self.ballot:
+            self._send(place, Refuse(self.view.lineage, self.view.number + 1, self.ballot))
+            return
+        if not set(message.view.ranks) <= set(self.view.ranks) or self._owner(message.ballot) != place:
+            raise RemoteProtocolError(f"member {place} proposed a view that cannot follow: {message}")
+        if self._me not in self._acceptors():
+            return
+        if message.ballot > self.ballot:
+            self._promise_to(message.ballot, now)
+        if self._acceptor.accepted_ballot < message.ballot:
+            self._acceptor.accept(message.ballot, message.view)
+            self._effects.append(Persist(self._acceptor.record))
+        accepted = Accepted(self.view.lineage, self.view.number + 1, message.ballot)
+        if place == self._me:
+            self._received_answer(place, accepted, now)
+        else:
+            self._hold(now)
+            self._send(place, accepted)
+
+    # Views.
+
+    def _received_decided(self, place: int, view: View, now: float) -> None:
+        if view.number <= self.view.number or self._is_excluded:
+            return
+        if view.number == self.view.number + 1:
+            self._install(view, now)
+        elif self._me not in view.ranks and self._me != self._keeper:
+            self._exclude(view)  # ranks only ever go, so the views in between do not matter
+        else:
+            self._send(place, self._pulse())
+
+    def _install(self, view: View, now: float) -> None:
+        lost = tuple(rank for rank in self.view.ranks if rank not in view.ranks)
+        self._begin_after(view, now)
+        self._freeze_number, self._states = -1, None
+        self._is_wanted = False
+        self._history[view.number] = view
+        self._history.pop(view.number - KEPT, None)
+        if self._me not in view.ranks and self._me != self._keeper:
+            self._exclude(view)
+            return
+        if self.is_member:
+            self._effects.append(Installed(view, lost))
+        self._review(now)
+
+    def _begin_after(self, view: View, now: float) -> None:
+        self._acceptor.install(view)
+        self._effects.append(Persist(self._acceptor.record))
+        self._proposal, self._pending, self._answered = None, -1, -1
+        self._trouble_at = self._ballot_at = self._repeat_at = self._consider_at = math.inf
+        self._leader_heard_at = now
+
+    def _exclude(self, view: View) -> None:
+        self._is_excluded = True
+        self._effects.append(Excluded(view))
+        self._review(math.inf)
+
+    # Lineages.
+
+    def _start_fork(self, company: tuple[int, ...], now: float) -> None:
+        number = self.view.number + 1 + self._random.randrange(1, MOST_SKIPPED)
+        base = View(self._random.randbytes(16), number, company, views.next_tie_breaker(self.view, company))
+        fork = Fork(self.view.lineage, self.view.number, base)
+        self._received_fork(fork, now)
+        for place in self._audience():
+            self._send(place, fork)
+
+    def _received_fork(self, fork: Fork, now: float) -> None:
+        is_mine = self._quorum is Quorum.ANY and fork.number == self.view.number and self._me in fork.view.ranks
+        if is_mine and self.is_member and self._states is not None:
+            self._fork = fork
+            self._history = {fork.view.number: fork.view}
+            self._presence.parted.clear()
+            self._begin_after(fork.view, now)
+            self._freeze_number = fork.view.number + 1
+            self._review(now)
+
+    def _received_elsewhere(self, place: int, lineage: bytes, now: float) -> None:
+        """Hear of another lineage: our parent, if the sender has not heard of the fork, or one that went elsewhere."""
+        fork = self._fork
+        if lineage == self.view.lineage:
+            return
+        if fork is not None and lineage == fork.parent and place in fork.view.ranks:
+            self._send(place, fork)
+        elif self._quorum is Quorum.ANY:
+            self._presence.parted.add(place)
+            self._heard_news(now)
+
+    # Leading.
+
+    def _received_pulse(self, place: int, pulse: Pulse, now: float) -> None:
+        if pulse.number < self.view.number:
+            self._send(place, Decided(self._history.get(pulse.number + 1, self.view)))
+        elif pulse.number > self.view.number:
+            self._send(place, self._pulse())
+        elif pulse.claims:
+            is_calm = self._trouble_at == math.inf
+            if pulse.promised > self.ballot and is_calm and self._owner(pulse.promised) == place:
+                self._promise_to(pulse.promised, now)
+            if pulse.promised == self.ballot:
+                self._leader_heard_at = now
+            self._send(place, self._pulse(pulse.stamp))
+        else:
+            self._seen = max(self._seen, pulse.promised)
+            if self._claims and pulse.promised == self.ballot and pulse.echo > 0:
+                self._lease.echoed(place, pulse.echo, self._is_quorum_with_me, now)
+
+    def _claim_at(self) -> float:
+        if not self.is_member or self._keeper is not None or self._trouble_at < math.inf:
+            return math.inf
+        return self._leader_heard_at + LEADERLESS + 2 * STAGGER * self.view.ranks.index(self._me)
+
+    def _pulse(self, echo: float = 0.0) -> Pulse:
+        return Pulse(self.view.lineage, self.view.number, self.ballot, echo=echo)
+
+    def _pulse_all(self, now: float) -> None:
+        self._pulse_at = now + PULSE_EVERY
+        claim = Pulse(self.view.lineage, self.view.number, self.ballot, claims=True, stamp=now)
+        for place in self._audience():
+            self._send(place, claim)
+
+    def _send(self, place: int, message: Message) -> None:
+        if self._presence.is_linked(place):
+            self._effects.append(Send(self._ids[place], message))
+
+
+def _lineage(message: Message) -> bytes:
+    match message:
+        case Accept() | Decided():
+            return message.view.lineage
+        case Fork():
+            return message.parent
+        case Token():
+            raise AssertionError("tokens belong to `proto.commit`")
+    return message.lineage

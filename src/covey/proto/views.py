@@ -1,0 +1,77 @@
+"""The rules of views, as functions: who is a quorum, who can be in a view together, what becomes of operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from covey.wire.membership import Fate, State, Verdict, View
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+SEARCHED: Final = 4096
+"""Steps in the search for the largest company. Broken links are few, or cut a run in parts; both take far fewer."""
+
+
+def is_quorum(view: View, ranks: Collection[int]) -> bool:
+    """Tell whether these members of a view can decide the next: more than half, or half with the tie-breaker.
+
+    The denominator is all of the view, whatever anybody believes of them: two quorums always have a member in common.
+    """
+    votes, size = len(set(ranks) & set(view.ranks)), len(view.ranks)
+    return 2 * votes > size or (2 * votes == size and view.tie_breaker in ranks)
+
+
+def next_tie_breaker(view: View, ranks: Collection[int]) -> int:
+    """Return who breaks ties among `ranks`: who did before, if it is still there, else the most senior."""
+    return view.tie_breaker if view.tie_breaker in ranks else min(ranks)
+
+
+def largest_company(hears: Mapping[int, Collection[int]], tie_breaker: int) -> tuple[int, ...]:
+    """Return the most members that all hear each other, by the word of both; among equals the tie-breaker counts.
+
+    The rank that misses most others is either left out, or kept without those it misses.
+    """
+    deaf = {
+        rank: {other for other in hears if other != rank and not (other in hears[rank] and rank in hears[other])}
+        for rank in hears
+    }
+    best: tuple[int, bool, list[int]] = (0, False, [])
+    steps = 0
+    open_sets = [frozenset(hears)]
+    while open_sets and steps < SEARCHED:
+        steps += 1
+        ranks = open_sets.pop()
+        if len(ranks) < best[0]:
+            continue
+        worst = max(sorted(ranks), key=lambda rank: len(deaf[rank] & ranks), default=None)
+        if worst is None or not deaf[worst] & ranks:
+            best = max(best, (len(ranks), tie_breaker in ranks, sorted((-rank for rank in ranks), reverse=True)))
+        else:
+            open_sets += [ranks - deaf[worst], ranks - {worst}]
+    return tuple(sorted(-rank for rank in best[2]))
+
+
+def judge(answers: Mapping[int, tuple[State, ...]]) -> tuple[Verdict, ...]:
+    """Return the verdicts of a view whose members gave these answers, for every group that one of them is in.
+
+    None can return before all are complete. So what the foremost is past is complete with all, or raises for want of a
+    root; only the next can be in doubt. It is committed if all who are left are complete in the same attempt: one of
+    the lost may have returned it. Else nobody has, or ever will: the members are frozen.
+    """
+    groups: dict[int, dict[int, State]] = {}
+    for rank in sorted(answers):
+        for state in answers[rank]:
+            groups.setdefault(state.group, {})[rank] = state
+    return tuple(_judge_group(group, groups[group], answers.keys()) for group in sorted(groups))
+
+
+def _judge_group(group: int, states: Mapping[int, State], company: Collection[int]) -> Verdict:
+    ranks = {rank for state in states.values() for rank in state.ranks if rank in company}
+    due = 1 + max(state.returned for state in states.values())
+    trying = {rank: state for rank, state in states.items() if state.sequence == due}
+    is_whole = trying.keys() == ranks and all(state.complete for state in trying.values())
+    if is_whole and len({state.attempt for state in trying.values()}) == 1:
+        return Verdict(group, due, Fate.COMMIT)
+    is_headless = any(state.root >= 0 and state.root not in company for state in trying.values())
+    return Verdict(group, due, Fate.RAISE if is_headless else Fate.REDO)

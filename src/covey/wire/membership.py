@@ -1,0 +1,222 @@
+"""What members of a run say to each other while they agree on its next view, and what they write down.
+
+Every message may be lost, repeated or late without harm. Members are named by their rank in view 0, which never
+changes; a `lineage` names the one history a view belongs to. Tags and fields are only ever added, at the end.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Final
+
+import msgspec
+
+from covey.base.errors import RemoteProtocolError
+from covey.wire.formation import MAX_MEMBERS, Life, NodeId, ProposalId
+
+MAX_GROUPS: Final = 1024
+"""Groups of which one answer can tell; so many fit into one control frame with all their ranks."""
+MAX_VERDICTS: Final = 2 * MAX_GROUPS
+"""Groups of all members together; a promise carries an accepted view besides its own answer."""
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
+Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+"""Of a view; as the attempt of a transfer it has four bytes."""
+Ballot = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
+"""Ballot b belongs to member b mod (members + 1); the last place is the keeper's. -1: none."""
+Sequence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""Counts the operations of a group from 1; 0: none."""
+Key = Annotated[int, msgspec.Meta(ge=0)]
+"""The number of a group."""
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Who a rank of view 0 is: one life of one node."""
+
+    id: NodeId
+    life: Life
+
+
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """How far a frozen member is in one group."""
+
+    group: Key
+    ranks: Ranks
+    """Of the whole group, in its order, the lost included."""
+    returned: Sequence
+    """The last operation that returned here, or raised for good."""
+    sequence: Sequence = 0
+    """The operation being tried, returned + 1; 0: none."""
+    attempt: Number = 0
+    complete: bool = False
+    """The whole result is here and nobody else can write to it."""
+    root: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_MEMBERS)] = -1
+    """Without this rank the operation means nothing; -1: there is none."""
+
+
+class Fate(enum.IntEnum):
+    """What becomes of an operation that a change of views met in the middle."""
+
+    REDO = 0
+    """It is tried again from the kept input, as the attempt of the new view."""
+    COMMIT = 1
+    """It returns what it has."""
+    RAISE = 2
+    """It raises: its root is gone."""
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """The fate of `sequence` in one group. What came before it has returned; what comes after has not begun."""
+
+    group: Key
+    sequence: Sequence
+    fate: Fate
+
+
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """The agreed members of a run from now on, and what becomes of the operations that this change met."""
+
+    lineage: ProposalId
+    number: Number
+    ranks: Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    """Ascending."""
+    tie_breaker: Rank
+    verdicts: Annotated[tuple[Verdict, ...], msgspec.Meta(max_length=MAX_VERDICTS)] = ()
+
+
+class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """`ballot` asks to propose view `number`: freeze, and say how far you are. Answered by Promise or Refuse."""
+
+    lineage: ProposalId
+    number: Number
+    ballot: Ballot
+
+
+class Promise(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The sender accepts nothing in an earlier ballot; and is frozen until a view is installed. Sent again on news."""
+
+    lineage: ProposalId
+    number: Number
+    ballot: Ballot
+    hears: Ranks
+    """Those it has a link with and does not believe dead."""
+    states: Annotated[tuple[State, ...], msgspec.Meta(max_length=MAX_GROUPS)] | None
+    """None: it only votes, and cannot be in the view: it leaves, was started anew, or is the keeper."""
+    accepted_ballot: Ballot = -1
+    accepted: View | None = None
+
+
+class Accept(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Asks to accept a view in a ballot. Answered by Accepted or Refuse."""
+
+    ballot: Ballot
+    view: View
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The sender has accepted what was proposed in this ballot; that binds it."""
+
+    lineage: ProposalId
+    number: Number
+    ballot: Ballot
+
+
+class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The sender has promised a later ballot."""
+
+    lineage: ProposalId
+    number: Number
+    promised: Ballot
+
+
+class Decided(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """This is the view of that number."""
+
+    view: View
+
+
+class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Where the sender is: the leader tells all, all answer the leader, new links begin with it."""
+
+    lineage: ProposalId
+    number: Number
+    """Of its last view: who is behind is told what it missed."""
+    promised: Ballot
+    claims: bool = False
+    """The ballot is the sender's own: promise it, and let it lead."""
+    stamp: float = 0.0
+    """The claimant's clock."""
+    echo: float = 0.0
+    """The stamp of the claim that this answers."""
+
+
+class Trouble(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """The view after `number` is wanted: a lane broke, an operation is late, or the sender is leaving."""
+
+    lineage: ProposalId
+    number: Number
+    leaves: bool = False
+
+
+class Fork(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Under quorum="any": those of `view` go on as a lineage of their own, from the last view of `parent`."""
+
+    parent: ProposalId
+    number: Number
+    """Of the last view of the parent."""
+    view: View
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """In the commit barrier: the sender, and all it has tokens of, are complete in this attempt."""
+
+    group: Key
+    sequence: Sequence
+    attempt: Number
+    round: Annotated[int, msgspec.Meta(ge=0, lt=16)]
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """All that a member must remember through a crash, so that its votes still bind its next life."""
+
+    members: Annotated[tuple[Seat, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    view: View
+    """The last that was installed."""
+    promised: Ballot
+    accepted_ballot: Ballot = -1
+    accepted: View | None = None
+    """For the number after `view`'s."""
+
+
+Membership = Prepare | Promise | Accept | Accepted | Refuse | Decided | Pulse | Trouble | Fork | Token
+
+_messages: msgspec.msgpack.Decoder[Membership] = msgspec.msgpack.Decoder(Membership)
+_records: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_membership(message: Membership) -> bytes:
+    """Encode a message between members."""
+    return _encode(message)
+
+
+def decode_membership(data: bytes) -> Membership:
+    """Decode a message between members; RemoteProtocolError for anything else."""
+    try:
+        return _messages.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message between members: {error}") from error
+
+
+def encode_record(record: Record) -> bytes:
+    """Encode what a member writes to its disk."""
+    return _encode(record)
+
+
+def decode_record(data: bytes) -> Record:
+    """Decode what a member wrote to its disk; ValueError for anything else."""
+    try:
+        return _records.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a record of a member: {error}") from error

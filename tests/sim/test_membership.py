@@ -1,0 +1,164 @@
+"""Whole runs that lose members in a world with a virtual clock: whatever happens, there is one history of views, and
+all who come to the end of an operation come to the same end.
+
+A failing seed prints its story; `python -m covey.testing.churn --seed N` tells it again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from covey.proto import views
+from covey.proto.ballot import Acceptor, Proposal
+from covey.proto.commit import Commit
+from covey.testing import churn
+from covey.testing.churn import BrokenError, Play, play_of
+from covey.testing.workers import Worker
+from covey.wire.membership import Record, State, Token, View, decode_membership, encode_membership
+
+
+def perform(seed: int) -> Play:
+    play = play_of(seed)
+    try:
+        play.perform()
+    except BrokenError as broken:
+        pytest.fail(f"seed {seed}: {broken}\n{play.story()[-20_000:]}")
+    return play
+
+
+@pytest.mark.parametrize("batch", range(10))
+def test_two_hundred_runs_among_crashes_cuts_and_stops_keep_the_invariants(batch: int) -> None:
+    totals = sum((perform(seed).count() for seed in range(200 * batch, 200 * batch + 200)), Counter[str]())
+    assert all(totals[what] > 5 for what in ("views", "operations that raised", "members excluded")), totals
+    assert totals["operations that returned"] > 1000
+
+
+def test_runs_keep_the_invariants_when_messages_travel_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    outgoing = Worker.outgoing
+
+    def travel(message: Any) -> Any:
+        return message if isinstance(message, churn.Bytes) else decode_membership(encode_membership(message))
+
+    monkeypatch.setattr(Worker, "outgoing", lambda self: [(to, travel(message)) for to, message in outgoing(self)])
+    for seed in range(40):
+        perform(seed)
+
+
+# What a rule is for shows when it is gone.
+
+Patches = list[tuple[Any, str, Any]]
+
+
+def without_the_freeze() -> Patches:
+    freeze = Commit.freeze
+
+    def answer_and_go_on(self: Commit) -> State:
+        state = freeze(self)
+        self._is_frozen = False
+        return state
+
+    return [(Commit, "freeze", answer_and_go_on)]
+
+
+def without_attempts() -> Patches:
+    received, age = Commit.received, Commit.age
+
+    def forget_the_attempt(self: Commit, rank: int, token: Token) -> None:
+        received(self, rank, msgspec.structs.replace(token, attempt=self.attempt))
+
+    return [
+        (Commit, "received", forget_the_attempt),
+        (Commit, "age", lambda self, sequence, attempt: age(self, sequence, max(attempt, self.attempt))),
+    ]
+
+
+def without_the_verdict_in_the_view() -> Patches:
+    found = Proposal.found.fget
+    assert found is not None
+
+    def judge_again(self: Proposal) -> View | None:
+        view: View | None = found(self)
+        if view is None:
+            return None
+        here = {rank: one.states for rank, one in self.answers.items() if one.states is not None and rank in view.ranks}
+        return msgspec.structs.replace(view, verdicts=views.judge(here))
+
+    return [(Proposal, "found", property(judge_again))]
+
+
+def half(view: View, ranks: Any) -> bool:
+    return 2 * len(set(ranks) & set(view.ranks)) >= len(view.ranks)
+
+
+CUTS = {"sizes": (3, 4), "faults": ("partition", "cut", "crash"), "gagging": 0.9}
+MUTANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "takes anybody for a quorum": ([(views, "is_quorum", lambda view, ranks: bool(ranks))], {}),
+    "takes any half for a quorum": ([(views, "is_quorum", half)], {"sizes": (2, 4)}),
+    "does not write down what it accepted": (
+        [(Acceptor, "record", property(lambda self: Record(self.members, self.view, self.promised)))],
+        CUTS,
+    ),
+    "does not write down what it promised": (
+        [(Acceptor, "record", property(lambda self: msgspec.structs.replace(record(self), promised=0)))],
+        CUTS,
+    ),
+    "does not finish what was accepted": ([(Proposal, "found", property(lambda self: None))], CUTS),
+    "goes on after it answered": (without_the_freeze(), {}),
+    "takes bytes of any attempt": (without_attempts(), {"sizes": (3, 5), "crawling": 1.0}),
+    "judges again what was accepted": (without_the_verdict_in_the_view(), CUTS),
+}
+
+
+def record(acceptor: Acceptor) -> Record:
+    view = acceptor.view
+    return Record(acceptor.members, view, acceptor.promised, acceptor.accepted_ballot, acceptor.accepted)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_simulation_notices_a_member_that(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patches, circumstances = MUTANTS[mutant]
+    for name, value in circumstances.items():
+        monkeypatch.setattr(Play, name, value)
+    for owner, name, rule in patches:
+        monkeypatch.setattr(owner, name, rule)
+    for seed in range(1000):
+        try:
+            Play(seed).perform()
+        except BrokenError:
+            return
+    pytest.fail(f"1000 runs with a member that {mutant}, and nothing was noticed")
+
+
+@pytest.mark.parametrize("circumstances", [CUTS, {"sizes": (3, 5), "crawling": 1.0}, {"sizes": (2, 4)}])
+def test_under_the_same_circumstances_real_members_keep_the_invariants(
+    circumstances: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in circumstances.items():
+        monkeypatch.setattr(Play, name, value)
+    for seed in range(150):
+        perform(8 * seed)
+
+
+def test_a_run_is_the_same_whatever_the_hash_seed_is() -> None:
+    stories = [
+        subprocess.run(
+            [sys.executable, "-m", "covey.testing.churn", "--seed", "34"],
+            env=os.environ | {"PYTHONHASHSEED": str(hash_seed)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for hash_seed in (1, 2)
+    ]
+    assert stories[0] == stories[1]
+    assert "INSTALLS" in stories[0]
+    assert "RETURNS" in stories[0]
+    assert stories[0].endswith("all well\n")

@@ -1,0 +1,520 @@
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.base.errors import RemoteProtocolError
+from covey.proto.ballot import first_record
+from covey.proto.changes import Excluded, Freeze, Installed, Persist, Quorum, QuorumLost, Send
+from covey.proto.lease import DRIFT, LEASE, Lease
+from covey.proto.membership import KEPT, Membership
+from covey.proto.views import is_quorum, judge, largest_company, next_tie_breaker
+from covey.testing.workers import Worker
+from covey.testing.world import World
+from covey.wire.membership import (
+    Accept,
+    Accepted,
+    Decided,
+    Fate,
+    Fork,
+    Prepare,
+    Promise,
+    Pulse,
+    Record,
+    Refuse,
+    Seat,
+    State,
+    Verdict,
+    View,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+LINEAGE = b"0" * 16
+KEEPER = b"K" * 32
+
+
+def seat(name: str) -> Seat:
+    """Return a life of the node that is called by the first letter of `name`; a' is the life after a."""
+    return Seat(name[0].encode() * 32, name.encode().ljust(16, b"."))
+
+
+class Stage:
+    """Members in a fast and faultless world, and what became of them."""
+
+    def __init__(self, names: str, *, anchor: int = 0, has_keeper: bool = False, **options: Any) -> None:
+        self.names, self.options = names, options | ({"keeper": KEEPER} if has_keeper else {})
+        self.world = World(1, delay=0.01, notice=0.5)
+        self.first = first_record(map(seat, names), LINEAGE, anchor=anchor, has_keeper=has_keeper)
+        self.disks = {name: self.first for name in [*names, "K"]}
+        self.cores: dict[str, Membership] = {}
+        self.views: dict[str, list[View]] = {name: [] for name in names}
+        self.ends: dict[str, Excluded | QuorumLost] = {}
+        for name in names + "K" * has_keeper:
+            self.enter(name)
+        self.world.introduce()
+
+    def enter(self, name: str) -> None:
+        me = seat(name)
+        core = Membership(self.disks[name[0]], me.id, me.life, random.Random(name), self.world.now, **self.options)
+        self.cores[name] = core
+        self.world.start(name, me.id, me.life, Worker(name, core, [], self, random.Random(name), pause=0.01))
+
+    # What workers tell.
+
+    def persisted(self, worker: Worker, record: Record) -> bool:
+        self.disks[worker.name[0]] = record
+        return True
+
+    def installed(self, worker: Worker, view: View) -> None:
+        self.views[worker.name].append(view)
+
+    def ended(self, worker: Worker, effect: Excluded | QuorumLost) -> None:
+        self.ends[worker.name] = effect
+
+    def returned(self, *_: Any) -> None: ...
+    def raised(self, *_: Any) -> None: ...
+    def said(self, *_: Any) -> None: ...
+
+    # What a test does.
+
+    def crash(self, *names: str) -> None:
+        for name in names:
+            self.world.crash(seat(name).id)
+
+    def partition(self, *sides: str) -> None:
+        self.world.partition(*([seat(name).id for name in side] for side in sides))
+
+    def run(self, seconds: float) -> None:
+        self.world.run(self.world.now + seconds)
+
+    def worker(self, name: str) -> Worker:
+        core = self.world.nodes[seat(name).id].core
+        assert isinstance(core, Worker)
+        return core
+
+    def tell(self, name: str, what: str, *args: Any, **options: Any) -> None:
+        """Call a method of a core that the world does not, and let it take effect."""
+        getattr(self.cores[name], what)(*args, self.world.now, **options)
+        self.worker(name).tick(self.world.now)
+        self.world.settle(seat(name).id)
+
+    def members(self) -> dict[str, str]:
+        """Return the last view of each member that installed one."""
+        return {
+            name: f"{views[-1].number}:" + "".join(self.names[rank] for rank in views[-1].ranks)
+            for name, views in self.views.items()
+            if views
+        }
+
+    def leaders(self) -> list[str]:
+        """Return those that lead, by their own word."""
+        now = self.world.now
+        return [name for name, core in self.cores.items() if core.is_member and core.leader(now) == self.rank(name)]
+
+    def rank(self, name: str) -> int:
+        return self.names.index(name[0])
+
+
+# Whole runs.
+
+
+def test_a_lost_member_is_excluded_by_the_others() -> None:
+    stage = Stage("abcd")
+    stage.run(1)
+    assert stage.members() == {}
+    stage.crash("c")
+    stage.run(2)
+    assert stage.members() == {name: "1:abd" for name in "abd"}
+    assert {views[0].tie_breaker for name, views in stage.views.items() if name != "c"} == {0}
+
+
+def test_a_member_known_to_be_dead_is_excluded_at_once() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.crash("c")
+    stage.run(0.02)
+    for name in "ab":
+        stage.tell(name, "judged", seat("c").id, is_dead=True)
+    stage.run(0.3)
+    assert stage.members() == {"a": "1:ab", "b": "1:ab"}
+
+
+def test_one_after_another_may_be_lost_down_to_the_last() -> None:
+    stage = Stage("abcde")
+    for lost in "adbe":
+        stage.crash(lost)
+        stage.run(3)
+    assert stage.members()["c"] == "4:c"
+    assert [(view.number, view.tie_breaker) for view in stage.views["c"]] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+
+
+def test_of_two_halves_the_one_with_the_tie_breaker_goes_on_and_the_other_gives_up() -> None:
+    stage = Stage("abcd", anchor=2, patience=10.0)
+    stage.partition("ab", "cd")
+    stage.run(5)
+    assert stage.members() == {"c": "1:cd", "d": "1:cd"}
+    assert stage.ends == {}
+    stage.run(8)
+    assert stage.ends == {name: QuorumLost((2, 3), (0, 1), 2) for name in "ab"}
+
+
+def test_a_run_without_a_quorum_goes_on_by_itself_when_the_network_heals_in_time() -> None:
+    stage = Stage("abcde")
+    stage.partition("ab", "cd", "e")
+    stage.run(10)
+    assert stage.members() == {}
+    stage.world.heal()
+    stage.run(6)
+    assert set(stage.members().values()) == {f"{stage.cores['a'].view.number}:abcde"}
+    assert stage.ends == {}
+
+
+def test_who_was_cut_off_learns_that_it_is_excluded() -> None:
+    stage = Stage("abc")
+    stage.partition("ab", "c")
+    stage.run(5)
+    stage.world.heal()
+    stage.run(2)
+    assert isinstance(stage.ends["c"], Excluded)
+    assert stage.ends["c"].view.ranks == (0, 1)
+    assert not stage.cores["c"].is_member
+
+
+def test_a_link_that_breaks_between_two_that_live_evicts_nobody() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.world.flap(seat("b").id, seat("c").id)
+    stage.run(5)
+    assert set(stage.members().values()) <= {"1:abc"}
+    assert {core.view.ranks for core in stage.cores.values()} == {(0, 1, 2)}
+
+
+def test_a_broken_lane_is_a_new_view_with_the_same_members() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.tell("c", "disturbed", 0)
+    stage.run(1)
+    assert stage.members() == {name: "1:abc" for name in "abc"}
+    stage.tell("b", "disturbed", 0)
+    stage.run(1)
+    assert stage.members() == {name: "1:abc" for name in "abc"}, "that attempt was over already"
+
+
+def test_of_two_that_do_not_hear_each_other_for_long_the_junior_goes() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.world.cut(seat("b").id, seat("c").id)
+    stage.run(8)
+    assert stage.members()["a"] == stage.members()["b"] == "1:ab"
+    assert isinstance(stage.ends["c"], Excluded)
+
+
+def test_a_tie_breaker_that_leaves_votes_before_it_goes() -> None:
+    stage = Stage("ab")
+    stage.run(1)
+    stage.tell("a", "leave")
+    stage.run(1)
+    assert stage.members() == {"b": "1:b"}
+    assert stage.views["b"][0].tie_breaker == 1
+    assert isinstance(stage.ends["a"], Excluded)
+
+
+def test_the_last_member_leaves_alone() -> None:
+    stage = Stage("a")
+    stage.tell("a", "leave")
+    assert isinstance(stage.ends["a"], Excluded)
+
+
+def test_a_node_that_was_started_anew_votes_but_is_no_member() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.crash("b", "c")
+    stage.run(3)
+    assert stage.members() == {}, "one of three is no quorum"
+    stage.enter("b'")
+    stage.run(4)
+    assert stage.members() == {"a": "1:a"}
+    assert isinstance(stage.ends["b'"], Excluded)
+
+
+def test_nobody_goes_on_with_fewer_than_min_size() -> None:
+    stage = Stage("abc", min_size=2, patience=6.0)
+    stage.crash("b")
+    stage.run(3)
+    stage.crash("c")
+    stage.run(12)
+    assert stage.members()["a"] == "1:ac"
+    assert stage.ends["a"] == QuorumLost((2,), (0,), 0)
+
+
+def test_who_gave_up_is_not_in_the_next_view_but_helps_to_find_it() -> None:
+    stage = Stage("abc", patience=6.0)
+    stage.partition("a", "b", "c")
+    stage.run(1)
+    stage.crash("c")
+    stage.run(3)
+    stage.cores["b"]._patience = 60.0
+    stage.run(5)
+    assert stage.ends.keys() == {"a"}
+    stage.world.heal()
+    stage.run(10)
+    assert stage.members() == {"b": "1:b"}
+
+
+def test_halves_that_may_go_on_become_lineages_that_never_meet() -> None:
+    stage = Stage("abcde", quorum=Quorum.ANY)
+    stage.partition("ab", "cde")
+    stage.run(6)
+    lineages = {name: core.view.lineage for name, core in stage.cores.items()}
+    assert lineages["a"] == lineages["b"] != LINEAGE
+    assert {lineages[name] for name in "cde"} == {LINEAGE}
+    stage.world.heal()
+    stage.run(6)
+    assert {name: text.partition(":")[2] for name, text in stage.members().items()} == dict.fromkeys(
+        "ab", "ab"
+    ) | dict.fromkeys("cde", "cde")
+    assert stage.cores["a"].view.number > 1 + stage.cores["c"].view.number, "attempts must not be mistaken"
+
+
+def test_under_one_keeper_any_number_may_die_at_once() -> None:
+    stage = Stage("abcde", has_keeper=True)
+    stage.run(1)
+    stage.crash("a", "b", "c", "d")
+    stage.run(4)
+    assert stage.members() == {"e": "1:e"}
+    stage.crash("K")
+    stage.run(60)
+    assert stage.ends == {}, "nothing was needed of it"
+
+
+def test_only_one_leads_and_after_its_death_another() -> None:
+    stage = Stage("abc", anchor=1)
+    stage.run(2)
+    assert stage.leaders() == ["b"]
+    assert {core.leader(stage.world.now) for core in stage.cores.values()} == {1}
+    stage.crash("b")
+    for _ in range(40):
+        stage.run(0.25)
+        assert len(stage.leaders()) <= 1
+    assert len(stage.leaders()) == 1
+
+
+def test_a_leader_that_is_cut_off_stops_to_lead_before_another_begins() -> None:
+    stage = Stage("abc")
+    stage.run(2)
+    stage.partition("a", "bc")
+    seen = []
+    for _ in range(80):
+        stage.run(0.1)
+        seen += [leader for leader in [stage.leaders()] if leader not in seen[-1:]]
+    assert seen[0] == ["a"]
+    assert [] in seen
+    assert seen[-1] in (["b"], ["c"])
+    assert all(len(leaders) <= 1 for leaders in seen)
+
+
+def test_a_resumed_leader_knows_that_its_lease_is_over() -> None:
+    stage = Stage("abc")
+    stage.run(2)
+    stage.world.stop(seat("a").id)
+    stage.run(LEASE + 1)
+    assert stage.leaders() == []
+
+
+def test_a_member_that_was_stopped_and_excluded_changes_nothing_when_it_goes_on() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.world.stop(seat("a").id)
+    for name in "bc":
+        stage.tell(name, "judged", seat("a").id, is_dead=True)
+    stage.run(2)
+    assert stage.members() == {"b": "1:bc", "c": "1:bc"}
+    stage.world.resume(seat("a").id)
+    stage.run(2)
+    assert isinstance(stage.ends["a"], Excluded)
+    assert {stage.cores[name].view.number for name in "bc"} == {1}
+
+
+# One member.
+
+
+def lone(name: str = "b", record: Record | None = None, **options: Any) -> Membership:
+    """Return a member of view 0 of a, b and c that has links with the others."""
+    me = seat(name)
+    record = first_record(map(seat, "abc"), LINEAGE) if record is None else record
+    core = Membership(record, me.id, me.life, random.Random(1), 0.0, **options)
+    for other in "abc":
+        if other != name[0]:
+            core.link_up(seat(other).id, seat(other).life, 0.0)
+    core.effects()
+    return core
+
+
+def test_nothing_is_answered_before_everything_is_frozen_and_written_down() -> None:
+    core = lone()
+    core.received(seat("a").id, Prepare(LINEAGE, 1, 4), 1.0)
+    assert core.effects() == [Freeze(1)]
+    core.received(seat("c").id, Prepare(LINEAGE, 1, 6), 1.1)
+    assert core.effects() == [], "freezing once is enough"
+    state = State(7, (0, 1), 3, 4, 0, True)
+    core.frozen(1, [state], 1.2)
+    record, send = core.effects()
+    assert isinstance(record, Persist)
+    assert record.record.promised == 6
+    assert send == Send(seat("c").id, Promise(LINEAGE, 1, 6, (0, 2), (state,)))
+
+
+def test_an_accept_is_written_down_before_it_is_said() -> None:
+    core, view = lone(), View(LINEAGE, 1, (0, 1), 0)
+    core.received(seat("a").id, Accept(4, view), 1.0)
+    *_, record, send = core.effects()
+    assert isinstance(record, Persist)
+    assert (record.record.accepted_ballot, record.record.accepted) == (4, view)
+    assert send == Send(seat("a").id, Accepted(LINEAGE, 1, 4))
+
+
+def test_promises_and_accepts_bind_the_next_life_too() -> None:
+    view = View(LINEAGE, 1, (0, 1), 0)
+    first = first_record(map(seat, "abc"), LINEAGE)
+    core = lone("b'", Record(first.members, first.view, 8, 4, view))
+    assert not core.is_member
+    core.received(seat("a").id, Prepare(LINEAGE, 1, 4), 1.0)
+    core.received(seat("a").id, Accept(4, View(LINEAGE, 1, (0,), 0)), 1.0)
+    assert core.effects() == [Send(seat("a").id, Refuse(LINEAGE, 1, 8))] * 2
+    core.received(seat("c").id, Prepare(LINEAGE, 1, 10), 1.0)
+    assert core.effects()[-1] == Send(seat("c").id, Promise(LINEAGE, 1, 10, (0, 2), None, 4, view))
+
+
+def test_a_freeze_that_took_longer_than_the_view_is_forgotten() -> None:
+    core = lone()
+    core.received(seat("a").id, Prepare(LINEAGE, 1, 4), 1.0)
+    core.received(seat("a").id, Decided(View(LINEAGE, 1, (0, 1, 2), 0)), 1.1)
+    assert [type(effect) for effect in core.effects()] == [Freeze, Persist, Installed]
+    core.frozen(1, [], 1.2)
+    assert core.effects() == []
+
+
+def test_who_is_behind_is_told_and_who_is_ahead_is_asked() -> None:
+    core, view = lone(), View(LINEAGE, 1, (0, 1, 2), 0)
+    core.received(seat("a").id, Decided(view), 1.0)
+    core.effects()
+    core.received(seat("c").id, Pulse(LINEAGE, 0, 0), 1.1)
+    core.received(seat("c").id, Prepare(LINEAGE, 1, 6), 1.1)
+    assert core.effects() == [Send(seat("c").id, Decided(view))] * 2
+    core.received(seat("c").id, Prepare(LINEAGE, 3, 6), 1.1)
+    assert core.effects() == [Send(seat("c").id, Pulse(LINEAGE, 1, 0))]
+
+
+def test_a_view_far_ahead_excludes_who_is_not_in_it() -> None:
+    core, view = lone(), View(LINEAGE, KEPT * 2, (0, 2), 0)
+    core.received(seat("a").id, Decided(view), 1.0)
+    assert core.effects() == [Excluded(view)]
+    assert core.next_deadline() == math.inf
+
+
+def test_what_no_member_says_is_a_protocol_error() -> None:
+    core = lone()
+    for message in (Accept(6, View(LINEAGE, 1, (0, 1), 0)), Accept(4, View(LINEAGE, 1, (0, 7), 0))):
+        with pytest.raises(RemoteProtocolError, match="a view that cannot follow"):
+            core.received(seat("a").id, message, 1.0)
+    core.received(b"?" * 32, Prepare(LINEAGE, 1, 4), 1.0)
+    core.received(seat("a").id, Prepare(b"another run.....", 1, 4), 1.0)
+    assert core.effects() == []
+
+
+def test_the_news_of_a_fork_is_not_answered_with_the_same_news() -> None:
+    core = lone(quorum=Quorum.ANY)
+    core.received(seat("a").id, Prepare(LINEAGE, 1, 4), 1.0)
+    core.frozen(1, [], 1.0)
+    fork = Fork(LINEAGE, 0, View(b"1" * 16, 500, (0, 1), 0))
+    core.received(seat("a").id, fork, 1.0)
+    assert core.view == fork.view
+    core.effects()
+    core.received(seat("a").id, fork, 1.1)
+    assert core.effects() == []
+    core.received(seat("a").id, Prepare(LINEAGE, 1, 8), 1.1)
+    assert core.effects() == [Send(seat("a").id, fork)], "only who has not heard of it is told"
+
+
+# The rules.
+
+
+def test_a_lease_lasts_from_the_claim_that_a_quorum_echoed_and_begins_when_any_other_is_over() -> None:
+    def has_one_more(places: Collection[int]) -> bool:
+        return len(places) >= 1
+
+    lease = Lease()
+    lease.echoed(1, 10.0, has_one_more, 10.1)
+    assert not lease.is_held(has_one_more, 10.2), "another's lease may not be over"
+    lease.echoed(2, 12.0, has_one_more, 12.1)
+    assert lease.is_held(has_one_more, 10.1 + LEASE * DRIFT)
+    assert not lease.is_held(has_one_more, 12.0 + LEASE)
+    lease.lost()
+    lease.echoed(2, 13.0, has_one_more, 13.1)
+    assert not lease.is_held(has_one_more, 13.2), "by another ballot it begins anew"
+
+
+@given(st.integers(1, 9), st.data())
+def test_two_quorums_of_a_view_have_a_member_in_common(size: int, data: st.DataObject) -> None:
+    ranks = tuple(range(size))
+    view = View(LINEAGE, 0, ranks, data.draw(st.sampled_from(ranks)))
+    one = data.draw(st.sets(st.sampled_from(ranks)))
+    assert not (is_quorum(view, one) and is_quorum(view, set(ranks) - one))
+    assert is_quorum(view, one) or is_quorum(view, set(ranks) - one)
+
+
+@given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+def test_the_largest_company_is_as_large_as_any(cuts: set[tuple[int, int]]) -> None:
+    ranks = range(7)
+    hears = {one: [other for other in ranks if (one, other) not in cuts] for one in ranks}
+
+    def is_company(chosen: set[int]) -> bool:
+        return all(other in hears[one] for one in chosen for other in chosen if other != one)
+
+    found = largest_company(hears, 0)
+    assert is_company(set(found))
+    every = [{rank for rank in ranks if bits >> rank & 1} for bits in range(1 << 7)]
+    assert len(found) == max(len(chosen) for chosen in every if is_company(chosen))
+
+
+def test_a_company_of_a_hundred_in_two_halves_is_found_quickly_with_the_tie_breaker() -> None:
+    hears = {rank: [other for other in range(100) if other // 50 == rank // 50] for rank in range(100)}
+    assert largest_company(hears, 70) == tuple(range(50, 100))
+    assert largest_company(hears, 0) == tuple(range(50))
+
+
+def test_the_tie_breaker_stays_as_long_as_it_can() -> None:
+    view = View(LINEAGE, 4, (1, 3, 6), 3)
+    assert [next_tie_breaker(view, ranks) for ranks in ((1, 3), (6, 1))] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("answers", "sequence", "fate"),
+    [
+        ({0: State(7, (0, 1, 2), 4), 1: State(7, (0, 1, 2), 4)}, 5, Fate.REDO),
+        ({0: State(7, (0, 1, 2), 4, 5, 3, True), 1: State(7, (0, 1, 2), 4, 5, 3, True)}, 5, Fate.COMMIT),
+        ({0: State(7, (0, 1, 2), 4, 5, 3, True), 1: State(7, (0, 1, 2), 4, 5, 2, True)}, 5, Fate.REDO),
+        ({0: State(7, (0, 1, 2), 4, 5, 3, True), 1: State(7, (0, 1, 2), 4, 5, 3)}, 5, Fate.REDO),
+        ({0: State(7, (0, 1, 2), 5, 6, 3, True), 1: State(7, (0, 1, 2), 4, 5, 3, True)}, 6, Fate.REDO),
+        ({0: State(7, (0, 1, 2), 4, 5, 3, True, 2), 1: State(7, (0, 1, 2), 4)}, 5, Fate.RAISE),
+        ({0: State(7, (0, 1, 2), 4, 5, 3, True, 2), 1: State(7, (0, 1, 2), 4, 5, 3, True, 2)}, 5, Fate.COMMIT),
+        ({0: State(7, (0, 1, 2), 4, 5, 3, False, 1), 1: State(7, (0, 1, 2), 4)}, 5, Fate.REDO),
+    ],
+)
+def test_the_fate_of_an_operation_follows_from_the_answers(
+    answers: dict[int, State], sequence: int, fate: Fate
+) -> None:
+    assert judge({rank: (state,) for rank, state in answers.items()}) == (Verdict(7, sequence, fate),)
+
+
+def test_a_member_that_does_not_know_the_group_yet_is_not_complete_in_it() -> None:
+    complete = State(7, (0, 1), 0, 1, 0, True)
+    assert judge({0: (complete,), 1: ()}) == (Verdict(7, 1, Fate.REDO),)
+    assert judge({0: (complete,), 2: ()}) == (Verdict(7, 1, Fate.COMMIT),)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.base.errors import RemoteProtocolError
+from covey.wire import membership as wire
+from covey.wire.formation import MAX_MEMBERS
+from covey.wire.frame import CONTROL_LIMIT
+from covey.wire.membership import Fate, Promise, Record, Seat, State, Verdict, View
+
+RUN = b"l" * 16
+VIEW = View(RUN, 3, (0, 2, 5), 2, (Verdict(7, 41, Fate.COMMIT), Verdict(1 << 63, 1, Fate.RAISE)))
+STATE = State(7, (0, 2, 5), 40, 41, 2, True, 5)
+MESSAGES: list[Any] = [
+    wire.Prepare(RUN, 3, 17),
+    Promise(RUN, 3, 17, (0, 5), (STATE,), 11, VIEW),
+    wire.Accept(17, VIEW),
+    wire.Accepted(RUN, 3, 17),
+    wire.Refuse(RUN, 3, 19),
+    wire.Decided(VIEW),
+    wire.Pulse(RUN, 2, 17, True, 12.5),
+    wire.Trouble(RUN, 2, True),
+    wire.Fork(RUN, 2, VIEW),
+    wire.Token(7, 41, 2, 6),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_come_back_as_they_were(message: Any) -> None:
+    assert wire.decode_membership(wire.encode_membership(message)) == message
+
+
+def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
+    tags = {type(message).__name__: type(message).__struct_config__.tag for message in MESSAGES}
+    names = ["Prepare", "Promise", "Accept", "Accepted", "Refuse", "Decided", "Pulse", "Trouble", "Fork", "Token"]
+    assert tags == {name: number for number, name in enumerate(names, 1)}
+
+
+def test_the_largest_messages_fit_into_a_frame() -> None:
+    everybody, large = tuple(range(MAX_MEMBERS)), (1 << 62) - 1
+    states = tuple(
+        State((1 << 63) + key, everybody, large, large, (1 << 32) - 1, True, 127) for key in range(wire.MAX_GROUPS)
+    )
+    verdicts = tuple(Verdict((1 << 63) + key, large, Fate.RAISE) for key in range(wire.MAX_VERDICTS))
+    view = View(RUN, (1 << 32) - 1, everybody, 127, verdicts)
+    for message in (Promise(RUN, 1, large, everybody, states, large, view), wire.Accept(large, view)):
+        data = wire.encode_membership(message)
+        assert len(data) <= CONTROL_LIMIT
+        assert wire.decode_membership(data) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Prepare(RUN[1:], 3, 17),
+        wire.Prepare(RUN, -1, 17),
+        wire.Prepare(RUN, 1 << 32, 17),
+        wire.Accept(17, msgspec.structs.replace(VIEW, ranks=())),
+        wire.Accept(17, msgspec.structs.replace(VIEW, ranks=(MAX_MEMBERS,))),
+        wire.Accept(17, msgspec.structs.replace(VIEW, tie_breaker=-1)),
+        Promise(RUN, 3, 17, (), (msgspec.structs.replace(STATE, root=-2),)),
+        Promise(RUN, 3, 17, (), (STATE,) * (wire.MAX_GROUPS + 1)),
+        wire.Token(7, 41, 2, 16),
+        wire.Token(-1, 41, 2, 0),
+    ],
+)
+def test_a_message_out_of_bounds_is_a_protocol_error(message: Any) -> None:
+    with pytest.raises(RemoteProtocolError, match="not a message between members"):
+        wire.decode_membership(wire.encode_membership(message))
+
+
+@given(st.one_of(st.binary(max_size=300), st.binary(max_size=60).map(lambda tail: b"\x94\x02" + tail)))
+def test_any_bytes_give_a_message_or_a_protocol_error(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        wire.decode_membership(data)
+
+
+def test_deeply_nested_data_is_a_protocol_error() -> None:
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_membership(b"\x91" * 100_000)
+
+
+def test_a_record_comes_back_as_it_was_and_a_damaged_one_is_refused() -> None:
+    record = Record((Seat(b"i" * 32, b"l" * 16), Seat(b"j" * 32, b"m" * 16)), VIEW, 17, 11, VIEW)
+    data = wire.encode_record(record)
+    assert wire.decode_record(data) == record
+    for damaged in (data[:-1], data + b"\0", b""):
+        with pytest.raises(ValueError, match="not a record of a member"):
+            wire.decode_record(damaged)
