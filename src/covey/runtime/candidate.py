@@ -88,6 +88,10 @@ class Candidate(Gathering):
             someone.early_bytes += len(messages.encode(message)) + MESSAGE_BYTES
             someone.early.append(message)
 
+    def noticed(self, someone: Acquaintance) -> None:
+        if self._node is not None and someone.rank >= 0:
+            self._node.noticed(someone.rank)
+
     def turned_down(self, error: AuthError) -> None:
         if not self._formed.done():
             self._formed.set_exception(error)
@@ -209,6 +213,7 @@ class Candidate(Gathering):
                 for message in linked.early:
                     node.heard(rank, message)
                 linked.early = []
+        node.keep_vigil()
 
 
 def _tell_how_to_reach(peer: Peer, someone: Acquaintance) -> None:

@@ -495,7 +495,9 @@ class Engine:
     def peer_gone(self, peer: int, *, left: bool) -> None:
         rank = self._ranks_by_member.get(peer)
         if rank is not None and not left:
-            self.fail(Fault("PeerLostError", f"{self._name_ranks((rank,))} is gone", (rank,)))
+            reason = self.node.peers[peer].reason if self.node is not None else ""
+            why = f"is gone: {reason}" if reason else "is gone"
+            self.fail(Fault("PeerLostError", f"{self._name_ranks((rank,))} {why}", (rank,)))
 
     def lane_arrived(self, peer: int, purpose: str) -> None:
         if purpose == "messages":

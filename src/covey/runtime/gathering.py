@@ -117,6 +117,9 @@ class Gathering:
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
         """Someone said something that a visitor has no use for."""
 
+    def noticed(self, someone: Acquaintance) -> None:
+        """Someone said something, whatever it was."""
+
     def turned_down(self, error: AuthError) -> None:
         """This node cannot be in the cluster."""
         self.refusals["this node"] = str(error)
@@ -397,6 +400,7 @@ class Gathering:
 
     def _heard_frame(self, someone: Acquaintance, link: Link, body: bytes) -> None:
         message = messages.decode_control(body)
+        self.noticed(someone)
         if link is not someone.link and link in someone.links:
             someone.link = link
             self.switched(someone)
@@ -408,14 +412,12 @@ class Gathering:
                         self._found(card.contact.addresses, same_host=same_host)
             case messages.Ping(number):
                 someone.send(messages.Pong(number, time.time()))
-            case messages.Pong(number, clock):
-                sent = someone.pings.pop(number, None)
-                if sent is not None:
-                    someone.pings.clear()
-                    taken = time.monotonic() - sent
-                    someone.clock_offset = clock + taken / 2 - time.time()
-                    if someone.round_trip < 0 or not someone.is_dialled:
-                        someone.round_trip = taken if someone.round_trip < 0 else min(taken, someone.round_trip)
+            case messages.Pong(number, clock) if number in someone.pings:
+                taken = time.monotonic() - someone.pings[number]
+                someone.pings.clear()
+                someone.clock_offset = clock + taken / 2 - time.time()
+                if someone.round_trip < 0 or not someone.is_dialled:
+                    someone.round_trip = taken if someone.round_trip < 0 else min(taken, someone.round_trip)
             case messages.Ask():
                 someone.send(self.tell())
             case messages.Reach(addresses):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import socket
+import struct
+import sys
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
@@ -12,7 +15,6 @@ from covey.net.descriptors import track
 from covey.wire.frame import CONTROL_LIMIT, Framer, frame
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
     from covey.net.tls import Channel, Credentials
@@ -22,6 +24,9 @@ BACKLOG_LIMIT: Final = 1 << 20
 UNREAD_LIMIT: Final = 256
 """Frames that may wait for an owner before the peer is kept from sending more."""
 HANDSHAKE_SECONDS: Final = 5.0
+LAST_ACK: Final = struct.Struct("=I")
+LAST_ACK_AT: Final = 56
+"""tcpi_last_ack_recv, in milliseconds, in Linux's struct tcp_info."""
 
 
 class Link(asyncio.Protocol):
@@ -175,6 +180,16 @@ class Link(asyncio.Protocol):
             return
         data = frame(body)
         transport.write(data if self._channel is None else self._channel.encrypt(data))
+
+    def acknowledged_seconds_ago(self) -> float | None:
+        """Return when the other machine's kernel last acknowledged something; None where that cannot be known."""
+        if sys.platform != "linux" or self._sock.family == socket.AF_UNIX:
+            return None
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            return float(LAST_ACK.unpack_from(info, LAST_ACK_AT)[0]) / 1000
+        except (OSError, struct.error):
+            return None
 
     def close(self) -> None:
         """Close once everything is sent."""

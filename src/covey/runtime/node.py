@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -22,6 +23,7 @@ from covey.runtime import loop as control
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any
 from covey.runtime.lanes import Lanes
 from covey.runtime.link import printable
+from covey.runtime.vigil import Vigil
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ class Peer:
         self.ready = False
         self.left = False
         self.gone = False
+        self.reason = ""
+        """Why it was given up, if it was."""
         self.round_trip = -1.0
         self.measured = asyncio.Event()
         """Set unless `way` and `round_trip` are being found out."""
@@ -125,6 +129,7 @@ class Node:
         self.lanes = Lanes(self)
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._vigil: Vigil | None = None
         self._formed: asyncio.Future[None] | None = None
         self._complaint: CoveyError | None = None
         self._refusal = ""
@@ -196,6 +201,7 @@ class Node:
             self._send_all(messages.Ready())
         if linked and not self._missing():
             self._formed.set_result(None)
+            self.keep_vigil()
 
     async def _dial(self, peer: Peer) -> None:
         pause, hang_ups = 0.005, 0
@@ -246,6 +252,7 @@ class Node:
         self._settle()
 
     def _heard_frame(self, peer: Peer, body: bytes) -> None:
+        self.noticed(peer.rank)
         self.heard(peer.rank, messages.decode_control(body))
 
     async def _greet(self, sock: socket.socket, said: bytes) -> None:
@@ -332,6 +339,23 @@ class Node:
 
     # What arrives on links, on the control loop
 
+    def keep_vigil(self) -> None:
+        """Start to watch over ranks on other machines: the run is formed."""
+        self._vigil = Vigil(self, self._silent)
+        self.spawn(self._vigil.keep())
+
+    def noticed(self, rank: int) -> None:
+        """A rank of the run said something."""
+        if self._vigil is not None:
+            self._vigil.heard(rank)
+
+    def _silent(self, rank: int, reason: str) -> None:
+        peer = self.peers[rank]
+        logger.warning("rank %d is given up: %s", rank, reason)
+        peer.reason = reason
+        if peer.link is not None:
+            peer.link.abort()
+
     def heard(self, rank: int, message: messages.Control) -> None:
         """Take a message from a rank of the run."""
         peer = self.peers[rank]
@@ -349,6 +373,11 @@ class Node:
                             self.spawn(self._dial(other))
             case messages.Goodbye():
                 peer.left = True
+            case messages.Ping(number):
+                self.send(rank, messages.Pong(number, time.time()))
+            case messages.Pong(number, _):
+                if self._vigil is not None:
+                    self._vigil.answered(rank, number)
             case messages.Dial(group, purpose):
                 if peer.is_dialled and not self.lanes.dial((group, rank, purpose)):
                     self.send(rank, messages.NoLane(group, purpose, f"rank {self.rank} has closed the group"))
@@ -383,6 +412,8 @@ class Node:
                 self.spawn(self._dial(peer))
             return
         peer.gone = True
+        if self._vigil is not None:
+            self._vigil.forget(rank)
         self.lanes.abandon(lambda key: key[1] == rank, ConnectError(f"rank {rank} is gone"))
         for group in list(self._groups.values()):
             group.peer_gone(rank, left=peer.left)
