@@ -74,6 +74,15 @@ class GroupConfig:
         object.__setattr__(self, "streams", _check_streams(self.streams))
 
 
+def ports_from(text: str) -> range:
+    """Return where to listen, in this order, if COVEY_PORT has this value."""
+    if not text:
+        return PORTS
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
+        raise ConfigError(f"COVEY_PORT={text!r} must be a port from 1 to 65535")
+    return range(int(text), min(int(text) + len(PORTS), 1 << 16))
+
+
 def _check_streams(streams: str | int) -> str:
     text = str(streams)
     if text == "auto" or (text.isascii() and text.isdigit() and 1 <= int(text) <= STREAMS_LIMIT):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import sys
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -35,15 +34,18 @@ def enroll(
     """
     secret, seeds = decode_join_code(_ask(code))
     path = clusters.cluster_path(secret.name)
-    old = clusters.load(secret.name) if path.exists() and not force else None
-    if old is not None and old.secret != secret:
+    old = clusters.load(secret.name) if path.exists() else None
+    if old is not None and old.secret != secret and not force:
         raise ConfigError(
             f"this machine is in another cluster {secret.name!r}, with another key. --force replaces it: this machine "
             "then no longer meets those that have the old key"
         )
-    clusters.save(Cluster(secret, seeds) if old is None else replace(old, seeds=seeds or old.seeds))
+    is_new = old is None or old.secret != secret
+    old_seeds = () if is_new or old is None else old.seeds
+    denied = old.denied if old is not None else frozenset()  # who was kept out stays out, whatever the key
+    clusters.save(Cluster(secret, seeds or old_seeds, denied))
     ensure_identity()
-    joined = "is now in" if old is None else "stays in"
+    joined = "is now in" if is_new else "stays in"
     typer.echo(f"This machine {joined} the cluster {secret.name!r}. On each machine: {run_command(secret.name)}")
     if clusters.default_name() != secret.name:
         typer.echo(f"To mean it where no cluster is named: covey clusters --default {secret.name}")

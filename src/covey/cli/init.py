@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 import typer
 
-from covey.base.config import PORTS
+from covey.base.config import ports_from
 from covey.base.errors import ConfigError
 from covey.net import clusters
 from covey.net.clusters import Cluster
@@ -56,7 +56,8 @@ def init(
         raise ConfigError("--show only prints; leave --passphrase and --force out")
     if show:
         shown = clusters.find_saved(cluster)
-        return _print_code(shown, f"The cluster {shown.name!r} has this join code:", as_json=as_json)
+        headline = f"The cluster {shown.name!r} has this join code:"
+        return _print_code(shown, current_seeds(), headline, as_json=as_json)
     name = check_cluster_name(cluster or DEFAULT_NAME)
     replaced = clusters.cluster_path(name).exists()
     if replaced and not force:
@@ -65,13 +66,14 @@ def init(
             "--force makes a new key instead; machines that have the old one then need the new code"
         )
     secret = _ask_passphrase(name) if passphrase else ClusterSecret(name, secrets.token_bytes(KEY_BYTES))
-    made = Cluster(secret)
+    made = Cluster(secret, denied=clusters.load(name).denied if replaced else frozenset())
+    seeds = current_seeds()  # which may find that nothing can be reached: before anything is changed
     clusters.save(made)
     ensure_identity()
     headline = f"Made the cluster {name!r}. Its join code:"
     if replaced:
         headline = f"The cluster {name!r} has a new key; the old one is gone. Enroll its other machines with this code:"
-    _print_code(made, headline, as_json=as_json)
+    _print_code(made, seeds, headline, as_json=as_json)
 
 
 def current_seeds() -> tuple[str, ...]:
@@ -79,11 +81,12 @@ def current_seeds() -> tuple[str, ...]:
     from covey.net.interfaces import usable_interfaces
 
     seeds: list[str] = []
+    port = ports_from(os.environ.get("COVEY_PORT", ""))[0]
     for interface in usable_interfaces(os.environ.get("COVEY_INTERFACES", "")):
         ips = [ipaddress.ip_address(text) for text in interface.addresses]
         ips = [ip for ip in ips if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
         family = min((ip.version for ip in ips), default=4)
-        seeds += [f"[{ip}]:{PORTS[0]}" if family == 6 else f"{ip}:{PORTS[0]}" for ip in ips if ip.version == family]
+        seeds += [f"[{ip}]:{port}" if family == 6 else f"{ip}:{port}" for ip in ips if ip.version == family]
     return tuple(seeds[:MAX_SEEDS])
 
 
@@ -103,8 +106,7 @@ def _ask_passphrase(name: str) -> ClusterSecret:
     return secret
 
 
-def _print_code(cluster: Cluster, headline: str, *, as_json: bool) -> None:
-    seeds = current_seeds()
+def _print_code(cluster: Cluster, seeds: tuple[str, ...], headline: str, *, as_json: bool) -> None:
     code = encode_join_code(cluster.secret, seeds)
     if as_json:
         path = str(clusters.cluster_path(cluster.name))

@@ -32,7 +32,7 @@ class RunCommand(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given, _, _ = self.make_parser(ctx).parse_args(list(args))
         words = [word for word in (given.get("script"), *(given.get("arguments") or ())) if isinstance(word, str)]
-        if len(words) > 1 and not given.get("module") and is_run_name(words[0]):
+        if len(words) > 1 and not given.get("module") and is_run_name(words[0], words[1]):
             args = [*args[: len(args) - len(words)], *words[1:]]
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
             if isinstance(other := given.get("run_name"), str):
@@ -158,10 +158,16 @@ def share_of_run(processes: int, variables: dict[str, str]) -> functools.partial
     return functools.partial(ClusterRun, processes, variables, key=cluster.secret.key)
 
 
-def is_run_name(word: str) -> bool:
-    """Tell whether a word before others names a run: it is neither a script nor a program, nor meant to be one."""
-    is_path = word.endswith(".py") or os.sep in word
-    return not (is_path or word.startswith("-") or os.path.exists(word) or shutil.which(word))
+def is_run_name(word: str, following: str) -> bool:
+    """Tell whether a word before others names a run: it is neither a script nor a program, nor meant to be one.
+
+    Before a Python script it is taken for a name even if there is a program or a folder called so, unless it is Python.
+    """
+    if word.endswith(".py") or os.sep in word or word.startswith("-") or os.path.isfile(word):
+        return False
+    if following.endswith(".py") and os.path.isfile(following) and not word.startswith(("python", "pypy")):
+        return True
+    return not (os.path.exists(word) or shutil.which(word))
 
 
 def command_line(script: str, arguments: list[str], *, module: bool, run_name: str | None = None) -> list[str]:

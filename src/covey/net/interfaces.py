@@ -125,7 +125,8 @@ def usable_interfaces(pattern: str = "") -> list[Interface]:
     usable = [interface for interface in allowed if not interface.is_loopback]
     if not usable and chosen.only:
         usable = allowed
-    if not usable and (chosen.only or any(interface.is_up and not interface.is_loopback for interface in there)):
+    has_others = any(interface.is_up and not interface.is_loopback for interface in there)
+    if not usable and (chosen.only or (chosen.never and has_others)):
         inventory = "; ".join(_in_words(interface) for interface in there) or "no interface with an address"
         raise ConfigError(f'interfaces="{pattern}" matches nothing that is up on this host. It has: {inventory}')
     return usable

@@ -181,7 +181,7 @@ def _context(
 @contextlib.contextmanager
 def _readable_once(data: bytes) -> Iterator[str]:
     """Give `data` a path, because `ssl` takes keys only from files; in memory where there is a way."""
-    if hasattr(os, "memfd_create"):
+    if hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd"):
         descriptor = os.memfd_create("covey-key", os.MFD_CLOEXEC)
         try:
             os.write(descriptor, data)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import GroupConfig, check_timeout, group_config
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, DeadlineError
 from covey.net import shm
 from covey.net.meeting import TOKEN_BYTES, meeting_folder
 from covey.runtime.engine import Engine
@@ -113,7 +113,10 @@ def join(
     credentials = ClusterOptions(cluster, secret, tuple(seeds) if seeds is not None else None)
     request = (config, wanted, place, credentials)
     global _joined
-    with _joining:
+    wait = wanted.timeout if wanted is not None else _launcher_wait(timeout)
+    if not _joining.acquire(timeout=wait):
+        raise DeadlineError(f"another thread has been joining a group for {wait:g} s")
+    try:
         if _joined is None or _joined[1]._engine.is_over:
             if place is not None:
                 group = join_at(place, config, timeout=timeout, options=credentials)
@@ -126,6 +129,8 @@ def join(
         elif _joined[0] != request:
             raise ConfigError("a group is open with other settings; close it before you join with new ones")
         return _joined[1]
+    finally:
+        _joining.release()
 
 
 def join_as(place: Place) -> Group:
@@ -147,7 +152,7 @@ def join_at(
 ) -> Group:
     """Return the group of the run in which this process has `place`."""
     config = config if config is not None else group_config(os.environ)
-    wait = check_timeout(timeout if timeout is not None else JOIN_SECONDS)
+    wait = _launcher_wait(timeout)
     if config.lanes == "shm" and not shm.usable():
         raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
     if place.size == 1:
@@ -188,6 +193,10 @@ def _take_seat(place: Place, config: GroupConfig, options: ClusterOptions) -> Se
             "allows it."
         ) from error
     return seat.launched_seat(place, config, cluster)
+
+
+def _launcher_wait(timeout: float | None) -> float:
+    return check_timeout(timeout if timeout is not None else _seconds(os.environ, "COVEY_JOIN_TIMEOUT", JOIN_SECONDS))
 
 
 def group_of(node: Node, local_rank: int) -> Group:
@@ -437,3 +446,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _renew_lock_in_child() -> None:
+    global _joining
+    _joining = threading.Lock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_renew_lock_in_child)

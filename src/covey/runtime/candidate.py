@@ -92,6 +92,11 @@ class Candidate(Gathering):
         if self._node is not None and someone.rank >= 0:
             self._node.noticed(someone.rank)
 
+    def _give_up(self, rank: int) -> None:
+        for someone in list(self.met.values()):
+            if someone.rank == rank:
+                self.part(someone)
+
     def turned_down(self, error: AuthError) -> None:
         if not self._formed.done():
             self._formed.set_exception(error)
@@ -213,6 +218,7 @@ class Candidate(Gathering):
                 for message in linked.early:
                     node.heard(rank, message)
                 linked.early = []
+        node.on_silent = self._give_up
         node.keep_vigil()
 
 

@@ -61,7 +61,7 @@ class Entrance:
         self._guests: dict[socket.socket, asyncio.Task[None]] = {}
         self._is_closing = False
         self.turned_away = self._without_key = 0
-        self._told_at = -TOLD_SECONDS
+        self._told_at: dict[int, float] = {}
 
     def open(self) -> None:
         """Start to accept connections. On the control loop."""
@@ -147,9 +147,9 @@ class Entrance:
     def _turn_away(self, error: BaseException) -> None:
         self.turned_away += 1
         self._without_key += isinstance(error, AuthError)
-        if time.monotonic() > self._told_at + TOLD_SECONDS:  # a flood of strangers must not become a flood of lines
-            self._told_at = time.monotonic()
-            level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
+        level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
+        if time.monotonic() > self._told_at.get(level, -TOLD_SECONDS) + TOLD_SECONDS:  # no flood of lines
+            self._told_at[level] = time.monotonic()
             count, last = self.turned_away, error or type(error).__name__
             logger.log(level, "%s has turned %d connections away; the last one: %s", self._name, count, last)
 

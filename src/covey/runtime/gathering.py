@@ -17,13 +17,14 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError
+from covey.base.errors import AuthError, ConfigError, CoveyError
 from covey.net import clusters
 from covey.net.identity import LIFE_BYTES, short_id
 from covey.net.interfaces import advertised, describe, to_dial, usable_interfaces
 from covey.runtime.acquaintance import Acquaintance
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any, spell
 from covey.runtime.link import printable
+from covey.runtime.loop import aside
 from covey.runtime.probe import best_way, sound_each
 from covey.runtime.search import AGAIN_SECONDS, Hints, Search
 from covey.wire import messages
@@ -47,6 +48,8 @@ TOLD_SECONDS: Final = 10.0
 """Who was not taken is told at most this often."""
 DIALS_AT_ONCE: Final = 64
 """Hints followed at the same time; more of them come again."""
+VISITOR_SECONDS: Final = 20.0
+"""A visitor that does not answer for so long has gone."""
 PINGS_LIMIT: Final = 100
 CARDS_LIMIT: Final = 1000
 CARDS_AT_ONCE: Final = 100
@@ -82,6 +85,7 @@ class Gathering:
             seat.neighbours,
             found=self._found,
             try_seed=self._dial_seed,
+            needs_seeds=lambda: not self.met,
             announce=announce,
         )
         self._visitors: set[Acquaintance] = set()
@@ -140,9 +144,7 @@ class Gathering:
                     self.card = messages.moved(self.card, addresses)
 
     async def _dial_seed(self, seed: str, addresses: tuple[messages.Address, ...]) -> None:
-        """Try a seed again, unless there is somebody to ask already."""
-        if not self.met:
-            await self._dial(addresses, seed=seed)
+        await self._dial(addresses, seed=seed)
 
     def _found(self, addresses: tuple[messages.Address, ...], same_host: bool = False) -> None:
         """Someone may be at these addresses."""
@@ -190,7 +192,7 @@ class Gathering:
             self._failed(where, str(error), addresses)
             if seed:
                 self.hung_up.setdefault(seed, time.monotonic())
-        except (RefusedError, AuthError, ConnectError, TimeoutError) as error:
+        except (RefusedError, CoveyError, OSError) as error:
             self.hung_up.pop(seed, None)
             said = "says" if isinstance(error, RefusedError) else "cannot be reached"
             text = str(error) if isinstance(error, AuthError) else f"{said}: {error}"
@@ -306,11 +308,11 @@ class Gathering:
             someone = Acquaintance(card, purpose)
             self._visitors.add(someone)
             self._use(someone, link, way)
-            someone.send(messages.Known(tuple(each.card for each in self.met.values())))
+            self._introduce_others_to(someone)
             return
         known = self.met.get(card.id)
         if known is not None and known.card.life == card.life:
-            self._choose(known, link, way)
+            self._choose(known, card, link, way)
             return
         if known is not None:
             self.part(known)
@@ -321,14 +323,17 @@ class Gathering:
         if self.met.get(card.id) is not someone:  # it went as quickly as it came
             return
         self.spawn(self._remember(card))
-        cards = [each.card for each in self.met.values() if each is not someone]
-        for start in range(0, len(cards), CARDS_AT_ONCE):
-            someone.send(messages.Known(tuple(cards[start : start + CARDS_AT_ONCE])))
+        self._introduce_others_to(someone)
         for each in self.met.values():
             if each is not someone:
                 each.send(messages.Known((card,)))
         self._ping(someone)
         self.met_someone(someone)
+
+    def _introduce_others_to(self, someone: Acquaintance) -> None:
+        cards = [each.card for each in self.met.values() if each is not someone]
+        for start in range(0, len(cards), CARDS_AT_ONCE):
+            someone.send(messages.Known(tuple(cards[start : start + CARDS_AT_ONCE])))
 
     def _know_members(self) -> None:
         links = (link for someone in self.met.values() for link in someone.links)
@@ -337,13 +342,13 @@ class Gathering:
     async def _remember(self, card: messages.Card) -> None:
         """Write down whom we met, so that people can name them in `covey deny`."""
         with contextlib.suppress(CoveyError, OSError):  # a secret from the environment belongs to no file
-            remember = functools.partial(clusters.remember, self.cluster.name, card.id, card.name)
-            await asyncio.get_running_loop().run_in_executor(None, remember)
+            await aside(clusters.remember, self.cluster.name, card.id, card.name)
 
-    def _choose(self, someone: Acquaintance, link: Link, way: Where | None) -> None:
+    def _choose(self, someone: Acquaintance, card: messages.Card, link: Link, way: Where | None) -> None:
         """There is a second link to someone. Nothing changes once a run is being decided on: messages could be lost."""
+        someone.card = card  # it may have moved, and is known by its addresses
         if self.card.id > someone.card.id:
-            self._use(someone, link, way)
+            self._listen_to(someone, link, way)  # and answer there when it speaks there
         elif way is not None and not someone.is_dialled and self.may_switch(someone):
             old = list(someone.links)
             self._use(someone, link, way)
@@ -355,6 +360,10 @@ class Gathering:
     def _use(self, someone: Acquaintance, link: Link, way: Where | None) -> None:
         someone.links[link] = way
         someone.link = link
+        self._listen_to(someone, link, way)
+
+    def _listen_to(self, someone: Acquaintance, link: Link, way: Where | None) -> None:
+        someone.links[link] = way
         someone.is_measuring = someone.is_measuring or way is not None
         self.switched(someone)
         link.attach(functools.partial(self._heard_frame, someone, link), functools.partial(self._ended, someone, link))
@@ -434,8 +443,11 @@ class Gathering:
     async def _ping_everyone(self) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
-            for someone in list(self.met.values()):
+            for someone in (*self.met.values(), *self._visitors):
                 self._ping(someone)
+            for someone in list(self._visitors):  # they may vanish without a word
+                if time.monotonic() - min(someone.pings.values(), default=time.monotonic()) > VISITOR_SECONDS:
+                    self.part(someone)
 
     def _ping(self, someone: Acquaintance) -> None:
         if len(someone.pings) < PINGS_LIMIT:
@@ -469,7 +481,7 @@ class Gathering:
 
     async def _answer_new_secret(self, someone: Acquaintance, key: bytes) -> None:
         keep = functools.partial(self._keep_secret, key)
-        someone.send(messages.SecretKept(await asyncio.get_running_loop().run_in_executor(None, keep)))
+        someone.send(messages.SecretKept(await aside(keep)))
 
     def _keep_secret(self, key: bytes) -> str:
         """Store the cluster's new secret for the next time; return why that failed, or nothing. Writes to disk."""

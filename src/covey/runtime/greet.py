@@ -67,8 +67,9 @@ async def connect(where: Where, gate: Gate, purpose: door.Purpose) -> tuple[sock
         ConnectError: nobody answers there (yet), or what answers is not covey.
     """
     loop = asyncio.get_running_loop()
-    sock = track(_new_socket(where))
+    sock: socket.socket | None = None
     try:
+        sock = track(_new_socket(where))
         async with asyncio.timeout(GREETING_SECONDS):
             await loop.sock_connect(sock, where)
             no_delay(sock)
@@ -77,8 +78,9 @@ async def connect(where: Where, gate: Gate, purpose: door.Purpose) -> tuple[sock
             await loop.sock_sendall(sock, answer)
             return sock, challenge + answer
     except BaseException as error:
-        sock.close()
-        if isinstance(error, OSError):  # TimeoutError, too
+        if sock is not None:
+            sock.close()
+        if isinstance(error, OSError):  # TimeoutError, and out of descriptors, too
             raise ConnectError(f"{spell(where)}: {explain(error)}") from error
         raise
 

@@ -6,7 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Final
 
-from covey.base.config import PORTS
+from covey.base.config import ports_from
 from covey.base.errors import ConfigError
 from covey.net import shm
 from covey.runtime import loop as control
@@ -43,7 +43,7 @@ def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions) ->
     if wanted.size == 1:
         return _ready(Group(Engine(None, 0, (0,), wanted.name, config), local_rank=0), None)
     cluster = options.find(os.environ)
-    seat = cluster_seat(cluster, config, run=wanted.name, ports=_ports())
+    seat = cluster_seat(cluster, config, run=wanted.name, ports=ports_from(os.environ.get("COVEY_PORT", "")))
     terms = Terms(
         run=wanted.name,
         program=wanted.program,
@@ -58,9 +58,11 @@ def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions) ->
     try:
         node = future.result()
     except BaseException:  # Ctrl-C, too
-        future.cancel()
-        over.wait(CLOSE_SECONDS)
-        seat.on_close()
+        if future.cancel() or future.exception() is not None:
+            over.wait(CLOSE_SECONDS)
+            seat.on_close()
+        else:  # it was done just before the interrupt
+            future.result().close()
         raise
     return _ready(group_of(node, local_rank=_local_rank(node)), node)
 
@@ -114,12 +116,3 @@ def _local_rank(node: Node) -> int:
         for peer in node.peers.values()
         if peer.rank < node.rank and peer.contact is not None and peer.contact.host == node.host
     )
-
-
-def _ports() -> range | tuple[int, ...]:
-    text = os.environ.get("COVEY_PORT", "")
-    if not text:
-        return PORTS
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
-        raise ConfigError(f"COVEY_PORT={text!r} must be a port from 1 to 65535")
-    return (int(text),)

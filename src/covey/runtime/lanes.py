@@ -49,6 +49,7 @@ STREAMS_BY_ROUND_TRIP: Final = ((0.02, 1), (0.06, 4))
 STREAMS_FAR: Final = 8
 PURPOSES: Final = ("collectives", "messages")
 LANE_BYTES: Final = 16
+NOT_YOURS: Final = "the other end opens the lanes of this pair"
 SECRET_BYTES: Final = 32
 
 LaneKey = tuple[int, int, str]
@@ -153,6 +154,11 @@ class Lanes:
         for key in keys:
             self._failed(key, error)
 
+    def stop_expecting(self) -> None:
+        """Close what came of lanes that are not complete. On the control loop."""
+        for lane in list(self._expected):
+            self._stop_expecting(lane)
+
     def close(self) -> None:
         """Close all lanes."""
         with self._lock:
@@ -181,6 +187,9 @@ class Lanes:
             if purpose == "messages" and kind == "shm":
                 kind = "unix"
             while True:
+                if not peer.is_dialled:  # the link was exchanged for one that the peer dialled
+                    self._node.send(rank, messages.Dial(group, purpose))
+                    return
                 try:
                     self._opened(key, await self._connect(peer, group, purpose, kind))
                     return
@@ -289,7 +298,8 @@ class Lanes:
         _, answer = self._offers.get(key, (b"", None))
         if answer is not None:
             if not answer.done():
-                answer.set_exception(RefusedError(reason, retry=False))
+                again = reason == NOT_YOURS  # the ends do not agree yet who dials
+                answer.set_exception(ConnectError(reason) if again else RefusedError(reason, retry=False))
         else:
             self._failed(key, ConnectError(f"rank {key[1]}: {reason}"))
 
@@ -311,8 +321,10 @@ class Lanes:
         self._node.send(rank, messages.Expect(offer.lane))
 
     def _objection(self, rank: int, offer: messages.Offer) -> str:
-        if self._node.peers[rank].is_dialled or offer.purpose not in PURPOSES:
-            return f"rank {rank} has no business opening this lane"
+        if self._node.peers[rank].is_dialled:
+            return NOT_YOURS
+        if offer.purpose not in PURPOSES:
+            return f"there are no lanes for {offer.purpose!r}"
         if (len(offer.lane), len(offer.secret)) != (LANE_BYTES, SECRET_BYTES) or offer.lane in self._expected:
             return "the lane's id or key is not usable"
         if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind != "secure"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     import asyncio
@@ -43,6 +43,32 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 def soon(function: Callable[..., object], *args: Any) -> None:
     """Call `function` on the loop, soon."""
     control_loop().call_soon_threadsafe(function, *args)
+
+
+async def aside(function: Callable[..., T], *args: Any) -> T:
+    """Call `function`, which may block, on a thread of its own; nobody waits for it when the program ends."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def conclude(result: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(cast("T", result))
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args)
+        except BaseException as failure:
+            error = failure
+        loop.call_soon_threadsafe(conclude, result, error)
+
+    threading.Thread(target=work, name="covey-aside", daemon=True).start()
+    return await done
 
 
 def _forget_in_child() -> None:

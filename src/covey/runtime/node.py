@@ -40,6 +40,8 @@ logger = logging.getLogger("covey")
 
 HANG_UPS: Final = 5
 """Times in a row that a rank is hung up on before it believes that its key is wrong, and that nobody died."""
+HANG_UP_SECONDS: Final = 1.0
+"""And for how long: a crowd at the door of rank 0 passes."""
 CLOSE_SECONDS: Final = 1.0
 """How long goodbyes may take."""
 
@@ -119,6 +121,7 @@ class Node:
         self.gate, self.card = gate, card
         self._denied = denied
         self.host = card.contact.host
+        self._socket_folder = os.path.dirname(card.contact.socket)
         self._entrance = entrance
         self._companions = (entrance, *companions)
         self._on_close = on_close
@@ -130,6 +133,8 @@ class Node:
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._vigil: Vigil | None = None
+        self.on_silent: Callable[[int], None] | None = None
+        """Who ends all links with a rank that is given up, where that is not the node."""
         self._formed: asyncio.Future[None] | None = None
         self._complaint: CoveyError | None = None
         self._refusal = ""
@@ -204,17 +209,18 @@ class Node:
             self.keep_vigil()
 
     async def _dial(self, peer: Peer) -> None:
-        pause, hang_ups = 0.005, 0
+        pause, hang_ups, hung_up_at = 0.005, 0, 0.0
         while peer.link is None and not peer.ready and not self.is_closing:
             try:
                 link, welcome, _, where = await dial_any(self.ways_to(peer), self.gate, self._hello())
             except HungUpError as error:
                 hang_ups += 1
-                if hang_ups == HANG_UPS:
+                hung_up_at = hung_up_at or time.monotonic()
+                if hang_ups >= HANG_UPS and time.monotonic() - hung_up_at > HANG_UP_SECONDS:
                     self._complain(AuthError(str(error)))
                     return
             except (ConnectError, TimeoutError):
-                hang_ups = 0  # not there yet
+                hang_ups, hung_up_at = 0, 0.0  # not there yet
             except RefusedError as error:
                 self._refusal = f" Rank {peer.rank} says: {printable(str(error))}."
                 if not error.retry:
@@ -248,6 +254,7 @@ class Node:
     def _linked(self, peer: Peer, link: Link, card: messages.Card) -> None:
         peer.introduce(card)
         peer.link = link
+        self._entrance.member_ips.add(link.remote_ip)
         link.attach(functools.partial(self._heard_frame, peer), functools.partial(self._lost, peer, link))
         self._settle()
 
@@ -353,7 +360,9 @@ class Node:
         peer = self.peers[rank]
         logger.warning("rank %d is given up: %s", rank, reason)
         peer.reason = reason
-        if peer.link is not None:
+        if self.on_silent is not None:
+            self.on_silent(rank)
+        elif peer.link is not None:
             peer.link.abort()
 
     def heard(self, rank: int, message: messages.Control) -> None:
@@ -426,7 +435,9 @@ class Node:
         assert contact is not None
         same_host = contact.host == self.host
         by_socket = kind in ("shm", "unix", "memory") or (not kind and self.gate.credentials is None)
-        if by_socket and same_host and contact.socket:
+        # In a cluster a path is only taken from others if it lies where all nodes of this user on this host listen.
+        is_ours = self.gate.credentials is None or os.path.dirname(contact.socket) == self._socket_folder
+        if by_socket and same_host and contact.socket and is_ours:
             return [contact.socket]
         from covey.net.interfaces import to_dial, usable_interfaces  # of no use to ranks that share memory
 
@@ -466,10 +477,14 @@ class Node:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.lanes.stop_expecting()
         for companion in self._companions:
             await companion.close()
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await asyncio.gather(*(link.ended.wait() for link in links))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await asyncio.gather(*(link.ended.wait() for link in links))
+        for link in links:
+            link.abort()
 
     def forked(self) -> None:
         """This process is a fork of the one that joined: nothing here may be used again."""

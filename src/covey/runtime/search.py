@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
 from covey.net.mdns import Beacon
+from covey.runtime.loop import aside
 from covey.runtime.seat import numeric
 from covey.wire.messages import Address
 
@@ -66,15 +67,17 @@ class Search:
         *,
         found: Callable[..., None],
         try_seed: Callable[[str, tuple[Address, ...]], Awaitable[None]],
+        needs_seeds: Callable[[], bool] = lambda: True,
         announce: bool = True,
     ) -> None:
-        """`found(addresses, same_host=)` gets hints as they come; `try_seed` dials a seed, time and again.
+        """`found(addresses, same_host=)` gets hints as they come; `try_seed` dials a seed, while `needs_seeds()`.
 
         Without `announce` it only looks.
         """
         self._port, self._socket = card.contact.addresses[0].port, card.contact.socket
         self._seeds = cluster.seeds
         self._found, self._try_seed, self._announces = found, try_seed, announce
+        self._needs_seeds = needs_seeds
         self.beacon = Beacon(cluster.secret.derive("mdns"), self._port, interfaces, found, announce=announce)
         self._neighbours = neighbours
         self.look_seconds = LOOK_SECONDS
@@ -84,8 +87,6 @@ class Search:
     async def run(self) -> None:
         """Search until cancelled."""
         try:
-            if self._announces:
-                self._neighbours.announce(self._port, self._socket)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._look_around_here())
                 group.create_task(self._announce())
@@ -102,21 +103,29 @@ class Search:
             self.problems["multicast"] = str(error)
 
     async def _look_around_here(self) -> None:
+        is_announced = not self._announces
         while True:
-            for neighbour in self._neighbours.others():
-                self._found((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
+            try:
+                if not is_announced:
+                    self._neighbours.announce(self._port, self._socket)
+                    is_announced = True
+                for neighbour in self._neighbours.others():
+                    self._found((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
+                self.problems.pop("this host", None)
+            except (OSError, CoveyError) as error:  # a full disk, no descriptor: the next look may work
+                self.problems["this host"] = str(error)
             await asyncio.sleep(self.look_seconds)
 
     async def _keep_trying(self, seed: str) -> None:
-        loop, pause = asyncio.get_running_loop(), 0.1
+        pause = 0.1
         while True:
             try:
-                addresses = await loop.run_in_executor(None, parse_seed, seed)
-            except CoveyError as error:
+                if self._needs_seeds():
+                    addresses = await aside(parse_seed, seed)
+                    self.problems.pop(seed, None)
+                    await self._try_seed(seed, addresses)
+            except (OSError, CoveyError) as error:  # it may work the next time, and must not end the rest of the search
                 self.problems[seed] = str(error)
-            else:
-                self.problems.pop(seed, None)
-                await self._try_seed(seed, addresses)
             await asyncio.sleep(pause)
             pause = min(SEED_SECONDS, pause * 2)
 

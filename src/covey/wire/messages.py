@@ -215,7 +215,7 @@ class Tell(msgspec.Struct, frozen=True, array_like=True, tag=19):
     state: str
     """`joining` or `running`."""
     leader: bytes
-    """The id of the node whose proposal the run follows; empty while there is none."""
+    """The id of the first of the view; empty while there is none."""
     tie_breaker: bytes
     since: float
     """Seconds in this state."""
@@ -299,7 +299,6 @@ Control = (
 
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _controls: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
-_cards: msgspec.msgpack.Decoder[Card] = msgspec.msgpack.Decoder(Card)
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -317,11 +316,3 @@ def decode_control(data: bytes) -> Control:
         return _controls.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a control message: {error}") from error
-
-
-def decode_card(data: bytes) -> Card:
-    """Decode a card; RemoteProtocolError for anything else."""
-    try:
-        return _cards.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a card: {error}") from error

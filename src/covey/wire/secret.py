@@ -75,7 +75,7 @@ def from_passphrase(name: str, passphrase: str, *, random: Callable[[int], bytes
             "this passphrase is too easy to guess: take five or more different words, or twenty or more "
             f"characters that do not repeat; for example: {new_passphrase(random)}"
         )
-    # A server shows its certificate to anyone who knocks: guesses can be tried at home, and must be dear.
+    # Whoever sees an announcement or a knock at the door can try guesses at home, so they must be dear.
     salt = f"covey/1/passphrase/{check_cluster_name(name)}".encode()
     key = hashlib.scrypt(text.encode(), salt=salt, n=2**17, r=8, p=1, maxmem=2**28, dklen=KEY_BYTES)
     return ClusterSecret(name, key)

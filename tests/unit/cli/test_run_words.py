@@ -64,10 +64,20 @@ def test_options_may_stand_before_and_after_the_name_of_the_run_but_not_after_th
     assert parsed(*words) == wanted
 
 
-@pytest.mark.parametrize("first", ["train.py", "sh", "./train.py", "data", "absent.py", "no/such/script"])
-def test_what_is_or_looks_like_a_script_or_a_program_names_no_run(first) -> None:
-    assert not is_run_name(first)
+@pytest.mark.parametrize("first", ["train.py", "python", "python3", "./train.py", "absent.py", "no/such/script"])
+def test_what_is_or_looks_like_a_script_or_python_names_no_run(first) -> None:
+    assert not is_run_name(first, "train.py")
     assert parsed(first, "train.py") == {"script": first, "arguments": ["train.py"]}
+
+
+@pytest.mark.parametrize("first", ["sh", "data", "mine"])
+def test_before_a_python_script_a_word_names_the_run_whatever_else_is_called_so(first) -> None:
+    assert parsed(first, "train.py") == {"run_name": first, "script": "train.py"}
+
+
+@pytest.mark.parametrize("first", ["sh", "data"])
+def test_a_program_or_a_folder_before_other_words_names_no_run(first) -> None:
+    assert parsed(first, "-c", "true") == {"script": first, "arguments": ["-c", "true"]}
 
 
 def test_with_a_module_only_the_option_names_the_run() -> None:
