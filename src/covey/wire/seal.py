@@ -27,11 +27,11 @@ LENGTH: Final = struct.Struct("<I")
 TAG_BYTES: Final = 16
 OVERHEAD_BYTES: Final = LENGTH.size + TAG_BYTES
 """What a record is longer than its plaintext."""
-RECORD_LIMIT: Final = 1 << 20
-"""The most plaintext in one record: still in the cache when the kernel copies it, and a multiple of every element's
-size. Whoever reads needs no more memory than this, whatever a length field says."""
+RECORD_LIMIT: Final = 1 << 21
+"""The most plaintext in one record: large, because fewer calls and wake-ups outweigh the cache, and a multiple of every
+element's size. Whoever reads needs no more memory than this, whatever a length field says."""
 REKEY_RECORDS: Final = 1 << 24
-"""Records under one key: 2^44 bytes at most, where GCM has a wide margin left."""
+"""Records under one key: 2^45 bytes at most, where GCM has a wide margin left."""
 
 DIALLER, ACCEPTOR = 0, 1
 """Directions: who sealed the record."""
