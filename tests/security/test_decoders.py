@@ -80,7 +80,6 @@ def mutations(valid: list[bytes]) -> st.SearchStrategy[bytes]:
 DECODERS: list[Callable[[bytes], Any]] = [
     messages.decode_greeting,
     messages.decode_control,
-    messages.decode_card,
     formation.decode_formation,
 ]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from covey.base.errors import ConfigError
 from covey.net.descriptors import track
-from covey.net.lane import SMALL_BYTES, Incoming, LaneClosedError, Outgoing
+from covey.net.lane import PIECE_BYTES, SMALL_BYTES, Incoming, LaneClosedError, Outgoing
 from covey.net.stream import SPIN_BYTES, SPINS
 from covey.wire.header import HEADER_BYTES
 from covey.wire.seal import (
@@ -246,8 +246,11 @@ class SealedLane:
     def _absorb(self, incoming: Incoming, length: int) -> None:
         if self._typed.dtype is not incoming.dtype:
             self._typed = self._scratch[HEADER_BYTES:].view(incoming.dtype)
-        incoming.absorb(incoming.got, self._typed[: length // self._typed.itemsize])
-        incoming.got += length
+        size = self._typed.itemsize
+        for start in range(0, length, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, length)
+            incoming.absorb(incoming.got, self._typed[start // size : stop // size])
+            incoming.got += stop - start
 
     def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
         if out is not None or incoming is None or incoming.nbytes > SPIN_BYTES:
