@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import ConfigError
-from covey.net.home import home, only_one, private_folder, read_private, write_private
+from covey.net.home import home, private_folder, read_private, write_private
 from covey.net.identity import NodeIdentity, ensure_identity, id_text, node_name, resolve_id, short_id
+from covey.net.locks import only_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -329,7 +330,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
 
 
 def test_one_at_a_time_means_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.net.home.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("covey.net.locks.LOCK_SECONDS", 0.05)
     with only_one(tmp_path / "lock"), pytest.raises(ConfigError, match="lock locked"), only_one(tmp_path / "lock"):
         pytest.fail("two at a time")
     with only_one(tmp_path / "lock"):

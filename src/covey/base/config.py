@@ -74,6 +74,11 @@ class GroupConfig:
         object.__setattr__(self, "streams", _check_streams(self.streams))
 
 
+def split_list(text: str) -> tuple[str, ...]:
+    """Return the words of a setting that are separated by commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
 def ports_from(text: str) -> range:
     """Return where to listen, in this order, if COVEY_PORT has this value."""
     if not text:

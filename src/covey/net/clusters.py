@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.base.errors import ConfigError
-from covey.net.home import home, only_one, private_folder, read_private, sync_folder, write_private
+from covey.net.home import home, private_folder, read_private, sync_folder, write_private
 from covey.net.identity import ID_BYTES
+from covey.net.locks import only_one
 from covey.wire.secret import (
     CLUSTER_NAME,
     KEY_BYTES,

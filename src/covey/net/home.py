@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shlex
 import stat
 import tempfile
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from covey.base.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-LOCK_SECONDS: Final = 10.0
 _MAX_BYTES: Final = 1 << 20
 
 
@@ -134,36 +128,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Let one process at a time do a few file operations; `path` is the lock, and stays.
-
-    Raises:
-        ConfigError: it cannot be locked, or another process keeps it for 10 s.
-    """
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; set COVEY_HOME to a folder of yours") from error
-    try:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while not try_lock(lock, path):
-            if time.monotonic() > deadline:
-                raise ConfigError(f"another process of yours keeps {path} locked; is it stopped?")
-            time.sleep(0.002)
-        yield
-    finally:
-        os.close(lock)
-
-
-def try_lock(descriptor: int, path: Path) -> bool:
-    """Lock an open file until it is closed; False if another opening of it has the lock."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise ConfigError(f"files like {path} cannot be locked: {error.strerror}; set COVEY_HOME elsewhere") from error
-    return True

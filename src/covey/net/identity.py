@@ -14,13 +14,13 @@ import re
 import secrets
 import socket
 import struct
-import weakref
 from typing import TYPE_CHECKING, Final, Self
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.errors import ConfigError
-from covey.net.home import home, private_folder, read_private, try_lock, write_private
+from covey.net.home import home, private_folder, read_private, write_private
+from covey.net.locks import LockHolder, try_lock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ MAX_SLOTS: Final = 4096
 PREFIX_LETTERS: Final = 4
 
 
-class NodeIdentity:
+class NodeIdentity(LockHolder):
     """A node's key, its name, and which of its lives this is. Use it in `with`, or call `release`."""
 
     def __init__(self, private: Ed25519PrivateKey, incarnation: int, lock: int = -1) -> None:
@@ -46,8 +46,7 @@ class NodeIdentity:
         """Which life of this identity this is, from 1; a later one ends the earlier."""
         self.life = struct.pack(">Q8s", incarnation, secrets.token_bytes(8))
         """The incarnation and 8 random bytes, by which even a copied identity differs."""
-        self._lock = lock
-        _identities.add(self)
+        super().__init__(lock)
 
     @classmethod
     def acquire(cls, folder: Path | None = None) -> NodeIdentity:
@@ -80,9 +79,7 @@ class NodeIdentity:
 
     def release(self) -> None:
         """Let another process have this identity. Releasing twice is fine."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
+        self.let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -92,18 +89,6 @@ class NodeIdentity:
 
     def __repr__(self) -> str:
         return f"NodeIdentity({self.name!r}, incarnation={self.incarnation})"
-
-
-_identities: weakref.WeakSet[NodeIdentity] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    # A lock stays for as long as any process holds the descriptor: a child would keep its dead parent's slot taken.
-    for identity in list(_identities):
-        identity.release()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def id_text(node_id: bytes) -> str:

@@ -18,18 +18,13 @@ import socket
 import stat
 import struct
 import tempfile
-import time
-import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from covey.net.locks import LockHolder, only_one
 
 TOKEN_BYTES: Final = 32
-DOOR_SECONDS: Final = 10.0
 _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux) bytes
 
 
@@ -68,7 +63,7 @@ def _own_folder(folder: Path) -> None:
     check_folder(folder)
 
 
-class Meeting:
+class Meeting(LockHolder):
     """One rank's seat in a meeting: its listening socket, its lock, and the token all of them share."""
 
     def __init__(self, folder: Path, rank: int, token: bytes | None = None) -> None:
@@ -77,6 +72,7 @@ class Meeting:
         Raises:
             ConfigError: a living process has this seat, or the folder is not safely ours.
         """
+        super().__init__()
         self._door = folder.parent if token is None else None
         self._lock_path = folder / f"{rank}.lock"
         self.path = socket_path(folder, rank)
@@ -88,9 +84,8 @@ class Meeting:
                 self.token = _shared_token(folder) if token is None else token
                 self.sock = self._listen()
             except BaseException:
-                os.close(self._lock)
+                self.let_go()
                 raise
-        _meetings.add(self)
 
     def _listen(self) -> socket.socket:
         self.path.unlink(missing_ok=True)
@@ -112,52 +107,15 @@ class Meeting:
         with _closed_door(self._door):
             self.path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = -1
+            self.let_go()
             folder = self.path.parent
             if self._door is not None and not any(_is_taken(path) for path in folder.glob("*.lock")):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-_meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    # A lock stays for as long as any process holds the descriptor: a child would keep its dead parent's seat taken.
-    for meeting in list(_meetings):
-        if meeting._lock >= 0:
-            os.close(meeting._lock)
-            meeting._lock = -1
-    _meetings.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
-
-
-@contextlib.contextmanager
-def _closed_door(folder: Path | None) -> Iterator[None]:
+def _closed_door(folder: Path | None) -> contextlib.AbstractContextManager[None]:
     """Let one process at a time come into or leave the meetings below `folder`."""
-    if folder is None:
-        yield
-        return
-    door = os.open(folder / "door", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        _lock_soon(door, folder / "door")
-        yield
-    finally:
-        os.close(door)
-
-
-def _lock_soon(descriptor: int, path: Path) -> None:
-    """Take a lock that others hold for a few file operations only; ConfigError if one seems to be stuck."""
-    deadline = time.monotonic() + DOOR_SECONDS
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise ConfigError(f"another process of yours keeps {path} locked; is it stopped?") from None
-            time.sleep(0.002)
+    return only_one(folder / "door", setting="TMPDIR") if folder is not None else contextlib.nullcontext()
 
 
 def _take_seat(path: Path, rank: int) -> int:

@@ -12,12 +12,12 @@ import itertools
 import os
 import secrets
 import socket
-import weakref
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from covey.base.errors import ConfigError
+from covey.net.locks import LockHolder
 from covey.net.meeting import check_folder, host_token, meeting_folder
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Neighbour(msgspec.Struct, frozen=True):
     pid: int
 
 
-class Neighbours:
+class Neighbours(LockHolder):
     """The nodes of this user and one cluster on this host; one's own is announced among them."""
 
     def __init__(self, tag: str) -> None:
@@ -52,9 +52,8 @@ class Neighbours:
         # Folders may be shared by containers or namespaces, in which the port and the memory of others are not ours.
         self._host = host_token(self._folder.parent)[:16]
         self._own: Path | None = None
-        self._lock = -1
         self._socket: Path | None = None
-        _all_neighbours.add(self)
+        super().__init__()
 
     def listen(self, backlog: int) -> tuple[socket.socket, str]:
         """Return a unix socket that listens in the folder, and its path; it is removed with the announcement."""
@@ -163,11 +162,13 @@ class Neighbours:
 
     def _withdraw(self) -> None:
         path, self._own = self._own, None
-        lock, self._lock = self._lock, -1
         if path is not None:
             path.unlink(missing_ok=True)
-        if lock >= 0:
-            os.close(lock)
+        self.let_go()
+
+    def forked(self) -> None:
+        super().forked()
+        self._own = self._socket = None  # they are the parent's
 
 
 def _make_folder(folder: Path) -> None:
@@ -184,18 +185,3 @@ def _make_folder(folder: Path) -> None:
         except ConfigError as error:
             if not isinstance(error.__cause__, FileNotFoundError):  # else the last one to leave took it away
                 raise
-
-
-_all_neighbours: weakref.WeakSet[Neighbours] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    # A lock stays for as long as any process holds the descriptor: a child would keep its dead parent announced.
-    for neighbours in list(_all_neighbours):
-        if neighbours._lock >= 0:
-            os.close(neighbours._lock)
-        neighbours._lock, neighbours._own, neighbours._socket = -1, None, None
-    _all_neighbours.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -18,7 +18,7 @@ import numpy as np
 from covey.base.errors import ConfigError
 from covey.net.descriptors import track
 from covey.net.lane import PIECE_BYTES, SMALL_BYTES, Incoming, LaneClosedError, Outgoing
-from covey.net.stream import SPIN_BYTES, SPINS
+from covey.net.stream import SocketLane
 from covey.wire.header import HEADER_BYTES
 from covey.wire.seal import (
     ACCEPTOR,
@@ -130,7 +130,7 @@ class _Pipe:
         self.sock.close()
 
 
-class SealedLane:
+class SealedLane(SocketLane):
     """A lane over connected stream sockets, each of which may lie in the hands of a stranger. Takes ownership."""
 
     kind = "secure"
@@ -252,14 +252,6 @@ class SealedLane:
             incoming.absorb(incoming.got, self._typed[start // size : stop // size])
             incoming.got += stop - start
 
-    def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
-        if out is not None or incoming is None or incoming.nbytes > SPIN_BYTES:
-            return False
-        for _ in SPINS:  # noqa: SIM110  (any() would take longer)
-            if self.receive(incoming):
-                return True
-        return False
-
     def fileno(self) -> int:
         return self._pipes[0].sock.fileno() if self._watch is None else self._watch.fileno()
 
@@ -275,9 +267,6 @@ class SealedLane:
             return 0
         self._watch.ask(readers, writers)
         return select.POLLIN
-
-    def unpark(self) -> None:
-        pass
 
     def close(self) -> None:
         if self._watch is not None:

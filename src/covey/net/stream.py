@@ -24,7 +24,25 @@ SPIN_BYTES = 1 << 17
 """Larger transfers take so long that sleeping costs little."""
 
 
-class StreamLane:
+class SocketLane:
+    """What lanes over sockets share: how to wait for a moment, and that waking up needs nothing."""
+
+    def receive(self, incoming: Incoming) -> bool:
+        raise NotImplementedError
+
+    def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
+        if out is not None or incoming is None or incoming.nbytes > SPIN_BYTES:
+            return False
+        for _ in SPINS:  # noqa: SIM110  (any() would take longer)
+            if self.receive(incoming):
+                return True
+        return False
+
+    def unpark(self) -> None:
+        pass
+
+
+class StreamLane(SocketLane):
     """A connected stream socket. Takes ownership of the socket."""
 
     def __init__(self, sock: socket.socket, kind: str) -> None:
@@ -116,22 +134,11 @@ class StreamLane:
             ]
         self._carry = carry
 
-    def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
-        if out is not None or incoming is None or incoming.nbytes > SPIN_BYTES:
-            return False
-        for _ in SPINS:  # noqa: SIM110  (any() would take longer)
-            if self.receive(incoming):
-                return True
-        return False
-
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def park(self, *, sending: bool, receiving: bool) -> int:
         return (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
-
-    def unpark(self) -> None:
-        pass
 
     def close(self) -> None:
         # Unread bytes would turn the close into a reset that can overtake what we sent.

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.config import GroupConfig, check_timeout, group_config
+from covey.base.config import GroupConfig, check_timeout, group_config, split_list
 from covey.base.errors import ConfigError, DeadlineError
 from covey.net import shm
 from covey.net.meeting import TOKEN_BYTES, meeting_folder
@@ -232,7 +232,7 @@ class ClusterOptions:
         found = clusters.find(self.name or env.get("COVEY_CLUSTER") or None, env, secret)
         seeds = self.seeds
         if seeds is None:
-            seeds = tuple(seed.strip() for seed in env.get("COVEY_SEEDS", "").split(",") if seed.strip())
+            seeds = split_list(env.get("COVEY_SEEDS", ""))
         return replace(found, seeds=tuple(dict.fromkeys((*seeds, *found.seeds))))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -65,7 +66,8 @@ async def aside(function: Callable[..., T], *args: Any) -> T:
             result = function(*args)
         except BaseException as failure:
             error = failure
-        loop.call_soon_threadsafe(conclude, result, error)
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            loop.call_soon_threadsafe(conclude, result, error)
 
     threading.Thread(target=work, name="covey-aside", daemon=True).start()
     return await done

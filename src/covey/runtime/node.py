@@ -77,7 +77,6 @@ class Peer:
         self.way: Where | None = None
         """The address that was found best, if any was."""
         self.life = b""
-        self.name = ""
         self.host_name = ""
         self.pid = 0
         self.link: Link | None = None
@@ -90,11 +89,10 @@ class Peer:
         self.measured = asyncio.Event()
         """Set unless `way` and `round_trip` are being found out."""
         self.measured.set()
-        self.clock_offset = 0.0
 
     def introduce(self, card: messages.Card) -> None:
         """Note who it is."""
-        self.life, self.name, self.host_name, self.pid = card.life, card.name, card.host_name, card.pid
+        self.life, self.host_name, self.pid = card.life, card.host_name, card.pid
         self.contact = card.contact
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from covey.base.config import group_config
+from covey.base.config import group_config, split_list
 from covey.base.errors import ConfigError, DeadlineError
 from covey.cli.doctor.facts import Facts
 from covey.cli.doctor.findings import findings
@@ -82,7 +82,7 @@ def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None
     env = dict(os.environ)
     config = group_config(known_part(env), interfaces=interfaces)
     parse_pattern(config.interfaces)
-    given = tuple(seed.strip() for seed in seeds.split(",") if seed.strip()) if seeds is not None else None
+    given = split_list(seeds) if seeds is not None else None
     arguments = {"COVEY_CLUSTER": cluster, "COVEY_INTERFACES": interfaces, "COVEY_SEEDS": seeds}
     facts = Facts(machine=examine_machine(env, arguments, config))
     with Console(stderr=True).status("looking at this machine") as status:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError
-from covey.cli.doctor.aside import Abandonable
 from covey.cli.doctor.ear import Ear
 from covey.cli.doctor.facts import Network, Person, Seed, Way
 from covey.net.interfaces import all_interfaces, describe, parse_pattern, usable_interfaces
@@ -79,7 +78,6 @@ class Search:
     def run(self) -> None:
         """Fill in the facts, in about nine seconds at most."""
         ear = Ear(self._own)
-        control.soon(control.control_loop().set_default_executor, Abandonable())
         try:
             _on_loop(ear.open(), LATE_SECONDS)
             with visiting(self._cluster, self._config) as visit:
