@@ -80,6 +80,8 @@ class Peer:
         self.host_name = ""
         self.pid = 0
         self.link: Link | None = None
+        self.told: Link | None = None
+        """The link on which it heard that this rank is ready."""
         self.ready = False
         self.left = False
         self.gone = False
@@ -197,14 +199,22 @@ class Node:
             self._formed.set_exception(self._complaint)
             return
         linked = all(peer.link is not None or peer.ready for peer in self.peers.values())
-        if self.rank == 0 and linked:
-            contacts = [self.card.contact, *(self.peers[rank].contact for rank in range(1, self.size))]
-            self._send_all(messages.Roster(tuple(contact for contact in contacts if contact is not None)))
         if linked:
-            self._send_all(messages.Ready())
+            self._tell_ready()
         if linked and not self._missing():
             self._formed.set_result(None)
             self.keep_vigil()
+
+    def _tell_ready(self) -> None:
+        """Tell those who have not heard it on their link that this rank is connected to everyone."""
+        for peer in self.peers.values():
+            if peer.link is not None and peer.link is not peer.told:
+                peer.told = peer.link
+                if self.rank == 0:
+                    contacts = [self.card.contact, *(self.peers[rank].contact for rank in range(1, self.size))]
+                    roster = messages.Roster(tuple(contact for contact in contacts if contact is not None))
+                    self.send(peer.rank, roster)
+                self.send(peer.rank, messages.Ready())
 
     async def _dial(self, peer: Peer) -> None:
         pause, hang_ups, hung_up_at = 0.005, 0, 0.0
@@ -332,9 +342,6 @@ class Node:
     def _send_each(self, peers: tuple[int, ...], message: messages.Control) -> None:
         for peer in peers:
             self.send(peer, message)
-
-    def _send_all(self, message: messages.Control) -> None:
-        self._send_each(tuple(self.peers), message)
 
     def send(self, peer: int, message: messages.Control) -> None:
         """Send a control message to a rank of the run; nothing happens if it is gone. On the control loop."""
