@@ -33,7 +33,7 @@ from covey.proto.changes import Effect, Excluded, Freeze, Installed, Persist, Qu
 from covey.proto.lease import LEASE, Lease
 from covey.proto.presence import Presence
 from covey.wire import membership as wire
-from covey.wire.membership import Accept, Accepted, Decided, Fork, Prepare, Promise, Pulse, Refuse, Token, Trouble, View
+from covey.wire.membership import Accept, Accepted, Decided, Fork, Prepare, Promise, Pulse, Refuse, Trouble, View
 
 if TYPE_CHECKING:
     import random
@@ -219,7 +219,7 @@ class Membership:
             RemoteProtocolError: no member of this version says such a thing; the link should be closed.
         """
         place = self._places.get(peer_id)
-        if place is None or not self._presence.is_linked(place) or isinstance(message, Token):
+        if place is None or not self._presence.is_linked(place):
             return
         if _lineage(message) != self.view.lineage:
             # Whoever tells of a fork is in it already: an answer would go back and forth for ever.
@@ -655,6 +655,4 @@ def _lineage(message: Message) -> bytes:
             return message.view.lineage
         case Fork():
             return message.parent
-        case Token():
-            raise AssertionError("tokens belong to `proto.commit`")
     return message.lineage

@@ -12,12 +12,11 @@ from typing import Annotated, Final
 import msgspec
 
 from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.wire.messages import MAX_MEMBERS as MAX_MEMBERS
 
 ID_BYTES: Final = 32
 LIFE_BYTES: Final = 16
 PROPOSAL_BYTES: Final = 16
-MAX_MEMBERS: Final = 128
-"""Members of a view; so many fit into one control frame, whatever their names and contacts."""
 MAX_LINKS: Final = 1024
 """Links that a Here tells of; candidates of other runs count too."""
 CONTACT_BYTES: Final = 1024

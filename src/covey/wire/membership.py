@@ -53,6 +53,10 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     """The whole result is here and nobody else can write to it."""
     root: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_MEMBERS)] = -1
     """Without this rank the operation means nothing; -1: there is none."""
+    pending: bool = False
+    """All members know, as of operation `returned`, that a change is waiting."""
+    gives_up: bool = False
+    """The member wants the group revoked, or knows that it is."""
 
 
 class Fate(enum.IntEnum):
@@ -64,6 +68,8 @@ class Fate(enum.IntEnum):
     """It returns what it has."""
     RAISE = 2
     """It raises: its root is gone."""
+    REVOKE = 3
+    """It ends without a result, and so does all that anybody begins in the group from now on."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -72,6 +78,8 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     group: Key
     sequence: Sequence
     fate: Fate
+    pending: bool = False
+    """What all members know as of the operation before it: `State.pending`."""
 
 
 class View(msgspec.Struct, frozen=True, array_like=True):
@@ -168,15 +176,6 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag=9):
     view: View
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """In the commit barrier: the sender, and all it has tokens of, are complete in this attempt."""
-
-    group: Key
-    sequence: Sequence
-    attempt: Number
-    round: Annotated[int, msgspec.Meta(ge=0, lt=16)]
-
-
 class Record(msgspec.Struct, frozen=True, array_like=True):
     """All that a member must remember through a crash, so that its votes still bind its next life."""
 
@@ -189,7 +188,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     """For the number after `view`'s."""
 
 
-Membership = Prepare | Promise | Accept | Accepted | Refuse | Decided | Pulse | Trouble | Fork | Token
+Membership = Prepare | Promise | Accept | Accepted | Refuse | Decided | Pulse | Trouble | Fork
 
 _messages: msgspec.msgpack.Decoder[Membership] = msgspec.msgpack.Decoder(Membership)
 _records: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

@@ -13,6 +13,8 @@ from covey.base.errors import RemoteProtocolError
 
 VERSION: Final = 1
 NAME_LIMIT: Final = 100
+MAX_MEMBERS: Final = 128
+"""Members of a view; so many fit into one control frame, whatever their names and contacts."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
 """What people read: short, and nothing that a terminal would obey."""
@@ -55,6 +57,8 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     contact: Contact
     version: Name = ""
     """Of the covey package."""
+    keeper: Bytes = b""
+    """The id of the node that may speak for this process; empty if there is none."""
 
 
 def moved(card: Card, addresses: tuple[Address, ...]) -> Card:
@@ -69,7 +73,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     version: int
     nonce: Bytes
     purpose: Name
-    """`rank` (a launcher gave it its rank), `candidate` (of a run of the cluster) or `visitor` (asks and leaves)."""
+    """`rank` (a launcher gave it its rank), `newcomer` (to a launcher's run that goes on), `kept` (to its keeper),
+    `candidate` (of a run of the cluster), `visitor` (asks and leaves) or `keeper` (speaks for its processes)."""
     run: Text
     rank: int
     size: int
@@ -271,6 +276,38 @@ class SecretKept(msgspec.Struct, frozen=True, array_like=True, tag=23):
     """Empty, or why it was not kept."""
 
 
+class Agreeing(msgspec.Struct, frozen=True, array_like=True, tag=24):
+    """A message of `wire.membership`, as it is: members of a generation agree on its next view."""
+
+    generation: int
+    body: bytes
+
+
+class Vouch(msgspec.Struct, frozen=True, array_like=True, tag=25):
+    """A keeper says how its processes are: by their lives, values of `proto.health.Vouch`."""
+
+    processes: Annotated[tuple[tuple[Bytes, int], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+
+
+class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
+    """The sender is in this generation of the run. Newcomers learn their place from it, keepers whom to count."""
+
+    generation: int
+    lineage: Bytes
+    is_kept: bool
+    """Whether the keeper that is told decides about the views, because all members are its own."""
+    members: Annotated[tuple[SeatedMember, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    """By rank."""
+
+
+class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
+    """A member of a generation."""
+
+    seat: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    """Its number in the run, which is never given to another process."""
+    card: Card
+
+
 Greeting = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret
 Answer = Tell | Reached | SecretKept
@@ -295,6 +332,9 @@ Control = (
     | Reached
     | NewSecret
     | SecretKept
+    | Agreeing
+    | Vouch
+    | Founded
 )
 
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)

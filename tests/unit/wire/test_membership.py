@@ -15,8 +15,8 @@ from covey.wire.frame import CONTROL_LIMIT
 from covey.wire.membership import Fate, Promise, Record, Seat, State, Verdict, View
 
 RUN = b"l" * 16
-VIEW = View(RUN, 3, (0, 2, 5), 2, (Verdict(7, 41, Fate.COMMIT), Verdict(1 << 63, 1, Fate.RAISE)))
-STATE = State(7, (0, 2, 5), 40, 41, 2, True, 5)
+VIEW = View(RUN, 3, (0, 2, 5), 2, (Verdict(7, 41, Fate.COMMIT, True), Verdict(1 << 63, 1, Fate.REVOKE)))
+STATE = State(7, (0, 2, 5), 40, 41, 2, True, 5, False, True)
 MESSAGES: list[Any] = [
     wire.Prepare(RUN, 3, 17),
     Promise(RUN, 3, 17, (0, 5), (STATE,), 11, VIEW),
@@ -27,7 +27,6 @@ MESSAGES: list[Any] = [
     wire.Pulse(RUN, 2, 17, True, 12.5),
     wire.Trouble(RUN, 2, True),
     wire.Fork(RUN, 2, VIEW),
-    wire.Token(7, 41, 2, 6),
 ]
 
 
@@ -38,16 +37,17 @@ def test_messages_come_back_as_they_were(message: Any) -> None:
 
 def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
     tags = {type(message).__name__: type(message).__struct_config__.tag for message in MESSAGES}
-    names = ["Prepare", "Promise", "Accept", "Accepted", "Refuse", "Decided", "Pulse", "Trouble", "Fork", "Token"]
+    names = ["Prepare", "Promise", "Accept", "Accepted", "Refuse", "Decided", "Pulse", "Trouble", "Fork"]
     assert tags == {name: number for number, name in enumerate(names, 1)}
 
 
 def test_the_largest_messages_fit_into_a_frame() -> None:
     everybody, large = tuple(range(MAX_MEMBERS)), (1 << 62) - 1
     states = tuple(
-        State((1 << 63) + key, everybody, large, large, (1 << 32) - 1, True, 127) for key in range(wire.MAX_GROUPS)
+        State((1 << 63) + key, everybody, large, large, (1 << 32) - 1, True, 127, True, True)
+        for key in range(wire.MAX_GROUPS)
     )
-    verdicts = tuple(Verdict((1 << 63) + key, large, Fate.RAISE) for key in range(wire.MAX_VERDICTS))
+    verdicts = tuple(Verdict((1 << 63) + key, large, Fate.REVOKE, True) for key in range(wire.MAX_VERDICTS))
     view = View(RUN, (1 << 32) - 1, everybody, 127, verdicts)
     for message in (Promise(RUN, 1, large, everybody, states, large, view), wire.Accept(large, view)):
         data = wire.encode_membership(message)
@@ -66,8 +66,8 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
         wire.Accept(17, msgspec.structs.replace(VIEW, tie_breaker=-1)),
         Promise(RUN, 3, 17, (), (msgspec.structs.replace(STATE, root=-2),)),
         Promise(RUN, 3, 17, (), (STATE,) * (wire.MAX_GROUPS + 1)),
-        wire.Token(7, 41, 2, 16),
-        wire.Token(-1, 41, 2, 0),
+        Promise(RUN, 3, 17, (), (msgspec.structs.replace(STATE, group=-1),)),
+        wire.Decided(msgspec.structs.replace(VIEW, verdicts=(Verdict(7, 41, 4),))),  # type: ignore[arg-type]
     ],
 )
 def test_a_message_out_of_bounds_is_a_protocol_error(message: Any) -> None:
