@@ -23,14 +23,18 @@ if TYPE_CHECKING:
         ConnectError,
         CoveyError,
         DeadlineError,
+        GroupChangedError,
         MismatchError,
         PeerLostError,
+        QuorumLostError,
         RankFailedError,
         Remedy,
         RemoteProtocolError,
     )
     from covey.proto.matching import ANY
     from covey.runtime.bootstrap import join
+    from covey.runtime.events import Event
+    from covey.runtime.generations import generations
     from covey.runtime.group import Group
     from covey.runtime.launch import launch
     from covey.runtime.work import Work
@@ -44,21 +48,27 @@ __all__ = [
     "ConnectError",
     "CoveyError",
     "DeadlineError",
+    "Event",
     "Group",
+    "GroupChangedError",
     "MismatchError",
     "PeerLostError",
+    "QuorumLostError",
     "RankFailedError",
     "Remedy",
     "RemoteProtocolError",
     "Work",
+    "generations",
     "join",
     "launch",
 ]
 
 _HOMES = {
     "ANY": "covey.proto.matching",
+    "Event": "covey.runtime.events",
     "Group": "covey.runtime.group",
     "Work": "covey.runtime.work",
+    "generations": "covey.runtime.generations",
     "join": "covey.runtime.bootstrap",
     "launch": "covey.runtime.launch",
 }

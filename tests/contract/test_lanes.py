@@ -119,7 +119,7 @@ class Transfer(NamedTuple):
 
 def transfer(number: int, nbytes: int, dtype: np.dtype[Any] | None = None) -> Transfer:
     payload = np.random.default_rng([number, nbytes]).integers(0, 256, nbytes, dtype=np.uint8)
-    return Transfer(Header(0, 0, 0, 0, 7, number, 0xFEED, number, nbytes).pack(), payload, dtype)
+    return Transfer(Header(0, 0, 0, 0, 0, 7, number, 0xFEED, number, nbytes).pack(), payload, dtype)
 
 
 def whole_elements(nbytes: int, dtype: np.dtype[Any] | None) -> int:

@@ -145,6 +145,8 @@ def test_a_rank_is_told_its_place_and_a_secret_token(covey_run, script, runtime)
         assert (env["COVEY_SIZE"], env["COVEY_LOCAL_SIZE"]) == ("3", "3")
         assert (env["COVEY_LANES"], env["COVEY_INSECURE"], env["PYTHONUNBUFFERED"]) == ("unix", "1", "1")
         assert Path(env["COVEY_MEET"]).parent == runtime
+        assert Path(env["COVEY_KEEPER"]).parent == Path(env["COVEY_MEET"])
+        assert "COVEY_RESTART" not in env
         assert stat.S_IMODE(facts["mode"]) == 0o700
         assert len(facts["token"]) == 64
         assert facts["more"] == ""
@@ -206,8 +208,9 @@ def test_a_rank_that_ignores_sigterm_is_killed(covey_run, script) -> None:
     assert is_gone(int(said_by(1, out)[0]))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_every_rank_once(covey_run, script, runtime, signum) -> None:
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGTERM, 0)])
+def test_a_signal_reaches_every_rank_once(covey_run, script, runtime, signum, expected) -> None:
+    """SIGTERM asks for a good end: that all came to one is success."""
     job = script(f"""
         def on_signal(*_):
             print("saved by", rank)
@@ -222,9 +225,25 @@ def test_a_signal_reaches_every_rank_once(covey_run, script, runtime, signum) ->
     assert sorted(ready) == [f"[{rank}] ready\n" for rank in range(3)]
     keeper.process.send_signal(signum)
     code, out, _ = keeper.finish()
-    assert code == 128 + signum
+    assert code == expected
     assert sorted(out.splitlines()) == [f"[{rank}] saved by {rank}" for rank in range(3)]
     assert list(runtime.iterdir()) == []
+
+
+def test_a_rank_that_sigterm_kills_is_not_a_good_end(covey_run, script) -> None:
+    job = script("""
+        if rank == 1:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print("ready")
+        while True:
+            signal.pause()
+    """)
+    keeper = covey_run("-n", "2", job)
+    assert sorted(keeper.process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+    keeper.process.send_signal(signal.SIGTERM)
+    code, _, err = keeper.finish()
+    assert code == 128 + signal.SIGTERM
+    assert err == "covey: passed SIGTERM on to all of them; Ctrl-C kills them\n"
 
 
 def test_a_second_ctrl_c_kills_ranks_that_ignore_the_first(covey_run, script) -> None:

@@ -18,10 +18,9 @@ import pytest
 from covey.proto import views
 from covey.proto.ballot import Acceptor, Proposal
 from covey.proto.commit import Commit
-from covey.testing import churn
 from covey.testing.churn import BrokenError, Play, play_of
-from covey.testing.workers import Worker
-from covey.wire.membership import Record, State, Token, View, decode_membership, encode_membership
+from covey.testing.workers import Age, Bytes, Job, Token, Worker
+from covey.wire.membership import Fate, Record, State, Verdict, View, decode_membership, encode_membership
 
 
 def perform(seed: int) -> Play:
@@ -36,7 +35,9 @@ def perform(seed: int) -> Play:
 @pytest.mark.parametrize("batch", range(10))
 def test_two_hundred_runs_among_crashes_cuts_and_stops_keep_the_invariants(batch: int) -> None:
     totals = sum((perform(seed).count() for seed in range(200 * batch, 200 * batch + 200)), Counter[str]())
-    assert all(totals[what] > 5 for what in ("views", "operations that raised", "members excluded")), totals
+    assert all(
+        totals[what] > 5 for what in ("views", "operations that raised", "groups that were revoked", "members excluded")
+    ), totals
     assert totals["operations that returned"] > 1000
 
 
@@ -44,7 +45,7 @@ def test_runs_keep_the_invariants_when_messages_travel_as_bytes(monkeypatch: pyt
     outgoing = Worker.outgoing
 
     def travel(message: Any) -> Any:
-        return message if isinstance(message, churn.Bytes) else decode_membership(encode_membership(message))
+        return message if isinstance(message, Bytes | Token) else decode_membership(encode_membership(message))
 
     monkeypatch.setattr(Worker, "outgoing", lambda self: [(to, travel(message)) for to, message in outgoing(self)])
     for seed in range(40):
@@ -61,22 +62,40 @@ def without_the_freeze() -> Patches:
 
     def answer_and_go_on(self: Commit) -> State:
         state = freeze(self)
-        self._is_frozen = False
+        self.is_frozen = False
         return state
 
     return [(Commit, "freeze", answer_and_go_on)]
 
 
 def without_attempts() -> Patches:
-    received, age = Commit.received, Commit.age
+    age = Job.age
 
-    def forget_the_attempt(self: Commit, rank: int, token: Token) -> None:
-        received(self, rank, msgspec.structs.replace(token, attempt=self.attempt))
+    def of_any_attempt(self: Job, sequence: int, attempt: int) -> Age:
+        return age(self, sequence, max(attempt, self.commit.attempt))
 
-    return [
-        (Commit, "received", forget_the_attempt),
-        (Commit, "age", lambda self, sequence, attempt: age(self, sequence, max(attempt, self.attempt))),
-    ]
+    return [(Job, "age", of_any_attempt)]
+
+
+def without_the_knowledge_in_the_verdict() -> Patches:
+    install = Commit.install
+
+    def ignore_pending(self: Commit, view: View) -> Any:
+        verdicts = tuple(msgspec.structs.replace(verdict, pending=False) for verdict in view.verdicts)
+        return install(self, msgspec.structs.replace(view, verdicts=verdicts))
+
+    return [(Commit, "install", ignore_pending)]
+
+
+def without_the_commit_before_the_revocation() -> Patches:
+    judge_group = views._judge_group
+
+    def revoke_first(group: int, states: dict[int, State], company: Any) -> Verdict:
+        verdict = judge_group(group, states, company)
+        due = 1 + max(state.returned for state in states.values())
+        return msgspec.structs.replace(verdict, sequence=due) if verdict.fate is Fate.REVOKE else verdict
+
+    return [(views, "_judge_group", revoke_first)]
 
 
 def without_the_verdict_in_the_view() -> Patches:
@@ -98,6 +117,7 @@ def half(view: View, ranks: Any) -> bool:
 
 
 CUTS = {"sizes": (3, 4), "faults": ("partition", "cut", "crash"), "gagging": 0.9}
+LATE = {"sizes": (3, 5), "faults": ("crash",), "despair": 1.0}
 MUTANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "takes anybody for a quorum": ([(views, "is_quorum", lambda view, ranks: bool(ranks))], {}),
     "takes any half for a quorum": ([(views, "is_quorum", half)], {"sizes": (2, 4)}),
@@ -113,6 +133,8 @@ MUTANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "goes on after it answered": (without_the_freeze(), {}),
     "takes bytes of any attempt": (without_attempts(), {"sizes": (3, 5), "crawling": 1.0}),
     "judges again what was accepted": (without_the_verdict_in_the_view(), CUTS),
+    "returns by a verdict and ignores what the others know": (without_the_knowledge_in_the_verdict(), {}),
+    "revokes what one of the lost may have returned": (without_the_commit_before_the_revocation(), LATE),
 }
 
 
@@ -136,7 +158,7 @@ def test_the_simulation_notices_a_member_that(mutant: str, monkeypatch: pytest.M
     pytest.fail(f"1000 runs with a member that {mutant}, and nothing was noticed")
 
 
-@pytest.mark.parametrize("circumstances", [CUTS, {"sizes": (3, 5), "crawling": 1.0}, {"sizes": (2, 4)}])
+@pytest.mark.parametrize("circumstances", [CUTS, LATE, {"sizes": (3, 5), "crawling": 1.0}, {"sizes": (2, 4)}])
 def test_under_the_same_circumstances_real_members_keep_the_invariants(
     circumstances: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +171,7 @@ def test_under_the_same_circumstances_real_members_keep_the_invariants(
 def test_a_run_is_the_same_whatever_the_hash_seed_is() -> None:
     stories = [
         subprocess.run(
-            [sys.executable, "-m", "covey.testing.churn", "--seed", "34"],
+            [sys.executable, "-m", "covey.testing.churn", "--seed", "5"],
             env=os.environ | {"PYTHONHASHSEED": str(hash_seed)},
             capture_output=True,
             text=True,
@@ -161,4 +183,5 @@ def test_a_run_is_the_same_whatever_the_hash_seed_is() -> None:
     assert stories[0] == stories[1]
     assert "INSTALLS" in stories[0]
     assert "RETURNS" in stories[0]
+    assert "IS REVOKED" in stories[0]
     assert stories[0].endswith("all well\n")

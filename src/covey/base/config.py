@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 YEAR_SECONDS: Final = 365 * 86400.0
 LANES: Final = ("auto", "shm", "unix", "tcp", "secure", "memory")
+ON_LOSS: Final = ("raise", "continue")
+QUORUMS: Final = ("majority", "any")
 STREAMS_LIMIT: Final = 64
 PORTS: Final = range(47700, 47732)
 """Where nodes of clusters listen: the first one that is free, so that a seed's port is easy to guess."""
@@ -28,8 +30,10 @@ LAUNCHER_VARIABLES: Final = (
     "COVEY_LOCAL_SIZE",
     "COVEY_MEET",
     "COVEY_TOKEN_FD",
+    "COVEY_KEEPER",
+    "COVEY_RESTART",
 )
-"""What `covey run -n` hands to the ranks it starts."""
+"""What `covey run -n` hands to the ranks it starts; also how often it had to start this one again."""
 RUN_VARIABLES: Final = (
     "COVEY_RUN",
     "COVEY_RUN_PROGRAM",
@@ -39,6 +43,7 @@ RUN_VARIABLES: Final = (
     "COVEY_JOIN_TIMEOUT",
     "COVEY_SECRET_FD",
     "COVEY_TORCH_ENV",
+    "COVEY_KEEPER_ID",
 )
 """What `covey run` tells the programs that it starts about the run they are to join in the cluster."""
 CLUSTER_VARIABLES: Final = (
@@ -66,11 +71,21 @@ class GroupConfig:
     """Which interfaces to use: `eth*,!docker*,10.0.0.0/8`. Empty: all that are up."""
     streams: str = "auto"
     """Connections per secure lane: a number, or `auto`, by the length of the way."""
+    on_loss: str = "raise"
+    """What an operation does that loses a member: `raise`, or `continue` among those who are left."""
+    patience: float = 30.0
+    """Seconds that members wait for a quorum of the others before they give up."""
+    quorum: str = "majority"
+    """Who may go on: `majority` of the last view, or `any`: two halves may go on apart, and never meet again."""
 
     def __post_init__(self) -> None:
         if self.lanes not in LANES:
             raise ConfigError(f"lanes={self.lanes!r} is unknown; use one of {', '.join(LANES)}")
+        for what, value, known in (("on_loss", self.on_loss, ON_LOSS), ("quorum", self.quorum, QUORUMS)):
+            if value not in known:
+                raise ConfigError(f"{what}={value!r} is unknown; use one of {', '.join(known)}")
         object.__setattr__(self, "timeout", check_timeout(self.timeout))
+        object.__setattr__(self, "patience", check_timeout(self.patience, "patience"))
         object.__setattr__(self, "streams", _check_streams(self.streams))
 
 
@@ -95,10 +110,10 @@ def _check_streams(streams: str | int) -> str:
     raise ConfigError(f"streams={streams!r} must be auto or a number from 1 to {STREAMS_LIMIT}")
 
 
-def check_timeout(timeout: float) -> float:
+def check_timeout(timeout: float, what: str = "timeout") -> float:
     """Return `timeout` if it is a number of seconds above zero; no one waits for more than a year."""
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or math.isnan(timeout) or timeout <= 0:
-        raise ConfigError(f"timeout={timeout!r} must be a number of seconds above 0")
+        raise ConfigError(f"{what}={timeout!r} must be a number of seconds above 0")
     return min(float(timeout), YEAR_SECONDS)
 
 
@@ -149,4 +164,7 @@ _ENVIRONMENT: Final[dict[str, tuple[str, Callable[[str, str], Any]]]] = {
     "COVEY_INSECURE": ("insecure", _flag),
     "COVEY_INTERFACES": ("interfaces", _text),
     "COVEY_STREAMS": ("streams", _text),
+    "COVEY_ON_LOSS": ("on_loss", _text),
+    "COVEY_PATIENCE": ("patience", _seconds),
+    "COVEY_QUORUM": ("quorum", _text),
 }

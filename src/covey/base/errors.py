@@ -8,6 +8,8 @@ CoveyError
 ├── ConnectError         no way to the other rank (a ConnectionError)          RETRY
 ├── DeadlineError        not finished in time (a TimeoutError)                 RETRY
 ├── PeerLostError        a member went away while it was needed                REGROUP
+├── GroupChangedError    the others went on without this process               REGROUP
+├── QuorumLostError      too few members are left to go on safely              REGROUP
 ├── ClosedError          the group was closed, by you or by an earlier failure REGROUP
 ├── RankFailedError      a launched process failed                             STOP
 └── RemoteProtocolError  bytes from the network that are not ours              STOP
@@ -89,6 +91,22 @@ class PeerLostError(CoveyError):
         self.host = host
         self.operation = operation
         self.sequence = sequence
+
+
+class GroupChangedError(CoveyError):
+    """The members of the run agreed to go on without this process; join again to be in the next generation."""
+
+    remedy = Remedy.REGROUP
+
+
+class QuorumLostError(CoveyError):
+    """Too few members hear each other to go on without the risk of two halves; `missing` are the ranks not heard."""
+
+    remedy = Remedy.REGROUP
+
+    def __init__(self, message: str, *, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class ClosedError(CoveyError):

@@ -26,6 +26,11 @@ class Lanes(enum.StrEnum):
     SECURE = "secure"
 
 
+class OnLoss(enum.StrEnum):
+    RAISE = "raise"
+    CONTINUE = "continue"
+
+
 class RunCommand(typer.core.TyperCommand):
     """Takes a run's name before the script, with options before and after it, as if it had come with --run."""
 
@@ -77,6 +82,16 @@ def run(
     lanes: Annotated[
         Lanes | None, typer.Option(help="Carry all bytes between ranks this way, instead of the best for each pair.")
     ] = None,
+    on_loss: Annotated[
+        OnLoss | None,
+        typer.Option(
+            help="When a member is lost, end with an error or finish without it.", show_default="what the script says"
+        ),
+    ] = None,
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Start a process that fails again, so often; for runs that go on."),
+    ] = 0,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
     torch_env: Annotated[
         bool, typer.Option("--torch-env", help="Also export RANK, WORLD_SIZE, MASTER_ADDR and so on, for torch.")
@@ -93,17 +108,22 @@ def run(
 
     Lines of output start with the number of their process. When one fails, the others here are stopped.
 
-    Its exit code is returned. Ctrl-C is passed on to all; a second one kills them.
+    Its exit code is returned. Neither happens in a run that goes on without those that it loses.
+
+    Ctrl-C is passed on to all; a second one kills them. SIGTERM lets them end well, and if all do, so does this.
     """
     command = command_line(script, arguments or [], module=module, run_name=run_name)
     settings: dict[str, str] = {}
     if lanes is not None:
         settings["COVEY_LANES"] = lanes.value
+    if on_loss is not None:
+        settings["COVEY_ON_LOSS"] = on_loss.value
     of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces)
     if processes is not None and all(option is None for option in of_cluster):
         if insecure:
             settings["COVEY_INSECURE"] = "1"
-        raise typer.Exit(keep(functools.partial(LocalRun, processes, torch_env=torch_env), command, env=settings))
+        make_run = functools.partial(LocalRun, processes, torch_env=torch_env)
+        raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts))
     if insecure:
         raise ConfigError("runs of a cluster are always encrypted; --insecure goes with -n alone")
     if size is not None and (min_size is not None or max_size is not None):
@@ -125,7 +145,8 @@ def run(
         "COVEY_INTERFACES": interfaces,
     }
     variables = {name: str(value) for name, value in asked.items() if value is not None}
-    raise typer.Exit(keep(share_of_run(1 if processes is None else processes, variables), command, env=settings))
+    share = share_of_run(1 if processes is None else processes, variables)
+    raise typer.Exit(keep(share, command, env=settings, restarts=restarts))
 
 
 def share_of_run(processes: int, variables: dict[str, str]) -> functools.partial[ClusterRun]:
@@ -136,8 +157,10 @@ def share_of_run(processes: int, variables: dict[str, str]) -> functools.partial
     Raises:
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
     """
+    from covey.base.config import GroupConfig
     from covey.net.interfaces import parse_pattern
     from covey.runtime.bootstrap import ClusterOptions, find_run  # brings in numpy, which a keeper has no use for
+    from covey.runtime.warden import ClusterWarden
 
     env = {**os.environ, **variables}
     wanted = find_run(env, {})
@@ -152,10 +175,11 @@ def share_of_run(processes: int, variables: dict[str, str]) -> functools.partial
     except ConfigError as error:
         raise ConfigError(f"{error}. `covey run -n K` starts ranks on this machine only") from None
     os.environ.pop("COVEY_SECRET", None)
+    warden = ClusterWarden(cluster, GroupConfig(interfaces=env.get("COVEY_INTERFACES", "")))
     if not is_handed_over:
-        return functools.partial(ClusterRun, processes, variables)
+        return functools.partial(ClusterRun, processes, variables, warden)
     variables |= {"COVEY_CLUSTER": cluster.name, "COVEY_SEEDS": ",".join(cluster.seeds)}
-    return functools.partial(ClusterRun, processes, variables, key=cluster.secret.key)
+    return functools.partial(ClusterRun, processes, variables, warden, key=cluster.secret.key)
 
 
 def is_run_name(word: str, following: str) -> bool:

@@ -9,6 +9,7 @@ Offsets count elements, never bytes: a range is always whole elements.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -52,6 +53,26 @@ class Plan(NamedTuple):
 
     sends: tuple[Send, ...] = ()
     recvs: tuple[Recv, ...] = ()
+
+
+@lru_cache(maxsize=256)
+def first_writes(plan: Plan) -> tuple[bool, ...]:
+    """Tell of each receive whether no earlier one has changed its range.
+
+    Raises:
+        ValueError: ranges of one buffer overlap without being the same.
+    """
+    seen: set[tuple[int, int, int]] = set()
+    firsts = []
+    for recv in plan.recvs:
+        span = (recv.buffer, recv.start, recv.stop)
+        firsts.append(span not in seen)
+        seen.add(span)
+    spans = sorted(span for span in seen if span[1] < span[2])
+    for (buffer, start, stop), (other, begin, end) in pairwise(spans):
+        if buffer == other and begin < stop:
+            raise ValueError(f"receives into {start}:{stop} and {begin}:{end} of buffer {buffer} overlap")
+    return tuple(firsts)
 
 
 def part(count: int, size: int, index: int) -> tuple[int, int]:

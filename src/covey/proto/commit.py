@@ -1,29 +1,41 @@
 """One member's side of a group's operations that are all or nothing.
 
-An operation is *running* until its whole result is in memory that nobody else can write, then *complete*, and
-*returned* when all others are known to be complete: the tokens of a dissemination barrier (Hensgen, Finkel and Manber,
-1988) tell. So if anybody returned, everybody was complete.
+An operation is *running* until its whole result is in memory that nobody else can write, then *complete*. Whoever is
+complete enters a barrier among all who take part, and nobody else does; whoever has *passed* it returns. So if anybody
+returned, everybody was complete. What moves the bytes also runs the barrier, over lanes that are made anew for every
+attempt, so that nothing of an older one can be taken for the present one. This core hears what became of it.
 
-Before a member answers who proposes a view it is *frozen*: the attempt it is in cannot complete, send a token or return
-any more, so its answer stays true until a view is installed. The view's verdict then returns the operation, raises, or
-has it run again as the attempt of that number. Bytes and tokens say which attempt they are of: what is older is
-dropped, what is newer comes from a member that installed the view first, and is kept.
+Before a member answers who proposes a view it is *frozen*: the attempt it is in can neither complete nor return any
+more, so its answer stays true until a view is installed. The view's verdict then ends the operation or has it run again
+as the attempt of that number:
+
+- it returns what it has, if all who are left are complete, since one of the lost may have returned it;
+- it is revoked if somebody gave up: this operation, or the next if this one returns, ends without a result on all
+  members, and the group is over for good;
+- it raises if its root is gone, and the group goes on;
+- else it is tried again from the kept input, without the lost.
+
+The barrier also carries whether anybody knows of a change that is waiting. What it says is known by all who pass it as
+of the same operation, and sticks; to those who return by a verdict the view says what the foremost know. So all members
+of a view that have returned the same operations know the same (`pending`), and loops that ask for it end together.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from covey.base.errors import RemoteProtocolError
-from covey.wire.membership import Fate, State, Token, View
+from covey.wire.membership import Fate, State, Verdict, View
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Two of these are made for every operation, and a frozen dataclass takes three times as long to make.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Run:
     """Execute the operation among `live` from its kept input; nothing of an earlier attempt may be used."""
 
@@ -32,15 +44,7 @@ class Run:
     live: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send a token to a rank."""
-
-    rank: int
-    token: Token
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Returned:
     """The operation is over: its result, of these contributors, may be used and its input forgotten."""
 
@@ -49,7 +53,7 @@ class Returned:
     contributors: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Raised:
     """The operation is over without a result: its root is gone. The group stays usable."""
 
@@ -57,176 +61,192 @@ class Raised:
     root: int
 
 
-Effect: TypeAlias = Run | Tell | Returned | Raised
-
-
-class Age(enum.Enum):
-    """When bytes that say which attempt they are of can be used."""
-
-    PAST = enum.auto()
-    """Never: drop them."""
-    PRESENT = enum.auto()
-    FUTURE = enum.auto()
-    """When this member gets there."""
-
-
 @dataclass(slots=True)
-class _Operation:
-    root: int
-    is_running: bool = False
-    """It was begun in the present attempt; not yet, if it was asked for while frozen."""
-    is_complete: bool = False
-    told: int = 0
-    """Rounds of the barrier whose token was sent."""
+class Revoked:
+    """The operation is over without a result, on all members, and there will be no other in this group."""
+
+    sequence: int
 
 
-class _Place:
-    """Where this member stands among those of a view, and with whom it exchanges tokens."""
+class _Phase(enum.Enum):
+    """Of the operation after the last that is over."""
 
-    def __init__(self, attempt: int, live: tuple[int, ...], me: int) -> None:
-        self.attempt, self.live = attempt, live
-        index, size = live.index(me), len(live)
-        distances = [1 << round_ for round_ in range((size - 1).bit_length())]
-        self.targets = [live[(index + distance) % size] for distance in distances]
-        self.sources = [live[(index - distance) % size] for distance in distances]
+    IDLE = enum.auto()
+    """Nobody asked for it."""
+    ASKED = enum.auto()
+    """While frozen: it begins with the next view."""
+    RUNNING = enum.auto()
+    COMPLETE = enum.auto()
+
+
+_IDLE, _ASKED, _RUNNING, _COMPLETE = _Phase
 
 
 class Commit:
-    """The operations of one group, one after another, at one member. Drain `effects` after every call.
+    """The operations of one group, one after another, at one member.
 
-    Ranks are those of view 0. Whoever drives it stops its executor before `freeze`, and begins what `Run` says.
+    Ranks are those of view 0. Whoever drives it, one call at a time, executes what `Run` says, tells when that is
+    `completed`, and only if that was still in time runs the barrier and tells when it is `passed`; before `freeze` it
+    stops both.
     """
 
+    __slots__ = (
+        "_over",
+        "_phase",
+        "_revoked_at",
+        "_root",
+        "attempt",
+        "gives_up",
+        "group",
+        "is_frozen",
+        "live",
+        "me",
+        "pending",
+        "ranks",
+        "returned",
+    )
+
     def __init__(self, group: int, ranks: Sequence[int], me: int, view: View) -> None:
+        """Begin in a view. If members that knew the group before have revoked it already, so it is here."""
         self.group, self.ranks, self.me = group, tuple(ranks), me
         self.returned = 0
-        """The last operation that is over."""
-        self._place = self._placed(view)
-        self._operation: _Operation | None = None
-        self._is_frozen = False
-        self._tokens: dict[tuple[int, int], set[tuple[int, int]]] = {}
-        """By sequence and attempt: rounds and senders."""
-        self._effects: list[Effect] = []
-
-    @property
-    def attempt(self) -> int:
-        """The number of the view."""
-        return self._place.attempt
-
-    @property
-    def live(self) -> tuple[int, ...]:
+        """The last operation that is over. One that was revoked does not count."""
+        self.attempt = view.number
+        self.live = self._living(view)
         """The ranks of the group that are in the view, in the group's order."""
-        return self._place.live
+        self.pending = False
+        """All know of a waiting change, as of operation `returned`."""
+        self.gives_up = False
+        """This member wants the group revoked, or it is. If it is not, a view has to be asked for."""
+        self.is_frozen = False
+        self._over = 0
+        """The last operation that is over by a view's word. Who has not asked for it yet will raise: if it had
+        returned anywhere, it would be complete here."""
+        self._revoked_at = 0
+        """The first operation without an end of its own; 0: there is none."""
+        self._phase, self._root = _IDLE, -1
+        self._heed(view)
 
-    def effects(self) -> list[Effect]:
-        """Return what is to be done, in order, and forget it."""
-        effects, self._effects = self._effects, []
-        return effects
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the group is over for good. Operations that others had ended before may still have to end here."""
+        return self._revoked_at > 0
 
-    # What happens.
+    def start(self, root: int = -1) -> Run | Raised | Revoked | None:
+        """Begin the next operation, and say what to do; None if frozen: `install` will say.
 
-    def start(self, root: int = -1) -> None:
-        """Begin the next operation; RuntimeError if the last is not over. A frozen member begins it when it thaws."""
-        if self._operation is not None:
+        Raises:
+            RuntimeError: the last is not over.
+        """
+        if self._phase is not _IDLE:
             raise RuntimeError(f"operation {self.returned + 1} is not over")
-        self._operation = _Operation(root)
-        if not self._is_frozen:
-            self._run()
+        self._root = root
+        if self.is_frozen:
+            self._phase = _ASKED
+            return None
+        return self._begin()
 
-    def completed(self, attempt: int) -> None:
-        """The executor of this attempt has the whole result, where nobody else can write. Too late if frozen."""
-        operation = self._operation
-        if operation is not None and operation.is_running and attempt == self.attempt and not self._is_frozen:
-            operation.is_complete = True
-            self._advance()
+    def completed(self, attempt: int) -> bool:
+        """Note that the whole result of this attempt is here, where nobody else can write; False if it is too late."""
+        if self._phase is not _RUNNING or attempt != self.attempt or self.is_frozen:
+            return False
+        self._phase = _COMPLETE
+        return True
 
-    def received(self, rank: int, token: Token) -> None:
-        """Take a token from a rank."""
-        if self.age(token.sequence, token.attempt) is not Age.PAST:
-            self._tokens.setdefault((token.sequence, token.attempt), set()).add((token.round, rank))
-            self._advance()
+    def passed(self, attempt: int, pending: bool = False) -> Returned | None:
+        """Note that all are complete in this attempt, and if any knows of a waiting change; None if it is too late.
+
+        Raises:
+            RuntimeError: this member is not complete, so it cannot have entered the barrier.
+        """
+        if self._phase is _IDLE or attempt != self.attempt or self.is_frozen:
+            return None
+        if self._phase is not _COMPLETE:
+            raise RuntimeError(f"the barrier of operation {self.returned + 1} was entered before it was complete")
+        self.pending |= pending
+        return self._return(attempt, self.live)
+
+    def give_up(self) -> None:
+        """Want the operation in progress, or the next, to end without a result, and all that follow.
+
+        Its deadline has passed, somebody revoked the group, the ranks called different things. The next view grants it
+        if it is asked for before this member freezes; until then everything goes on, and may still return.
+        """
+        self.gives_up = True
 
     def freeze(self) -> State:
-        """Stop the present attempt for good and say how far it is. The executor must have been stopped before."""
-        self._is_frozen = True
-        state = State(self.group, self.ranks, self.returned)
-        if (operation := self._operation) is None or not operation.is_running:
-            return state
-        sequence = self.returned + 1
+        """Stop the present attempt for good, and say how far this member is."""
+        self.is_frozen = True
+        is_trying = self._phase is _RUNNING or self._phase is _COMPLETE
         return State(
-            self.group, self.ranks, self.returned, sequence, self.attempt, operation.is_complete, operation.root
+            self.group,
+            self.ranks,
+            max(self.returned, self._over),
+            self.returned + 1 if is_trying else 0,
+            self.attempt if is_trying else 0,
+            self._phase is _COMPLETE,
+            self._root if is_trying else -1,
+            self.pending,
+            self.gives_up,
         )
 
-    def install(self, view: View) -> None:
-        """Do what a view says, and thaw.
+    def install(self, view: View) -> Run | Returned | Raised | Revoked | None:
+        """Do what a view says, and thaw; return what becomes of the operation in progress, None if there is none.
 
         Raises:
             RemoteProtocolError: the view commits what is not complete here; whoever judged did not keep the rules.
         """
-        operation, before, sequence = self._operation, self._place, self.returned + 1
-        fates = [(verdict.sequence, verdict.fate) for verdict in view.verdicts if verdict.group == self.group]
-        due, fate = fates[0] if fates else (sequence, Fate.REDO)
-        self._place, self._is_frozen = self._placed(view), False
-        self._tokens = {key: tokens for key, tokens in self._tokens.items() if key[1] >= view.number}
-        if operation is None:
-            return
-        is_over = sequence < due or fate is Fate.COMMIT
-        if is_over and operation.is_complete:
-            self._return(before)
-        elif (sequence == due and fate is Fate.RAISE) or self._is_headless(operation):
-            self._raise()
-        elif is_over:
+        attempt, live, sequence = self.attempt, self.live, self.returned + 1
+        self.attempt, self.live, self.is_frozen = view.number, self._living(view), False
+        verdict = self._heed(view)
+        if self._phase is _IDLE:
+            return None
+        is_over = sequence < verdict.sequence or verdict.fate is Fate.COMMIT
+        if is_over and self._phase is _COMPLETE:
+            return self._return(attempt, live)
+        if sequence == verdict.sequence and verdict.fate is Fate.RAISE:
+            return self._raise()
+        if is_over and not self.is_revoked and not self._is_headless():
             raise RemoteProtocolError(f"view {view.number} commits operation {sequence}, which is not complete here")
-        else:
-            self._operation = _Operation(operation.root)
-            self._run()
-
-    def age(self, sequence: int, attempt: int) -> Age:
-        """Tell when bytes so marked can be used. Frozen, the present attempt is past."""
-        if attempt < self.attempt + self._is_frozen or sequence <= self.returned:
-            return Age.PAST
-        is_now = attempt == self.attempt and sequence == self.returned + 1
-        return Age.PRESENT if is_now and self._operation is not None and self._operation.is_running else Age.FUTURE
+        return self._begin()
 
     # How it goes on.
 
-    def _placed(self, view: View) -> _Place:
-        return _Place(view.number, tuple(rank for rank in self.ranks if rank in view.ranks), self.me)
+    def _living(self, view: View) -> tuple[int, ...]:
+        return tuple(rank for rank in self.ranks if rank in view.ranks)
 
-    def _is_headless(self, operation: _Operation) -> bool:
-        return operation.root >= 0 and operation.root not in self.live
+    def _heed(self, view: View) -> Verdict:
+        """Learn what a view says of the group, and return it; once the group is revoked, nothing more is said of it."""
+        verdict = next((verdict for verdict in view.verdicts if verdict.group == self.group), None)
+        if verdict is None or self.is_revoked:
+            return Verdict(self.group, self.returned + 1, Fate.REDO)
+        self.pending |= verdict.pending
+        self._over = verdict.sequence - (verdict.fate in (Fate.REDO, Fate.REVOKE))
+        if verdict.fate is Fate.REVOKE:
+            self._revoked_at = verdict.sequence
+            self.gives_up = True  # those who do not know the group yet learn it from every view to come
+        return verdict
 
-    def _run(self) -> None:
-        operation = self._operation
-        assert operation is not None
-        if self._is_headless(operation):
-            self._raise()
-            return
-        operation.is_running = True
-        self._effects.append(Run(self.returned + 1, self.attempt, self.live))
+    def _is_headless(self) -> bool:
+        return self._root >= 0 and self._root not in self.live
 
-    def _raise(self) -> None:
-        assert self._operation is not None
-        root, self._operation = self._operation.root, None
+    def _begin(self) -> Run | Raised | Revoked:
+        # What others have ended before the group was revoked has raised if it does not return. Who asks for something
+        # else called it differently, and would wait for ever.
+        if self._revoked_at and (self.returned + 1 >= self._revoked_at or not self._is_headless()):
+            self._phase = _IDLE
+            return Revoked(self.returned + 1)
+        if self._is_headless():
+            return self._raise()
+        self._phase = _RUNNING
+        return Run(self.returned + 1, self.attempt, self.live)
+
+    def _return(self, attempt: int, contributors: tuple[int, ...]) -> Returned:
         self.returned += 1
-        self._effects.append(Raised(self.returned, root))
+        self._phase = _IDLE
+        return Returned(self.returned, attempt, contributors)
 
-    def _return(self, place: _Place) -> None:
-        self._operation = None
+    def _raise(self) -> Raised:
         self.returned += 1
-        self._tokens = {key: tokens for key, tokens in self._tokens.items() if key[0] > self.returned}
-        self._effects.append(Returned(self.returned, place.attempt, place.live))
-
-    def _advance(self) -> None:
-        """Send the tokens that may be sent; return the operation when all have come."""
-        operation, place = self._operation, self._place
-        if operation is None or not operation.is_complete or self._is_frozen:
-            return
-        tokens = self._tokens.get((self.returned + 1, self.attempt), set())
-        for round_, (target, source) in enumerate(zip(place.targets, place.sources, strict=True)):
-            if round_ == operation.told:
-                operation.told += 1
-                self._effects.append(Tell(target, Token(self.group, self.returned + 1, self.attempt, round_)))
-            if (round_, source) not in tokens:
-                return
-        self._return(place)
+        self._phase = _IDLE
+        return Raised(self.returned, self._root)

@@ -200,7 +200,8 @@ class Membership:
     def leave(self, now: float) -> None:
         """Ask for a view without this member, whose operations are over; it votes until `Excluded`."""
         self._presence.leaving.add(self._me)
-        if self.view.ranks == (self._me,):
+        if self._is_forsaken():
+            self._tell_trouble()
             self._exclude(self.view)
             return
         self._tell_trouble()
@@ -232,9 +233,13 @@ class Membership:
                 self._received_pulse(place, message, now)
             case Decided():
                 self._received_decided(place, message.view, now)
+            case Trouble() if message.number < self.view.number:
+                self._send(place, Decided(self._history.get(message.number + 1, self.view)))
             case Trouble() if message.number == self.view.number and not self._is_excluded:
                 if message.leaves:
                     self._presence.leaving.add(place)
+                    if self._is_forsaken():
+                        self._exclude(self.view)
                 else:
                     self._is_wanted = True
                 self._review(now)
@@ -342,6 +347,10 @@ class Membership:
         owner = self._owner(self.ballot)
         before = sorted(here, key=lambda rank: (rank in self._presence.leaving, rank != owner, rank)).index(self._me)
         return STAGGER * min(before, MOST_TURNS) * (1 + self._random.random() / 4)
+
+    def _is_forsaken(self) -> bool:
+        """Tell whether all members leave, this one too: then there is nothing to agree on."""
+        return self._me in self._presence.leaving and set(self.view.ranks) <= self._presence.leaving
 
     def _drop_proposal(self, now: float) -> None:
         self._proposal, self._consider_at = None, math.inf

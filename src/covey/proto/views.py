@@ -56,8 +56,13 @@ def judge(answers: Mapping[int, tuple[State, ...]]) -> tuple[Verdict, ...]:
     """Return the verdicts of a view whose members gave these answers, for every group that one of them is in.
 
     None can return before all are complete. So what the foremost is past is complete with all, or raises for want of a
-    root; only the next can be in doubt. It is committed if all who are left are complete in the same attempt: one of
-    the lost may have returned it. Else nobody has, or ever will: the members are frozen.
+    root; only the next can be in doubt. It is over if all who are left are complete in the same attempt: one of the
+    lost may have returned it. Else nobody has, or ever will: the members are frozen.
+
+    If somebody gives up, the first operation that nobody can have returned is revoked: the one in doubt, or the one
+    after it if that is over. So a wish that a view knows of is always granted by that view, all who are in it see the
+    group end at the same operation, and a result that one of the lost may have used is never taken back. Only who is
+    in no such view can have seen the revoked operation end otherwise, and only by raising: its root was gone.
     """
     groups: dict[int, dict[int, State]] = {}
     for rank in sorted(answers):
@@ -69,9 +74,14 @@ def judge(answers: Mapping[int, tuple[State, ...]]) -> tuple[Verdict, ...]:
 def _judge_group(group: int, states: Mapping[int, State], company: Collection[int]) -> Verdict:
     ranks = {rank for state in states.values() for rank in state.ranks if rank in company}
     due = 1 + max(state.returned for state in states.values())
+    # Those who returned the same last operation know the same: it comes from the same barrier.
+    pending = any(state.pending for state in states.values() if state.returned == due - 1)
     trying = {rank: state for rank, state in states.items() if state.sequence == due}
     is_whole = trying.keys() == ranks and all(state.complete for state in trying.values())
-    if is_whole and len({state.attempt for state in trying.values()}) == 1:
-        return Verdict(group, due, Fate.COMMIT)
+    is_over = is_whole and len({state.attempt for state in trying.values()}) == 1
+    if any(state.gives_up for state in states.values()):
+        return Verdict(group, due + is_over, Fate.REVOKE, pending)
+    if is_over:
+        return Verdict(group, due, Fate.COMMIT, pending)
     is_headless = any(state.root >= 0 and state.root not in company for state in trying.values())
-    return Verdict(group, due, Fate.RAISE if is_headless else Fate.REDO)
+    return Verdict(group, due, Fate.RAISE if is_headless else Fate.REDO, pending)

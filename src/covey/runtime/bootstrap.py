@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.config import GroupConfig, check_timeout, group_config, split_list
+from covey.base.config import YEAR_SECONDS, GroupConfig, check_timeout, group_config, split_list
 from covey.base.errors import ConfigError, DeadlineError
 from covey.net import shm
 from covey.net.meeting import TOKEN_BYTES, meeting_folder
@@ -29,6 +29,10 @@ JOIN_SECONDS: Final = 300.0
 """How long `join` waits for the other ranks of a launcher by default: they may be loading large libraries."""
 CLUSTER_JOIN_SECONDS: Final = 60.0
 DEFAULT_MIN_SIZE: Final = 2
+FOUND_SECONDS: Final = 30.0
+"""How long the control loop may take to begin a generation."""
+LEAVE_SECONDS: Final = 2.0
+"""How long the others may take to agree that this node leaves, when its group is closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,10 @@ class Place:
     """All ranks are on this host and meet in this folder; or empty, and they meet at `master`."""
     token: bytes | None = field(default=None, repr=False)
     """Proves membership. None: the first one to come to the folder makes it."""
+    keeper: str = ""
+    """Where the keeper of all ranks listens, if there is one."""
+    is_restarted: bool = False
+    """An earlier process had this place: the run goes on, and this one is a newcomer to it."""
     master: tuple[str, int] | None = None
     name: str = "run"
 
@@ -73,6 +81,9 @@ def join(
     streams: int | str | None = None,
     op_timeout: float | None = None,
     insecure: bool | None = None,
+    on_loss: str | None = None,
+    patience: float | None = None,
+    quorum: str | None = None,
 ) -> Group:
     """Return the group of a run in a cluster, or the one that a launcher's environment describes.
 
@@ -96,20 +107,54 @@ def join(
         streams: connections per secure lane, or `auto` (COVEY_STREAMS).
         op_timeout: seconds an operation may take, unless it says otherwise (COVEY_TIMEOUT; default 30 minutes).
         insecure: let a launcher's ranks talk to other machines in clear text (COVEY_INSECURE).
+        on_loss: what an operation does that loses a member: `raise`, or `continue`: it is all or nothing, and finishes
+            among those who are left (COVEY_ON_LOSS).
+        patience: seconds that members wait for a quorum of the others, or for them to come back, before they give up
+            with QuorumLostError (COVEY_PATIENCE; default 30).
+        quorum: `majority` of the last view goes on; with `any`, two halves may go on apart (COVEY_QUORUM).
 
     Raises:
         ConfigError: the arguments, the environment or the settings contradict themselves.
         AuthError: the secret or this node's identity is not accepted.
         DeadlineError: the others did not come; says who is here, and who was refused and why.
     """
-    config = group_config(
-        os.environ, lanes=lanes, timeout=op_timeout, insecure=insecure, interfaces=interfaces, streams=streams
+    return join_as_asked(
+        {
+            "run": run,
+            "cluster": cluster,
+            "min_size": min_size,
+            "max_size": max_size,
+            "size": size,
+            "timeout": timeout,
+            "secret": secret,
+            "seeds": seeds,
+            "interfaces": interfaces,
+            "lanes": lanes,
+            "streams": streams,
+            "op_timeout": op_timeout,
+            "insecure": insecure,
+            "on_loss": on_loss,
+            "patience": patience,
+            "quorum": quorum,
+        }
     )
-    wanted = find_run(
-        os.environ,
-        {"run": run, "size": size, "min_size": min_size, "max_size": max_size, "timeout": timeout},
-    )
+
+
+_OF_RUN: Final = ("run", "size", "min_size", "max_size", "timeout")
+_OF_GROUP: Final = ("lanes", "insecure", "interfaces", "streams", "on_loss", "patience", "quorum")
+_OF_CLUSTER: Final = ("cluster", "secret", "seeds")
+
+
+def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False) -> Group:
+    """Join with these arguments of `join`; who `is_elastic` waits outside of a run that goes on as long as it does."""
+    if unknown := asked.keys() - {*_OF_RUN, *_OF_GROUP, *_OF_CLUSTER, "op_timeout"}:
+        raise TypeError(f"join has no argument {min(unknown)!r}")
+    settings = {name: asked.get(name) for name in _OF_GROUP}
+    config = group_config(os.environ, timeout=asked.get("op_timeout"), **settings)
+    wanted = find_run(os.environ, {name: asked.get(name) for name in _OF_RUN})
+    timeout = asked.get("timeout")
     place = None if wanted is not None else find_place(os.environ)
+    cluster, secret, seeds = (asked.get(name) for name in _OF_CLUSTER)
     credentials = ClusterOptions(cluster, secret, tuple(seeds) if seeds is not None else None)
     request = (config, wanted, place, credentials)
     global _joined
@@ -119,12 +164,12 @@ def join(
     try:
         if _joined is None or _joined[1]._engine.is_over:
             if place is not None:
-                group = join_at(place, config, timeout=timeout, options=credentials)
+                group = join_at(place, config, timeout=timeout, options=credentials, is_elastic=is_elastic)
             else:
                 assert wanted is not None
                 from covey.runtime.joining import join_run  # brings in all that clusters need
 
-                group = join_run(wanted, config, credentials)
+                group = join_run(wanted, config, credentials, is_elastic=is_elastic)
             _joined = request, group
         elif _joined[0] != request:
             raise ConfigError("a group is open with other settings; close it before you join with new ones")
@@ -133,14 +178,22 @@ def join(
         _joining.release()
 
 
-def join_as(place: Place) -> Group:
+def join_as(place: Place, *, on_loss: str | None = None) -> Group:
     """Return the group of the run in which this process has `place`; `join` returns it from now on, too."""
     global _joined
     with _joining:
-        config = group_config(os.environ)
+        config = group_config(os.environ, on_loss=on_loss)
         group = join_at(place, config)
         _joined = (config, None, find_place(os.environ), ClusterOptions()), group
         return group
+
+
+def replace_joined(old: Group, new: Group) -> None:
+    """Have `join` return the group of the next generation from now on, if it returned that of the last."""
+    global _joined
+    with _joining:
+        if _joined is not None and _joined[1] is old:
+            _joined = _joined[0], new
 
 
 def join_at(
@@ -149,6 +202,7 @@ def join_at(
     *,
     timeout: float | None = None,
     options: ClusterOptions | None = None,
+    is_elastic: bool = False,
 ) -> Group:
     """Return the group of the run in which this process has `place`."""
     config = config if config is not None else group_config(os.environ)
@@ -160,6 +214,8 @@ def join_at(
     from covey.runtime.node import Node
 
     seat = _take_seat(place, config, options or ClusterOptions())
+    if place.is_restarted:
+        return _join_late(place, config, seat, YEAR_SECONDS if is_elastic else wait)
     node = Node(
         rank=place.rank,
         size=place.size,
@@ -170,9 +226,35 @@ def join_at(
         entrance=seat.entrance,
         contacts=seat.contacts,
         denied=seat.denied,
+        keeper=place.keeper,
         on_close=seat.on_close,
     )
     node.form(wait)
+    return group_of(node, place.local_rank)
+
+
+def _join_late(place: Place, config: GroupConfig, seat: Seat, wait: float) -> Group:
+    """Return the group of the next generation of a run that goes on."""
+    from covey.runtime import loop as control
+    from covey.runtime.newcomer import Newcomer
+
+    async def wait_for_a_seat() -> Node:
+        newcomer = Newcomer(place, config, seat)
+        try:
+            return await newcomer.become_a_node(wait)
+        except BaseException:
+            await newcomer.close()
+            raise
+
+    future = control.start(wait_for_a_seat())
+    try:
+        node = future.result()
+    except BaseException:  # Ctrl-C, too
+        if not future.cancel() and future.done() and future.exception() is None:
+            future.result().close()
+        else:
+            seat.on_close()
+        raise
     return group_of(node, place.local_rank)
 
 
@@ -199,17 +281,22 @@ def _launcher_wait(timeout: float | None) -> float:
     return check_timeout(timeout if timeout is not None else _seconds(os.environ, "COVEY_JOIN_TIMEOUT", JOIN_SECONDS))
 
 
-def group_of(node: Node, local_rank: int) -> Group:
-    """Return the group of all ranks of a node's run; closing it closes the node."""
-    engine = Engine(node, 0, tuple(range(node.size)), node.run, node.config)
+def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
+    """Return the group of all ranks of a node's generation; closing it closes the node."""
+    generation = node.generation
+    members = generation.seats if generation is not None else tuple(range(node.size))
+    number = generation.number if generation is not None else 0
+    engine = Engine(node, number, members, node.run, node.config, generation=generation)
 
     def on_close() -> None:
         for member in node.groups():
             member.close()  # groups that were split off cannot outlive the run
+        if node.config.on_loss == "continue" and node.generation is not None:
+            node.generation.leave(LEAVE_SECONDS)  # those who go on must not take this for a crash
         node.close()
         atexit.unregister(group.close)
 
-    group = Group(engine, local_rank=local_rank, on_close=on_close)
+    group = Group(engine, local_rank=local_rank, on_close=on_close, is_fresh=is_fresh)
     atexit.register(group.close)
     return group
 
@@ -315,6 +402,8 @@ def _covey_run(env: Mapping[str, str]) -> Place | None:
         local_size=_number(env, "COVEY_LOCAL_SIZE", size),
         folder=_required(env, "COVEY_MEET"),
         token=_read_token(_number(env, "COVEY_TOKEN_FD")),
+        keeper=env.get("COVEY_KEEPER", ""),
+        is_restarted=_number(env, "COVEY_RESTART", 0) > 0,
     )
 
 

@@ -219,7 +219,7 @@ class Candidate(Gathering):
                     node.heard(rank, message)
                 linked.early = []
         node.on_silent = self._give_up
-        node.keep_vigil()
+        node.begin()
 
 
 def _tell_how_to_reach(peer: Peer, someone: Acquaintance) -> None:

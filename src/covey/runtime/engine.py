@@ -3,11 +3,13 @@
 A blocking operation runs on the thread that calls. `async_op=True` hands operations to one worker thread. The
 control loop reports what other ranks say; it only ever notes a fault and wakes whoever sleeps, so lanes are touched
 by one thread at a time.
+
+With `on_loss="raise"` the first fault ends the group. With `on_loss="continue"` operations are all or nothing
+(`runtime.pact`), and what would end the group has to be agreed on first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import logging
@@ -17,7 +19,7 @@ import select
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -28,28 +30,28 @@ from covey.base.errors import (
     ConnectError,
     CoveyError,
     DeadlineError,
-    MismatchError,
     PeerLostError,
     RemoteProtocolError,
 )
 from covey.runtime import loop as control
-from covey.runtime.execute import execute
+from covey.runtime.bell import Bell
+from covey.runtime.circle import Circle, DisagreedError
 from covey.runtime.fault import Fault
 from covey.runtime.ledger import OPERATIONS, Call, Ledger
 from covey.runtime.work import Work
 from covey.wire import messages
-from covey.wire.header import MAGIC, PREFIX, unpack
+from covey.wire.header import unpack
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from covey.base.arithmetic import Reduction
     from covey.base.config import GroupConfig
-    from covey.net.lane import Lane, LaneClosedError
-    from covey.plan.moves import Plan
+    from covey.net.lane import LaneClosedError
+    from covey.runtime.generation import Generation
     from covey.runtime.messenger import Messenger
     from covey.runtime.node import Node
+    from covey.runtime.pact import Pact
 
 logger = logging.getLogger("covey")
 
@@ -65,7 +67,8 @@ FLUSH_SECONDS: Final = 5.0
 """How long closing a group may take to hand messages over that were sent already."""
 QUEUE_LIMIT: Final = 10_000
 """Asynchronous operations that may wait; the next one is an error, since something is running away."""
-CACHED_PREFIXES: Final = 4096
+CARRIERS: Final = frozenset(OPERATIONS.index(name) for name in ("all_reduce", "barrier"))
+"""Operations in which every rank hears from every other, so that all know of a waiting change after the same one."""
 MESSAGES: Final = Call(0, 0, 0, "a message")
 
 
@@ -73,34 +76,41 @@ class Engine:
     """The collectives of one group on this rank. A group of one has no node and runs nothing."""
 
     def __init__(
-        self, node: Node | None, group_id: int, members: tuple[int, ...], name: str, config: GroupConfig
+        self,
+        node: Node | None,
+        group_id: int,
+        members: tuple[int, ...],
+        name: str,
+        config: GroupConfig,
+        *,
+        generation: Generation | None = None,
     ) -> None:
-        """`members` are ranks of the run, in the order of the group's own ranks."""
+        """`members` are seats of the run, in the order of the group's own ranks."""
         self.node = node
         self.id = group_id
         self.members = members
         self.name = name
         self.config = config
+        self.generation = generation
         self.size = len(members)
         self.rank = members.index(node.rank) if node is not None else 0
         self.ranks = range(self.size)
-        self.contributors = self.size
-        self.wake_fd = -1
-        self.polls: dict[tuple[int, ...], select.poll] = {}
-        self._wake_write_fd = -1
+        self.contributors = tuple(self.ranks)
+        """The ranks whose input is in the result of the last operation that returned."""
+        self.nothing = np.empty(0, np.uint8)
+        self.call = Call(0, 0, 0, "")
+        self.sequence = 0
+        """The number of operations started."""
+        self.quiet = contextvars.Context()
+        """Where infinities and nans are numbers like others and not worth a warning; cheaper than np.errstate."""
+        self.quiet.run(np.seterr, all="ignore")
         self._ranks_by_member = {member: rank for rank, member in enumerate(members)}
-        self._lanes: list[Lane | None] = [None] * self.size
         self._ledger = Ledger()
-        self._sequence = 0
-        self._call = Call(0, 0, 0, "")
-        self._phase = 0
         self._timeout = self._deadline = 0.0
         self._announced = False
         self._warn_at = 0.0
-        self._prefixes: dict[tuple[int, int], bytes] = {}
-        self._quiet = contextvars.Context()
-        """Where infinities and nans are numbers like others and not worth a warning; cheaper than np.errstate."""
-        self._quiet.run(np.seterr, all="ignore")
+        self._is_pending = False
+        self._returned = 0
         self._issuing = threading.Lock()
         self._fault: Fault | None = None
         self._first_error: BaseException | None = None
@@ -116,16 +126,54 @@ class Engine:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         host = node.host if node is not None else ""
         same_host = 1 + sum(1 for peer in self._peers() if peer.contact is not None and peer.contact.host == host)
-        self._spin = same_host <= cores
+        self.may_spin = same_host <= cores
         self._messenger: Messenger | None = None
         self._messenger_lock = threading.Lock()
         self._descriptors: list[int] = []
-        self._dropped = weakref.finalize(self, _drop, node, group_id, self._descriptors, self._queue)
+        self._bell = Bell(self._descriptors)
+        self._pact: Pact | None = None
+        self._dropped = weakref.finalize(
+            self, _drop, node, generation, group_id, members, self._descriptors, self._queue
+        )
         if node is not None:
             node.register(group_id, self)
             for peer in self._peers():  # who went before anyone could tell this group
                 if peer.gone:
                     self.peer_gone(peer.rank, left=peer.left)
+        if generation is not None and config.on_loss == "continue":
+            from covey.runtime.pact import Pact  # of no use to groups that end with their first loss
+
+            self._pact = Pact(self, generation, self._descriptors)
+        else:
+            self._circle = Circle(self, 0, tuple(self.ranks), self._bell, None)
+
+    @property
+    def circle(self) -> Circle:
+        """Those who carry out operations now."""
+        return self._circle if self._pact is None else self._pact.circle
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The ranks that have not been lost."""
+        if self._pact is not None:
+            return self._pact.circle.ranks
+        peers = self.node.peers if self.node is not None else {}
+        return tuple(rank for rank, seat in enumerate(self.members) if seat not in peers or not peers[seat].gone)
+
+    @property
+    def change_pending(self) -> bool:
+        """Whether all ranks know of a waiting change, as of the last operation that carried the news."""
+        return self._is_pending if self._pact is None else self._pact.is_pending
+
+    @property
+    def last_returned(self) -> int:
+        """The last operation that returned here."""
+        return self._returned if self._pact is None else self._pact.returned
+
+    @property
+    def knows_change(self) -> bool:
+        """Whether this rank knows of a waiting change."""
+        return self.node is not None and self.node.knows_change
 
     def _peers(self) -> list[Any]:
         return [self.node.peers[member] for member in self.members if member != self.node.rank] if self.node else []
@@ -135,33 +183,32 @@ class Engine:
         """Whether the group was closed or has failed."""
         return self._closed or self._fault is not None
 
-    @property
-    def sequence(self) -> int:
-        """The number of operations started."""
-        return self._sequence
+    def lane_kind(self, rank: int) -> str:
+        """Return the kind of lane to a rank, from facts that both ends know."""
+        assert self.node is not None
+        return self.node.lanes.kind(self.members[rank])
 
     def lane_kinds(self) -> dict[int, str]:
         """Return the kind of lane to each other rank: what it is if it is open, else what it will be."""
-        return {
-            rank: lane.kind if (lane := self._lanes[rank]) is not None else self.node.lanes.kind(member)
-            for rank, member in enumerate(self.members)
-            if self.node is not None and rank != self.rank
-        }
+        opened = self.circle.open_kinds()
+        return {rank: opened.get(rank) or self.lane_kind(rank) for rank in self.live if rank != self.rank}
 
     # Issuing
 
     def run(
         self,
         call: Call,
-        body: Callable[[Engine], Any],
+        body: Callable[[Circle], Any],
         *,
         timeout: float | None,
         async_op: bool,
         then: Callable[[Any], Any] | None = None,
+        root: int = -1,
     ) -> Any:
         """Perform `body` as the next operation, or queue it and return a Work.
 
-        `then` turns what `body` returns into the result; if it raises, only this call fails, not the group.
+        `body` may be called again, if others are lost in the middle; without `root` it would mean nothing. `then` turns
+        what it returns into the result, once; if it raises, only this call fails, not the group.
         """
         if not self._issuing.acquire(blocking=False):
             raise BusyError(
@@ -173,64 +220,86 @@ class Engine:
                 self._refuse(call)
             limit = self.config.timeout if timeout is None else check_timeout(timeout)
             if not async_op and not self._unfinished:
-                return self._perform(call, body, then, limit)
+                return self._perform(call, body, then, limit, root)
             if not async_op and threading.current_thread() is self._worker:
                 raise BusyError(f"{call.text} would wait for operations that wait for this callback; use async_op=True")
-            work = self._enqueue(call, body, then, limit)
+            work = self._enqueue(call, body, then, limit, root)
             return work if async_op else work.wait()
         finally:
             self._issuing.release()
 
     def _perform(
-        self, call: Call, body: Callable[[Engine], Any], then: Callable[[Any], Any] | None, limit: float
+        self,
+        call: Call,
+        body: Callable[[Circle], Any],
+        then: Callable[[Any], Any] | None,
+        limit: float,
+        root: int,
     ) -> Any:
-        self._sequence = sequence = self._sequence + 1
+        self.sequence = sequence = self.sequence + 1
         self._ledger.enter(sequence, call)
-        self._call = call
-        self._phase = 0
+        self.call = call
         self._timeout = limit
         self._deadline = time.monotonic() + limit
         self._announced = False
         self._warn_at = 0.0
         try:
-            result = body(self)
+            if self._pact is not None:
+                result = self._pact.perform(body, root)
+            else:
+                circle, carries = self._circle, call.operation in CARRIERS
+                circle.begin(knows_change=carries and self.knows_change)
+                result = body(circle)
+                self._is_pending |= carries and circle.knows_change
+                self._returned = sequence
+        except DisagreedError as disagreement:
+            self.end(Fault("MismatchError", str(disagreement)))
+            self._first_error = disagreement.error
+            raise disagreement.error from None
         except BaseException as error:
             self._gave_up(error)
             raise
         return result if then is None else then(result)
 
-    def execute(self, plan: Plan, buffers: Sequence[np.ndarray[Any, Any]], reduction: Reduction | None = None) -> None:
-        """Carry out one plan of the current operation."""
-        call, phase = self._call, self._phase
-        self._phase = phase + 1
-        prefix = self._prefixes.get((call.fingerprint, phase))
-        if prefix is None:
-            if len(self._prefixes) > CACHED_PREFIXES:
-                self._prefixes.clear()
-            prefix = PREFIX.pack(MAGIC, call.operation, call.dtype, phase, 0, self.id, call.fingerprint)
-            self._prefixes[call.fingerprint, phase] = prefix
-        self._quiet.run(execute, plan, buffers, reduction, self.contributors, prefix, self._sequence, self, self._spin)
+    def returned(self, contributors: tuple[int, ...]) -> None:
+        """An operation that is all or nothing has returned what these ranks contributed to."""
+        self.contributors = contributors
+        assert self.node is not None
+        if self.node.events.is_recovering:
+            self.node.events.phase("redo")
+
+    def lane_opened(self) -> None:
+        """A lane of this group is open."""
+        if self.node is not None and self.node.events.is_recovering:
+            self.node.events.phase("reconnect")
+
+    def root_lost(self, root: int) -> PeerLostError:
+        """Return what to raise for an operation whose root is lost; the group goes on."""
+        text = f"{self._name_ranks((root,))} is lost, and {self._what()} means nothing without it"
+        return PeerLostError(text, rank=root, host=self._host(root), operation=self.call.text, sequence=self.sequence)
 
     def _gave_up(self, error: BaseException) -> None:
         """The current operation ended with `error`: the others must know, whatever it was."""
+        if self._pact is not None and self._fault is None and isinstance(error, PeerLostError):
+            return  # the root was lost, and all of the others know
         if self._fault is None:
             text = f"rank {self.rank} gave up {self._what()}: {type(error).__name__}: {error}"
-            self.fail(Fault("PeerLostError", text, (self.rank,)))
+            fault = Fault("PeerLostError", text, (self.rank,))
+            if self._pact is not None and self.generation is not None:
+                # Only this rank has failed, in the middle of what is all or nothing: the others go on without it.
+                self.end(fault)
+                control.soon(self.generation.withdraw)
+            else:
+                self.fail(fault)
         if self._first_error is None:
             self._first_error = error
-
-    def close_with(self, error: MismatchError) -> NoReturn:
-        """Close the group with an error that every rank finds by itself, and raise it."""
-        self.fail(Fault("MismatchError", str(error)), tell=False)
-        self._gave_up(error)
-        raise error
 
     def _refuse(self, call: Call) -> None:
         """Raise what keeps `call` from running."""
         if self._fault is None:
             raise ClosedError(f"{call.text}: group {self.name!r} is closed")
         if self._first_error is None:
-            self._first_error = self._error(call.text, self._sequence + 1)
+            self._first_error = self._error(call.text, self.sequence + 1)
             raise self._first_error
         raise ClosedError(
             f"{call.text}: group {self.name!r} is closed since an earlier failure: {self._first_error}"
@@ -241,36 +310,29 @@ class Engine:
         if self._fault is not None or self._closed:
             self._refuse(MESSAGES)
 
-    @functools.cached_property
-    def lane_family(self) -> str:
-        """ "ring" if by the host map all pairs of the group share memory, else "stream": the same on all ranks."""
-        if self.node is None:
-            return "ring"
-        kinds = {self.node.lanes.kind(member) for member in self.members if member != self.node.rank}
-        return "ring" if kinds <= {"shm", "memory"} else "stream"
-
     # The worker thread
 
-    def _enqueue(self, call: Call, body: Any, then: Any, limit: float) -> Work[Any]:
+    def _enqueue(self, call: Call, body: Any, then: Any, limit: float, root: int) -> Work[Any]:
         work: Work[Any] = Work(f"{call.text} of group {self.name!r}")
         with self._counting:
             if self._unfinished >= QUEUE_LIMIT:
                 raise BusyError(f"{QUEUE_LIMIT} operations of group {self.name!r} wait already; wait for some of them")
             self._unfinished += 1
-        self._queue.put((self, work, call, body, then, limit))
+        self._queue.put((self, work, call, body, then, limit, root))
         if self._worker is None:
             self._worker = threading.Thread(target=_work, args=(self._queue,), name=f"covey-{self.name}", daemon=True)
             self._worker.start()
         return work
 
-    def run_queued(self, work: Work[Any], call: Call, body: Any, then: Any, limit: float) -> None:
+    def run_queued(self, work: Work[Any], call: Call, body: Any, then: Any, limit: float, root: int) -> None:
         """Perform an operation on the worker thread."""
         self._running = work
         result, error = None, None
         try:
             if self._fault is not None or self._closed:
                 self._refuse(call)
-            result = self._perform(call, body, then, limit)
+            result = self._perform(call, body, then, limit, root)
+            work.contributors = self.contributors
         except BaseException as failure:
             error = failure
         self._running = None
@@ -282,53 +344,24 @@ class Engine:
     # What an execution asks
 
     def check(self) -> None:
+        """Raise if the group has failed."""
         if self._fault is not None:
-            raise self._error(self._call.text, self._sequence)
+            raise self._error(self.call.text, self.sequence)
 
-    def lane(self, peer: int) -> Lane:
-        lane = self._lanes[peer]
-        return lane if lane is not None else self._open_lane(peer)
-
-    def _open_lane(self, peer: int) -> Lane:
-        assert self.node is not None
-        self._open_wake()
-        since = time.monotonic()
-        while True:
-            self.check()
-            try:
-                lane: Lane = self.node.lanes.open(self.id, self.members[peer], "collectives", ANNOUNCE_SECONDS)
-            except DeadlineError:
-                self.stalled(since, (peer,))
-            except ConnectError as error:
-                self.lane_closed(peer, error)
-            except ClosedError:
-                self.check()
-                raise
-            else:
-                self._lanes[peer] = lane
-                return lane
-
-    def _open_wake(self) -> None:
-        with self._fault_lock:
-            if self.wake_fd < 0:
-                self.wake_fd, self._wake_write_fd = _wake_descriptors()
-                self._descriptors += {self.wake_fd, self._wake_write_fd}
-        if self._fault is not None:
-            self._wake()
-
-    def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
+    def stalled(self, circle: Circle, since: float, waiting_for: tuple[int, ...]) -> float:
+        """Nothing moved since `since`; say so where it helps, raise if time is up, return when to call again."""
         now = time.monotonic()
         if now >= self._deadline:
-            self._announce(self._sequence)  # once more: who could not answer before may do so now, and is not to blame
+            self._announce(self.sequence)  # once more: who could not answer before may do so now, and is not to blame
             self._await_fault(ANSWER_SECONDS)
-            self.check()
+            circle.check()
             late = self._late(waiting_for)
             text = f"{self._what()} did not finish within {self._timeout:g} s; {self._name_ranks(late)} did not come"
             self.fail(Fault("DeadlineError", text, late))
-            self.check()
+            circle.check()
         if not self._announced and now >= since + ANNOUNCE_SECONDS:
             self._announced = True
-            self._announce(self._sequence)
+            self._announce(self.sequence)
         if not self._warn_at:
             self._warn_at = now + WARN_SECONDS
         elif now >= self._warn_at:
@@ -339,7 +372,10 @@ class Engine:
         moments = (self._deadline, self._warn_at, since + ANNOUNCE_SECONDS)
         return min(moments[:2] if self._announced else moments)
 
-    def lane_closed(self, peer: int, error: LaneClosedError | ConnectError) -> None:
+    def lane_closed(self, circle: Circle, peer: int, error: LaneClosedError | ConnectError) -> None:
+        """The lane to a rank ended; raise what ended it."""
+        if self._pact is not None:
+            self._pact.disturbed(circle)
         text = self._why_closed(peer, str(error))
         self.fail(Fault("PeerLostError", text, (peer,)))
         self.check()
@@ -348,49 +384,66 @@ class Engine:
         """Wait a moment for the news why a lane ended; say what there is to say if the group has not failed by then."""
         assert self.node is not None
         other = self.node.peers[self.members[peer]]
-        self._await_fault(CAUSE_SECONDS, lambda: other.left)
-        why = "left the group" if other.left else f"closed the group, or the connection broke ({symptom})"
+        self._await_fault(CAUSE_SECONDS, lambda: other.left or other.excluded)
+        why = f"closed the group, or the connection broke ({symptom})"
+        if other.left or other.excluded:
+            why = "left the group" if other.left else f"is lost{f': {other.reason}' if other.reason else ''}"
         return f"{self._name_ranks((peer,))} {why}"
 
     def _await_fault(self, seconds: float, or_else: Callable[[], bool] = lambda: False) -> None:
         poll = select.poll()
-        if self.wake_fd >= 0:
-            poll.register(self.wake_fd, select.POLLIN)
+        if self._bell.fd >= 0:
+            poll.register(self._bell.fd, select.POLLIN)
         until = time.monotonic() + seconds
         while self._fault is None and not or_else() and time.monotonic() < until:
             poll.poll(10)
 
-    def wrong_header(self, peer: int, expected: bytes, header: bytes) -> None:
+    def wrong_header(self, circle: Circle, peer: int, expected: bytes, header: bytes) -> None:
+        """A rank sent another transfer than the plan says; raise what went wrong."""
         try:
             theirs, ours = unpack(header), unpack(expected)
         except RemoteProtocolError as error:
             self.fail(Fault("RemoteProtocolError", f"rank {peer} sent {error}", (peer,)))
-            self.check()
+            circle.check()
             raise
         self._announce(min(theirs.sequence, ours.sequence))
         self._await_fault(4 * ANSWER_SECONDS)
         operation = OPERATIONS[theirs.operation] if theirs.operation < len(OPERATIONS) else "something else"
         text = (
-            f"in group {self.name!r}, rank {self.rank} is in {self._call.text} as its operation {ours.sequence}, but "
+            f"in group {self.name!r}, rank {self.rank} is in {self.call.text} as its operation {ours.sequence}, but "
             f"rank {peer} sent {theirs.nbytes} bytes of {operation} as its operation {theirs.sequence}"
         )
         self.fail(Fault("MismatchError", text, (peer,)))
-        self.check()
+        circle.check()
 
     # Faults
 
-    def fail(self, fault: Fault, *, tell: bool = True) -> None:
-        """Note the first thing that went wrong, wake whoever waits, and tell the other ranks."""
+    def fail(self, fault: Fault) -> None:
+        """Note the first thing that went wrong, wake whoever waits, and tell the other ranks.
+
+        A group that is all or nothing only ends once its members have agreed on it.
+        """
+        if self._fault is not None or self.node is None:
+            self.end(fault)
+            return
+        if self._pact is not None:
+            self._pact.give_up(fault)
+        else:
+            self.end(fault)
+        self.node.tell((seat for seat in self.members if seat != self.node.rank), self._revocation(fault))
+
+    def end(self, fault: Fault) -> None:
+        """End the group here, and wake whoever waits."""
         with self._fault_lock:
             if self._fault is not None:
                 return
             self._fault = fault
-        self._wake()
+        self.circle.is_stopped = True
+        self._bell.ring()
+        if self._pact is not None:
+            self._pact.wake()
         if self.node is not None:
-            self.node.lanes.abandon(lambda key: key[0] == self.id, ClosedError(fault.text))
-            if tell:
-                others = (member for member in self.members if member != self.node.rank)
-                self.node.tell(others, self._revocation(fault))
+            self.node.lanes.abandon(lambda key: key.group == self.id, ClosedError(fault.text))
 
     def _revocation(self, fault: Fault) -> messages.Revoke:
         return messages.Revoke(self.id, fault.kind, fault.text[:8000], fault.ranks)
@@ -399,16 +452,14 @@ class Engine:
         """Return the error for a fault, for those who run beside the collectives."""
         if self._fault is None:
             return None
-        error = self._error("point-to-point", self._sequence)
+        error = self._error("point-to-point", self.sequence)
         self._first_error = self._first_error or error
         return error
 
     def lost_error(self, peer: int) -> CoveyError:
         """Return the error for a peer whose lane for messages ended; wait a moment for the news that tells why."""
         text = self._why_closed(peer, "end of stream")
-        lost = PeerLostError(
-            text, rank=peer, host=self._host(peer), operation="point-to-point", sequence=self._sequence
-        )
+        lost = PeerLostError(text, rank=peer, host=self._host(peer), operation="point-to-point", sequence=self.sequence)
         return self.fault_error() or lost
 
     def _error(self, what: str, sequence: int) -> CoveyError:
@@ -418,7 +469,7 @@ class Engine:
         return fault.error(rank=self.rank, host=host, operation=what, sequence=sequence, group=self.name)
 
     def _what(self) -> str:
-        return f"{self._call.text}, operation {self._sequence} of group {self.name!r}"
+        return f"{self.call.text}, operation {self.sequence} of group {self.name!r}"
 
     def _host(self, rank: int) -> str:
         if self.node is None or rank not in self.ranks or rank == self.rank:
@@ -436,13 +487,7 @@ class Engine:
 
     def _late(self, waiting_for: tuple[int, ...]) -> tuple[int, ...]:
         """Return who keeps this operation waiting: those who never came to it, or else those it waits for."""
-        return self._ledger.late(self._sequence, self.ranks, self.rank) or tuple(sorted(set(waiting_for)))
-
-    def _wake(self) -> None:
-        with self._fault_lock:  # the number may mean another file once `close` has had its turn
-            if self._wake_write_fd >= 0:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._wake_write_fd, b"\1\0\0\0\0\0\0\0")
+        return self._ledger.late(self.sequence, self.ranks, self.rank) or tuple(sorted(set(waiting_for)))
 
     # What the control loop reports
 
@@ -461,7 +506,11 @@ class Engine:
             return
         if isinstance(message, messages.Revoke):
             ranks = tuple(rank for rank in message.ranks if rank in self.ranks)
-            self.fail(Fault(message.kind, message.text, ranks or (rank,)), tell=False)
+            fault = Fault(message.kind, message.text, ranks or (rank,))
+            if self._pact is not None:
+                self._pact.note_reason(fault)
+            else:
+                self.end(fault)
             return
         if isinstance(message, messages.Announce):
             if self._fault is not None:  # the news may have come before the asker knew of the group
@@ -494,7 +543,12 @@ class Engine:
 
     def peer_gone(self, peer: int, *, left: bool) -> None:
         rank = self._ranks_by_member.get(peer)
-        if rank is not None and not left:
+        if rank is not None and self._pact is not None:
+            with self._messenger_lock:
+                messenger = self._messenger
+            if messenger is not None:
+                messenger.peer_lost(rank)
+        elif rank is not None and not left:
             reason = self.node.peers[peer].reason if self.node is not None else ""
             why = f"is gone: {reason}" if reason else "is gone"
             self.fail(Fault("PeerLostError", f"{self._name_ranks((rank,))} {why}", (rank,)))
@@ -516,12 +570,12 @@ class Engine:
             if self._messenger is None:
                 if self._closed:
                     self._refuse(MESSAGES)
-                self._open_wake()
+                self._bell.open()
                 self._messenger = Messenger(
                     self.rank,
                     self.size,
                     open_lane=self._message_socket,
-                    wake_fd=self.wake_fd,
+                    wake_fd=self._bell.fd,
                     fault=self.fault_error,
                     lost=self.lost_error,
                     name=self.name,
@@ -552,6 +606,9 @@ class Engine:
         self._counting = threading.Lock()
         self._fault_lock = threading.Lock()
         self._messenger_lock = threading.Lock()
+        self._bell.forked()
+        if self._pact is not None:
+            self._pact.forked()
         self._worker = None
         self._dropped.detach()
         text = f"group {self.name!r} belongs to the process that joined; this one was forked from it and cannot use it"
@@ -580,20 +637,24 @@ class Engine:
             self._messenger.close(time.monotonic() + FLUSH_SECONDS)
         if self._unfinished or self._issuing.locked():
             text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"
-            self.fail(Fault("ClosedError", text, (self.rank,)))
+            fault = Fault("ClosedError", text, (self.rank,))
+            if self._pact is not None:
+                self.end(fault)
+            else:
+                self.fail(fault)
         self._queue.put(None)
         if self._worker is not None and self._worker is not threading.current_thread():
             self._worker.join(5.0)
         if self._issuing.acquire(timeout=5.0):  # another thread's operation ends before its lanes do
             self._issuing.release()
-        self._lanes = [None] * self.size
-        self.polls.clear()
+        if self._pact is not None:
+            self._pact.close()
+        self.circle.close()
         self._dropped.detach()
         if self.node is not None:
-            self.node.forget(self.id, self._sequence)
-        with self._fault_lock:
-            self.wake_fd = self._wake_write_fd = -1
-            _close_all(self._descriptors)
+            self.node.forget(self.id, self.sequence)
+        self._bell.close()
+        _close_all(self._descriptors)
 
 
 def _work(work_queue: queue.SimpleQueue[Any]) -> None:
@@ -604,11 +665,20 @@ def _work(work_queue: queue.SimpleQueue[Any]) -> None:
         del item, engine, operation  # they may hold large arrays; do not keep them while waiting for the next
 
 
-def _drop(node: Node | None, group_id: int, descriptors: list[int], work_queue: queue.SimpleQueue[Any]) -> None:
+def _drop(
+    node: Node | None,
+    generation: Generation | None,
+    group_id: int,
+    members: tuple[int, ...],
+    descriptors: list[int],
+    work_queue: queue.SimpleQueue[Any],
+) -> None:
     """Free what a group held that nobody closed. The garbage collector calls this, anywhere: it must not lock."""
     work_queue.put(None)
     if node is not None:
         control.soon(node.forget, group_id, 0)
+    if generation is not None:
+        control.soon(generation.drop, group_id, generation.ranks_of(members))
     _close_all(descriptors)
 
 
@@ -616,11 +686,3 @@ def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     descriptors.clear()
-
-
-def _wake_descriptors() -> tuple[int, int]:
-    """Return the two ends of something that stays readable once it is written."""
-    if hasattr(os, "eventfd"):
-        descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        return descriptor, descriptor
-    return os.pipe()

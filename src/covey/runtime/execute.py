@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from covey.net.lane import Incoming, LaneClosedError, Outgoing
-from covey.plan.moves import FINAL, LEFT, REDUCE
-from covey.wire.header import HEADER_BYTES, SUFFIX
+from covey.plan.moves import FINAL, LEFT, REDUCE, first_writes
+from covey.wire.header import HEADER_BYTES, SUFFIX, flagged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from covey.base.arithmetic import Reduction
     from covey.net.lane import Lane
     from covey.plan.moves import Plan, Recv
+    from covey.runtime.kept import Kept
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -35,9 +36,13 @@ class Watch(Protocol):
     wake_fd: int
     polls: dict[tuple[int, ...], select.poll]
     """What was slept on before, by descriptors and events: they last as long as the group's lanes."""
+    is_stopped: bool
+    """`check` has something to raise."""
+    knows_change: bool
+    """Transfers from now on are to carry CHANGE_PENDING."""
 
     def check(self) -> None:
-        """Raise if the group has failed."""
+        """Raise if the attempt must end."""
 
     def lane(self, peer: int) -> Lane:
         """Return the open lane to `peer`."""
@@ -49,7 +54,7 @@ class Watch(Protocol):
         """The lane to `peer` ended; raise what ended it."""
 
     def wrong_header(self, peer: int, expected: bytes, header: bytes) -> None:
-        """`peer` sent another transfer than the plan says; raise what went wrong."""
+        """`peer` sent another transfer than the plan says: raise what went wrong, or note the flags it carries."""
 
 
 def execute(
@@ -61,9 +66,14 @@ def execute(
     sequence: int,
     watch: Watch,
     spin: bool,
+    kept: Kept | None = None,
 ) -> None:
-    """Carry out `plan` on `buffers` (one-dimensional, contiguous); `prefix` starts all headers."""
+    """Carry out `plan` on `buffers` (one-dimensional, contiguous); `prefix` starts all headers.
+
+    What is overwritten is saved in `kept`, if there is one.
+    """
     sends, recvs = plan
+    saves = first_writes(plan) if kept is not None else None
     send_count, recv_count = len(sends), len(recvs)
     sent = applied = 0
     out: Outgoing | None = None
@@ -78,6 +88,8 @@ def execute(
 
     while True:
         moved = False
+        if watch.is_stopped:
+            watch.check()
 
         if out is None and sent < send_count:
             peer, index, start, stop, after = sends[sent]
@@ -86,7 +98,8 @@ def execute(
                     out_peer, out_lane = peer, watch.lane(peer)
                 move = out_moves[peer] = out_moves.get(peer, -1) + 1
                 payload = buffers[index][start:stop].view(BYTE)
-                out = Outgoing(prefix + SUFFIX.pack(sequence, move, payload.size), payload)
+                start_of_header = flagged(prefix) if watch.knows_change else prefix
+                out = Outgoing(start_of_header + SUFFIX.pack(sequence, move, payload.size), payload)
         if out is not None:
             try:
                 if out_lane.transmit(out):
@@ -105,9 +118,12 @@ def execute(
             target = buffers[index][start:stop]
             nbytes = target.nbytes
             header = prefix + SUFFIX.pack(sequence, move, nbytes)
+            saver = kept if saves is not None and saves[applied] else None
             if action & REDUCE and after <= sent:
-                incoming = _Reducing(header, watch, peer, target, reduction, action, contributors, after > 0)
+                incoming = _Reducing(header, watch, peer, target, reduction, action, contributors, after > 0, saver)
             else:
+                if saver is not None:
+                    saver.save(target)
                 aside = target.copy() if after > sent else None
                 dest = target if aside is None else aside
                 view = memoryview(dest.view(BYTE))
@@ -156,7 +172,7 @@ def execute(
 class _Reducing(Incoming):
     """Combines what arrives, piece by piece, into `target`."""
 
-    __slots__ = ("_average", "_collected", "_combine", "_contributors", "_is_left", "_target")
+    __slots__ = ("_average", "_collected", "_combine", "_contributors", "_is_left", "_kept", "_target")
 
     def __init__(
         self,
@@ -168,8 +184,9 @@ class _Reducing(Incoming):
         action: int,
         contributors: int,
         whole: bool,
+        kept: Kept | None = None,
     ) -> None:
-        """`whole` collects all pieces and combines them in one call.
+        """`whole` collects all pieces and combines them in one call; `kept` saves what is there before.
 
         Two ranks that swap and then combine for themselves must get the same bits, however the bytes arrive. How numpy
         rounds a complex product, and which of two nans it keeps, depends on where an element stands in the call.
@@ -184,6 +201,7 @@ class _Reducing(Incoming):
         self._average = reduction.average if reduction.divides and action & FINAL else None
         self._contributors = contributors
         self._collected: Array | None = target if whole else None
+        self._kept = kept
 
     def absorb(self, offset: int, piece: Array) -> None:
         """Combine a piece that starts `offset` bytes into the transfer."""
@@ -202,6 +220,8 @@ class _Reducing(Incoming):
                 mine, piece = target, self._collected
             else:
                 mine = target[start:stop]
+        if self._kept is not None:
+            self._kept.save(mine)
         left, right = (piece, mine) if self._is_left else (mine, piece)
         if self._average is not None:
             self._average(left, right, mine, self._contributors)

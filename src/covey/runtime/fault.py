@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from covey.base.errors import ClosedError, CoveyError, DeadlineError, MismatchError, PeerLostError, RemoteProtocolError
+from covey.base.errors import (
+    ClosedError,
+    CoveyError,
+    DeadlineError,
+    GroupChangedError,
+    MismatchError,
+    PeerLostError,
+    QuorumLostError,
+    RemoteProtocolError,
+)
 
 _PLAIN: Final[dict[str, type[CoveyError]]] = {
-    kind.__name__: kind for kind in (ClosedError, MismatchError, RemoteProtocolError)
+    kind.__name__: kind for kind in (ClosedError, GroupChangedError, MismatchError, RemoteProtocolError)
 }
 
 
@@ -26,6 +35,8 @@ class Fault:
         """Return the error to raise on `rank`, where `operation` met the fault; `host` is that of the lost rank."""
         if self.kind == "DeadlineError":
             return DeadlineError(self.text, late=self.ranks)
+        if self.kind == "QuorumLostError":
+            return QuorumLostError(self.text, missing=self.ranks)
         if self.kind in _PLAIN:
             return _PLAIN[self.kind](self.text)
         text = f"{self.text} (noticed by rank {rank} in {operation}, operation {sequence} of group {group!r})"

@@ -89,6 +89,7 @@ class Gathering:
             announce=announce,
         )
         self._visitors: set[Acquaintance] = set()
+        """Those who take part in nothing: other visitors, and keepers."""
         self._dialling: set[tuple[messages.Address, ...]] = set()
         self._hints = Hints()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -123,6 +124,9 @@ class Gathering:
 
     def noticed(self, someone: Acquaintance) -> None:
         """Someone said something, whatever it was."""
+
+    def met_keeper(self, someone: Acquaintance) -> None:
+        """There is a link with somebody who speaks for processes of its own; it takes part in no run."""
 
     def turned_down(self, error: AuthError) -> None:
         """This node cannot be in the cluster."""
@@ -304,11 +308,13 @@ class Gathering:
 
     def _meet(self, card: messages.Card, purpose: str, link: Link, way: Where | None) -> None:
         """A link stands."""
-        if purpose == "visitor" and self.purpose != "visitor":
+        if purpose == "keeper" or (purpose == "visitor" and self.purpose != "visitor"):
             someone = Acquaintance(card, purpose)
             self._visitors.add(someone)
             self._use(someone, link, way)
             self._introduce_others_to(someone)
+            if purpose == "keeper":
+                self.met_keeper(someone)
             return
         known = self.met.get(card.id)
         if known is not None and known.card.life == card.life:
@@ -324,11 +330,16 @@ class Gathering:
             return
         self.spawn(self._remember(card))
         self._introduce_others_to(someone)
-        for each in self.met.values():
+        for each in (*self.met.values(), *self._visitors):
             if each is not someone:
                 each.send(messages.Known((card,)))
         self._ping(someone)
         self.met_someone(someone)
+
+    @property
+    def keepers(self) -> list[Acquaintance]:
+        """Those we are linked with who speak for processes of their own."""
+        return [someone for someone in self._visitors if someone.purpose == "keeper"]
 
     def _introduce_others_to(self, someone: Acquaintance) -> None:
         cards = [each.card for each in self.met.values() if each is not someone]

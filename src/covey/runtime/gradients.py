@@ -12,11 +12,13 @@ from covey.base.arithmetic import reduction
 from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError
 from covey.plan import choose
-from covey.runtime.buffers import Operand, writable
+from covey.runtime import movements
+from covey.runtime.buffers import Operand, readable, writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from covey.runtime.circle import Circle
     from covey.runtime.group import Group
     from covey.runtime.ledger import Call
 
@@ -75,18 +77,27 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
     """Compare what the ranks passed: a digest every time, the lists themselves only if the digests differ."""
     lines = [f"{name}: {DTYPES[operand.code].name}{list(operand.shape)}" for name, operand in named]
     digest = np.frombuffer(hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest(), np.uint8)
-    digests = np.empty((group.size, 16), np.uint8)
-    digests[group.rank] = digest
-    plan = choose.all_gather(group.rank, (16,) * group.size, "stream", "direct")
-    group._engine.run(call, lambda engine: engine.execute(plan, list(digests)), timeout=timeout, async_op=False)
-    if (digests == digest).all():
-        return
-    lists = group.all_gather_object(lines, timeout=timeout)
-    first = next(index for index, line in enumerate([*max(lists, key=len), ""]) if len({*_at(lists, index)}) > 1)
-    said = "; ".join(f"rank {rank} has {line or 'nothing'}" for rank, line in enumerate(_at(lists, first)))
-    text = f"sync_gradients: the arrays differ between ranks, first at number {first} in the order of names: {said}"
-    group._engine.close_with(MismatchError(text))
+    listed = _byte_operand("\n".join(lines).encode())
+
+    def body(circle: Circle) -> None:
+        digests = np.empty((circle.size, 16), np.uint8)
+        digests[circle.rank] = digest
+        circle.execute(choose.all_gather(circle.rank, (16,) * circle.size, "stream", "direct"), list(digests))
+        if (digests == digest).all():
+            return
+        texts = movements.gather_all(circle, listed)
+        lists = {rank: text.tobytes().decode().split("\n") for rank, text in zip(circle.ranks, texts, strict=True)}
+        first = next(at for at in range(max(map(len, lists.values())) + 1) if len({*_at(lists, at).values()}) > 1)
+        said = "; ".join(f"rank {rank} has {line or 'nothing'}" for rank, line in _at(lists, first).items())
+        text = f"sync_gradients: the arrays differ between ranks, first at number {first} in the order of names: {said}"
+        circle.disagree(MismatchError(text))
+
+    group._engine.run(call, body, timeout=timeout, async_op=False)
 
 
-def _at(lists: list[list[str]], index: int) -> list[str]:
-    return [lines[index] if index < len(lines) else "" for lines in lists]
+def _at(lists: dict[int, list[str]], index: int) -> dict[int, str]:
+    return {rank: lines[index] if index < len(lines) else "" for rank, lines in lists.items()}
+
+
+def _byte_operand(data: bytes) -> Operand:
+    return readable(np.frombuffer(data, np.uint8))

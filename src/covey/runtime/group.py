@@ -19,7 +19,7 @@ from covey.base.errors import ConfigError, MismatchError
 from covey.plan import barrier, choose, direct, doubling
 from covey.plan.moves import part
 from covey.proto.matching import ANY
-from covey.runtime import gradients, movements
+from covey.runtime import gradients, movements, survival
 from covey.runtime.buffers import Operand, readable, writable
 from covey.runtime.engine import Engine
 from covey.runtime.fault import Fault
@@ -27,12 +27,16 @@ from covey.runtime.ledger import Call, make_call
 from covey.wire import objects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
     from types import TracebackType
 
     from covey.base.arithmetic import Reduction
     from covey.plan.moves import Plan
+    from covey.runtime.circle import Circle
+    from covey.runtime.events import Event
     from covey.runtime.messenger import Messenger
+    from covey.runtime.restore import RestoreReport
+    from covey.runtime.survival import Assembly
     from covey.runtime.work import Work
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 CACHED_CALLS: Final = 4096
 """Descriptions of different calls that are kept; a program that makes more pays for making them again."""
 
+LEAVE_SECONDS: Final = 5.0
+"""How long the others may take to agree that a rank leaves."""
 _BYTES: Final = dtype_code(np.dtype(np.uint8))
 
 
@@ -64,12 +70,21 @@ class Group:
         TypeError, ConfigError: the call itself cannot work; nothing was sent.
     """
 
-    def __init__(self, engine: Engine, *, local_rank: int, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        local_rank: int,
+        on_close: Callable[[], None] | None = None,
+        is_fresh: bool = False,
+    ) -> None:
+        """`is_fresh`: this rank was not in the run before this group, so its state is worth nothing."""
         self._engine = engine
         self._local_rank = local_rank
         self._on_close = on_close
+        self._is_fresh = is_fresh
         self._calls: dict[Any, Call] = {}
-        self._prepared: dict[Any, tuple[Call, Plan, Reduction]] = {}
+        self._sidecar: Assembly | None = None
         self._children = itertools.count(1)
 
     # Who
@@ -87,21 +102,32 @@ class Group:
     @property
     def live(self) -> tuple[int, ...]:
         """The ranks that have not been lost."""
-        node = self._engine.node
-        if node is None:
-            return tuple(self._engine.ranks)
-        members = enumerate(self._engine.members)
-        return tuple(rank for rank, member in members if member == node.rank or not node.peers[member].gone)
+        return self._engine.live
 
     @property
     def generation(self) -> int:
         """The number of this group in the run's history."""
-        return 0
+        return 0 if self._engine.generation is None else self._engine.generation.number
 
     @property
     def name(self) -> str:
         """What errors call this group."""
         return self._engine.name
+
+    @property
+    def on_loss(self) -> str:
+        """What an operation does that loses a member: raise, or continue among those who are left."""
+        return self._engine.config.on_loss
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """The ranks whose input is in the result of the last collective that returned."""
+        return self._engine.contributors
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives have returned here, counted from the group's beginning."""
+        return self._engine.last_returned
 
     @property
     def local_rank(self) -> int:
@@ -141,55 +167,43 @@ class Group:
         else:
             operand = writable(x)
             flat, shape = operand.flat, operand.shape
-        key = (flat.dtype, shape, op, algorithm, weight is None)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            if len(self._prepared) > CACHED_CALLS:
-                self._prepared.clear()
-            prepared = self._prepared[key] = self._prepare_all_reduce(flat, *key[1:])
-        call, plan, rule = prepared
+        is_plain = weight is None
+        key = (flat.dtype, shape, op, algorithm, is_plain)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._prepare_all_reduce(flat, key)
         if weight is not None:
             _check_weight(op, weight)
 
-        def body(engine: Engine) -> Any:
+        def body(circle: Circle) -> Any:
+            prepared = circle.prepared.get(key)
+            if prepared is None:
+                prepared = _prepared_all_reduce(circle, flat, key)
+            plan, rule = prepared
             if operand is not None:
                 operand.load()
-            if weight is not None and not self._weigh(engine, flat, weight):
+            if weight is not None and not _weigh(circle, flat, weight):
                 return None  # every rank finds the same, so the group can go on
-            engine.execute(plan, (flat,), rule)
-            if operand is not None:
-                operand.store()
+            circle.execute(plan, (flat,), rule, keeps=operand is None or operand.strided is None)
             return x
 
-        then = functools.partial(_weighed, is_number) if is_number or weight is not None else None
+        then = None
+        if is_number or weight is not None or operand is not None:
+            then = functools.partial(_reduced, operand, is_number)
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 
-    def _prepare_all_reduce(
-        self, flat: Array, shape: tuple[int, ...], op: str, algorithm: str | None, is_plain: bool
-    ) -> tuple[Call, Plan, Reduction]:
-        """Return all that repeated calls with arrays like this one share; raise if they cannot work."""
-        code = dtype_code(flat.dtype)
-        rule = reduction(op, flat.dtype)
-        call = make_call("all_reduce", code, shape, op=op, weighted=None if is_plain else True, algorithm=algorithm)
-        plan = choose.all_reduce(self.rank, self.size, flat.size, flat.itemsize, self._engine.lane_family, algorithm)
-        # Shares add up to the mean by themselves.
-        return call, plan, rule if is_plain else reduction("sum", flat.dtype)
-
-    def _weigh(self, engine: Engine, flat: Array, weight: float) -> bool:
-        """Scale this rank's contribution by its share of the total weight; tell whether there is any weight."""
-        total = np.array([weight], np.float64)
-        plan = choose.all_reduce(engine.rank, engine.size, 1, 8, engine.lane_family, "doubling")
-        engine.execute(plan, [total], reduction("sum", total.dtype))
-        if not 0 < total[0] < np.inf:
-            return False
-        share = weight / total[0]
-        if not share:  # what counts for nothing may be nan or infinite
-            flat[...] = 0
-            return True
-        factor = np.float32(share) if flat.itemsize == 2 else flat.dtype.type(share)
-        with np.errstate(all="ignore"):
-            np.multiply(flat, factor, out=flat, casting="unsafe")
-        return True
+    def _prepare_all_reduce(self, flat: Array, key: tuple[Any, ...]) -> Call:
+        """Return what repeated calls with arrays like this one are called; raise if they cannot work."""
+        _, shape, op, algorithm, is_plain = key
+        reduction(op, flat.dtype)
+        _prepared_all_reduce(self._engine.circle, flat, key)
+        if len(self._calls) > CACHED_CALLS:
+            self._calls.clear()
+        call = make_call(
+            "all_reduce", dtype_code(flat.dtype), shape, op=op, weighted=None if is_plain else True, algorithm=algorithm
+        )
+        self._calls[key] = call
+        return call
 
     def reduce(
         self,
@@ -205,18 +219,20 @@ class Group:
         root = self._check_rank(root, "root")
         operand = writable(x)
         rule = reduction(op, operand.flat.dtype)
-        plan = choose.reduce(self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm)
+        choose.reduce(self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm)
         call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
 
-        def body(engine: Engine) -> Any:
+        def body(circle: Circle) -> Any:
+            size, place = operand.flat.size, circle.position(root)
+            plan = choose.reduce(circle.rank, circle.size, place, size, operand.flat.itemsize, algorithm)
             # A rank that passes others' contributions on combines them in memory of its own.
-            flat = operand.load() if engine.rank == root or not plan.recvs else operand.load().copy()
-            engine.execute(plan, [flat], rule)
-            if engine.rank == root:
-                operand.store()
+            is_root = circle.rank == place
+            flat = operand.load() if is_root or not plan.recvs else operand.load().copy()
+            circle.execute(plan, [flat], rule, keeps=is_root and operand.strided is None)
             return x
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+        then = functools.partial(_delivered, operand) if self.rank == root else None
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
 
     def reduce_scatter(
         self,
@@ -240,17 +256,17 @@ class Group:
         lengths = [share * row for share in shares]
         starts = [0, *itertools.accumulate(lengths)]
         segment = max(1, choose.SEGMENT_BYTES // operand.flat.itemsize)
-        plan = direct.reduce_scatter(self.rank, lengths, segment)
         call = self._call(
             "reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares)
         )
 
-        def body(engine: Engine) -> Any:
+        def body(circle: Circle) -> Any:
             operand.load()
             parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-            result = parts[engine.rank].copy()
-            engine.execute(plan, [*parts, result], rule)
-            return result.reshape(shares[engine.rank], *operand.shape[1:])
+            result = parts[self.rank].copy()
+            plan = direct.reduce_scatter(circle.rank, circle.chosen(lengths), segment)
+            circle.execute(plan, [*circle.chosen(parts), result], rule)
+            return result.reshape(shares[self.rank], *operand.shape[1:])
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
 
@@ -269,15 +285,15 @@ class Group:
         rule = reduction(op, operand.flat.dtype)
         call = self._call(name, operand.code, operand.shape, op=op)
 
-        def body(engine: Engine) -> Any:
+        def body(circle: Circle) -> Any:
             operand.load()
             if name == "scan":
                 result = operand.flat.copy()
-                plan, buffers = doubling.scan(engine.rank, engine.size, result.size), [result]
+                plan, buffers = doubling.scan(circle.rank, circle.size, result.size), [result]
             else:
                 result = np.full_like(operand.flat, identity(op, operand.flat.dtype))
-                plan, buffers = doubling.exscan(engine.rank, engine.size, result.size), [operand.flat, result]
-            engine.execute(plan, buffers, rule)
+                plan, buffers = doubling.exscan(circle.rank, circle.size, result.size), [operand.flat, result]
+            circle.execute(plan, buffers, rule)
             return result.reshape(operand.shape)
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
@@ -311,16 +327,17 @@ class Group:
         """Copy `x` of `root` into `x` of every rank; return `x`."""
         root = self._check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
-        plan = choose.broadcast(self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm)
+        size, itemsize = operand.flat.size, operand.flat.itemsize
+        choose.broadcast(self.rank, self.size, root, size, itemsize, algorithm)
         call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
 
-        def body(engine: Engine) -> Any:
-            engine.execute(plan, [operand.load()])
-            if engine.rank != root:
-                operand.store()
+        def body(circle: Circle) -> Any:
+            plan = choose.broadcast(circle.rank, circle.size, circle.position(root), size, itemsize, algorithm)
+            circle.execute(plan, [operand.load()], keeps=operand.strided is None)
             return x
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+        then = functools.partial(_delivered, operand) if self.rank != root else None
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
 
     def all_gather(
         self,
@@ -338,11 +355,11 @@ class Group:
         operand = readable(x)
         if out is None:
             # Unknown names are refused here, before the other ranks are involved.
-            choose.all_gather(self.rank, (0,) * self.size, self._engine.lane_family, algorithm)
+            choose.all_gather(self.rank, (0,) * self.size, "ring", algorithm)
             call = self._call("all_gather", operand.code, None, algorithm=algorithm)
             return self._engine.run(
                 call,
-                lambda engine: movements.gather_all(engine, operand, algorithm),
+                lambda circle: circle.by_rank(movements.gather_all(circle, operand, algorithm)),
                 timeout=timeout,
                 async_op=async_op,
             )
@@ -353,16 +370,22 @@ class Group:
                 f"{DTYPES[rows.code].name}{list(rows.shape)}"
             )
         call = self._call("all_gather", operand.code, operand.shape, out=True, algorithm=algorithm)
-        plan = choose.all_gather(self.rank, (operand.flat.size,) * self.size, self._engine.lane_family, algorithm)
+        choose.all_gather(self.rank, (operand.flat.size,) * self.size, "ring", algorithm)
 
-        def body(engine: Engine) -> Any:
-            blocks = list(rows.load().reshape(engine.size, operand.flat.size))
-            blocks[engine.rank][...] = operand.load()
-            engine.execute(plan, blocks)
-            rows.store()
+        def body(circle: Circle) -> Any:
+            blocks = circle.chosen(list(rows.load().reshape(self.size, operand.flat.size)))
+            mine = operand.load()
+            if circle.kept is not None and rows.strided is None:
+                circle.kept.make_room(rows.flat.nbytes)
+                circle.kept.save(blocks[circle.rank])
+            blocks[circle.rank][...] = mine
+            lengths = (operand.flat.size,) * circle.size
+            plan = choose.all_gather(circle.rank, lengths, circle.lane_family, algorithm)
+            circle.execute(plan, blocks, keeps=rows.strided is None)
             return out
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+        then = functools.partial(_delivered, rows)
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return `x` of every rank as a list by rank on `root`, None elsewhere; shapes may differ."""
@@ -370,7 +393,7 @@ class Group:
         operand = readable(x)
         call = self._call("gather", operand.code, None, root=root)
         return self._engine.run(
-            call, lambda engine: movements.gather(engine, operand, root), timeout=timeout, async_op=async_op
+            call, lambda circle: _gathered(circle, operand, root), timeout=timeout, async_op=async_op, root=root
         )
 
     def scatter(
@@ -381,7 +404,7 @@ class Group:
         operands = self._list_of_operands(xs, "xs") if self.rank == root else None
         call = self._call("scatter", None, None, root=root)
         return self._engine.run(
-            call, lambda engine: movements.scatter(engine, operands, root), timeout=timeout, async_op=async_op
+            call, lambda circle: _scattered(circle, operands, root), timeout=timeout, async_op=async_op, root=root
         )
 
     def all_to_all(self, xs: Sequence[Any], *, timeout: float | None = None, async_op: bool = False) -> Any:
@@ -389,15 +412,20 @@ class Group:
         operands = self._list_of_operands(xs, "xs")
         call = self._call("all_to_all", None, None)
         return self._engine.run(
-            call, lambda engine: movements.exchange_all(engine, operands), timeout=timeout, async_op=async_op
+            call,
+            lambda circle: circle.by_rank(movements.exchange_all(circle, circle.chosen(operands))),
+            timeout=timeout,
+            async_op=async_op,
         )
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has come here."""
         call = self._call("barrier", None, None)
-        plan = barrier.dissemination(self.rank, self.size)
-        nothing = [np.empty(0, np.uint8)]
-        return self._engine.run(call, lambda engine: engine.execute(plan, nothing), timeout=timeout, async_op=async_op)
+
+        def body(circle: Circle) -> None:
+            circle.execute(barrier.dissemination(circle.rank, circle.size), [self._engine.nothing])
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
 
     # Objects
 
@@ -424,12 +452,13 @@ class Group:
 
         return self._run_object(
             call,
-            lambda engine: movements.broadcast_bytes(engine, data, root),
+            lambda circle: movements.broadcast_bytes(circle, data, circle.position(root)),
             failures,
             type,
             allow_pickle,
             timeout,
             async_op,
+            root,
         )
 
     def all_gather_object(
@@ -446,7 +475,13 @@ class Group:
         operand = _byte_operand(_encoded(value, allow_pickle, failures))
         call = self._call("all_gather_object", None, None)
         return self._run_object(
-            call, lambda engine: movements.gather_all(engine, operand), failures, type, allow_pickle, timeout, async_op
+            call,
+            lambda circle: circle.by_rank(movements.gather_all(circle, operand)),
+            failures,
+            type,
+            allow_pickle,
+            timeout,
+            async_op,
         )
 
     def gather_object(
@@ -466,12 +501,13 @@ class Group:
         call = self._call("gather_object", None, None, root=root)
         return self._run_object(
             call,
-            lambda engine: movements.gather(engine, operand, root),
+            lambda circle: _gathered(circle, operand, root),
             failures,
             type,
             allow_pickle,
             timeout,
             async_op,
+            root,
         )
 
     def scatter_object(
@@ -495,32 +531,37 @@ class Group:
         call = self._call("scatter_object", None, None, root=root)
         return self._run_object(
             call,
-            lambda engine: movements.scatter(engine, operands, root).tobytes(),
+            lambda circle: _scattered(circle, operands, root).tobytes(),
             failures,
             type,
             allow_pickle,
             timeout,
             async_op,
+            root,
         )
 
     def _run_object(
         self,
         call: Call,
-        body: Callable[[Engine], Any],
+        body: Callable[[Circle], Any],
         failures: list[TypeError],
         type: Any,
         allow_pickle: bool,
         timeout: float | None,
         async_op: bool,
+        root: int = -1,
     ) -> Any:
         def decode(data: Any) -> Any:
-            if failures:
-                raise failures[0]
             if isinstance(data, list):
-                return [objects.decode(item.tobytes(), type=type, allow_pickle=allow_pickle) for item in data]
+                return [decode(item if item is None else item.tobytes()) for item in data]
             return data if data is None else objects.decode(data, type=type, allow_pickle=allow_pickle)
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=decode)
+        def conclude(data: Any) -> Any:
+            if failures:
+                raise failures[0]
+            return decode(data)
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=conclude, root=root)
 
     # Point to point
 
@@ -653,28 +694,112 @@ class Group:
         call = self._call("split", None, None)
         operand = readable(choice)
 
-        def body(engine: Engine) -> tuple[list[Array], int]:
-            return movements.gather_all(engine, operand), engine.sequence
+        def body(circle: Circle) -> tuple[dict[int, Array], int]:
+            gathered = movements.gather_all(circle, operand)
+            return dict(zip(circle.ranks, gathered, strict=True)), circle.engine.sequence
 
         choices, sequence = self._engine.run(call, body, timeout=timeout, async_op=False)
         if color is None:
             return None
         engine = self._engine
-        chosen = [rank for rank in engine.ranks if choices[rank][0] and choices[rank][1] == wanted]
+        chosen = [rank for rank, choice in choices.items() if choice[0] and choice[1] == wanted]
         chosen.sort(key=lambda rank: (int(choices[rank][2]), rank))
         members = tuple(engine.members[rank] for rank in chosen)
         name = f"{self.name}/{sequence}.{wanted}"
         digest = hashlib.blake2b(f"{engine.id}/{sequence}/{wanted}".encode(), digest_size=8).digest()
         node = engine.node if len(members) > 1 else None
         return Group(
-            Engine(node, int.from_bytes(digest, "little"), members if node else (0,), name, engine.config),
+            Engine(
+                node,
+                int.from_bytes(digest, "little"),
+                members if node else (0,),
+                name,
+                engine.config,
+                generation=engine.generation if node else None,
+            ),
             local_rank=self._local_rank,
         )
+
+    # Losses and changes
+
+    @property
+    def change_pending(self) -> bool:
+        """Whether the next generation waits: newcomers are there, members want to leave, or too few are left.
+
+        Turns true on all ranks after the same all_reduce or barrier (with `on_loss="continue"`, after the same
+        collective of any kind), so that loops which look at it end together. Always false outside `covey.generations`.
+        """
+        return self._engine.change_pending
+
+    def shrink(self, *, timeout: float | None = None) -> tuple[Group, int]:
+        """Return a group of the ranks that are left, and the last operation that returned on all of them.
+
+        Every rank that is left calls it, as a rule after a PeerLostError or `revoke`; this group need not be usable any
+        more. Ranks are numbered anew, in the same order. Ranks that returned later operations than the number says put
+        their state back to that one, and all are in step.
+
+        Raises:
+            QuorumLostError: too few are left.
+            DeadlineError: some that are alive did not come.
+        """
+        return survival.shrink(self, timeout)
+
+    def agree(self, flag: bool, *, timeout: float | None = None) -> bool:
+        """Return whether `flag` is true on all ranks that are left: the same on all of them, also in a failed group."""
+        if self._engine.generation is None or self.on_loss == "continue":
+            return bool(self.all_reduce(bool(flag), "and", timeout=timeout))
+        return self._assembly().agree(flag, timeout)
+
+    def _assembly(self) -> Assembly:
+        if self._sidecar is None:
+            self._sidecar = survival.Assembly(self)
+        return self._sidecar
+
+    def revoke(self) -> None:
+        """End everything that is pending in this group, on all ranks, and the group with it. From any thread."""
+        text = f"rank {self.rank} revoked group {self.name!r}"
+        self._engine.fail(Fault("ClosedError", text, (self.rank,)))
+
+    def on_change(self, listener: Callable[[Event], None]) -> None:
+        """Call `listener(event)` when members are lost or come, on a thread of its own."""
+        if self._engine.node is not None:
+            self._engine.node.events.listen(listener)
+
+    def events(self) -> list[Event]:
+        """Return what happened to the run so far: losses and recoveries with their timelines, generations."""
+        return [] if self._engine.node is None else self._engine.node.events.all()
+
+    def leave(self, *, timeout: float = LEAVE_SECONDS) -> None:
+        """Leave the run in good order: the others agree to go on without this rank, then the group is closed here."""
+        generation = self._engine.generation
+        if generation is not None:
+            generation.leave(check_timeout(timeout))
+        self.close()
+
+    def restore(
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        on_drift: str = "repair",
+        timeout: float | None = None,
+        progress: bool | None = None,
+    ) -> RestoreReport:
+        """Bring newcomers of this generation to the state of the others: named arrays, filled in place, and values.
+
+        Every rank calls it, and nobody changes the state until it returns. Newcomers fetch from all others at once,
+        and only what differs. A rank whose state has drifted from that of the majority is brought back and named in the
+        report; with `on_drift="raise"` all raise MismatchError instead. In the first generation rank 0's state wins.
+        """
+        from covey.runtime.restore import restore
+
+        return restore(self, state, fresh=self._is_fresh, on_drift=on_drift, timeout=timeout, progress=progress)
 
     # The end
 
     def close(self) -> None:
         """Leave the group and free what it holds. Closing twice is fine."""
+        if self._sidecar is not None:
+            self._sidecar.close()
         self._engine.close()
         if self._on_close is not None:
             self._on_close()
@@ -685,7 +810,8 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        if is_failure and self.on_loss == "raise":
             text = f"rank {self.rank} left the group because of {type(error).__name__}: {error}"
             self._engine.fail(Fault("PeerLostError", text, (self.rank,)))
         self.close()
@@ -749,11 +875,61 @@ def _check_weight(op: str, weight: float) -> None:
         raise ConfigError(f"weight={weight!r} must be a number from 0 up")
 
 
-def _weighed(is_number: bool, x: Any) -> Any:
+def _prepared_all_reduce(circle: Circle, flat: Array, key: tuple[Any, ...]) -> tuple[Plan, Reduction]:
+    """Return what repeated calls with arrays like this one share in this circle."""
+    dtype, _, op, algorithm, is_plain = key
+    plan = choose.all_reduce(circle.rank, circle.size, flat.size, flat.itemsize, circle.lane_family, algorithm)
+    # Shares add up to the mean by themselves.
+    prepared = plan, reduction(op if is_plain else "sum", dtype)
+    if len(circle.prepared) > CACHED_CALLS:
+        circle.prepared.clear()
+    circle.prepared[key] = prepared
+    return prepared
+
+
+def _weigh(circle: Circle, flat: Array, weight: float) -> bool:
+    """Scale this rank's contribution by its share of the total weight; tell whether there is any weight."""
+    total = np.array([weight], np.float64)
+    plan = choose.all_reduce(circle.rank, circle.size, 1, 8, circle.lane_family, "doubling")
+    circle.execute(plan, [total], reduction("sum", total.dtype))
+    if not 0 < total[0] < np.inf:
+        return False
+    if circle.kept is not None:
+        circle.kept.make_room(2 * flat.nbytes)
+        circle.kept.save(flat)
+    share = weight / total[0]
+    if not share:  # what counts for nothing may be nan or infinite
+        flat[...] = 0
+        return True
+    factor = np.float32(share) if flat.itemsize == 2 else flat.dtype.type(share)
+    with np.errstate(all="ignore"):
+        np.multiply(flat, factor, out=flat, casting="unsafe")
+    return True
+
+
+def _reduced(operand: Operand | None, is_number: bool, x: Any) -> Any:
     """Return what all_reduce returns, once it is known whether there was any weight."""
     if x is None:
         raise ConfigError("the weights of all ranks add up to 0, or to more than a float holds")
+    if operand is not None:
+        operand.store()
     return x[0].item() if is_number else x
+
+
+def _delivered(operand: Operand, x: Any) -> Any:
+    """Make an argument that is not contiguous show the result, and return it."""
+    operand.store()
+    return x
+
+
+def _gathered(circle: Circle, operand: Operand, root: int) -> list[Any] | None:
+    arrays = movements.gather(circle, operand, circle.position(root))
+    return arrays if arrays is None else circle.by_rank(arrays)
+
+
+def _scattered(circle: Circle, operands: list[Operand] | None, root: int) -> Array:
+    mine = None if operands is None else circle.chosen(operands)
+    return movements.scatter(circle, mine, circle.position(root))
 
 
 def _number_array(x: Any, op: str) -> Array:

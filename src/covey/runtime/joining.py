@@ -30,7 +30,7 @@ CLOSE_SECONDS: Final = 5.0
 """How long leaving a run that did not come about may take."""
 
 
-def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions) -> Group:
+def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions, *, is_elastic: bool = False) -> Group:
     """Return the group of a run once its nodes have agreed on it.
 
     Raises:

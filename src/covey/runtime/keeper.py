@@ -1,8 +1,8 @@
 """The keeper: starts the ranks of a run on this host, watches over them, and leaves nothing behind.
 
 A `LocalRun` has all its ranks here; a `ClusterRun` is the share of this host in a run of a cluster. Both start
-processes and end them with all that they started. `keep` is what `covey run` does with one: it relays what they print,
-passes signals on, and stops everybody when one of them fails.
+processes and end them with all that they started. `keep` is what `covey run` does with one: it relays what they print
+and passes signals on. When one of them fails it stops everybody, or, if the run survives losses, starts it again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
 from covey.runtime.torch_env import free_port, torch_variables
 from covey.runtime.voices import LINE_LIMIT_BYTES, Cursor, Voice
+from covey.runtime.warden import Warden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from covey.runtime.warden import ClusterWarden
 
 TOKEN_BYTES: Final = 32
 FOLDER_LIMIT_BYTES: Final = 75
@@ -43,6 +46,9 @@ SIGNAL_GRACE: Final = 30.0
 """Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C ends them at once."""
 TERM_GRACE: Final = 3.0
 """Seconds between SIGTERM and SIGKILL."""
+RESTART_PAUSE: Final = 0.2
+"""Seconds before a process is started again; twice as many each time."""
+RESTART_PAUSE_MOST: Final = 5.0
 
 Stdio = int | IO[bytes] | None
 
@@ -57,6 +63,8 @@ class HostRun(abc.ABC):
     """What people call one of the processes."""
     inherits: tuple[str, ...] = ()
     """Variables about a run that pass from this process's environment on to its children."""
+    warden: Warden | ClusterWarden
+    """Who looks after the processes, and speaks for them."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -118,6 +126,17 @@ class HostRun(abc.ABC):
         own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES} - {*self.inherits}
         return {name: value for name, value in os.environ.items() if name not in own}
 
+    def survives(self) -> bool:
+        """Tell whether the run, as far as its members have said, goes on without those that it loses."""
+        self.warden.catch_up()
+        return self.warden.survives
+
+    def clear_away(self, process: subprocess.Popen[bytes]) -> None:
+        """Forget a process that has ended: kill what it left running, and close the pipes to it."""
+        signal_group(process.pid, signal.SIGKILL, reaped=True)
+        self._processes.remove(process)
+        _close_pipes(process)
+
     def signal(self, signum: int) -> None:
         """Send `signum` to every process of the run that is still there."""
         for process in self._processes:
@@ -145,17 +164,18 @@ class HostRun(abc.ABC):
         try:
             self.stop()
         finally:
+            self.warden.close()
             for process in self._processes:
-                for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
-                    with contextlib.suppress(OSError):  # input that the rank never took
-                        pipe.close()
+                _close_pipes(process)
 
 
 class LocalRun(HostRun):
-    """A run whose ranks all live on this host: a folder to meet in, and a token that proves membership.
+    """A run whose ranks all live on this host: a folder to meet in, a token that proves membership, and a warden.
 
     Leaving the `with` block removes the folder, too.
     """
+
+    warden: Warden
 
     def __init__(self, size: int, *, torch_env: bool = False) -> None:
         """With `torch_env`, ranks also get the variables of torch."""
@@ -163,6 +183,12 @@ class LocalRun(HostRun):
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._torch_port = free_port() if torch_env else 0
         self.folder = _fresh_folder()
+        self.warden = Warden(self.folder, self.token)
+        try:
+            self.warden.start()
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     def place(self, rank: int) -> dict[str, object]:
         own = {
@@ -171,6 +197,7 @@ class LocalRun(HostRun):
             "COVEY_LOCAL_RANK": rank,
             "COVEY_LOCAL_SIZE": self.size,
             "COVEY_MEET": self.folder,
+            "COVEY_KEEPER": self.warden.path,
         }
         if not self._torch_port:
             return own
@@ -193,29 +220,40 @@ class ClusterRun(HostRun):
     """The processes of this host in a run of a cluster: each is a node, which finds and meets the others by itself."""
 
     noun = "process"
-    inherits = tuple(name for name in RUN_VARIABLES if name != "COVEY_SECRET_FD")
+    warden: ClusterWarden
+    inherits = tuple(name for name in RUN_VARIABLES if name not in ("COVEY_SECRET_FD", "COVEY_KEEPER_ID"))
 
-    def __init__(self, size: int, variables: Mapping[str, str], *, key: bytes = b"") -> None:
+    def __init__(self, size: int, variables: Mapping[str, str], warden: ClusterWarden, *, key: bytes = b"") -> None:
         """`variables` describe the run; `key` is the cluster's, if processes cannot find it by themselves."""
         super().__init__(size)
         self._variables, self._key = variables, key
+        self.warden = warden
+
+    def __enter__(self) -> Self:
+        self.warden.start()
+        return self
 
     def place(self, rank: int) -> dict[str, object]:
-        return dict(self._variables)
+        return {**self._variables, "COVEY_KEEPER_ID": self.warden.id.hex()}
 
     def handed_over(self) -> tuple[str, bytes]:
         return ("COVEY_SECRET_FD" if self._key else ""), self._key
 
 
-def keep(make_run: Callable[[], HostRun], argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
+def keep(
+    make_run: Callable[[], HostRun], argv: Sequence[str], *, env: Mapping[str, str] | None = None, restarts: int = 0
+) -> int:
     """Run `argv` as every process of a run, relay their output; return the exit code of the first to fail, or 0.
 
-    A signal's code is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all ranks once; a second SIGINT
-    kills them. Call it on the main thread: it takes over signal handling until it returns, and before the run is made.
+    In a run that survives losses, a process that fails is started again up to `restarts` times, and the code is 0 if
+    any of them ended well. A signal's code is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
+    ranks once; a second SIGINT kills them. If all end well after SIGTERM, the code is 0.
+
+    Call it on the main thread: it takes over signal handling until it returns, and before the run is made.
     """
     arrived: list[int] = []
     with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
-        return _Watch(run, selector, wake, arrived).over(argv, env)
+        return _Watch(run, _Command(argv, env or {}, restarts), selector, wake, arrived).over()
 
 
 def signal_group(pid: int, signum: int, *, reaped: bool) -> bool:
@@ -237,6 +275,12 @@ def die_with(parent: int) -> None:
         libc.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # 1: PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+        with contextlib.suppress(OSError):  # input that the rank never took
+            pipe.close()
 
 
 @functools.cache
@@ -282,32 +326,58 @@ class _Pipe(NamedTuple):
     voice: Voice
 
 
+class _Command(NamedTuple):
+    """What every process of a run executes, and how often again if it fails."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    restarts: int
+
+
 class _Watch:
     """The keeper's watch over the ranks of one run, until all have ended."""
 
-    def __init__(self, run: HostRun, selector: selectors.BaseSelector, wake: socket.socket, arrived: list[int]) -> None:
-        self._run, self._selector, self._wake, self._arrived = run, selector, wake, arrived
+    def __init__(
+        self,
+        run: HostRun,
+        command: _Command,
+        selector: selectors.BaseSelector,
+        wake: socket.socket,
+        arrived: list[int],
+    ) -> None:
+        self._run, self._command = run, command
+        self._selector, self._wake, self._arrived = selector, wake, arrived
         self._selector.register(wake, selectors.EVENT_READ)
         self._out = Cursor()
         self._err = self._out if _same_file(1, 2) else Cursor()
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        """Every rank's latest process."""
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
+        self._waiting: dict[int, float] = {}
+        """Ranks that are started again, and when."""
+        self._restarts: dict[int, int] = {}
+        """How often each was."""
         self._code: int | None = None
-        """The first failure's exit code."""
+        """The exit code of a failure that ends the run: the first."""
+        self._has_finished = False
+        """Some rank ended well."""
+        self._lost_code = 0
+        """The exit code of the last rank that the run went on without."""
         self._steps: list[tuple[float, signal.Signals]] = []
         """What is sent to ranks that do not end by themselves, and when."""
-        self._told = False
-        """A signal asked us to end."""
+        self._told: signal.Signals | None = None
+        """The signal that asked us to end."""
         self._killed = False
         """The ranks were killed because of it."""
         self._unheard = False
         """Who read our output has gone away."""
 
-    def over(self, argv: Sequence[str], env: Mapping[str, str] | None) -> int:
+    def over(self) -> int:
         """Start all ranks, watch until the last has ended, and return the exit code of the whole."""
         for rank in range(self._run.size):
-            self._start(rank, argv, env)
-        while self._alive:
-            for key, _ in self._selector.select(self._patience()):
+            self._start(rank)
+        while self._alive or self._waiting:
+            for key, _ in self._selector.select(self._patience(*self._waiting.values(), *self._hush_times())):
                 if key.data is not None:
                     self._relay(key.data)
             self._tend()
@@ -315,26 +385,51 @@ class _Watch:
             for pipe in self._pipes():
                 if pipe.voice.show_at is not None and pipe.voice.show_at <= now:
                     self._write(pipe.target, pipe.voice.hush())
+            for rank in [rank for rank, at in self._waiting.items() if at <= now]:
+                self._start_again(rank)
         self._run.stop()
         for pipe in self._pipes():
             self._drain(pipe)
-        return self._code or 0
+        return self._outcome()
 
-    def _start(self, rank: int, argv: Sequence[str], env: Mapping[str, str] | None) -> None:
-        process = self._run.start(rank, argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._alive[rank] = process
+    def _outcome(self) -> int:
+        if self._code is not None or self._has_finished:
+            return self._code or 0
+        return 128 + self._told if self._told is not None else self._lost_code
+
+    def _start(self, rank: int) -> None:
+        command, restarts = self._command, self._restarts.get(rank, 0)
+        env = {**command.env, "COVEY_RESTART": str(restarts)} if restarts else command.env
+        process = self._run.start(rank, command.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._started[rank] = self._alive[rank] = process
         for source, target, cursor in ((process.stdout, 1, self._out), (process.stderr, 2, self._err)):
             assert source is not None
             os.set_blocking(source.fileno(), False)
             voice = Voice(rank, cursor, coloured=os.isatty(target) and not os.environ.get("NO_COLOR"))
             self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, voice))
 
+    def _start_again(self, rank: int) -> None:
+        del self._waiting[rank]
+        if self._has_finished and not self._alive and not self._waiting:
+            return  # the run is over: there is nobody to come back to
+        process = self._started[rank]
+        for pipe in self._pipes():
+            if pipe.source in (process.stdout, process.stderr):
+                self._drain(pipe)
+                with contextlib.suppress(KeyError):  # it came to its end
+                    self._selector.unregister(pipe.source)
+        self._run.clear_away(process)
+        self._start(rank)
+
     def _pipes(self) -> list[_Pipe]:
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
-    def _patience(self) -> float | None:
-        due = [pipe.voice.show_at for pipe in self._pipes() if pipe.voice.show_at is not None]
-        due += [at for at, _ in self._steps]
+    def _hush_times(self) -> list[float]:
+        return [pipe.voice.show_at for pipe in self._pipes() if pipe.voice.show_at is not None]
+
+    def _patience(self, *times: float) -> float | None:
+        """Return how long nothing is to be done, before any of these times too; None: for ever."""
+        due = [*times, *(at for at, _ in self._steps)]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _relay(self, pipe: _Pipe) -> bool:
@@ -365,30 +460,52 @@ class _Watch:
         # Of several that ended since we looked, one that was killed comes first: who only lost it exits by itself.
         for rank, code in sorted(ended, key=lambda end: end[1] > 0):
             del self._alive[rank]
-            if code and self._code is None:
-                self._on_failure(rank, code)
+            self._on_end(rank, code)
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, signum = self._steps.pop(0)
             self._run.signal(signum)
-            self._killed = self._told and signum is signal.SIGKILL
+            self._killed = self._told is not None and signum is signal.SIGKILL
 
     def _on_signal(self, signum: signal.Signals) -> None:
-        if not self._told:
-            self._told = True
-            self._code = self._code or 128 + signum
+        if self._told is None:
+            self._told = signum
+            if signum is not signal.SIGTERM:  # that one asks to come to a good end, and they may
+                self._code = self._code or 128 + signum
             self._run.signal(signum)
             self._stop_at(time.monotonic() + SIGNAL_GRACE)
             self._note(f"passed {signum.name} on to all of them; Ctrl-C kills them")
         elif signum is signal.SIGINT:
             self._steps = [(time.monotonic(), signal.SIGKILL)]
 
-    def _on_failure(self, rank: int, code: int) -> None:
-        self._code = code if code > 0 else 128 - code
-        self._stop_at(time.monotonic() + FAILURE_GRACE)
-        how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
-        self._note(f"{self._run.noun} {rank} {how}" + ("; stopping the others" if self._alive else ""))
+    def _on_end(self, rank: int, code: int) -> None:
+        if code == 0:
+            self._has_finished = True
+        elif self._told is not None:
+            self._code = self._code or 128 + self._told
+        elif self._code is None:
+            status = code if code > 0 else 128 - code
+            how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
+            if self._run.survives():
+                self._lost_code = status
+                what = self._after_loss(rank)
+            else:
+                self._code = status
+                self._stop_at(time.monotonic() + FAILURE_GRACE)
+                what = "; stopping the others" if self._alive else ""
+            self._note(f"{self._run.noun} {rank} {how}{what}")
+
+    def _after_loss(self, rank: int) -> str:
+        """Start a rank again if it may be; return what happens next, in words."""
+        before, most = self._restarts.get(rank, 0), self._command.restarts
+        is_over = self._has_finished and not self._alive and not self._waiting
+        if before < most and not is_over:
+            self._restarts[rank] = before + 1
+            self._waiting[rank] = time.monotonic() + min(RESTART_PAUSE * 2 ** min(before, 10), RESTART_PAUSE_MOST)
+            return f"; starting it again ({before + 1} of {most})"
+        return "; the others go on" if self._alive or self._waiting else ""
 
     def _stop_at(self, at: float) -> None:
+        self._waiting.clear()
         self._steps = [(at, signal.SIGTERM), (at + TERM_GRACE, signal.SIGKILL)]
 
     def _note(self, text: str) -> None:
@@ -399,7 +516,7 @@ class _Watch:
         # ending. PIPE_BUF bytes never block where select saw room.
         rest = memoryview(data)
         while rest and not self._unheard:
-            patience = 0.0 if self._killed else self._patience()
+            patience = 0.0 if self._killed else self._patience()  # nobody else can be shown anything either
             if select.select([self._wake], [target], [], patience)[1]:
                 try:
                     rest = rest[os.write(target, rest[: select.PIPE_BUF]) :]

@@ -16,7 +16,7 @@ import socket
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.config import STREAMS_LIMIT
 from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
@@ -52,8 +52,16 @@ LANE_BYTES: Final = 16
 NOT_YOURS: Final = "the other end opens the lanes of this pair"
 SECRET_BYTES: Final = 32
 
-LaneKey = tuple[int, int, str]
-"""Group, rank of the peer in the run, purpose."""
+
+class LaneKey(NamedTuple):
+    """What a lane is for."""
+
+    group: int
+    peer: int
+    """Its seat in the run."""
+    purpose: str
+    attempt: int = 0
+    """The number of the view, for collectives of groups that survive losses: no byte of an attempt meets the next."""
 
 
 @dataclass
@@ -78,6 +86,8 @@ class Lanes:
         self._expected: dict[bytes, _Expected] = {}
         self._closed_groups: dict[int, int] = {}
         """Groups that were closed, and the last operation of each."""
+        self._first_attempts: dict[int, int] = {}
+        """By group: lanes of earlier attempts are refused."""
 
     # For groups, on any thread
 
@@ -97,21 +107,21 @@ class Lanes:
             return "shm" if shm.usable() else "unix"
         return "tcp" if in_clear else "secure"
 
-    def open(self, group: int, peer: int, purpose: str, timeout: float) -> Any:
+    def open(self, group: int, peer: int, purpose: str, timeout: float, attempt: int = 0) -> Any:
         """Return the lane (for collectives) or the socket (for messages) to `peer`, opened if need be.
 
         Raises:
             ConnectError: the peer is gone or said no.
             DeadlineError: it did not open in time; ask again to go on waiting.
         """
-        future = self._request((group, peer, purpose))
+        future = self._request(LaneKey(group, peer, purpose, attempt))
         try:
             return future.result(timeout)
         except TimeoutError:
             raise DeadlineError(f"no lane to rank {peer} after {timeout:g} s", late=(peer,)) from None
 
     def _request(self, key: LaneKey) -> Future[Any]:
-        group, peer, purpose = key
+        peer = key.peer
         with self._lock:
             future = self._lanes.get(key)
             if future is not None and future.done():
@@ -121,7 +131,7 @@ class Lanes:
         if self._node.peers[peer].is_dialled:
             control.soon(self.dial, key)
         else:
-            self._node.tell((peer,), messages.Dial(group, purpose))
+            self._node.tell((peer,), messages.Dial(key.group, key.purpose, key.attempt))
         if self._node.peers[peer].gone:
             self._failed(key, ConnectError(f"rank {peer} is gone"))
         return future
@@ -130,7 +140,9 @@ class Lanes:
         """Return the peers whose lane of a group is open."""
         with self._lock:
             return [
-                peer for (of, peer, why), lane in self._lanes.items() if (of, why) == (group, purpose) and lane.done()
+                key.peer
+                for key, lane in self._lanes.items()
+                if (key.group, key.purpose) == (group, purpose) and lane.done()
             ]
 
     def ended(self, group: int, sequence: int) -> bool:
@@ -143,7 +155,22 @@ class Lanes:
             self._closed_groups[group] = sequence
             while len(self._closed_groups) > CLOSED_GROUPS_KEPT:
                 del self._closed_groups[next(iter(self._closed_groups))]
-            futures = [self._lanes.pop(key) for key in [key for key in self._lanes if key[0] == group]]
+            self._first_attempts.pop(group, None)
+        self._drop(lambda key: key.group == group)
+
+    def retire(self, group: int, attempt: int) -> None:
+        """Close the lanes of a group's attempts before this one; nobody may be using them."""
+        with self._lock:
+            self._first_attempts[group] = attempt
+        self._drop(lambda key: key.group == group and key.purpose == "collectives" and key.attempt < attempt)
+
+    def part_with(self, peer: int) -> None:
+        """Wake everyone who waits for a lane to a peer that the others go on without."""
+        self.abandon(lambda key: key.peer == peer, ConnectError(f"seat {peer} is gone"))
+
+    def _drop(self, unwanted: Callable[[LaneKey], bool]) -> None:
+        with self._lock:
+            futures = [self._lanes.pop(key) for key in [key for key in self._lanes if unwanted(key)]]
         for future in futures:
             _close_future(future)
 
@@ -170,7 +197,7 @@ class Lanes:
 
     def dial(self, key: LaneKey) -> bool:
         """Start to open a lane, unless it is open or being opened; False if its group was closed here."""
-        if key[2] not in PURPOSES or key[0] in self._closed_groups or self._node.is_closing:
+        if key.purpose not in PURPOSES or self._is_over(key) or self._node.is_closing:
             return False
         future = self._lanes.get(key)
         is_open = future is not None and future.done()
@@ -180,7 +207,7 @@ class Lanes:
         return True
 
     async def _dial(self, key: LaneKey) -> None:
-        group, rank, purpose = key
+        rank, purpose = key.peer, key.purpose
         peer = self._node.peers[rank]
         try:
             kind = self.kind(rank)
@@ -188,13 +215,13 @@ class Lanes:
                 kind = "unix"
             while True:
                 if not peer.is_dialled:  # the link was exchanged for one that the peer dialled
-                    self._node.send(rank, messages.Dial(group, purpose))
+                    self._node.send(rank, messages.Dial(key.group, purpose, key.attempt))
                     return
                 try:
-                    self._opened(key, await self._connect(peer, group, purpose, kind))
+                    self._opened(key, await self._connect(peer, key, kind))
                     return
                 except (ConnectError, TimeoutError):
-                    if peer.gone or self._node.is_closing:
+                    if peer.gone or self._node.is_closing or self._is_over(key):
                         raise
                     await asyncio.sleep(0.02)  # a full backlog, or out of descriptors
         except CoveyError as error:
@@ -204,8 +231,13 @@ class Lanes:
         finally:
             self._dialling.discard(key)
 
-    async def _connect(self, peer: Peer, group: int, purpose: str, kind: str) -> Any:
-        capacity = 0
+    def _is_over(self, key: LaneKey) -> bool:
+        if key.purpose == "collectives" and key.attempt < self._first_attempts.get(key.group, 0):
+            return True
+        return key.group in self._closed_groups
+
+    async def _connect(self, peer: Peer, key: LaneKey, kind: str) -> Any:
+        purpose, capacity = key.purpose, 0
         segment: Any = None
         descriptor, name = -1, ""
         if purpose == "collectives" and kind in ("shm", "memory"):
@@ -222,7 +254,14 @@ class Lanes:
             await _measured(peer)
         streams = self._streams(peer) if purpose == "collectives" and kind == "secure" else 1
         offer = messages.Offer(
-            secrets.token_bytes(LANE_BYTES), secrets.token_bytes(SECRET_BYTES), group, purpose, kind, capacity, streams
+            secrets.token_bytes(LANE_BYTES),
+            secrets.token_bytes(SECRET_BYTES),
+            key.group,
+            purpose,
+            kind,
+            capacity,
+            streams,
+            key.attempt,
         )
         socks: list[socket.socket] = []
         try:
@@ -252,7 +291,7 @@ class Lanes:
     async def _make_offer(self, peer: Peer, offer: messages.Offer) -> None:
         """Say what lane is to come, and return when the peer expects it; RefusedError if it will not."""
         answer = asyncio.get_running_loop().create_future()
-        key = (offer.group, peer.rank, offer.purpose)
+        key = LaneKey(offer.group, peer.rank, offer.purpose, offer.attempt)
         self._offers[key] = offer.lane, answer
         try:
             self._node.send(peer.rank, offer)
@@ -290,7 +329,7 @@ class Lanes:
     def expected(self, rank: int, lane: bytes) -> None:
         """A peer expects the lane that was offered."""
         for key, (offered, answer) in self._offers.items():
-            if key[1] == rank and offered == lane and not answer.done():
+            if key.peer == rank and offered == lane and not answer.done():
                 answer.set_result(None)
 
     def refused(self, key: LaneKey, reason: str) -> None:
@@ -301,7 +340,7 @@ class Lanes:
                 again = reason == NOT_YOURS  # the ends do not agree yet who dials
                 answer.set_exception(ConnectError(reason) if again else RefusedError(reason, retry=False))
         else:
-            self._failed(key, ConnectError(f"rank {key[1]}: {reason}"))
+            self._failed(key, ConnectError(f"rank {key.peer}: {reason}"))
 
     def _next_ring_bytes(self) -> int:
         with self._lock:
@@ -314,7 +353,7 @@ class Lanes:
     def offered(self, rank: int, offer: messages.Offer) -> None:
         """A peer wants to open a lane: expect it, or say why not."""
         if reason := self._objection(rank, offer):
-            self._node.send(rank, messages.NoLane(offer.group, offer.purpose, reason))
+            self._node.send(rank, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
             return
         self._expected[offer.lane] = _Expected(rank, offer)
         asyncio.get_running_loop().call_later(2 * GREETING_SECONDS, self._stop_expecting, offer.lane)
@@ -334,9 +373,10 @@ class Lanes:
             return f"a ring of {offer.capacity} bytes is not usable"
         if offer.kind not in self._acceptable(rank, offer):
             return f"the lane to rank {rank} is {self.kind(rank)!r} here and {offer.kind!r} there"
-        if offer.group in self._closed_groups or self._node.is_closing:
+        key = LaneKey(offer.group, rank, offer.purpose, offer.attempt)
+        if self._is_over(key) or self._node.is_closing:
             return f"rank {self._node.rank} has closed the group"
-        future = self._lanes.get((offer.group, rank, offer.purpose))
+        future = self._lanes.get(key)
         if (future is not None and future.done()) or len(self._lanes) + len(self._expected) > LANES_LIMIT:
             return "this lane is open already"
         return ""
@@ -373,7 +413,7 @@ class Lanes:
             for each in socks:
                 each.close()
             raise
-        self._opened((offer.group, expected.peer, offer.purpose), opened)
+        self._opened(LaneKey(offer.group, expected.peer, offer.purpose, offer.attempt), opened)
 
     async def _prove_claim(self, sock: socket.socket) -> _Expected:
         claim = await receive_exactly(sock, LANE_BYTES + 1 + greeting.PROOF_BYTES)
@@ -414,7 +454,7 @@ class Lanes:
     def _opened(self, key: LaneKey, lane: Any) -> None:
         with self._lock:
             future = self._lanes.setdefault(key, Future())
-            if not future.done() and not self._node.is_closing and key[0] not in self._closed_groups:
+            if not future.done() and not self._node.is_closing and not self._is_over(key):
                 future.set_result(lane)
                 lane = None
         if lane is not None:

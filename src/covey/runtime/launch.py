@@ -17,7 +17,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 from covey.base.errors import ClosedError, ConfigError, ConnectError, DeadlineError, PeerLostError, RankFailedError
 from covey.runtime.keeper import FAILURE_GRACE, TERM_GRACE, LocalRun, die_with, signal_group, signal_name
@@ -36,32 +36,60 @@ LENGTH: Final = struct.Struct("<Q")
 ResultT = TypeVar("ResultT")
 
 
-def launch(fn: Callable[..., ResultT], nprocs: int, *args: Any, timeout: float | None = None) -> list[ResultT]:
+@overload
+def launch(
+    fn: Callable[..., ResultT],
+    nprocs: int,
+    *args: Any,
+    timeout: float | None = None,
+    on_loss: Literal["raise"] | None = None,
+) -> list[ResultT]: ...
+
+
+@overload
+def launch(
+    fn: Callable[..., ResultT], nprocs: int, *args: Any, timeout: float | None = None, on_loss: Literal["continue"]
+) -> list[ResultT | None]: ...
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    timeout: float | None = None,
+    on_loss: Literal["raise", "continue"] | None = None,
+) -> list[Any]:
     """Call `fn(group, *args)` in `nprocs` new processes and return their results, by rank.
 
     `fn`, `args` and the results must be picklable, and `fn` importable: a function at the top level of a module. In a
     script, call `launch` under `if __name__ == "__main__":`, because every rank imports the script. When a rank fails
     the others are stopped, and the exception that it raised is raised here, with the rank and its traceback as a note.
 
+    `on_loss` is the group's: with "continue", the others finish without a rank whose process dies, and its result is
+    None. What `fn` raises ends them all the same.
+
     Raises:
-        ConfigError: `nprocs` is less than one, or `fn` or `args` cannot be pickled.
+        ConfigError: `nprocs` is less than one, `on_loss` is unknown, or `fn` or `args` cannot be pickled.
         DeadlineError: not all ranks returned within `timeout` seconds.
-        RankFailedError: a rank died, or raised what cannot be pickled.
+        RankFailedError: a rank died, or all did; or one raised what cannot be pickled.
     """
+    if on_loss not in (None, "raise", "continue"):
+        raise ConfigError(f"on_loss={on_loss!r} must be 'raise' or 'continue'")
     call = _pickle_call(fn, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     children: list[_Child] = []
     with LocalRun(nprocs) as run:
         try:
             for rank in range(nprocs):
-                children.append(_Child(rank, run, call))
-            failures = _collect(children, deadline)
+                children.append(_Child(rank, run, call, on_loss))
+            failures, lost = _collect(children, deadline, spares_the_lost=on_loss == "continue")
             if failures:
                 raise min(failures, key=lambda error: isinstance(error, SYMPTOMS))  # the earliest of the best kind
-            if late := tuple(child.rank for child in children if child.report is None):
+            if late := tuple(child.rank for child in children if child.report is None and child.rank not in lost):
                 names = ", ".join(map(str, late))
                 raise DeadlineError(f"launch: no result from rank {names} of {nprocs} in {timeout:g} s", late=late)
-            results = [pickle.loads(child.report.body) for child in children if child.report is not None]
+            reports = [child.report for child in children]
+            results = [None if report is None else pickle.loads(report.body) for report in reports]
             _await_exit(children)
             return results
         finally:
@@ -82,17 +110,18 @@ class _Report:
 class _Child:
     """One launched rank, as its parent sees it."""
 
-    def __init__(self, rank: int, run: LocalRun, call: bytes) -> None:
+    def __init__(self, rank: int, run: LocalRun, call: bytes, on_loss: str | None) -> None:
         self.rank, self.size = rank, run.size
         self.report: _Report | None = None
         self._heard = bytearray()
         spawn = multiprocessing.get_context("spawn")
         self.reader, writer = spawn.Pipe(duplex=False)
-        place = {"rank": rank, "size": run.size, "local_rank": rank, "local_size": run.size, "folder": run.folder}
+        place: dict[str, Any] = {"rank": rank, "size": run.size, "local_rank": rank, "local_size": run.size}
+        place |= {"folder": run.folder, "token": run.token, "keeper": run.warden.path}
         self.process: SpawnProcess = spawn.Process(
             target=_serve,
             name=f"covey rank {rank}",
-            args=(os.getpid(), {**place, "token": run.token}, call, writer),
+            args=(os.getpid(), place, on_loss, call, writer),
         )
         with writer:
             try:
@@ -167,10 +196,16 @@ def _unpickle_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return fn, args
 
 
-def _collect(children: Sequence[_Child], deadline: float | None) -> list[BaseException]:
-    """Wait for all reports, or until `deadline`, or a moment after a failure; return the failures as they came."""
+def _collect(
+    children: Sequence[_Child], deadline: float | None, *, spares_the_lost: bool
+) -> tuple[list[BaseException], set[int]]:
+    """Wait for all reports, or until `deadline`, or a moment after a failure.
+
+    Return the failures as they came, and the ranks that died; if `spares_the_lost`, that is no failure until all have.
+    """
     waiting = list(children)
     failures: list[BaseException] = []
+    lost: set[int] = set()
     while waiting:
         patience = None if deadline is None else deadline - time.monotonic()
         if patience is not None and patience <= 0:
@@ -179,11 +214,15 @@ def _collect(children: Sequence[_Child], deadline: float | None) -> list[BaseExc
         multiprocessing.connection.wait(sources, patience)
         for child in [child for child in waiting if child.listen()]:
             waiting.remove(child)
+            if child.report is None:
+                lost.add(child.rank)
+                if spares_the_lost and len(lost) < len(children):
+                    continue
             if error := child.failure():
                 failures.append(error)
                 grace = time.monotonic() + FAILURE_GRACE
                 deadline = grace if deadline is None else min(deadline, grace)
-    return failures
+    return failures, lost
 
 
 def _await_exit(children: Sequence[_Child]) -> None:
@@ -208,22 +247,22 @@ def _stop(children: Sequence[_Child]) -> None:
             child.reader.close()
 
 
-def _serve(parent: int, place: dict[str, Any], call: bytes, writer: Connection) -> None:
+def _serve(parent: int, place: dict[str, Any], on_loss: str | None, call: bytes, writer: Connection) -> None:
     """The life of a launched rank: join, call, report."""
     os.setsid()  # Ctrl-C reaches the parent alone, which decides; and our own children can be found
     die_with(parent)
-    report = _call(place, call)
+    report = _call(place, on_loss, call)
     body = pickle.dumps(report)
     with contextlib.suppress(BrokenPipeError), open(writer.fileno(), "wb", closefd=False) as pipe:
         pipe.write(LENGTH.pack(len(body)) + body)
 
 
-def _call(place: dict[str, Any], call: bytes) -> _Report:
+def _call(place: dict[str, Any], on_loss: str | None, call: bytes) -> _Report:
     try:
         from covey.runtime.bootstrap import Place, join_as  # the parent has no use for what this brings in
 
         fn, args = _unpickle_call(call)
-        with join_as(Place(**place)) as group:
+        with join_as(Place(**place), on_loss=on_loss) as group:
             # Pickled while the group is open: the result may be a view of memory that the group owns.
             return _Report(ok=True, body=pickle.dumps(fn(group, *args), protocol=pickle.HIGHEST_PROTOCOL))
     except BaseException as error:

@@ -73,6 +73,8 @@ class Messenger:
         self._order = itertools.count()
         self._ended: list[tuple[MessageLane, BaseException | None]] = []
         """Lanes that ended and whose operations are still to be told, with the reason if it is ours to give."""
+        self._departed: list[int] = []
+        """Ranks that are lost and had no lane, whose operations are still to be told."""
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         """Waiters: some work ended, or nobody drives."""
@@ -181,6 +183,18 @@ class Messenger:
         with self._lock, contextlib.suppress(ClosedError):  # a peer may come just when we go
             self._add_lane(peer, sock)
 
+    def peer_lost(self, peer: int) -> None:
+        """The group goes on without a rank: what it sent is delivered, and nothing else is waited for."""
+        with self._lock:
+            lane = self._lanes.get(peer)
+            if lane is None:
+                self._departed.append(peer)
+                self._ring()
+                self._call_background()
+            elif not lane.is_ended:
+                with contextlib.suppress(OSError):  # whoever drives reads to the end, and tells
+                    lane.sock.shutdown(socket.SHUT_RDWR)
+
     def pending(self) -> list[Work[Any]]:
         """Return the works that are not over."""
         return list(self._pending.values())
@@ -245,6 +259,12 @@ class Messenger:
                 with self._lock:
                     self._matcher.fail(lane.peer, error)
                     lane.sock.close()
+        while self._departed:
+            with self._lock:
+                peer = self._departed.pop()
+            error = self._lost(peer) or self._peer_lost(peer)
+            with self._lock:
+                self._matcher.fail(peer, error)
         if not self._matcher.completed:
             return
         with self._lock:

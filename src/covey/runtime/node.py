@@ -1,8 +1,9 @@
 """One process in a run: who the others are, a link to each, and which groups there are.
 
-Everything that touches a link happens on the control loop; other threads ask for it by `soon` or wait for a future.
-A launcher's ranks open the links themselves: the higher rank of a pair dials. In a cluster they come from the
-gathering in which the run was agreed on.
+Processes are known by their *seats*: numbers that nobody else gets as long as the run lasts. Those of the first
+generation are its ranks. Everything that touches a link happens on the control loop; other threads ask for it by `soon`
+or wait for a future. A launcher's ranks open the links themselves: the higher rank of a pair dials. In a cluster they
+come from the gathering in which the run was agreed on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import logging
 import os
 import secrets
@@ -19,9 +21,13 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
+from covey.proto.changes import Quorum
 from covey.runtime import loop as control
+from covey.runtime.events import Events
+from covey.runtime.generation import Generation
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any
-from covey.runtime.lanes import Lanes
+from covey.runtime.keeper_link import KeeperLink
+from covey.runtime.lanes import LaneKey, Lanes
 from covey.runtime.link import printable
 from covey.runtime.vigil import Vigil
 from covey.wire import messages
@@ -32,9 +38,10 @@ if TYPE_CHECKING:
 
     from covey.base.config import GroupConfig
     from covey.runtime.entrance import Entrance
+    from covey.runtime.fault import Fault
     from covey.runtime.greet import Gate, Where
-    from covey.runtime.lanes import LaneKey
     from covey.runtime.link import Link
+    from covey.wire.membership import Record
 
 logger = logging.getLogger("covey")
 
@@ -44,6 +51,8 @@ HANG_UP_SECONDS: Final = 1.0
 """And for how long: a crowd at the door of rank 0 passes."""
 CLOSE_SECONDS: Final = 1.0
 """How long goodbyes may take."""
+EARLY_LIMIT: Final = 4096
+"""Messages about a generation that this node has not founded yet."""
 
 
 class Member(Protocol):
@@ -52,6 +61,11 @@ class Member(Protocol):
     def heard(self, peer: int, message: messages.Announce | messages.Position | messages.Revoke) -> None: ...
 
     def peer_gone(self, peer: int, *, left: bool) -> None: ...
+
+    def end(self, fault: Fault) -> None: ...
+
+    @property
+    def generation(self) -> Generation | None: ...
 
     def lane_arrived(self, peer: int, purpose: str) -> None: ...
 
@@ -76,8 +90,8 @@ class Peer:
         """Whether this end of the pair does the dialling."""
         self.way: Where | None = None
         """The address that was found best, if any was."""
-        self.life = b""
-        self.host_name = ""
+        self.id = self.life = self.keeper = b""
+        self.name = self.host_name = ""
         self.pid = 0
         self.link: Link | None = None
         self.told: Link | None = None
@@ -85,6 +99,8 @@ class Peer:
         self.ready = False
         self.left = False
         self.gone = False
+        self.excluded = False
+        """The members have agreed to go on without it."""
         self.reason = ""
         """Why it was given up, if it was."""
         self.round_trip = -1.0
@@ -94,8 +110,21 @@ class Peer:
 
     def introduce(self, card: messages.Card) -> None:
         """Note who it is."""
-        self.life, self.host_name, self.pid = card.life, card.host_name, card.pid
+        self.id, self.life, self.keeper = card.id, card.life, card.keeper
+        self.name, self.host_name, self.pid = card.name, card.host_name, card.pid
         self.contact = card.contact
+
+
+class Newcomer(Protocol):
+    """A process that waits for the next generation."""
+
+    @property
+    def card(self) -> messages.Card: ...
+
+    def send(self, message: messages.Control) -> None: ...
+
+    def sit_down(self, peer: Peer) -> None:
+        """Hand the link with it to the peer that it is now."""
 
 
 class Node:
@@ -113,10 +142,19 @@ class Node:
         entrance: Entrance,
         contacts: Mapping[int, messages.Contact],
         denied: frozenset[bytes] = frozenset(),
+        keeper: str = "",
+        floor: int = 1,
+        store: Callable[[Record], None] | None = None,
         companions: Sequence[Companion] = (),
         on_close: Callable[[], None] = lambda: None,
+        seats: Sequence[int] | None = None,
     ) -> None:
-        """`contacts` of ranks that are missing come from rank 0's roster. `entrance` and `companions` end with us."""
+        """`contacts` of ranks that are missing come from rank 0's roster. `entrance` and `companions` end with us.
+
+        `keeper` is the path at which the keeper of all ranks listens. No view has fewer than `floor` members. `store`
+        makes what this node has promised durable. `seats` are those of the generation that this node enters, if that is
+        not the first.
+        """
         self.rank, self.size, self.run, self.config = rank, size, run, config
         self.gate, self.card = gate, card
         self._denied = denied
@@ -125,14 +163,33 @@ class Node:
         self._entrance = entrance
         self._companions = (entrance, *companions)
         self._on_close = on_close
+        self._keeper_path, self.floor, self.store = keeper, floor, store
         self.peers = {
-            peer: Peer(peer, contacts.get(peer), is_dialled=peer < rank) for peer in range(size) if peer != rank
+            peer: Peer(peer, contacts.get(peer), is_dialled=peer < rank)
+            for peer in (range(size) if seats is None else seats)
+            if peer != rank
         }
         self._groups: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self.lanes = Lanes(self)
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._vigil: Vigil | None = None
+        self.events = Events()
+        self.generation: Generation | None = None
+        """The last that this node was in."""
+        self._generations: dict[int, Generation] = {}
+        self._early: list[tuple[int, messages.Agreeing]] = []
+        """What was said of generations that this node has not founded yet."""
+        self.keeper: KeeperLink | None = None
+        self.lobby: dict[bytes, Newcomer] = {}
+        """By life: who waits for the next generation."""
+        self.is_elastic = False
+        """Whether the program goes from generation to generation."""
+        self.is_draining = False
+        """Whether this process wants to leave at the next step."""
+        self.wanted_size = 1
+        """A generation that has fewer members waits for more."""
+        self.most_size = messages.MAX_MEMBERS
         self.on_silent: Callable[[int], None] | None = None
         """Who ends all links with a rank that is given up, where that is not the node."""
         self._formed: asyncio.Future[None] | None = None
@@ -163,6 +220,8 @@ class Node:
         self._formed = asyncio.get_running_loop().create_future()
         self._entrance.on_link = self._greet
         self._entrance.open()
+        if self._keeper_path:
+            self.keep_link_with(self._keeper_path)
         for peer in self.peers.values():
             if peer.is_dialled and peer.contact is not None:
                 self.spawn(self._dial(peer))
@@ -203,7 +262,7 @@ class Node:
             self._tell_ready()
         if linked and not self._missing():
             self._formed.set_result(None)
-            self.keep_vigil()
+            self.begin()
 
     def _tell_ready(self) -> None:
         """Tell those who have not heard it on their link that this rank is connected to everyone."""
@@ -260,11 +319,42 @@ class Node:
         self._settle()
 
     def _linked(self, peer: Peer, link: Link, card: messages.Card) -> None:
+        before, peer.link = peer.link, link
+        if before is not None:
+            before.abort()  # its other end has given it up
         peer.introduce(card)
-        peer.link = link
         self._entrance.member_ips.add(link.remote_ip)
         link.attach(functools.partial(self._heard_frame, peer), functools.partial(self._lost, peer, link))
+        if peer.ready:
+            self.relinked(peer)
         self._settle()
+
+    def relinked(self, peer: Peer) -> None:
+        """There is a new link with a process whose last one had ended."""
+        if not peer.excluded:
+            peer.gone = False
+        if self._vigil is not None:
+            self._vigil.link_up(peer)
+        for generation in self._generations.values():
+            rank = generation.rank_of(peer.rank)
+            if rank is not None:
+                generation.council.link_up(rank, peer.life)
+
+    async def _redial(self, peer: Peer) -> None:
+        """Link again with a process that is still in the view: a connection can end without either end."""
+        pause, until = 0.02, time.monotonic() + 2 * self.config.patience
+        while peer.link is None and not (peer.excluded or peer.left or self.is_closing) and time.monotonic() < until:
+            with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
+                link, welcome, _, where = await dial_any(self.ways_to(peer), self.gate, self._hello())
+                if welcome.card.life != peer.life:
+                    link.abort()
+                    return  # started anew: it comes by itself, as a newcomer
+                if not isinstance(where, str):
+                    peer.way = where
+                self._linked(peer, link, welcome.card)
+                return
+            await asyncio.sleep(pause)
+            pause = min(0.5, pause * 1.5)
 
     def _heard_frame(self, peer: Peer, body: bytes) -> None:
         self.noticed(peer.rank)
@@ -274,7 +364,10 @@ class Node:
         admitted = await admit(sock, self.gate, said, self._judge)
         if admitted is not None:
             link, hello, _ = admitted
-            self._linked(self.peers[hello.rank], link, hello.card)
+            if hello.purpose == "newcomer":
+                self.knock(Latecomer(self, link, hello.card))
+            else:
+                self._linked(self.peers[hello.rank], link, hello.card)
 
     def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
         if hello.version != messages.VERSION:
@@ -282,12 +375,15 @@ class Node:
             return messages.Refusal(reason, retry=False)
         if hello.card.id in self._denied:
             return messages.Refusal("this node is denied here", retry=False)
+        if hello.purpose == "newcomer" and hello.run == self.run:
+            return self._judge_newcomer(hello)
         if hello.purpose != "rank":
             return messages.Refusal(f"{self.run} was started by a launcher, which gives out the ranks", retry=False)
         for what, here, there in (
             ("run", self.run, hello.run),
             ("size", self.size, hello.size),
             ("lanes", self.config.lanes, hello.lanes),
+            ("on_loss", self.config.on_loss, hello.on_loss),
         ):
             if here != there:
                 reason = f"{what} is {there!r} on rank {hello.rank} and {here!r} on rank {self.rank}"
@@ -296,6 +392,8 @@ class Node:
         peer = self.peers.get(hello.rank)
         if peer is None or peer.is_dialled:
             return messages.Refusal(f"rank {hello.rank} has no business dialling rank {self.rank}", retry=False)
+        if peer.ready and peer.life == hello.card.life:
+            return messages.Welcome(self.rank, self.card)  # its last link has ended, here or there
         if peer.link is not None or peer.ready:
             return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
         return messages.Welcome(self.rank, self.card)
@@ -310,7 +408,15 @@ class Node:
             size=self.size,
             lanes=self.config.lanes,
             card=self.card,
+            on_loss=self.config.on_loss,
         )
+
+    def _judge_newcomer(self, hello: messages.Hello) -> messages.Welcome | messages.Refusal:
+        if self.generation is None:
+            return messages.Refusal("the run has not begun", retry=True)
+        if any(peer.life == hello.card.life and not peer.gone for peer in self.peers.values()):
+            return messages.Refusal("you are a member", retry=False)
+        return messages.Welcome(self.rank, self.card)
 
     # Groups
 
@@ -331,9 +437,9 @@ class Node:
 
     def lane_arrived(self, key: LaneKey) -> None:
         """Tell the group, if it exists already, that a lane is open."""
-        group = self._groups.get(key[0])
+        group = self._groups.get(key.group)
         if group is not None:
-            group.lane_arrived(key[1], key[2])
+            group.lane_arrived(key.peer, key.purpose)
 
     def tell(self, peers: Iterable[int], message: messages.Control) -> None:
         """Send a control message to some ranks of the run. Returns at once; the dead are skipped."""
@@ -351,24 +457,184 @@ class Node:
 
     # What arrives on links, on the control loop
 
-    def keep_vigil(self) -> None:
-        """Start to watch over ranks on other machines: the run is formed."""
-        self._vigil = Vigil(self, self._silent)
+    def begin(self, lineage: bytes = b"") -> None:
+        """The run is formed: watch over the others, and found its first generation."""
+        self._vigil = Vigil(self, self._silent, self._trusted)
+        if self.size <= messages.MAX_MEMBERS and self.size > 1:
+            cards = [self.card if seat == self.rank else self._card_of(seat) for seat in range(self.size)]
+            lives = b"".join(card.life for card in cards)
+            digest = hashlib.blake2b(lives, digest_size=16, key=self.run.encode()[:64]).digest()
+            members = tuple(messages.SeatedMember(seat, card) for seat, card in enumerate(cards))
+            is_kept = self.keeper is not None
+            self.found(messages.Founded(0, lineage or digest, is_kept, members, self.config.on_loss))
         self.spawn(self._vigil.keep())
+
+    def seat_member(self, member: messages.SeatedMember, link: Link | None, *, is_dialled: bool) -> None:
+        """Take a member of the generation that this node is about to enter, and the link with it, if there is one."""
+        peer = self.peers[member.seat]
+        peer.introduce(member.card)
+        peer.is_dialled, peer.ready = is_dialled, True
+        if link is not None and link.is_open:
+            self._linked(peer, link, member.card)
+        elif is_dialled:
+            self.spawn(self._redial(peer))
+
+    def enter(self, founded: messages.Founded) -> None:
+        """Take this node's seat in a generation of a run that goes on."""
+        self._entrance.on_link = self._greet
+        if self._keeper_path:
+            self.keep_link_with(self._keeper_path)
+        self._vigil = Vigil(self, self._silent, self._trusted)
+        self.found(founded)
+        self.spawn(self._vigil.keep())
+
+    def _card_of(self, seat: int) -> messages.Card:
+        peer = self.peers[seat]
+        contact = peer.contact or messages.Contact("", (), "")
+        return messages.Card(peer.id, peer.life, peer.name, peer.host_name, peer.pid, contact, "", peer.keeper)
+
+    def found(self, founded: messages.Founded) -> Generation:
+        """Begin a generation; those of its members that waited outside sit down, and are told."""
+        for member in founded.members:
+            if member.seat != self.rank and member.seat not in self.peers:
+                peer = self.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
+                peer.introduce(member.card)
+                peer.ready = True
+                newcomer = self.lobby.pop(member.card.life, None)
+                if newcomer is not None:
+                    newcomer.sit_down(peer)
+                    newcomer.send(founded)
+        self.generation = Generation(
+            self, founded, patience=self.config.patience, quorum=Quorum(self.config.quorum), min_size=self.floor,
+            store=self.store,
+        )  # fmt: skip
+        self._generations[founded.generation] = self.generation
+        for number in [number for number in self._generations if number < founded.generation - 1]:
+            self._generations.pop(number).close()
+        if self.keeper is not None:
+            self.keeper.send(founded)
+        if self._vigil is not None:
+            for seat in self.generation.seats:
+                if seat != self.rank:
+                    self._vigil.watch(self.peers[seat])
+        self.generation.open()
+        early, self._early = self._early, []
+        for rank, message in early:
+            self.heard(rank, message)
+        return self.generation
+
+    def keep_link_with(self, keeper: str) -> None:
+        """Hold a link with the keeper of this process, which listens at a socket of this path."""
+        self.keeper = KeeperLink(
+            keeper, self.gate, self.card, on_up=self._keeper_up, on_down=self._keeper_down, on_message=self._keeper_said
+        )
+        self.spawn(self.keeper.keep())
+
+    def _keeper_up(self) -> None:
+        if self.generation is not None and self.keeper is not None:
+            self.keeper.send(self.generation.founded)
+        for generation in self._generations.values():
+            if generation.founded.is_kept:
+                generation.council.link_up(len(generation.seats), b"")
+
+    def _keeper_down(self) -> None:
+        for generation in self._generations.values():
+            if generation.founded.is_kept:
+                generation.council.link_down(len(generation.seats))
+
+    def _keeper_said(self, message: messages.Control) -> None:
+        match message:
+            case messages.Vouch(processes):
+                self.vouched(processes)
+            case messages.Agreeing(number, body):
+                generation = self._generations.get(number)
+                if generation is not None and generation.founded.is_kept:
+                    generation.council.received(len(generation.seats), body)
+            case _:
+                pass
+
+    def vouched(self, processes: Iterable[tuple[bytes, int]]) -> None:
+        """A keeper says how some processes are."""
+        by_life = {peer.life: peer for peer in self.peers.values()}
+        for life, value in processes:
+            if life in by_life and self._vigil is not None:
+                self._vigil.vouched(by_life[life], value)
+
+    # Newcomers
+
+    def knock(self, newcomer: Newcomer) -> None:
+        """Somebody waits for the next generation."""
+        self.lobby[newcomer.card.life] = newcomer
+
+    def go_away(self, life: bytes) -> None:
+        """Somebody does not wait any more."""
+        self.lobby.pop(life, None)
+
+    @property
+    def next_seat(self) -> int:
+        """The first number that nobody has had, as far as this node knows."""
+        return 1 + max((self.rank, *self.peers))
+
+    @property
+    def knows_change(self) -> bool:
+        """Whether the next generation should come soon: somebody waits to get in or out, or too few are left."""
+        generation = self.generation
+        if not self.is_elastic or generation is None:
+            return False
+        live = len(generation.view.ranks)
+        return self.is_draining or live < self.wanted_size or (bool(self.lobby) and live < self.most_size)
+
+    # Losses
 
     def noticed(self, rank: int) -> None:
         """A rank of the run said something."""
         if self._vigil is not None:
             self._vigil.heard(rank)
 
-    def _silent(self, rank: int, reason: str) -> None:
-        peer = self.peers[rank]
-        logger.warning("rank %d is given up: %s", rank, reason)
+    def _silent(self, seat: int, reason: str) -> None:
+        peer = self.peers[seat]
         peer.reason = reason
-        if self.on_silent is not None:
-            self.on_silent(rank)
-        elif peer.link is not None:
-            peer.link.abort()
+        self.events.phase("detect")
+        for generation in self._generations.values():
+            rank = generation.rank_of(seat)
+            if rank is not None:
+                generation.council.judged(rank, is_dead=True)
+        if self.config.on_loss == "raise":
+            logger.warning("rank %d is given up: %s", seat, reason)
+            if self.on_silent is not None:
+                self.on_silent(seat)
+            elif peer.link is not None:
+                peer.link.abort()
+            elif not peer.gone:
+                self._give_up(peer)
+
+    def _trusted(self, seat: int) -> None:
+        self.peers[seat].reason = ""
+        for generation in self._generations.values():
+            rank = generation.rank_of(seat)
+            if rank is not None:
+                generation.council.judged(rank, is_dead=False)
+
+    def exclude(self, seat: int) -> None:
+        """The members go on without a process: it may live, but what it says about their work is not heard."""
+        peer = self.peers[seat]
+        peer.excluded = True
+        if self._vigil is not None:
+            self._vigil.forget(seat)
+        self._give_up(peer)
+        self.lanes.part_with(seat)
+
+    def expelled(self, generation: Generation, fault: Fault) -> None:
+        """This node is in a generation no more: everything of it ends."""
+        for group in list(self._groups.values()):
+            if group.generation is generation:
+                group.end(fault)
+
+    def _give_up(self, peer: Peer) -> None:
+        peer.gone = True
+        self.lanes.abandon(lambda key: key.peer == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
+        for group in list(self._groups.values()):
+            group.peer_gone(peer.rank, left=peer.left)
 
     def heard(self, rank: int, message: messages.Control) -> None:
         """Take a message from a rank of the run."""
@@ -387,20 +653,23 @@ class Node:
                             self.spawn(self._dial(other))
             case messages.Goodbye():
                 peer.left = True
+            case messages.Agreeing(number, body):
+                self._agreeing(rank, message, number, body)
             case messages.Ping(number):
                 self.send(rank, messages.Pong(number, time.time()))
             case messages.Pong(number, _):
                 if self._vigil is not None:
                     self._vigil.answered(rank, number)
-            case messages.Dial(group, purpose):
-                if peer.is_dialled and not self.lanes.dial((group, rank, purpose)):
-                    self.send(rank, messages.NoLane(group, purpose, f"rank {self.rank} has closed the group"))
+            case messages.Dial(group, purpose, attempt):
+                if peer.is_dialled and not self.lanes.dial(LaneKey(group, rank, purpose, attempt)):
+                    reason = f"rank {self.rank} has closed the group"
+                    self.send(rank, messages.NoLane(group, purpose, reason, attempt))
             case messages.Offer():
                 self.lanes.offered(rank, message)
             case messages.Expect(lane):
                 self.lanes.expected(rank, lane)
-            case messages.NoLane(group, purpose, reason):
-                self.lanes.refused((group, rank, purpose), reason)
+            case messages.NoLane(group, purpose, reason, attempt):
+                self.lanes.refused(LaneKey(group, rank, purpose, attempt), reason)
             case messages.Announce() | messages.Position() | messages.Revoke():
                 member = self._groups.get(message.group)
                 if member is not None:
@@ -425,12 +694,28 @@ class Node:
             if peer.is_dialled:
                 self.spawn(self._dial(peer))
             return
-        peer.gone = True
+        self.events.phase("detect")
         if self._vigil is not None:
-            self._vigil.forget(rank)
-        self.lanes.abandon(lambda key: key[1] == rank, ConnectError(f"rank {rank} is gone"))
-        for group in list(self._groups.values()):
-            group.peer_gone(rank, left=peer.left)
+            self._vigil.link_lost(rank)
+        for generation in self._generations.values():
+            place = generation.rank_of(rank)
+            if place is not None:
+                generation.council.link_down(place)
+        if self.config.on_loss == "raise" or self.generation is None:
+            self._give_up(peer)
+        if self.generation is not None and peer.is_dialled and not peer.left and self.on_silent is None:
+            self.spawn(self._redial(peer))
+
+    def _agreeing(self, seat: int, message: messages.Agreeing, number: int, body: bytes) -> None:
+        generation = self._generations.get(number)
+        if generation is None:
+            newest = max(self._generations, default=-1)
+            if newest < number <= newest + 2 and len(self._early) < EARLY_LIMIT:
+                self._early.append((seat, message))
+            return
+        place = generation.rank_of(seat)
+        if place is not None:
+            generation.council.received(place, body)
 
     # Small things
 
@@ -483,6 +768,11 @@ class Node:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.lanes.stop_expecting()
+        for generation in self._generations.values():
+            generation.close()
+        for newcomer in self.lobby.values():
+            if isinstance(newcomer, Latecomer):
+                newcomer.link.abort()
         for companion in self._companions:
             await companion.close()
         with contextlib.suppress(TimeoutError):
@@ -496,6 +786,27 @@ class Node:
         self.is_closing = True
         for group in list(self._groups.values()):
             group.forked()
+
+
+class Latecomer:
+    """A newcomer to a launcher's run, which has dialled this node."""
+
+    def __init__(self, node: Node, link: Link, card: messages.Card) -> None:
+        self._node, self.link, self._card = node, link, card
+        link.attach(lambda _: None, self._gone)
+
+    @property
+    def card(self) -> messages.Card:
+        return self._card
+
+    def send(self, message: messages.Control) -> None:
+        self.link.send(messages.encode(message))
+
+    def sit_down(self, peer: Peer) -> None:
+        self._node._linked(peer, self.link, self._card)
+
+    def _gone(self) -> None:
+        self._node.go_away(self._card.life)
 
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()

@@ -1,12 +1,14 @@
-"""Watching over members on other machines: a pulled cable ends no connection, so somebody has to notice. On the loop.
+"""Watching over the other members: drives `proto.health`, and tells who should be given up. On the control loop.
 
-Only the silence of a whole machine is acted upon: its kernel acknowledges what we send as long as it runs and can be
-reached. A process that does not answer may be busy in a call that keeps the interpreter's lock, for minutes.
+A pulled cable ends no connection, a stopped process answers nothing, a busy one answers late: somebody has to notice,
+and to tell them apart. Kernels of other machines acknowledge what we send as long as they run and can be reached; the
+keeper of a process says whether it is there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from typing import TYPE_CHECKING
@@ -21,71 +23,102 @@ if TYPE_CHECKING:
 
 
 class Vigil:
-    """Judges the ranks of a run that are on other hosts."""
+    """Judges the other processes of a run."""
 
-    def __init__(self, node: Node, lost: Callable[[int, str], None]) -> None:
-        """`lost(rank, reason)` is called for a rank whose machine was not heard any more."""
-        self._node, self._lost = node, lost
+    def __init__(self, node: Node, lost: Callable[[int, str], None], trusted: Callable[[int], None]) -> None:
+        """`lost(seat, reason)` is called for one that should be given up, `trusted(seat)` for one that is back."""
+        self._node, self._lost, self._trusted = node, lost, trusted
         self._health = health.Health(node.host, time.monotonic())
         self._pings: dict[int, tuple[int, float]] = {}
-        """By rank: the last one, and when it was sent."""
+        """By seat: the last one, and when it was sent."""
+        self._given_up: set[int] = set()
+        self._changed = asyncio.Event()
 
     async def keep(self) -> None:
-        """Watch until cancelled, or until nobody is left to watch."""
+        """Watch until cancelled."""
         for peer in self._node.peers.values():
-            self._watch(peer)
+            self.watch(peer)
         while True:
+            self._changed.clear()
             self._perform()
             pause = self._health.next_deadline() - time.monotonic()
-            if pause == float("inf"):
-                return
-            await asyncio.sleep(max(0.001, pause))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if pause == float("inf") else max(0.001, pause)):
+                    await self._changed.wait()
             self._health.tick(time.monotonic())
 
-    def heard(self, rank: int) -> None:
-        """A rank said something, whatever it was."""
-        self._health.heard(_id(rank), time.monotonic())
+    def watch(self, peer: Peer) -> None:
+        """Begin to judge a peer."""
+        if peer.contact is not None and not peer.excluded and not peer.left and peer.life:
+            self._health.watch(_id(peer.rank), peer.contact.host, time.monotonic())
+            if peer.link is not None:
+                self._health.link_up(_id(peer.rank), time.monotonic())
+            self._changed.set()
 
-    def answered(self, rank: int, number: int) -> None:
-        """A rank answered a ping."""
-        sent, at = self._pings.pop(rank, (-1, 0.0))
+    def link_up(self, peer: Peer) -> None:
+        """There is a new link with a peer."""
+        self._health.link_up(_id(peer.rank), time.monotonic())
+        self._changed.set()
+
+    def link_lost(self, seat: int) -> None:
+        """The link with a peer has ended."""
+        self._health.link_lost(_id(seat), time.monotonic())
+        self._changed.set()
+
+    def heard(self, seat: int) -> None:
+        """A peer said something, whatever it was."""
+        self._health.heard(_id(seat), time.monotonic())
+        if seat in self._given_up:
+            self._changed.set()
+
+    def vouched(self, peer: Peer, value: int) -> None:
+        """The keeper of a peer says how its process is."""
+        with contextlib.suppress(ValueError):  # of a later version
+            self._health.vouched(_id(peer.rank), health.Vouch(value), time.monotonic())
+            self._changed.set()
+
+    def answered(self, seat: int, number: int) -> None:
+        """A peer answered a ping."""
+        sent, at = self._pings.pop(seat, (-1, 0.0))
         if sent == number:
-            self._health.round_trip(_id(rank), time.monotonic() - at)
+            self._health.round_trip(_id(seat), time.monotonic() - at)
 
-    def forget(self, rank: int) -> None:
-        """A rank is gone: there is nothing more to find out."""
-        self._health.forget(_id(rank))
-
-    def _watch(self, peer: Peer) -> None:
-        if peer.link is not None and peer.contact is not None and peer.contact.host != self._node.host:
-            now = time.monotonic()
-            self._health.watch(_id(peer.rank), peer.contact.host, now)
-            self._health.link_up(_id(peer.rank), now)
+    def forget(self, seat: int) -> None:
+        """There is nothing more to find out about a peer."""
+        self._health.forget(_id(seat))
+        self._given_up.discard(seat)
 
     def _perform(self) -> None:
         for effect in self._health.effects():
-            peer = self._node.peers[int.from_bytes(effect.peer, "big")]
+            seat = int.from_bytes(effect.peer, "big")
+            peer = self._node.peers[seat]
             match effect:
                 case health.Ping():
                     self._ping(peer)
-                case health.Dead(_, health.Cause.HOST_SILENT, _):
-                    self._health.forget(effect.peer)
-                    self._lost(peer.rank, f"nothing was heard from {peer.host_name or 'its host'} any more")
-                case health.Dead():
-                    self._watch(peer)  # its machine is there, so it is busy
+                case health.Dead(_, _, reason):
+                    self._given_up.add(seat)
+                    self._lost(seat, reason.replace(f"host {_host(peer)}", peer.host_name or "host"))
+                case health.Trust() if seat in self._given_up:
+                    self._given_up.discard(seat)
+                    self._trusted(seat)
                 case _:
                     pass
 
     def _ping(self, peer: Peer) -> None:
         if peer.link is None:
             return
-        age = peer.link.acknowledged_seconds_ago()
-        if age is not None:
-            self._health.acknowledged(_id(peer.rank), time.monotonic() - age)
+        if peer.contact is not None and peer.contact.host != self._node.host:
+            age = peer.link.acknowledged_seconds_ago()
+            if age is not None:
+                self._health.acknowledged(_id(peer.rank), time.monotonic() - age)
         number = secrets.randbits(32)
         self._pings[peer.rank] = number, time.monotonic()
         self._node.send(peer.rank, messages.Ping(number))
 
 
-def _id(rank: int) -> bytes:
-    return rank.to_bytes(4, "big")
+def _id(seat: int) -> bytes:
+    return seat.to_bytes(4, "big")
+
+
+def _host(peer: Peer) -> str:
+    return peer.contact.host if peer.contact is not None else ""

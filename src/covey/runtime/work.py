@@ -36,6 +36,8 @@ class Work(Generic[T]):
         `then` turns what the operation ended with into the result.
         """
         self.description = description
+        self.contributors: tuple[int, ...] = ()
+        """Once a collective is done: the ranks whose input is in its result."""
         self._then = then
         self._drive = drive
         self._done = threading.Event()

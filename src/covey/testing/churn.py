@@ -7,6 +7,7 @@ checks what every run must keep; a seed that breaks it prints its story, and tel
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -16,12 +17,13 @@ from typing import Any
 from covey.base.errors import CoveyError
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Quorum, QuorumLost
-from covey.proto.commit import Commit, Raised, Returned
+from covey.proto.commit import Commit, Raised, Returned, Revoked
 from covey.proto.membership import Membership
-from covey.testing.workers import Bytes, Job, Worker
+from covey.testing.ledger import BrokenError, End, Ledger, tell_ranks, tell_state, tell_view
+from covey.testing.workers import Bytes, Job, Token, Worker
 from covey.testing.world import World
 from covey.wire import membership as wire
-from covey.wire.membership import Accept, Accepted, Decided, Prepare, Promise, Pulse, Record, Seat, Token, View
+from covey.wire.membership import Accept, Accepted, Decided, Prepare, Promise, Pulse, Record, Seat, State, View
 
 PATIENCE = 12.0
 RELINK = 0.6
@@ -30,10 +32,6 @@ PROGRESS_WITHIN = 40.0
 MOST_WORDS = 20_000
 """Messages about views in one play; a few hundred are usual."""
 KEEPER = "K"
-
-
-class BrokenError(AssertionError):
-    """An invariant does not hold."""
 
 
 class Play:
@@ -48,6 +46,8 @@ class Play:
     """How often lanes are so slow that bytes outlive their attempt."""
     gagging = 0.2
     """How often a proposer is not heard when its view has been accepted."""
+    despair = 0.2
+    """How often a group is given up by somebody, and how often operations have a deadline."""
 
     def __init__(self, seed: int, *, quorum: Quorum = Quorum.MAJORITY, has_keeper: bool = False, tell: bool = False):
         """Plan everything from the seed."""
@@ -68,6 +68,7 @@ class Play:
         size = chance.randint(*self.sizes)
         self.min_size = chance.choice([1, 1, 1, 2])
         self.pause = chance.choice([0.02, 0.2, 0.4])
+        self.deadline = chance.choice([0.3, 1.0, 4.0]) if chance.random() < self.despair else math.inf
         self.ids = [chance.randbytes(32) for _ in range(size)]
         self.keeper = chance.randbytes(32) if has_keeper else None
         self.clocks = {
@@ -89,17 +90,23 @@ class Play:
         self.disks: dict[bytes, Record] = dict.fromkeys(self.ids, self.first)
         self.workers: dict[bytes, Worker] = {}
         """Of each node the last life."""
-        self.views: dict[tuple[bytes, int], tuple[View, str]] = {}
-        self.outcomes: dict[tuple[bytes, int, int], tuple[str, str]] = {}
+        self.ledger = Ledger()
+        self.despairing: set[int] = set()
+        """Groups that somebody gave up."""
         self.ends: list[tuple[str, Excluded | QuorumLost]] = []
         self.surprises = chance.randint(0, 4)
         """Faults that will come just when a view is being agreed on."""
         self.words = 0
         self.power_cuts = chance.choice([0.0, 0.0, 0.02, 0.1])
-        self.good_at = float("inf")
+        self.good_at = math.inf
         self.faults_end_at = 1.0
         for _ in range(chance.randint(1, 4)):
             self._plan_fault(chance.uniform(0.0, 2.5), self.faults)
+        for group, ranks in enumerate(self.groups):
+            for rank in chance.sample(ranks, chance.randint(0, len(ranks))):
+                self.world.at(chance.uniform(0.0, 3.0), self._learn, self.ids[rank], group)
+            if chance.random() < self.despair / 2:
+                self.world.at(chance.uniform(0.0, 2.5), self._give_up, self.ids[chance.choice(ranks)], group)
 
     # The members.
 
@@ -116,7 +123,8 @@ class Play:
             for group, (ranks, program) in enumerate(zip(self.groups, self.programs, strict=True))
             if rank in ranks and is_first
         ]
-        worker = self.workers[id] = Worker(name, core, jobs, self, random.Random(chance.random()), pause=self.pause)
+        own = random.Random(chance.random())
+        worker = self.workers[id] = Worker(name, core, jobs, self, own, pause=self.pause, deadline=self.deadline)
         self._enter(name, id, life, worker)
 
     def _begin_keeper(self) -> None:
@@ -189,6 +197,20 @@ class Play:
         self.workers[id].leave()
         self.world.settle(id)
 
+    def _learn(self, id: bytes, group: int) -> None:
+        if group in (jobs := self.workers[id].jobs) and self._is_awake(id):
+            self.world.tell(f"{self.workers[id].name} knows of a change in group {group}")
+            jobs[group].knows = True
+
+    def _give_up(self, id: bytes, group: int) -> None:
+        worker = self.workers[id]
+        if group in worker.jobs and worker.end is None and self._is_awake(id):
+            worker.give_up(group, self._clock(id))
+            self.world.settle(id)
+
+    def _is_awake(self, id: bytes) -> bool:
+        return id in self.world.nodes and self.world.nodes[id].backlog is None
+
     def _judge_all(self, id: bytes, is_dead: bool) -> None:
         for judge in sorted(self.world.nodes):
             self._judge(judge, id, is_dead)
@@ -218,7 +240,7 @@ class Play:
     def _gag(self, proposer: int, voter: Worker) -> None:
         """Let a proposer learn that its view is decided, but nobody else, while one that accepted it starts anew."""
         world, lasts = self.world, self.chance.uniform(0.5, 3.0)
-        world.tell(f"nothing from {self._names([proposer])[0]} arrives")
+        world.tell(f"nothing from {tell_ranks([proposer])} arrives")
         for id in self.ids:
             if id != self.ids[proposer]:
                 world.cut(self.ids[proposer], id)
@@ -246,21 +268,20 @@ class Play:
     # What must hold.
 
     def installed(self, worker: Worker, view: View) -> None:
-        self.world.tell(f"{worker.name} INSTALLS {view.number}: {self._view(view)}")
-        known, by = self.views.setdefault((view.lineage, view.number), (view, worker.name))
-        if known != view:
-            raise BrokenError(
-                f"view {view.number} is {self._view(view)} for {worker.name}, {self._view(known)} for {by}"
-            )
+        self.world.tell(f"{worker.name} INSTALLS {view.number}: {tell_view(view)}")
+        self.ledger.installed(worker.name, view)
         if self.ids.index(self._id(worker)) not in view.ranks or len(view.ranks) < self.min_size:
-            raise BrokenError(f"{worker.name} installed {self._view(view)}")
+            raise BrokenError(f"{worker.name} installed {tell_view(view)}")
+
+    def froze(self, worker: Worker, state: State) -> None:
+        self.ledger.froze(worker.name, worker.core.view, state)
 
     def ended(self, worker: Worker, effect: Excluded | QuorumLost) -> None:
         self.ends.append((worker.name, effect))
         if isinstance(effect, Excluded):
-            self.world.tell(f"{worker.name} IS EXCLUDED by {effect.view.number}: {self._view(effect.view)}")
+            self.world.tell(f"{worker.name} IS EXCLUDED by {effect.view.number}: {tell_view(effect.view)}")
             return
-        self.world.tell(f"{worker.name} LOST THE QUORUM: {self._names(effect.missing)} missing")
+        self.world.tell(f"{worker.name} LOST THE QUORUM: {tell_ranks(effect.missing)} missing")
         view, is_good = worker.core.view, self.world.now > self.good_at + PATIENCE * 1.1
         alive = [rank for rank in view.ranks if self._is_voting(rank, view)]
         members = [rank for rank in alive if self.workers[self.ids[rank]].core.is_member]
@@ -270,33 +291,38 @@ class Play:
             and len(members) >= self.min_size
             and self.quorum is Quorum.MAJORITY
         ):
-            raise BrokenError(f"{worker.name} gave up although {self._names(alive)} of {self._view(view)} are well")
+            raise BrokenError(f"{worker.name} gave up although {tell_ranks(alive)} of {tell_view(view)} are well")
 
-    def returned(self, worker: Worker, group: int, result: tuple[int, ...], effect: Returned) -> None:
-        ranks = "".join(self._names(result))
-        self.world.tell(f"{worker.name} RETURNS {group}.{effect.sequence} = {ranks} (attempt {effect.attempt})")
-        root = self.programs[group][effect.sequence - 1]
-        expected = tuple(sorted(effect.contributors)) if root < 0 else (root,)
-        if result != expected:
-            raise BrokenError(
-                f"{worker.name} returned {ranks} for {group}.{effect.sequence}, not {self._names(expected)}"
-            )
-        self._outcome(worker, group, effect.sequence, f"returned {ranks}")
+    def gave_up(self, worker: Worker, group: int) -> None:
+        self.world.tell(f"{worker.name} GIVES UP group {group}")
+        self.despairing.add(group)
 
-    def raised(self, worker: Worker, group: int, effect: Raised) -> None:
-        self.world.tell(f"{worker.name} RAISES {group}.{effect.sequence}")
-        if self.programs[group][effect.sequence - 1] < 0:
-            raise BrokenError(f"{worker.name} raised for {group}.{effect.sequence}, which has no root")
-        self._outcome(worker, group, effect.sequence, "raised")
+    def returned(self, worker: Worker, job: Job, outcome: Returned) -> None:
+        operation, ranks = f"{job.commit.group}.{outcome.sequence}", tell_ranks(job.buffer)
+        known = ", change pending" * job.commit.pending
+        self.world.tell(f"{worker.name} RETURNS {operation} = {ranks} (attempt {outcome.attempt}{known})")
+        root = job.roots[outcome.sequence - 1]
+        expected = tuple(sorted(outcome.contributors)) if root < 0 else (root,)
+        if job.buffer != expected:
+            raise BrokenError(f"{worker.name} returned {ranks} for {operation}, not {tell_ranks(expected)}")
+        self._end(worker, job, outcome.sequence, End(f"returned {ranks}", job.commit.pending))
 
-    def _outcome(self, worker: Worker, group: int, sequence: int, outcome: str) -> None:
-        """Everybody who ever came to the end of an operation came to the same, the dead included."""
-        if worker.end is not None or worker.jobs[group].commit.returned != sequence:
-            raise BrokenError(f"{worker.name} {outcome} for {group}.{sequence} out of turn")
-        key = (worker.core.view.lineage, group, sequence)
-        known, by = self.outcomes.setdefault(key, (outcome, worker.name))
-        if known != outcome:
-            raise BrokenError(f"{worker.name} {outcome} for {group}.{sequence}, {by} {known}")
+    def raised(self, worker: Worker, job: Job, outcome: Raised) -> None:
+        self.world.tell(f"{worker.name} RAISES {job.commit.group}.{outcome.sequence}")
+        if job.roots[outcome.sequence - 1] < 0:
+            raise BrokenError(f"{worker.name} raised for {job.commit.group}.{outcome.sequence}, which has no root")
+        self._end(worker, job, outcome.sequence, End("raised", False))
+
+    def revoked(self, worker: Worker, job: Job, outcome: Revoked) -> None:
+        self.world.tell(f"{worker.name} IS REVOKED at {job.commit.group}.{outcome.sequence}")
+        if job.commit.group not in self.despairing:
+            raise BrokenError(f"{worker.name} is revoked in group {job.commit.group}, which nobody gave up")
+        self._end(worker, job, outcome.sequence, End("revoked", False))
+
+    def _end(self, worker: Worker, job: Job, sequence: int, end: End) -> None:
+        if worker.end is not None or job.commit.returned != sequence - (end.what == "revoked"):
+            raise BrokenError(f"{worker.name} {end.what} for {job.commit.group}.{sequence} out of turn")
+        self.ledger.ended(job.commit.me, worker.core.view.lineage, job.commit.group, sequence, end)
 
     def _check_leaders(self) -> None:
         leaders: dict[bytes, str] = {}
@@ -314,7 +340,7 @@ class Play:
             worker.name
             for id, worker in self.workers.items()
             if id in self.world.nodes and worker.end is None and (worker.jobs or worker.core.is_member)
-            and (not all(job.is_over for job in worker.jobs.values()) or worker.will_leave)
+            and (any(job.is_unheard or not job.is_over for job in worker.jobs.values()) or worker.will_leave)
         ]  # fmt: skip
 
     def perform(self) -> None:
@@ -349,15 +375,9 @@ class Play:
 
     def count(self) -> Counter[str]:
         """Return what happened, in numbers."""
-        return Counter(
-            {
-                "views": len(self.views),
-                "operations that returned": sum(outcome != "raised" for outcome, _ in self.outcomes.values()),
-                "operations that raised": sum(outcome == "raised" for outcome, _ in self.outcomes.values()),
-                "members excluded": sum(isinstance(end, Excluded) for _, end in self.ends),
-                "members without a quorum": sum(isinstance(end, QuorumLost) for _, end in self.ends),
-            }
-        )
+        ends = Counter(type(end) for _, end in self.ends)
+        lost = {"members excluded": ends[Excluded], "members without a quorum": ends[QuorumLost]}
+        return self.ledger.count() + Counter(lost)
 
     def _is_voting(self, rank: int, view: View) -> bool:
         id = self.ids[rank]
@@ -368,37 +388,24 @@ class Play:
     def _id(self, worker: Worker) -> bytes:
         return next(id for id, known in self.workers.items() if known is worker)
 
-    def _names(self, ranks: Any) -> list[str]:
-        return ["abcdefgh"[rank] for rank in ranks]
-
-    def _view(self, view: View) -> str:
-        fates = "".join(f" {one.group}.{one.sequence}:{one.fate.name.lower()}" for one in view.verdicts)
-        return f"{''.join(self._names(view.ranks))}*{self._names([view.tie_breaker])[0]}{fates}"
-
     def _describe(self, message: Any) -> str:
         match message:
             case Prepare():
                 return f"prepare {message.number} in ballot {message.ballot}"
             case Promise():
-                states = "only votes" if message.states is None else " ".join(
-                    f"{one.group}.{one.returned}" + (f">{one.sequence}{'!' if one.complete else ''}@{one.attempt}")
-                    * bool(one.sequence)
-                    for one in message.states
-                )  # fmt: skip
-                found = "" if message.accepted is None else f", accepted {self._view(message.accepted)}"
-                hears = "".join(self._names(message.hears))
-                return (
-                    f"promise {message.number} in ballot {message.ballot}: {states}; hears {hears or 'nobody'}{found}"
-                )
+                states = "only votes" if message.states is None else " ".join(map(tell_state, message.states))
+                found = "" if message.accepted is None else f", accepted {tell_view(message.accepted)}"
+                hears = tell_ranks(message.hears) or "nobody"
+                return f"promise {message.number} in ballot {message.ballot}: {states}; hears {hears}{found}"
             case Accept():
-                return f"accept {message.view.number} in ballot {message.ballot}: {self._view(message.view)}"
+                return f"accept {message.view.number} in ballot {message.ballot}: {tell_view(message.view)}"
             case Decided():
-                return f"decided {message.view.number}: {self._view(message.view)}"
+                return f"decided {message.view.number}: {tell_view(message.view)}"
             case Pulse():
                 what = "claim" if message.claims else "echo" if message.echo else "at"
                 return f"{what} {message.number}, ballot {message.promised}"
             case Bytes() | Token():
-                what = "token" if isinstance(message, Token) else "".join(self._names(message.ranks))
+                what = "token" + "+" * message.pending if isinstance(message, Token) else tell_ranks(message.ranks)
                 return f"{message.group}.{message.sequence}@{message.attempt} {what}"
             case wire.Accepted() | wire.Refuse() | wire.Trouble() | wire.Fork():
                 return repr(message).partition("lineage=")[0] + repr(message)[-60:]

@@ -2,24 +2,25 @@
 
 A `Worker` drives the real cores (`Membership`, `Commit`) as the runtime does. Instead of numbers it reduces the ranks
 that contributed, in place, along a chain, and passes the result around; so a contribution that is lost, counted twice
-or of another attempt shows in the result.
+or of another attempt shows in the result. Where the runtime makes its lanes anew for every attempt, all bytes here say
+which attempt they are of.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.proto.changes import Excluded, Freeze, Installed, Persist, QuorumLost, Send
-from covey.proto.commit import Age, Commit, Raised, Returned, Run, Tell
-from covey.wire.membership import Token
+from covey.proto.commit import Commit, Raised, Returned, Revoked, Run
 
 if TYPE_CHECKING:
     import random
 
     from covey.proto.membership import Membership
-    from covey.wire.membership import Record, View
+    from covey.wire.membership import Record, State, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +34,50 @@ class Bytes:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """In the barrier: the sender, and all it has tokens of, are complete, and whether any knows of a waiting change."""
+
+    group: int
+    sequence: int
+    attempt: int
+    round: int
+    pending: bool
+
+
+class Age(enum.Enum):
+    """When what a lane carries can be used."""
+
+    PAST = enum.auto()
+    """Never: drop it."""
+    PRESENT = enum.auto()
+    FUTURE = enum.auto()
+    """When this member gets there: the sender installed the view first, or is an operation ahead."""
+
+
 class Watcher(Protocol):
     """Who is told what a worker did."""
 
     def persisted(self, worker: Worker, record: Record) -> bool: ...
+    def froze(self, worker: Worker, state: State) -> None: ...
     def installed(self, worker: Worker, view: View) -> None: ...
     def ended(self, worker: Worker, effect: Excluded | QuorumLost) -> None: ...
-    def returned(self, worker: Worker, group: int, result: tuple[int, ...], effect: Returned) -> None: ...
-    def raised(self, worker: Worker, group: int, effect: Raised) -> None: ...
+    def gave_up(self, worker: Worker, group: int) -> None: ...
+    def returned(self, worker: Worker, job: Job, outcome: Returned) -> None: ...
+    def raised(self, worker: Worker, job: Job, outcome: Raised) -> None: ...
+    def revoked(self, worker: Worker, job: Job, outcome: Revoked) -> None: ...
     def said(self, worker: Worker, message: Any) -> None: ...
 
 
 class Job:
-    """One group at one worker: its commit protocol, its buffer, and the program it runs."""
+    """One group at one worker: its commit protocol, its executor and buffer, and the program it runs."""
 
     def __init__(self, commit: Commit, roots: list[int]) -> None:
         self.commit = commit
         self.roots = roots
         """One operation each; -1 is an all_reduce, else a broadcast from there."""
+        self.knows = False
+        """This member has heard of a change that is waiting."""
         self.root = -1
         self.kept: tuple[int, ...] = ()
         """The input, until the operation has returned."""
@@ -59,81 +86,148 @@ class Job:
         """What is being executed."""
         self.taken: set[bool] = set()
         """Whether it took a part, and the result: a lane does not repeat itself."""
-        self.is_started = False
+        self.told = 0
+        """Rounds of the barrier whose token was sent."""
+        self.tokens: dict[tuple[int, int], bool] = {}
+        """By round and sender: what they carried."""
+        self.pending = False
+        """What the barrier carries."""
+        self.early: list[tuple[int, Bytes | Token]] = []
+        self.out: list[tuple[int, Bytes | Token]] = []
+        self.is_started = self.is_revoked = False
         self.start_at = 0.0
+        self.asked_at = 0.0
         self.started_at = 0.0
-        self.early: list[tuple[int, Bytes]] = []
+        """The present attempt."""
 
     @property
     def is_over(self) -> bool:
-        return self.commit.returned == len(self.roots)
+        return self.is_revoked or self.commit.returned == len(self.roots)
 
-    def start(self, now: float) -> None:
-        self.is_started, self.started_at = True, now
+    @property
+    def is_unheard(self) -> bool:
+        """It wants to be revoked, and no view knows of it."""
+        return self.commit.gives_up and not self.commit.is_revoked
+
+    def start(self, now: float) -> Run | Raised | Revoked | None:
+        self.is_started, self.asked_at, self.started_at = True, now, now
         self.root = self.roots[self.commit.returned]
         self.kept = (self.commit.me,)
-        self.commit.start(self.root)
+        return self.commit.start(self.root)
 
-    def execute(self, run: Run) -> list[tuple[int, Bytes]]:
-        """Begin an attempt; return what to send."""
-        self.run, self.buffer, self.taken = run, self.kept, set()
-        if self.root >= 0:
-            if self.root == self.commit.me:
-                self.commit.completed(run.attempt)
-                return [(rank, self._bytes(True)) for rank in run.live if rank != self.root]
-            return []
-        return self._pass_on() if run.live[0] == self.commit.me else []
+    def age(self, sequence: int, attempt: int) -> Age:
+        """Tell when what is so marked can be used. Frozen, the present attempt is past."""
+        commit, run = self.commit, self.run
+        if attempt < commit.attempt + commit.is_frozen or sequence <= commit.returned:
+            return Age.PAST
+        is_now = run is not None and (sequence, attempt) == (run.sequence, run.attempt)
+        return Age.PRESENT if is_now else Age.FUTURE
 
-    def take(self, rank: int, data: Bytes) -> list[tuple[int, Bytes]]:
-        """Use bytes of the present attempt; return what to send."""
+    def execute(self, run: Run) -> Returned | None:
+        """Begin an attempt, with what came early for it."""
+        self.run, self.buffer, self.taken, self.told, self.tokens = run, self.kept, set(), 0, {}
+        ended = None
+        if self.root == self.commit.me:
+            self.out += [(rank, self._bytes(True)) for rank in run.live if rank != self.root]
+            ended = self._complete()
+        elif self.root < 0 and run.live[0] == self.commit.me:
+            ended = self._pass_on()
+        early, self.early = self.early, []
+        for rank, message in early:
+            ended = self.take(rank, message) or ended
+        return ended
+
+    def take(self, rank: int, message: Bytes | Token) -> Returned | None:
+        """Use what came over the lane from a rank, if its time has come."""
+        age = self.age(message.sequence, message.attempt)
+        if age is Age.FUTURE:
+            self.early.append((rank, message))
+        if age is not Age.PRESENT:
+            return None
+        if isinstance(message, Bytes):
+            return self._reduce(rank, message)
+        self.tokens[message.round, rank] = message.pending
+        return self._advance() if self.told else None
+
+    def _reduce(self, rank: int, data: Bytes) -> Returned | None:
         run, me = self.run, self.commit.me
         if run is None or rank not in run.live:
-            return []
+            return None
         before = run.live[run.live.index(me) - 1]
         if rank != (self.root if self.root >= 0 else before) or data.is_result in self.taken:
-            return []
+            return None
         self.taken.add(data.is_result)
-        if self.root >= 0:
-            self.buffer = data.ranks
-            self.commit.completed(run.attempt)
-            return []
-        if not data.is_result:
+        if self.root < 0 and not data.is_result:
             self.buffer = tuple(sorted([*data.ranks, *self.buffer]))
             return self._pass_on()
         self.buffer = data.ranks
-        self.commit.completed(run.attempt)
-        return self._around()
+        if self.root < 0:
+            self._around()
+        return self._complete()
 
-    def _pass_on(self) -> list[tuple[int, Bytes]]:
+    def _pass_on(self) -> Returned | None:
         assert self.run is not None
         live, me = self.run.live, self.commit.me
         if live[-1] != me:
-            return [(live[live.index(me) + 1], self._bytes(False))]
-        self.commit.completed(self.run.attempt)
-        return self._around()
+            self.out.append((live[live.index(me) + 1], self._bytes(False)))
+            return None
+        self._around()
+        return self._complete()
 
-    def _around(self) -> list[tuple[int, Bytes]]:
+    def _around(self) -> None:
         assert self.run is not None
         live = self.run.live
         after = (live.index(self.commit.me) + 1) % len(live)
-        return [] if live[after] == live[-1] else [(live[after], self._bytes(True))]
+        if live[after] != live[-1]:
+            self.out.append((live[after], self._bytes(True)))
 
     def _bytes(self, is_result: bool) -> Bytes:
         assert self.run is not None
         return Bytes(self.commit.group, self.run.sequence, self.run.attempt, is_result, self.buffer)
+
+    def _complete(self) -> Returned | None:
+        """Enter the barrier."""
+        assert self.run is not None
+        self.pending = self.knows
+        return self._advance() if self.commit.completed(self.run.attempt) else None
+
+    def _advance(self) -> Returned | None:
+        """Send the tokens that may be sent (Hensgen, Finkel and Manber, 1988); return when all have come."""
+        run = self.run
+        assert run is not None
+        index, size = run.live.index(self.commit.me), len(run.live)
+        for round_ in range((size - 1).bit_length()):
+            if round_ == self.told:
+                self.told += 1
+                token = Token(self.commit.group, run.sequence, run.attempt, round_, self.pending)
+                self.out.append((run.live[(index + (1 << round_)) % size], token))
+            source = run.live[(index - (1 << round_)) % size]
+            if (round_, source) not in self.tokens:
+                return None
+            self.pending |= self.tokens[round_, source]
+        return self.commit.passed(run.attempt, self.pending)
 
 
 class Worker:
     """One life of a member in a world."""
 
     def __init__(
-        self, name: str, core: Membership, jobs: list[Job], watcher: Watcher, random: random.Random, *, pause: float
+        self,
+        name: str,
+        core: Membership,
+        jobs: list[Job],
+        watcher: Watcher,
+        random: random.Random,
+        *,
+        pause: float,
+        deadline: float = math.inf,
     ) -> None:
         self.name, self.core, self.watcher = name, core, watcher
         self.jobs = {job.commit.group: job for job in jobs}
         self.end: Excluded | QuorumLost | None = None
-        self._random, self._pause = random, pause
-        """`pause` is the longest time between operations, and for stopping executors."""
+        self._random, self._pause, self._deadline = random, pause, deadline
+        """`pause` is the longest time between operations, and for stopping executors; an operation that takes longer
+        than `deadline` is given up."""
         self.stall_after = 4.0
         self._freeze: tuple[float, int] = (math.inf, 0)
         self.will_leave = self._has_left = False
@@ -170,15 +264,22 @@ class Worker:
         """Leave when the operations of all groups are over."""
         self.will_leave = True
 
+    def give_up(self, group: int, now: float) -> None:
+        """Want a group revoked."""
+        self._give_up(self.jobs[group], now)
+        self._perform(now)
+
+    def _give_up(self, job: Job, now: float) -> None:
+        self.watcher.gave_up(self, job.commit.group)
+        job.commit.give_up()
+        self.core.disturbed(self.core.view.number, now)
+
     def received(self, peer_id: bytes, message: Any, now: float) -> None:
-        rank = self._ids.index(peer_id)
         self._heard(peer_id, now)
-        if isinstance(message, Bytes):
+        if isinstance(message, Bytes | Token):
             if self.end is None and message.group in self.jobs:
-                self._take(self.jobs[message.group], rank, message)
-        elif isinstance(message, Token):
-            if self.end is None and message.group in self.jobs:
-                self.jobs[message.group].commit.received(rank, message)
+                job = self.jobs[message.group]
+                self._follow(job, job.take(self._ids.index(peer_id), message), now)
         else:
             self.core.received(peer_id, message, now)
         self._perform(now)
@@ -190,10 +291,12 @@ class Worker:
             self.core.tick(now)
         for job in self._unfinished():
             if not job.is_started and now >= job.start_at and not self.will_leave:
-                job.start(now)
+                self._follow(job, job.start(now), now)
             elif job.is_started and now >= job.started_at + self.stall_after:
                 job.started_at = now
                 self.core.disturbed(job.commit.attempt, now)
+            if now >= self._give_up_at(job):
+                self._give_up(job, now)
         if self._may_leave():
             self._has_left = True
             self.core.leave(now)
@@ -205,7 +308,7 @@ class Worker:
         deadlines = [self._freeze[0], self.core.next_deadline()]
         for job in self._unfinished():
             if job.is_started:
-                deadlines.append(job.started_at + self.stall_after)
+                deadlines += [job.started_at + self.stall_after, self._give_up_at(job)]
             elif not self.will_leave:
                 deadlines.append(job.start_at)
         return min(deadlines)
@@ -213,6 +316,9 @@ class Worker:
     def outgoing(self) -> list[tuple[bytes, Any]]:
         out, self._out = self._out, []
         return out
+
+    def _give_up_at(self, job: Job) -> float:
+        return job.asked_at + self._deadline if job.is_started and not job.commit.gives_up else math.inf
 
     def _may_leave(self) -> bool:
         is_idle = not any(job.is_started for job in self.jobs.values())
@@ -241,52 +347,42 @@ class Worker:
                     case Installed(view, _):
                         self._freeze = (math.inf, 0)
                         self.watcher.installed(self, view)
-                        for job in self.jobs.values():
-                            job.commit.install(view)
+                        self._install(view, now)
                     case Excluded() | QuorumLost():
                         self._freeze = (math.inf, 0)
                         if self.end is None:
                             self.end = effect
                         self.watcher.ended(self, effect)
-            if self.end is None:
-                for job in self.jobs.values():
-                    again |= self._perform_job(job, now)
 
-    def _perform_job(self, job: Job, now: float) -> bool:
-        effects = job.commit.effects()
-        for effect in effects:
-            match effect:
-                case Run():
-                    job.started_at = now
-                    self._send_bytes(job.execute(effect))
-                    early, job.early = job.early, []
-                    for rank, data in early:
-                        self._take(job, rank, data)
-                case Tell(rank, token):
-                    self._out.append((self._ids[rank], token))
-                case Returned():
-                    self.watcher.returned(self, job.commit.group, job.buffer, effect)
-                    self._finish(job, now)
-                case Raised():
-                    self.watcher.raised(self, job.commit.group, effect)
-                    self._finish(job, now)
-        return bool(effects)
+    def _install(self, view: View, now: float) -> None:
+        for job in self.jobs.values():
+            self._follow(job, job.commit.install(view), now)
+        if any(job.is_unheard for job in self.jobs.values()):
+            self.core.disturbed(view.number, now)
 
-    def _finish(self, job: Job, now: float) -> None:
+    def _follow(self, job: Job, outcome: Run | Returned | Raised | Revoked | None, now: float) -> None:
+        """Do what became of an operation."""
+        if isinstance(outcome, Run):
+            job.started_at = now
+            outcome = job.execute(outcome)
+        self._out += [(self._ids[rank], message) for rank, message in job.out]
+        job.out.clear()
+        match outcome:
+            case Returned():
+                self.watcher.returned(self, job, outcome)
+            case Raised():
+                self.watcher.raised(self, job, outcome)
+            case Revoked():
+                job.is_revoked = True
+                self.watcher.revoked(self, job, outcome)
+            case _:
+                return
         job.is_started, job.run = False, None
         job.start_at = now + self._pause * self._random.random()
-
-    def _take(self, job: Job, rank: int, data: Bytes) -> None:
-        match job.commit.age(data.sequence, data.attempt):
-            case Age.PRESENT:
-                self._send_bytes(job.take(rank, data))
-            case Age.FUTURE:
-                job.early.append((rank, data))
-
-    def _send_bytes(self, messages: list[tuple[int, Bytes]]) -> None:
-        self._out += [(self._ids[rank], data) for rank, data in messages]
 
     def _stop_executors(self, now: float) -> None:
         number, self._freeze = self._freeze[1], (math.inf, 0)
         states = [job.commit.freeze() for job in self.jobs.values()]
+        for state in states:
+            self.watcher.froze(self, state)
         self.core.frozen(number, states, now)

@@ -12,8 +12,11 @@ from typing import Final, NamedTuple
 from covey.base.errors import RemoteProtocolError
 
 MAGIC: Final = b"CVY\x01"
-PREFIX: Final = struct.Struct("<4sBBHIxxxxQQ")
+PREFIX: Final = struct.Struct("<4sBBHIBxxxQQ")
 """The fields that every transfer of a plan shares, each time it is run."""
+CHANGE_PENDING: Final = 1
+"""In the flags: the sender, or one it heard from in this operation, knows of a change that waits."""
+FLAGS_AT: Final = 12
 SUFFIX: Final = struct.Struct("<QQQ8x")
 """Sequence, move and payload bytes."""
 HEADER_BYTES: Final = PREFIX.size + SUFFIX.size
@@ -28,6 +31,8 @@ class Header(NamedTuple):
     phase: int
     """Which plan of the operation: some exchange shapes first and contents second."""
     attempt: int
+    flags: int
+    """The one field that may differ from what the receiver expects."""
     group: int
     fingerprint: int
     """Digest of everything all ranks must agree on: operation, dtype, shape, root, reduction."""
@@ -37,7 +42,12 @@ class Header(NamedTuple):
     nbytes: int
 
     def pack(self) -> bytes:
-        return PREFIX.pack(MAGIC, *self[:6]) + SUFFIX.pack(*self[6:])
+        return PREFIX.pack(MAGIC, *self[:7]) + SUFFIX.pack(*self[7:])
+
+
+def flagged(prefix: bytes) -> bytes:
+    """Return the start of a header that says CHANGE_PENDING, too."""
+    return prefix[:FLAGS_AT] + bytes((prefix[FLAGS_AT] | CHANGE_PENDING,)) + prefix[FLAGS_AT + 1 :]
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:

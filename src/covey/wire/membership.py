@@ -45,7 +45,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     ranks: Ranks
     """Of the whole group, in its order, the lost included."""
     returned: Sequence
-    """The last operation that returned here, or raised for good."""
+    """The last operation that is over here: it returned, raised, or will raise by a view's verdict."""
     sequence: Sequence = 0
     """The operation being tried, returned + 1; 0: none."""
     attempt: Number = 0

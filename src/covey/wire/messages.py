@@ -80,6 +80,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     size: int
     lanes: Name
     card: Card
+    on_loss: Name = "raise"
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -118,6 +119,7 @@ class Dial(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
     group: int
     purpose: str
+    attempt: int = 0
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -156,6 +158,7 @@ class NoLane(msgspec.Struct, frozen=True, array_like=True, tag=11):
     group: int
     purpose: str
     reason: str
+    attempt: int = 0
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
@@ -173,6 +176,8 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """Bytes of each of its rings, if it is made of shared memory."""
     streams: int
     """Connections it is made of."""
+    attempt: int = 0
+    """The number of the view whose attempts it serves: every view has lanes of its own for collectives."""
 
     def __repr__(self) -> str:  # keys have no place in logs
         return f"Offer({self.kind} for {self.purpose} of group {self.group:#x})"
@@ -298,6 +303,8 @@ class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
     """Whether the keeper that is told decides about the views, because all members are its own."""
     members: Annotated[tuple[SeatedMember, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     """By rank."""
+    on_loss: Name = "raise"
+    """What the members do when one of them is lost: `raise` or `continue`."""
 
 
 class SeatedMember(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.wire.header import HEADER_BYTES, MAGIC, PREFIX, SUFFIX, Header, unpack
 
 U8, U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
-HEADERS = st.builds(Header, U8, U8, U16, U32, U64, U64, U64, U64, U64)
+HEADERS = st.builds(Header, U8, U8, U16, U32, U8, U64, U64, U64, U64, U64)
 
 
 @given(HEADERS)
@@ -25,8 +25,8 @@ def test_different_headers_have_different_bytes(one: Header, other: Header) -> N
 
 
 def test_what_transfers_of_one_plan_share_stands_in_front() -> None:
-    first, second = Header(1, 2, 3, 4, 5, 6, 7, 0, 80), Header(1, 2, 3, 4, 5, 6, 7, 1, 90)
-    prefix = PREFIX.pack(MAGIC, 1, 2, 3, 4, 5, 6)
+    first, second = Header(1, 2, 3, 4, 0, 5, 6, 7, 0, 80), Header(1, 2, 3, 4, 0, 5, 6, 7, 1, 90)
+    prefix = PREFIX.pack(MAGIC, 1, 2, 3, 4, 0, 5, 6)
     assert first.pack() == prefix + SUFFIX.pack(7, 0, 80)
     assert second.pack() == prefix + SUFFIX.pack(7, 1, 90)
 

@@ -1,0 +1,191 @@
+"""Those of a group who carry out an attempt together. Operations are written for a circle: its ranks have no gaps.
+
+A circle has the lanes of its attempt. It is used by the one thread that runs the operation; others only ever stop it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+from covey.base.errors import ClosedError, ConnectError, DeadlineError
+from covey.plan import barrier
+from covey.runtime.execute import execute
+from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
+
+if TYPE_CHECKING:
+    import select
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from covey.base.arithmetic import Reduction
+    from covey.base.errors import MismatchError
+    from covey.net.lane import Lane, LaneClosedError
+    from covey.plan.moves import Plan
+    from covey.runtime.bell import Bell
+    from covey.runtime.engine import Engine
+    from covey.runtime.kept import Kept
+
+T = TypeVar("T")
+
+CACHED_PREFIXES: Final = 4096
+LANE_SECONDS: Final = 0.2
+"""How long a lane is waited for at a time: then the group looks whether something is wrong."""
+COMMIT_PHASE: Final = 0xFFFF
+"""Of the barrier in which those who are complete find out that all are."""
+
+
+class HaltedError(Exception):
+    """The attempt was stopped, because a view is being agreed on. Never leaves covey."""
+
+
+class DisagreedError(Exception):
+    """All ranks find, each by itself, that they passed different things. Never leaves covey."""
+
+    def __init__(self, error: MismatchError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Circle:
+    """The ranks of one attempt."""
+
+    def __init__(self, engine: Engine, attempt: int, ranks: tuple[int, ...], bell: Bell, kept: Kept | None) -> None:
+        """`ranks` of the group, in its order; `bell` wakes the one who sleeps; `kept` saves what is overwritten."""
+        self.engine, self.attempt, self.ranks = engine, attempt, ranks
+        self.rank, self.size = ranks.index(engine.rank), len(ranks)
+        """The place of this member in the circle, and of how many."""
+        self.prepared: dict[Any, Any] = {}
+        """What repeated calls share."""
+        self.kept = kept
+        self.polls: dict[tuple[int, ...], select.poll] = {}
+        self.wake_fd = -1
+        self.is_stopped = self.knows_change = False
+        self._bell = bell
+        self._lanes: list[Lane | None] = [None] * self.size
+        self._prefixes: dict[tuple[int, int], bytes] = {}
+        self._phase = 0
+
+    def begin(self, *, knows_change: bool) -> None:
+        """Begin the current operation of the group, or begin it again."""
+        self._phase, self.knows_change = 0, knows_change
+
+    def execute(
+        self,
+        plan: Plan,
+        buffers: Sequence[np.ndarray[Any, Any]],
+        reduction: Reduction | None = None,
+        *,
+        keeps: bool = False,
+    ) -> None:
+        """Carry out one plan of the current operation; with `keeps`, the buffers are an argument of the user's."""
+        phase = self._phase
+        self._phase = phase + 1
+        kept = self.kept if keeps else None
+        if kept is not None:
+            kept.make_room(sum(buffer.nbytes for buffer in buffers))
+        self._run(plan, buffers, reduction, phase, kept)
+
+    def commit(self) -> None:
+        """Return once all of the circle have come here."""
+        self._run(barrier.dissemination(self.rank, self.size), [self.engine.nothing], None, COMMIT_PHASE, None)
+
+    def _run(self, plan: Plan, buffers: Any, reduction: Reduction | None, phase: int, kept: Kept | None) -> None:
+        engine = self.engine
+        call = engine.call
+        prefix = self._prefixes.get((call.fingerprint, phase))
+        if prefix is None:
+            if len(self._prefixes) > CACHED_PREFIXES:
+                self._prefixes.clear()
+            fields = (call.operation, call.dtype, phase, self.attempt, 0, engine.id, call.fingerprint)
+            prefix = self._prefixes[call.fingerprint, phase] = PREFIX.pack(MAGIC, *fields)
+        engine.quiet.run(
+            execute, plan, buffers, reduction, self.size, prefix, engine.sequence, self, engine.may_spin, kept
+        )
+
+    # Who is who
+
+    def position(self, rank: int) -> int:
+        """Return the place in the circle of a rank of the group that is in it."""
+        return rank if self.size == self.engine.size else self.ranks.index(rank)
+
+    def chosen(self, items: Sequence[T]) -> list[T]:
+        """Return those items of a list by rank that belong to the circle."""
+        return list(items) if self.size == self.engine.size else [items[rank] for rank in self.ranks]
+
+    def by_rank(self, items: Sequence[T]) -> list[T | None]:
+        """Return a list by rank of what the circle has, with None for the lost."""
+        if self.size == self.engine.size:
+            return list(items)
+        places = dict(zip(self.ranks, items, strict=True))
+        return [places.get(rank) for rank in self.engine.ranks]
+
+    @functools.cached_property
+    def lane_family(self) -> str:
+        """ "ring" if by the host map all pairs of the circle share memory, else "stream": the same on all ranks."""
+        kinds = {self.engine.lane_kind(rank) for rank in self.ranks if rank != self.engine.rank}
+        return "ring" if kinds <= {"shm", "memory"} else "stream"
+
+    def open_kinds(self) -> dict[int, str]:
+        """Return by rank the kinds of the lanes that are open."""
+        return {self.ranks[place]: lane.kind for place, lane in enumerate(self._lanes) if lane is not None}
+
+    # What an execution asks
+
+    def check(self) -> None:
+        self.engine.check()
+        if self.is_stopped:
+            raise HaltedError
+
+    def lane(self, peer: int) -> Lane:
+        lane = self._lanes[peer]
+        return lane if lane is not None else self._open_lane(peer)
+
+    def _open_lane(self, peer: int) -> Lane:
+        engine, rank = self.engine, self.ranks[peer]
+        assert engine.node is not None
+        self._bell.open()
+        self.wake_fd = self._bell.fd
+        since = time.monotonic()
+        while True:
+            self.check()
+            try:
+                lane: Lane = engine.node.lanes.open(
+                    engine.id, engine.members[rank], "collectives", LANE_SECONDS, self.attempt
+                )
+            except DeadlineError:
+                self.stalled(since, (peer,))
+            except ConnectError as error:
+                self.lane_closed(peer, error)
+            except ClosedError:
+                self.check()
+                raise
+            else:
+                self._lanes[peer] = lane
+                engine.lane_opened()
+                return lane
+
+    def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
+        return self.engine.stalled(self, since, tuple(self.ranks[place] for place in waiting_for))
+
+    def lane_closed(self, peer: int, error: LaneClosedError | ConnectError) -> None:
+        self.engine.lane_closed(self, self.ranks[peer], error)
+
+    def wrong_header(self, peer: int, expected: bytes, header: bytes) -> None:
+        if header[FLAGS_AT] == CHANGE_PENDING:
+            plain = header[:FLAGS_AT] + b"\0" + header[FLAGS_AT + 1 :]
+            if plain == expected:
+                self.knows_change = True
+                return
+        self.engine.wrong_header(self, self.ranks[peer], expected, header)
+
+    def disagree(self, error: MismatchError) -> NoReturn:
+        """End the operation, and the group, with an error that every rank finds by itself."""
+        raise DisagreedError(error)
+
+    def close(self) -> None:
+        """Forget the lanes, which are closed by their owner."""
+        self._lanes = [None] * self.size
+        self.polls.clear()

@@ -1,0 +1,239 @@
+"""One generation of a run: its members, what they agree on, and the groups that live by it.
+
+Ranks of a generation are those of its first group. They stand for *seats*: numbers that processes keep for as long as
+they are in the run. Everything but `enroll`, `dismiss` and what only reads happens on the control loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from covey.proto.ballot import first_record
+from covey.runtime import loop as control
+from covey.runtime.council import Council, place_id
+from covey.runtime.events import Event
+from covey.runtime.fault import Fault
+from covey.wire.membership import Seat, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.proto.changes import Quorum, QuorumLost
+    from covey.runtime.node import Node
+    from covey.runtime.pact import Pact
+    from covey.wire import messages
+    from covey.wire.membership import Record, View
+
+logger = logging.getLogger("covey")
+
+DISMISSED: Final = 1024
+"""Closed groups of which the others are told in every view."""
+
+
+class Generation:
+    """The agreed members of a run, from its founding until the next one."""
+
+    def __init__(
+        self,
+        node: Node,
+        founded: messages.Founded,
+        *,
+        patience: float,
+        quorum: Quorum,
+        min_size: int = 1,
+        store: Callable[[Record], None] | None = None,
+    ) -> None:
+        """Begin a generation in which this node has a place; `store` makes what it promises durable."""
+        self.node, self.founded = node, founded
+        self.number = founded.generation
+        self.seats = tuple(member.seat for member in founded.members)
+        """By rank."""
+        self.patience = patience
+        self.rank = self.seats.index(node.rank)
+        self._ranks = {seat: rank for rank, seat in enumerate(self.seats)}
+        self._lock = threading.Lock()
+        self._pacts: weakref.WeakValueDictionary[int, Pact] = weakref.WeakValueDictionary()
+        self._dismissed: dict[int, State] = {}
+        self._is_frozen = False
+        self._freeze_number = -1
+        self._waiting: set[int] = set()
+        self._states: dict[int, State] = {}
+        self.is_over = False
+        """This node is in no view of it any more."""
+        self._left = threading.Event()
+        record = first_record(
+            [Seat(member.card.id or place_id(rank), member.card.life) for rank, member in enumerate(founded.members)],
+            founded.lineage,
+            has_keeper=founded.is_kept,
+        )
+        self.view = record.view
+        self.council = Council(
+            self.number,
+            record,
+            self.rank,
+            founded.members[self.rank].card.life,
+            self,
+            has_keeper=founded.is_kept,
+            min_size=min_size,
+            quorum=quorum,
+            patience=patience,
+            store=store,
+        )
+
+    def open(self) -> None:
+        """Begin to agree with those there are links with. On the control loop."""
+        for rank, seat in enumerate(self.seats):
+            peer = self.node.peers.get(seat)
+            if peer is not None and peer.link is not None:
+                self.council.link_up(rank, peer.life)
+        if self.node.keeper is not None and self.founded.is_kept:
+            self.council.link_up(len(self.seats), b"")
+
+    def ranks_of(self, seats: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks of some seats."""
+        return tuple(self._ranks[seat] for seat in seats)
+
+    def rank_of(self, seat: int) -> int | None:
+        """Return the rank of a seat, if it has one here."""
+        return self._ranks.get(seat)
+
+    @property
+    def live(self) -> frozenset[int]:
+        """The seats that are in the view."""
+        return frozenset(self.seats[rank] for rank in self.view.ranks)
+
+    # Groups, on any thread
+
+    def enroll(self, pact: Pact) -> None:
+        """Have a group take part in every view from now on."""
+        with self._lock:
+            self._pacts[pact.group] = pact
+            if self._is_frozen:
+                pact.halt(-1)  # it has not begun anything, so nobody has to be told how far it is
+
+    def dismiss(self, group: int, state: State) -> None:
+        """A group was closed here. If others try to go on with it, the next view tells them."""
+        with self._lock:
+            if self._pacts.pop(group, None) is None:
+                return
+            self._dismissed[group] = state
+            while len(self._dismissed) > DISMISSED:
+                del self._dismissed[next(iter(self._dismissed))]
+            is_awaited = group in self._waiting
+        if is_awaited:
+            control.soon(self.halted, group, -1, state)
+
+    def drop(self, group: int, ranks: tuple[int, ...]) -> None:
+        """A group was forgotten here without being closed."""
+        with self._lock:
+            self._dismissed.setdefault(group, State(group, ranks, 0, gives_up=True))
+
+    def leave(self, within: float) -> bool:
+        """Ask the others to go on without this node; tell whether they have agreed in time. Not on the control loop."""
+        control.soon(self.withdraw)
+        return self._left.wait(within)
+
+    def withdraw(self) -> None:
+        """Ask the others to go on without this node. On the control loop."""
+        if not self.is_over:
+            self.council.leave()
+
+    # What the council decides
+
+    def send(self, place: int, message: messages.Control) -> None:
+        if place < len(self.seats):
+            self.node.send(self.seats[place], message)
+        elif self.node.keeper is not None:
+            self.node.keeper.send(message)
+
+    def freeze(self, number: int) -> None:
+        with self._lock:
+            self._is_frozen = True
+            pacts = dict(self._pacts.items())
+            self._states = dict(self._dismissed)
+            self._waiting = set(pacts)
+        self._freeze_number = number
+        self.node.events.phase("freeze")
+        for group, pact in pacts.items():
+            state = pact.halt(number)
+            if state is not None:
+                self._collect(group, state)
+        self._tell_frozen()
+
+    def halted(self, group: int, number: int, state: State) -> None:
+        """A group that was being executed has stopped."""
+        if number in (-1, self._freeze_number):
+            self._collect(group, state)
+            self._tell_frozen()
+
+    def _collect(self, group: int, state: State) -> None:
+        with self._lock:
+            self._waiting.discard(group)
+            self._states[group] = state
+
+    def _tell_frozen(self) -> None:
+        if self._is_frozen and not self._waiting:
+            self.council.frozen(self._freeze_number, self._states.values())
+
+    def installed(self, view: View, lost: tuple[int, ...]) -> None:
+        self.node.events.phase("agree")
+        with self._lock:
+            self.view, self._is_frozen = view, False
+            self._waiting.clear()
+            pacts = list(self._pacts.values())
+        for rank in lost:
+            self.node.exclude(self.seats[rank])
+        for pact in pacts:
+            pact.install(view)
+        names = tuple(self._name((rank,)) for rank in lost)
+        event = Event("lost" if lost else "view", time.time(), self.number, view.number, lost, names)
+        self.node.events.add(event)
+        if lost:
+            logger.warning("%s: %s %s lost; rank %s go%s on (view %d)", self.node.run, ", ".join(names),
+                           "are" if len(lost) > 1 else "is", ", ".join(map(str, view.ranks)),
+                           "es" if len(view.ranks) == 1 else "", view.number)  # fmt: skip
+
+    def excluded(self, view: View) -> None:
+        self._end(
+            Fault(
+                "GroupChangedError",
+                f"the run goes on without this process since view {view.number} of generation {self.number}: it left, "
+                "or the others could not hear it; join the run again to be in its next generation",
+            ),
+        )
+
+    def quorum_lost(self, effect: QuorumLost) -> None:
+        missing = self._name(effect.missing)
+        text = (
+            f"{len(effect.here)} of the {len(self.view.ranks)} members of view {self.view.number} are here, which is "
+            f"no quorum: {missing or 'nobody'} did not come back within {self.patience:g} s. More than half must be "
+            f"here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the missing ones "
+            "again and join anew, give patience= more time, or pass quorum='any' if two halves may go on apart"
+        )
+        self._end(Fault("QuorumLostError", text, effect.missing))
+
+    def _end(self, fault: Fault) -> None:
+        self.is_over = True
+        self._left.set()
+        self.node.expelled(self, fault)
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        members = self.founded.members
+        return ", ".join(f"rank {rank} ({members[rank].card.host_name or members[rank].card.name})" for rank in ranks)
+
+    # What happens
+
+    def disturbed(self, attempt: int) -> None:
+        """Something of an attempt failed."""
+        self.node.events.phase("detect")
+        self.council.disturbed(attempt)
+
+    def close(self) -> None:
+        """Take no more part."""
+        self.is_over = True
+        self._left.set()
+        self.council.close()

@@ -1,0 +1,221 @@
+"""Going from generation to generation: the group of those who are there, again and again, as members come and go."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from covey.base.errors import ClosedError, ConfigError, DeadlineError, GroupChangedError
+from covey.runtime import bootstrap
+from covey.runtime import loop as control
+from covey.runtime.events import Event
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from covey.runtime.group import Group
+    from covey.runtime.node import Node
+
+WAIT_SECONDS: Final = 300.0
+"""How long a generation that has too few members waits for more, by default."""
+LOOK_SECONDS: Final = 0.2
+"""How often it looks whether they have come."""
+
+_cards: msgspec.msgpack.Decoder[tuple[messages.Card, ...]] = msgspec.msgpack.Decoder(tuple[messages.Card, ...])
+
+
+def generations(
+    run: str | None = None,
+    *,
+    min_size: int | None = None,
+    max_size: int | None = None,
+    timeout: float | None = None,
+    on_loss: str = "continue",
+    **options: Any,
+) -> Iterator[Group]:
+    """Yield the group of each generation of a run; end when this process was asked to leave.
+
+    A generation lasts until the loop comes back for the next. It should when `group.change_pending` is true: newcomers
+    wait to get in, somebody wants to leave, or fewer than `min_size` are left. Every rank comes back after the same
+    step; newcomers are then in the next group, which should begin with `group.restore(state)`. When the work is done,
+    leave the loop with `break` or `return`: the last group is closed.
+
+    SIGTERM asks this process to leave: the others go on without it, and the loop ends here after the step.
+
+    Args:
+        run: the name of the run in the cluster; under `covey run` and other launchers it is not needed.
+        min_size: a generation waits until so many are there (default 1 under a launcher, else 2).
+        max_size: more than so many wait outside, and step in when somebody is lost.
+        timeout: seconds to wait for others, at the start and whenever too few are left. A process that comes to a run
+            which goes on, or is full, waits as long as the run lasts.
+        on_loss: as for `covey.join`.
+        options: all that `covey.join` takes besides.
+    """
+    for what, number in (("min_size", min_size), ("max_size", max_size)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ConfigError(f"{what}={number!r} must be a whole number above 0")
+    return _Generations(run, min_size, max_size, timeout, {**options, "on_loss": on_loss}).each()
+
+
+class _Generations:
+    """One program's way through the generations of a run."""
+
+    def __init__(
+        self,
+        run: str | None,
+        min_size: int | None,
+        max_size: int | None,
+        timeout: float | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._run, self._timeout, self._options = run, timeout, options
+        self._min_size, self._max_size = min_size, max_size
+        self._is_asked_to_leave = threading.Event()
+        self._group: Group | None = None
+
+    def each(self) -> Iterator[Group]:
+        with self._listening_for_sigterm():
+            try:
+                while not self._is_asked_to_leave.is_set():
+                    self._group = self._join() if self._group is None else self._next(self._group)
+                    if self._group is None:
+                        return
+                    yield self._group
+            finally:
+                if self._group is not None:
+                    self._group.close()
+
+    def _join(self) -> Group:
+        asked = {**self._options, "run": self._run, "timeout": self._timeout}
+        if self._run is not None or "COVEY_RUN" in os.environ:
+            asked |= {"min_size": self._min_size, "max_size": self._max_size}
+        group = bootstrap.join_as_asked(asked, is_elastic=True)
+        if (node := group._engine.node) is not None:
+            node.wanted_size = self._min_size or 1
+            node.most_size = self._max_size or messages.MAX_MEMBERS
+            node.is_elastic = True
+        return group
+
+    def _next(self, group: Group) -> Group | None:
+        """Return the group of the next generation; None if this process is not in it, because it wanted to leave."""
+        node, engine = group._engine.node, group._engine
+        if node is None or engine.is_over:
+            error = engine.fault_error()
+            group.close()
+            if node is None or isinstance(error, GroupChangedError):
+                return self._join()  # as a newcomer
+            raise error if error is not None else ClosedError(f"group {group.name!r} is closed")
+        founded = self._agree(group, node)
+        if founded is None:
+            group.close()
+            return None
+        return _begin(group, node, founded)
+
+    def _agree(self, group: Group, node: Node) -> messages.Founded | None:
+        """Agree with the other members on who is in the next generation."""
+        until = time.monotonic() + (self._timeout if self._timeout is not None else WAIT_SECONDS)
+        while True:
+            mine = {
+                "lobby": messages.encode(tuple(each.card for each in list(node.lobby.values()))),
+                "leaves": self._is_asked_to_leave.is_set(),
+                "next": node.next_seat,
+                "late": time.monotonic() > until,
+            }
+            said = {
+                rank: words
+                for rank, words in enumerate(group.all_gather_object(mine))
+                if words is not None and rank in group.contributors
+            }
+            if said[group.rank]["leaves"]:
+                return None
+            staying = [rank for rank, words in said.items() if not words["leaves"]]
+            founded = _founded(group, node, staying, said, self._max_size)
+            if len(founded.members) >= (self._min_size or 1):
+                return founded
+            if any(words["late"] for words in said.values()):
+                raise DeadlineError(
+                    f"the next generation has {len(founded.members)} members and needs {self._min_size}; no more came"
+                )
+            _await_someone(node)
+
+    @contextlib.contextmanager
+    def _listening_for_sigterm(self) -> Iterator[None]:
+        """Take SIGTERM as the wish to leave; only programs whose main thread loops can."""
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) not in (
+            signal.SIG_DFL,
+            None,
+        ):
+            yield
+            return
+
+        def leave(_signum: int, _frame: object) -> None:
+            self._is_asked_to_leave.set()
+            node = self._group._engine.node if self._group is not None else None
+            if node is not None:
+                node.is_draining = True
+
+        before = signal.signal(signal.SIGTERM, leave)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _founded(
+    group: Group, node: Node, staying: list[int], said: dict[int, dict[str, Any]], max_size: int | None
+) -> messages.Founded:
+    """Return the next generation, from what its members said: the same on all of them.
+
+    Only a newcomer that every member is linked with can be taken in.
+    """
+    engine, generation = group._engine, group._engine.generation
+    assert generation is not None
+    members = [generation.founded.members[generation.ranks_of((engine.members[rank],))[0]] for rank in staying]
+    lobbies = [{card.life: card for card in _cards.decode(said[rank]["lobby"])} for rank in staying]
+    known = [life for life in lobbies[0] if all(life in lobby for lobby in lobbies)] if lobbies else []
+    room = max(0, min(max_size or messages.MAX_MEMBERS, messages.MAX_MEMBERS) - len(members))
+    next_seat = max(words["next"] for words in said.values())
+    members += [messages.SeatedMember(next_seat + number, lobbies[0][life]) for number, life in enumerate(known[:room])]
+    number = generation.number + 1
+    lives = b"".join(member.card.life for member in members)
+    lineage = hashlib.blake2b(generation.founded.lineage + lives, digest_size=16, key=str(number).encode()).digest()
+    is_kept = generation.founded.is_kept
+    return messages.Founded(number, lineage, is_kept, tuple(members), node.config.on_loss)
+
+
+def _await_someone(node: Node) -> None:
+    """Wait a moment for a newcomer."""
+    until = time.monotonic() + LOOK_SECONDS
+    known = set(node.lobby)
+    while set(node.lobby) == known and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
+    """Return the group of a generation that was agreed on in the group of the last."""
+    before = group._engine.generation
+    assert before is not None
+    old = set(before.seats)
+
+    async def found() -> None:
+        node.found(founded)
+
+    control.start(found()).result(bootstrap.FOUND_SECONDS)
+    new = bootstrap.group_of(node, group.local_rank, is_fresh=False)
+    newcomers = tuple(rank for rank, member in enumerate(founded.members) if member.seat not in old)
+    names = tuple(founded.members[rank].card.name for rank in newcomers)
+    kind = "joined" if newcomers else "generation"
+    node.events.add(Event(kind, time.time(), founded.generation, 0, newcomers, names))
+    atexit.unregister(group.close)
+    bootstrap.replace_joined(group, new)
+    group._engine.close()
+    return new

@@ -1,0 +1,222 @@
+"""Operations that are all or nothing: every member that is left returns the same, or all raise.
+
+The pact of one group on this rank. The thread that runs an operation executes its attempts; the control loop halts them
+before this rank answers who proposes a view, and hands over what the view says (`proto.commit`). Both only meet under
+the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.proto.commit import Commit, Raised, Returned, Run
+from covey.runtime import loop as control
+from covey.runtime.bell import Bell
+from covey.runtime.circle import Circle, DisagreedError, HaltedError
+from covey.runtime.fault import Fault
+from covey.runtime.kept import Kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.proto.commit import Revoked
+    from covey.runtime.engine import Engine
+    from covey.runtime.generation import Generation
+    from covey.wire.membership import State, View
+
+    Step = Run | Returned | Raised | Revoked
+
+SURPLUS_SECONDS: Final = 30.0
+"""A view that is not there this long after patience should be over will not come."""
+
+
+class Pact:
+    """The all-or-nothing operations of one group."""
+
+    def __init__(self, engine: Engine, generation: Generation, descriptors: list[int]) -> None:
+        self._engine, self._generation = engine, generation
+        self._ranks_of = generation.ranks_of(engine.members)
+        """By rank of the group: rank of the generation."""
+        self._changed = threading.Condition()
+        self._bell = Bell(descriptors)
+        self._kept = Kept()
+        self._is_executing = False
+        self._halt_number = -1
+        self._step: Step | None = None
+        """What a view said about the operation in progress."""
+        self._reason: Fault | None = None
+        """Why somebody gave up."""
+        self._commit = Commit(engine.id, self._ranks_of, self._ranks_of[engine.rank], generation.view)
+        self.circle = self._new_circle()
+        generation.enroll(self)
+
+    @property
+    def group(self) -> int:
+        """The id of the group."""
+        return self._engine.id
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether all members know of a waiting change."""
+        return self._commit.pending
+
+    @property
+    def returned(self) -> int:
+        """The last operation that is over."""
+        return self._commit.returned
+
+    def _new_circle(self) -> Circle:
+        live = set(self._commit.live)
+        ranks = tuple(rank for rank, place in enumerate(self._ranks_of) if place in live)
+        return Circle(self._engine, self._commit.attempt, ranks, self._bell, self._kept)
+
+    # The thread that runs an operation
+
+    def perform(self, body: Callable[[Circle], Any], root: int) -> Any:
+        """Return what `body` returns, once all who are left have it; `root` is whom it means nothing without, or -1.
+
+        Raises:
+            PeerLostError: the root is lost; the group goes on.
+            CoveyError: the group is over, for all.
+        """
+        step: Step | None
+        with self._changed:
+            step = self._commit.start(-1 if root < 0 else self._ranks_of[root])
+            self._is_executing = type(step) is Run
+        result = None
+        try:
+            while True:
+                if step is None:
+                    step = self._await_view()
+                if type(step) is Run:
+                    self._kept.restore()
+                    step, result = self._attempt(step, body)
+                elif type(step) is Returned:
+                    self._kept.forget()
+                    self._engine.returned(tuple(map(self._ranks_of.index, step.contributors)))
+                    if isinstance(result, DisagreedError):
+                        self._engine.end(Fault("MismatchError", str(result)))
+                        raise result.error
+                    return result
+                elif type(step) is Raised:
+                    raise self._engine.root_lost(root)
+                elif step is not None:
+                    self._engine.end(self._reason or Fault("ClosedError", f"group {self._engine.name!r} was revoked"))
+                    self._engine.check()
+        except BaseException:
+            self._kept.restore()
+            self._stop_executing()
+            raise
+
+    def _attempt(self, run: Run, body: Callable[[Circle], Any]) -> tuple[Step | None, Any]:
+        """Try once; return what came of it, None if a view has to tell, and the result as far as there is one."""
+        circle, result = self.circle, None
+        circle.begin(knows_change=self._engine.knows_change)
+        try:
+            try:
+                result = body(circle)
+            except DisagreedError as disagreement:
+                result = disagreement
+            with self._changed:
+                if not self._commit.completed(run.attempt):
+                    raise HaltedError
+            if circle.size > 1:
+                circle.commit()
+        except HaltedError:
+            self._stop_executing()
+            return None, result
+        with self._changed:
+            step = self._commit.passed(run.attempt, circle.knows_change)
+            self._rest()
+            return step, result
+
+    def _await_view(self) -> Step:
+        """Return what the next view says about the operation in progress."""
+        give_up_at = time.monotonic() + self._generation.patience + SURPLUS_SECONDS
+        with self._changed:
+            while self._step is None:
+                self._engine.check()
+                left = give_up_at - time.monotonic()
+                if left <= 0:
+                    text = f"no view of the run was agreed on within {self._generation.patience:g} s"
+                    self._engine.end(Fault("DeadlineError", text))
+                self._changed.wait(max(0.0, left))
+            step, self._step = self._step, None
+            self._is_executing = type(step) is Run
+            return step
+
+    def _stop_executing(self) -> None:
+        with self._changed:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Under the lock: nothing of this attempt moves any more."""
+        self._is_executing = False
+        if self._halt_number >= 0:
+            number, self._halt_number = self._halt_number, -1
+            control.soon(self._generation.halted, self.group, number, self._commit.freeze())
+
+    def disturbed(self, circle: Circle) -> None:
+        """A lane of an attempt broke, which may be nobody's death: ask for a view, and wait for it."""
+        control.soon(self._generation.disturbed, circle.attempt)
+        raise HaltedError
+
+    def give_up(self, fault: Fault) -> None:
+        """Ask all to end the operation in progress, or the next, and with it the group. On any thread."""
+        with self._changed:
+            self._reason = self._reason or fault
+            self._commit.give_up()
+            self.circle.is_stopped = True
+            attempt = self._commit.attempt
+        self._bell.ring()
+        control.soon(self._generation.disturbed, attempt)
+
+    # The control loop
+
+    def note_reason(self, fault: Fault) -> None:
+        """Somebody gives up: what to say if the view says so, too."""
+        with self._changed:
+            self._reason = self._reason or fault
+
+    def halt(self, number: int) -> State | None:
+        """Stop what is being executed; return how far it is, or None: then `Generation.halted` is told."""
+        with self._changed:
+            if not self._is_executing:
+                return self._commit.freeze()
+            self._halt_number = number
+            self.circle.is_stopped = True
+        self._bell.ring()
+        return None
+
+    def install(self, view: View) -> None:
+        """Go on as a view says."""
+        with self._changed:
+            self._halt_number = -1
+            self._step = self._commit.install(view)
+            self.circle.close()
+            self.circle = self._new_circle()
+            self._bell.hush()
+            self._changed.notify_all()
+        assert self._engine.node is not None
+        self._engine.node.lanes.retire(self.group, view.number)
+
+    def wake(self) -> None:
+        """The group has failed: let whoever waits see it."""
+        self.circle.is_stopped = True
+        self._bell.ring()
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take no more part; if others go on, they are told that this rank does not."""
+        self._commit.give_up()
+        self._generation.dismiss(self.group, self._commit.freeze())
+        self.circle.close()
+        self._bell.close()
+
+    def forked(self) -> None:
+        """Another thread may have held the locks in the process that this one was forked from."""
+        self._changed = threading.Condition()
+        self._bell.forked()

@@ -1,0 +1,274 @@
+"""Speaks for the processes of a run that one keeper started: tells each how the others are, and decides their views.
+
+On the control loop of the keeper's process. A process is linked with it while it takes part in the run; that the link
+has ended says little, the kernel tells the rest (`runtime.wards`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import CoveyError, RemoteProtocolError
+from covey.net.meeting import host_token
+from covey.proto.ballot import first_record
+from covey.proto.health import Vouch
+from covey.runtime.council import Council, place_id
+from covey.runtime.entrance import Entrance
+from covey.runtime.greet import Gate, admit
+from covey.runtime.link import printable
+from covey.runtime.warden import keeper_path
+from covey.runtime.wards import Rounds, Wards
+from covey.wire import messages
+from covey.wire.formation import ID_BYTES, LIFE_BYTES, PROPOSAL_BYTES
+from covey.wire.membership import Seat
+
+if TYPE_CHECKING:
+    import socket
+
+    from covey.proto.changes import QuorumLost
+    from covey.runtime.link import Link
+    from covey.wire.membership import View
+
+logger = logging.getLogger("covey")
+
+FOUNDING_SECONDS: Final = 3.0
+"""How long members of a new generation that live may take to come: whoever is missing then is taken to be lost soon."""
+FAREWELL_SECONDS: Final = 1.0
+
+
+class _Generation:
+    """A generation whose views a keeper decides; with a council once its members are there."""
+
+    def __init__(self, founded: messages.Founded, now: float) -> None:
+        """Raises RemoteProtocolError for members that cannot be."""
+        cards = [member.card for member in founded.members]
+        self.number, self.lineage, self.is_kept = founded.generation, founded.lineage, founded.is_kept
+        self.lives = [card.life for card in cards]
+        self.seats = [Seat(card.id or place_id(rank), card.life) for rank, card in enumerate(cards)]
+        self.places = {card.life: rank for rank, card in enumerate(cards)}
+        are_whole = all(len(seat.id) == ID_BYTES and len(seat.life) == LIFE_BYTES for seat in self.seats)
+        if not are_whole or len(self.places) < len(cards) or len(founded.lineage) != PROPOSAL_BYTES:
+            raise RemoteProtocolError(f"nobody can be in generation {founded.generation} as it was founded")
+        self.told_by: set[bytes] = set()
+        """The lives that know of it, and so can be spoken to about it."""
+        self.open_by = now + FOUNDING_SECONDS
+        self.council: Council | None = None
+        self.given_up: set[int] = set()
+        """The places that the council was told to go on without."""
+
+    def agrees_with(self, other: _Generation) -> bool:
+        """Tell whether two members told the same."""
+        return (self.lineage, self.is_kept, self.seats) == (other.lineage, other.is_kept, other.seats)
+
+
+class Spokesman:
+    """What a keeper says to its processes, and what it makes of what they say."""
+
+    def __init__(self, listener: socket.socket, folder: str, token: bytes) -> None:
+        """Take ownership of the listener."""
+        self.survives = False
+        """Whether a member said that its run goes on when somebody is lost. May be read on any thread."""
+        self._gate = Gate.of_token(token)
+        contact = messages.Contact(host_token(Path(folder)), (), keeper_path(folder))
+        self._card = messages.Card(b"", secrets.token_bytes(LIFE_BYTES), "keeper", "", os.getpid(), contact)
+        self._entrance = Entrance([listener], self._gate.door_key, "the keeper")
+        self._entrance.on_link = self._greet
+        self._wards = Wards()
+        self._rounds = Rounds(self._wards, self._vouch, self._judge_all)
+        self._links: dict[bytes, Link] = {}
+        """By life; one for each."""
+        self._generations: dict[int, _Generation] = {}
+        """The latest, and the one before it: a member may have operations in that while others have gone on."""
+        self._is_closing = False
+
+    async def open(self) -> None:
+        """Start to accept links and to look after who comes."""
+        self._entrance.open()
+        self._rounds.look()
+
+    async def close(self) -> None:
+        """End all links."""
+        self._is_closing = True
+        self._rounds.close()
+        for number in list(self._generations):
+            self._end(number)
+        await self._entrance.close()
+        links = list(self._links.values())
+        for link in links:
+            link.close()
+        if links:
+            await asyncio.wait([asyncio.ensure_future(link.ended.wait()) for link in links], timeout=FAREWELL_SECONDS)
+        for link in links:
+            link.abort()
+
+    # Processes that come and go.
+
+    async def _greet(self, sock: socket.socket, said: bytes) -> None:
+        admitted = await admit(sock, self._gate, said, self._judge)
+        if admitted is not None:
+            link, hello, _ = admitted
+            if self._is_closing:
+                link.abort()
+            else:
+                self._link_up(link, hello.card)
+
+    def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
+        if hello.version != messages.VERSION:
+            reason = f"you speak version {hello.version} of covey's protocol, and your keeper {messages.VERSION}"
+        elif hello.purpose != "kept":
+            reason = "a keeper only talks to the processes of its run"
+        elif len(hello.card.life) != LIFE_BYTES:
+            reason = "the card is not filled in"
+        elif self._wards.get(hello.card.life) is None and self._wards.is_full():
+            reason = "your keeper has too many processes already"
+        elif self._wards.watch(hello.card, time.monotonic()).state is Vouch.EXITED:
+            reason = f"your keeper sees no process {hello.card.pid}"
+        else:
+            return messages.Welcome(-1, self._card, "keeper")
+        return messages.Refusal(reason, retry=False)
+
+    def _link_up(self, link: Link, card: messages.Card) -> None:
+        life = card.life
+        before = self._links.get(life)
+        self._links[life] = link
+        if before is not None:
+            self._lost_link(life)
+            before.abort()
+        for council, place in self._councils_of(life):
+            council.link_up(place, life)
+        link.send(messages.encode(self._wards.vouch()))
+        link.attach(functools.partial(self._heard, life, link), functools.partial(self._ended, life, link))
+
+    def _ended(self, life: bytes, link: Link) -> None:
+        if isinstance(link.error, CoveyError):
+            ward = self._wards.get(life)
+            pid = ward.pid if ward is not None else "unknown"
+            logger.warning("process %s was cut off by its keeper: %s", pid, printable(str(link.error)))
+        if self._links.get(life) is not link or self._is_closing:
+            return
+        del self._links[life]
+        self._lost_link(life)
+        self._rounds.look_closely(life)
+
+    def _lost_link(self, life: bytes) -> None:
+        for council, place in self._councils_of(life):
+            council.link_down(place)
+
+    def _councils_of(self, life: bytes) -> list[tuple[Council, int]]:
+        """Return the councils in which a process has a place, with the place."""
+        generations = [generation for generation in self._generations.values() if life in generation.places]
+        return [(each.council, each.places[life]) for each in generations if each.council is not None]
+
+    def _vouch(self, vouch: messages.Vouch) -> None:
+        body = messages.encode(vouch)
+        for link in list(self._links.values()):
+            link.send(body)
+
+    # What becomes of their generations.
+
+    def _heard(self, life: bytes, link: Link, body: bytes) -> None:
+        message = messages.decode_control(body)
+        if self._links.get(life) is not link:
+            return  # its next link has come in between
+        match message:
+            case messages.Ping(number):
+                link.send(messages.encode(messages.Pong(number, time.time())))
+            case messages.Founded():
+                self._founded(life, message)
+            case messages.Agreeing(number, said):
+                self._agreeing(life, number, said)
+            case _:
+                pass  # not a keeper's business
+
+    def _founded(self, life: bytes, founded: messages.Founded) -> None:
+        now, told = time.monotonic(), _Generation(founded, time.monotonic())
+        if life not in told.places:
+            raise RemoteProtocolError(f"a process told of generation {told.number} that it is not in")
+        if told.number > max(self._generations, default=-1):
+            for number in [number for number in self._generations if number < told.number - 1]:
+                self._end(number)
+            self._generations[told.number] = told
+            for member in founded.members:
+                self._wards.watch(member.card, now)  # it may never come
+        generation = self._generations.get(told.number)
+        if generation is None:
+            return  # it is over
+        if not generation.agrees_with(told):
+            rank = told.places[life]
+            logger.warning("rank %d tells of another generation %d than the others do", rank, told.number)
+            return
+        self.survives = self.survives or founded.on_loss == "continue"
+        generation.told_by.add(life)
+        self._judge_members(generation, now)
+
+    def _agreeing(self, life: bytes, number: int, said: bytes) -> None:
+        generation = self._generations.get(number)
+        if generation is None:
+            return  # it is over
+        if life not in generation.places:
+            raise RemoteProtocolError(f"a process wants a say in generation {number} that it is not in")
+        if generation.council is not None:  # or else it says it again
+            generation.council.received(generation.places[life], said)
+
+    def _judge_all(self, now: float) -> None:
+        for generation in list(self._generations.values()):
+            self._judge_members(generation, now)
+
+    def _judge_members(self, generation: _Generation, now: float) -> None:
+        """Open the council when those who live are there; tell it who is lost, and who is back."""
+        if not generation.is_kept:
+            return
+        wards = [self._wards.get(life) for life in generation.lives]
+        lost = {place for place, ward in enumerate(wards) if ward is None or ward.is_lost(now)}
+        if generation.council is None:
+            here = {generation.places[life] for life in generation.told_by if life in self._links}
+            if len(lost | here) < len(wards) and now < generation.open_by:
+                return
+            generation.council = self._open_council(generation)
+        for place in sorted(lost ^ generation.given_up):
+            generation.council.judged(place, is_dead=place in lost)
+        generation.given_up = lost
+
+    def _open_council(self, generation: _Generation) -> Council:
+        record = first_record(generation.seats, generation.lineage, has_keeper=True)
+        chamber = _Chamber(self._links, generation.lives)
+        council = Council(generation.number, record, len(generation.seats), self._card.life, chamber, has_keeper=True)
+        for rank, life in enumerate(generation.lives):
+            if life in self._links:
+                council.link_up(rank, life)
+        return council
+
+    def _end(self, number: int) -> None:
+        if (council := self._generations.pop(number).council) is not None:
+            council.close()
+
+
+class _Chamber:
+    """A keeper's part in the views of a generation: it has no operations of its own, so it only passes words on."""
+
+    def __init__(self, links: dict[bytes, Link], lives: list[bytes]) -> None:
+        """`lives` are the members', by rank."""
+        self._links, self._lives = links, lives
+
+    def send(self, place: int, message: messages.Control) -> None:
+        if (link := self._links.get(self._lives[place])) is not None:
+            link.send(messages.encode(message))
+
+    def freeze(self, number: int) -> None:
+        """Nothing runs here."""
+
+    def installed(self, view: View, lost: tuple[int, ...]) -> None:
+        """The members hear it from the council."""
+
+    def excluded(self, view: View) -> None:
+        """A keeper is in no view."""
+
+    def quorum_lost(self, effect: QuorumLost) -> None:
+        """All members were silent for too long; if one comes back, the next trouble starts a new ballot."""

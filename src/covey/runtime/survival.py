@@ -1,0 +1,82 @@
+"""What a program can do about losses: agree, make a group of those who are left, leave."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.base.errors import ConfigError
+from covey.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from covey.runtime.group import Group
+
+
+class Assembly:
+    """A second group of the same ranks whose operations survive losses: where those of a failed group meet.
+
+    It is made when it is first needed, on every rank that needs it: all ranks use it in the same order.
+    """
+
+    def __init__(self, group: Group) -> None:
+        engine = group._engine
+        if engine.generation is None:
+            raise ConfigError(f"group {group.name!r} has too many members to agree on who is left")
+        config = replace(engine.config, on_loss="continue")
+        name = f"{engine.name}/assembly"
+        self._group = group
+        self._engine = Engine(
+            engine.node, _derived(engine.id, "assembly"), engine.members, name, config, generation=engine.generation
+        )
+
+    def agree(self, flag: bool, timeout: float | None) -> bool:
+        """Return whether all who are left said so."""
+        return bool(self._of_group().all_reduce(bool(flag), "and", timeout=timeout))
+
+    def shrink(self, timeout: float | None) -> tuple[Group, int]:
+        """Return a group of those who are left, and the last operation of the old one that returned on all of them."""
+        engine = self._group._engine
+        returned = self._of_group().all_gather(np.array([engine.last_returned]), timeout=timeout)
+        ranks = [rank for rank, number in enumerate(returned) if number is not None]
+        return survivors(self._group, ranks, self._engine.sequence), int(min(returned[rank][0] for rank in ranks))
+
+    def _of_group(self) -> Group:
+        return type(self._group)(self._engine, local_rank=self._group.local_rank)
+
+    def close(self) -> None:
+        """Free what it holds."""
+        self._engine.close()
+
+
+def survivors(group: Group, ranks: list[int], number: int) -> Group:
+    """Return the group of some ranks of another; `number` tells those of the same ranks apart."""
+    engine = group._engine
+    members = tuple(engine.members[rank] for rank in ranks)
+    node = engine.node if len(members) > 1 else None
+    new = Engine(
+        node,
+        _derived(engine.id, f"survivors/{number}"),
+        members if node is not None else (0,),
+        f"{engine.name}/survivors.{number}",
+        engine.config,
+        generation=engine.generation if node is not None else None,
+    )
+    return type(group)(new, local_rank=group.local_rank)
+
+
+def _derived(group: int, purpose: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{group}/{purpose}".encode(), digest_size=8).digest(), "little")
+
+
+def shrink(group: Group, timeout: float | None) -> tuple[Any, int]:
+    """Return a group of the ranks that are left, and the last operation that returned on all of them."""
+    engine = group._engine
+    if engine.generation is None or engine.config.on_loss == "continue":
+        # What survives losses has them behind it; who is left is agreed on by any operation.
+        numbers = group.all_gather(np.array([engine.last_returned]), timeout=timeout)
+        ranks = [rank for rank, number in enumerate(numbers) if number is not None]
+        return survivors(group, ranks, engine.sequence), int(min(numbers[rank][0] for rank in ranks))
+    return group._assembly().shrink(timeout)

@@ -1,0 +1,163 @@
+"""Processes as the kernel sees them: each one runs, is stopped, or has ended. Keepers know, and vouch for theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.proto.health import INTERVAL, STOPPED_SILENCE, Vouch
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOOK_EVERY: Final = 0.1
+LOOK_CLOSELY_EVERY: Final = 0.01
+LOOK_CLOSELY_SECONDS: Final = 1.0
+"""How long to look more often after a link ended: the kernel closes what a process had open before it calls it dead."""
+REMEMBERED_SECONDS: Final = 30.0
+"""How long it is told that a process has exited."""
+WARDS_LIMIT: Final = messages.MAX_MEMBERS
+HAS_STATES: Final = sys.platform == "linux"
+"""Whether the system tells more of a process than that it exists."""
+
+
+class Ward:
+    """One process: the `life` that others know it by, and how it is."""
+
+    def __init__(self, card: messages.Card, now: float) -> None:
+        self.life, self.pid = card.life, card.pid
+        self._began = _state(self.pid)[1]
+        """Tells it from a later process that got its number."""
+        self.state, self.changed_at = Vouch.EXITED if self._began is None else Vouch.BUSY, now
+        self.look(now)
+        self.closely_until = -1.0
+
+    def look(self, now: float) -> bool:
+        """Ask the kernel; return whether something has changed. Who has exited stays so."""
+        before = self.state
+        if before is not Vouch.EXITED:
+            letter, began = _state(self.pid)
+            if began is None or began != self._began or letter in "ZX":
+                self.state = Vouch.EXITED
+            else:
+                self.state = Vouch.STOPPED if letter in "Tt" else Vouch.BUSY
+        if self.state is before:
+            return False
+        self.changed_at = now
+        return True
+
+    def is_lost(self, now: float) -> bool:
+        """Tell whether to go on without it: it has exited, or was stopped too long."""
+        is_stopped = self.state is Vouch.STOPPED and now >= self.changed_at + STOPPED_SILENCE
+        return is_stopped or self.state is Vouch.EXITED
+
+
+class Wards:
+    """All processes that a keeper speaks for, by their lives."""
+
+    def __init__(self) -> None:
+        self._wards: dict[bytes, Ward] = {}
+
+    def get(self, life: bytes) -> Ward | None:
+        """Return the process of a life, if it is known."""
+        return self._wards.get(life)
+
+    def watch(self, card: messages.Card, now: float) -> Ward:
+        """Begin to look after a process, unless that is done already."""
+        if card.life not in self._wards:
+            self._wards[card.life] = Ward(card, now)
+            over = sorted(filter(_has_exited, self._wards.values()), key=lambda ward: ward.changed_at)
+            for ward in over[: max(0, len(over) - WARDS_LIMIT)]:
+                del self._wards[ward.life]
+        return self._wards[card.life]
+
+    def watch_closely(self, ward: Ward, now: float) -> None:
+        """Its link has ended: perhaps it is about to."""
+        ward.closely_until = now + LOOK_CLOSELY_SECONDS
+
+    def is_full(self) -> bool:
+        """Tell whether there are so many that one more could not be vouched for."""
+        return len(self._wards) - sum(map(_has_exited, self._wards.values())) >= WARDS_LIMIT
+
+    def look(self, now: float) -> bool:
+        """Ask the kernel about all; return whether something has changed."""
+        has_news = [ward.look(now) for ward in self._wards.values()]
+        for ward in list(self._wards.values()):
+            if _has_exited(ward) and now > ward.changed_at + REMEMBERED_SECONDS:
+                del self._wards[ward.life]
+        return any(has_news)
+
+    def look_again_in(self, now: float) -> float:
+        """Return the seconds until the next look."""
+        is_close = any(now < ward.closely_until and not _has_exited(ward) for ward in self._wards.values())
+        return LOOK_CLOSELY_EVERY if is_close else LOOK_EVERY
+
+    def vouch(self) -> messages.Vouch:
+        """Return how they all are: the living, and of those who exited the latest."""
+        latest_first = sorted(self._wards.values(), key=lambda ward: (_has_exited(ward), -ward.changed_at))
+        return messages.Vouch(tuple((ward.life, int(ward.state)) for ward in latest_first[:WARDS_LIMIT]))
+
+
+class Rounds:
+    """Looks after wards again and again, and has it told how they are. On the control loop."""
+
+    def __init__(
+        self, wards: Wards, tell: Callable[[messages.Vouch], None], also: Callable[[float], None] = lambda _now: None
+    ) -> None:
+        """`tell` is called every INTERVAL and when something changed, `also` after every look."""
+        self._wards, self._tell, self._also = wards, tell, also
+        self._tell_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def look(self) -> None:
+        """Look now; the next looks come by themselves."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_closed:
+            return
+        now = time.monotonic()
+        try:
+            if self._wards.look(now) or now >= self._tell_at:
+                self._tell_at = now + INTERVAL
+                self._tell(self._wards.vouch())
+            self._also(now)
+        finally:
+            self._timer = asyncio.get_running_loop().call_later(self._wards.look_again_in(now), self.look)
+
+    def look_closely(self, life: bytes) -> None:
+        """The link with a process has ended: perhaps it is about to, too."""
+        if (ward := self._wards.get(life)) is not None:
+            self._wards.watch_closely(ward, time.monotonic())
+        self.look()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _has_exited(ward: Ward) -> bool:
+    return ward.state is Vouch.EXITED
+
+
+def _state(pid: int) -> tuple[str, bytes | None]:
+    """Return the letter that stands for the state of a process, and when it began; None: there is no such process."""
+    if pid <= 0:
+        return "", None
+    try:
+        if not HAS_STATES:
+            os.kill(pid, 0)
+            return "", b""
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as stat:
+            words = stat.read(4096).rpartition(b")")[2].split()  # names may hold anything, blanks and brackets too
+        return words[0].decode("ascii"), words[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return "", None
+    except PermissionError:  # another user's, and so not ours
+        return "", None

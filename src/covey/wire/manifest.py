@@ -1,0 +1,136 @@
+"""What a state consists of: names, dtypes, shapes, and a tag of every chunk, so that equal chunks need not travel.
+
+A tag is AES-GCM's over the chunk and nothing else, under a key that the ranks draw together *after* the contents are
+fixed. For a random key two different chunks share a tag with a chance below 2^-109, whatever is in them, and it is ten
+times faster than a cryptographic hash: hashing must keep up with the lanes. Tags are of no use under another key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from covey.base.dtypes import DTYPES
+from covey.wire.message_header import array_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+CHUNK_BYTES: Final = 8 * 1024 * 1024
+"""Large enough that few calls move much, small enough that several donors share one array."""
+KEY_BYTES: Final = 16
+TAG_BYTES: Final = 16
+_NONCE: Final = bytes(12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One name of a state: an array, or a value in its encoded form (then an array of bytes)."""
+
+    name: str
+    is_array: bool
+    dtype_code: int
+    shape: tuple[int, ...]
+    tags: bytes
+    """One after the other, TAG_BYTES for each chunk."""
+    is_writable: bool = True
+    """Whether it could be filled in place; the only field that may differ between equal states."""
+
+    @property
+    def nbytes(self) -> int:
+        return array_bytes(self.dtype_code, self.shape)
+
+    @property
+    def kind(self) -> str:
+        """What a person calls it: float32[3, 4], for instance."""
+        return f"{DTYPES[self.dtype_code].name}{list(self.shape)}" if self.is_array else "a value"
+
+    def is_like(self, other: Entry) -> bool:
+        """Tell whether the contents of one can be written to the memory of the other."""
+        return self.is_array == other.is_array and (not self.is_array or self.kind == other.kind)
+
+    def is_same(self, other: Entry) -> bool:
+        """Tell whether the contents are the same too."""
+        return self.is_like(other) and self.shape == other.shape and self.tags == other.tags
+
+
+class Chunk(NamedTuple):
+    """A part of one entry's memory."""
+
+    name: str
+    start: int
+    stop: int
+    tag: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The state of one rank, sorted by name."""
+
+    is_fresh: bool
+    """The rank has nothing worth keeping."""
+    entries: tuple[Entry, ...] = ()
+    failure: str = ""
+    """Why this rank cannot take part; then there are no entries."""
+
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self.entries}
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The same for equal states, and only for them."""
+        hashed = hashlib.blake2b(digest_size=16)
+        for entry in self.entries:
+            fields = (entry.name, entry.is_array, entry.dtype_code, entry.shape, entry.tags)
+            hashed.update(repr(fields).encode())
+        return hashed.digest()
+
+    def chunks(self) -> list[Chunk]:
+        """Return all chunks; equal states number them in the same way."""
+        return [
+            Chunk(entry.name, start, min(start + CHUNK_BYTES, entry.nbytes), _tag(entry, start))
+            for entry in self.entries
+            for start in range(0, entry.nbytes, CHUNK_BYTES)
+        ]
+
+    def lacks(self, chunk: Chunk, of: Manifest) -> bool:
+        """Tell whether this state has something else than `chunk` of another, or nothing, in its place."""
+        mine, wanted = self.by_name.get(chunk.name), of.by_name[chunk.name]
+        if mine is None or not mine.is_like(wanted) or mine.shape != wanted.shape:
+            return True
+        if not mine.is_array:  # a value is replaced as a whole
+            return mine.tags != wanted.tags
+        return _tag(mine, chunk.start) != chunk.tag
+
+
+class Tagger:
+    """Tags chunks with the key of one restore."""
+
+    def __init__(self, nonces: Iterable[bytes]) -> None:
+        """`nonces` are random and come from all ranks, so that nobody knew the key before all had said theirs."""
+        key = hashlib.blake2b(b"".join(nonces), digest_size=KEY_BYTES + 8).digest()
+        self._cipher = AESGCM(key[:KEY_BYTES])
+        self.number = int.from_bytes(key[KEY_BYTES:], "little")
+        """The same on all ranks, another for every restore."""
+
+    def tag(self, chunk: Bytes) -> bytes:
+        return self._cipher.encrypt(_NONCE, b"", chunk.data)
+
+    def tags(self, contents: Bytes) -> bytes:
+        """Return the tags of all chunks of an entry."""
+        starts = range(0, contents.size, CHUNK_BYTES)
+        return b"".join(self.tag(contents[start : start + CHUNK_BYTES]) for start in starts)
+
+
+def _tag(entry: Entry, start: int) -> bytes:
+    at = start // CHUNK_BYTES * TAG_BYTES
+    return entry.tags[at : at + TAG_BYTES]

@@ -1,0 +1,43 @@
+"""What the tests of restore share with the processes that they start; those do not wait for torch."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.proto.transferring import elect
+from covey.runtime.mailbox import Mailbox
+from covey.runtime.restore import REQUEST, _Restore
+
+if TYPE_CHECKING:
+    from covey import Group
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+SECONDS = 20.0
+"""What a restore in a test may take at most."""
+
+
+def bits(seed: int, nbytes: int) -> Array:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def leave_before_receiving(group: Group) -> None:
+    """Be a newcomer that goes once it has said what it lacks."""
+    _Restore(group, {}, time.monotonic() + SECONDS).compare(True, "repair")
+
+
+def give_one_chunk(group: Group, mine: dict[str, Any], receiver: int) -> None:
+    """Be a donor that goes after the first chunk of the first request."""
+    call = _Restore(group, mine, time.monotonic() + SECONDS)
+    winner = elect(call.compare(False, "repair")).winner
+    with Mailbox(group, call.tagger.number, call.deadline) as mailbox:
+        mailbox.receive(receiver, REQUEST)
+        request = mailbox.next((receiver,)).result
+        assert request.size > 4
+        index = int(request.view(np.uint32)[0])
+        chunk = winner.chunks()[index]
+        mailbox.send(mine[chunk.name][chunk.start : chunk.stop], receiver, index)
+        assert mailbox.next((receiver,)).error is None

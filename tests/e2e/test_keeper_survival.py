@@ -1,0 +1,262 @@
+"""`covey run` of a run that survives losses: who is lost, who is started again, and what exit code comes of it.
+
+The ranks here talk to their keeper as those of a real run do, but have no group: it is the keeper that is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.slow
+
+SOURCE = Path(__file__).parents[2] / "src"
+DEADLINE = 60.0
+PRELUDE = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+rank, size = int(os.environ["COVEY_RANK"]), int(os.environ["COVEY_SIZE"])
+start = int(os.environ.get("COVEY_RESTART", "0"))
+
+def found(on_loss="continue"):
+    '''Tell the keeper of a generation of this process, and return when it has heard.'''
+    import asyncio, secrets
+    from covey.runtime.greet import Gate, dial
+    from covey.wire import messages as m
+
+    async def tell():
+        card = m.Card(b"", secrets.token_bytes(16), "", "", os.getpid(), m.Contact("", (), ""))
+        token = os.read(int(os.environ["COVEY_TOKEN_FD"]), 100)
+        hello = m.Hello(m.VERSION, secrets.token_bytes(32), "kept", "", rank, size, "auto", card)
+        link, _, _ = await dial(os.environ["COVEY_KEEPER"], Gate.of_token(token), hello)
+        link.send(m.encode(m.Founded(1, b"l" * 16, False, (m.SeatedMember(rank, card),), on_loss)))
+        link.send(m.encode(m.Ping(1)))
+        while not isinstance(m.decode_control(await link.receive()), m.Pong):
+            pass
+        link.abort()
+        await link.ended.wait()
+
+    asyncio.run(tell())
+    Path("founded").touch()
+
+def wait_for(name):
+    deadline = time.monotonic() + 30
+    while not Path(name).exists():
+        assert time.monotonic() < deadline, name
+        time.sleep(0.005)
+
+def wait_for_end_of(other):
+    '''Return when the keeper has seen the end of another rank.'''
+    wait_for(f"pid{other}")
+    deadline = time.monotonic() + 30
+    try:
+        while time.monotonic() < deadline:
+            os.kill(int(Path(f"pid{other}").read_text()), 0)
+            time.sleep(0.005)
+    except ProcessLookupError:
+        return
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Path(f"draft{rank}").write_text(str(os.getpid()))
+Path(f"draft{rank}").rename(f"pid{rank}")
+"""
+
+
+@pytest.fixture
+def covey_run(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `covey run` of a body of code that every rank executes; nothing may be left of it."""
+    runtime = tempfile.mkdtemp(prefix="t-", dir="/tmp")
+    keepers: list[subprocess.Popen[str]] = []
+
+    def start(body: str, *words: str, keeper: tuple[str, ...] = ("-m", "covey", "run")) -> subprocess.Popen[str]:
+        (tmp_path / "job.py").write_text(PRELUDE + textwrap.dedent(body))
+        pipe = subprocess.PIPE
+        env = {**os.environ, "PYTHONPATH": str(SOURCE), "XDG_RUNTIME_DIR": runtime}
+        command = [sys.executable, *keeper, *words, "job.py"]
+        keepers.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=env))
+        return keepers[-1]
+
+    try:
+        yield start
+        assert os.listdir(runtime) == []
+    finally:
+        for process in keepers:
+            process.kill()
+            process.communicate(timeout=DEADLINE)
+        shutil.rmtree(runtime)
+
+
+def finish(keeper: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
+    out, err = keeper.communicate(timeout=DEADLINE)
+    return keeper.returncode, sorted(out.splitlines()), err.splitlines()
+
+
+def test_the_others_go_on_without_a_rank_that_is_lost(covey_run) -> None:
+    body = """
+        if rank == 2:
+            found()
+            die()
+        wait_for("founded")
+        time.sleep(1.5)  # longer than others have before a keeper stops them
+        print("done", rank)
+    """
+    code, out, err = finish(covey_run(body, "-n", "3"))
+    assert (code, out) == (0, ["[0] done 0", "[1] done 1"])
+    assert err == ["covey: rank 2 was killed by SIGKILL; the others go on"]
+
+
+def test_the_code_of_the_last_is_that_of_a_run_that_lost_all(covey_run) -> None:
+    body = """
+        if rank == 0:
+            found()
+            sys.exit(3)
+        wait_for_end_of(0)
+        sys.exit(5)
+    """
+    code, _, err = finish(covey_run(body, "-n", "2"))
+    assert code == 5
+    assert err == ["covey: rank 0 failed with exit code 3; the others go on", "covey: rank 1 failed with exit code 5"]
+
+
+@pytest.mark.parametrize("policy", ["raise", None])
+def test_without_survival_a_failure_stops_all_whatever_restarts_there_are(covey_run, policy) -> None:
+    body = f"""
+        if rank == 1:
+            if {policy!r}:
+                found({policy!r})
+            sys.exit(7)
+        signal.pause()
+    """
+    code, _, err = finish(covey_run(body, "-n", "2", "--restarts", "3"))
+    assert code == 7
+    assert err == ["covey: rank 1 failed with exit code 7; stopping the others"]
+
+
+def test_a_rank_that_fails_is_started_again_in_its_place(covey_run) -> None:
+    body = """
+        if rank == 0:
+            found()
+            wait_for("back")
+        else:
+            wait_for("founded")
+            print("start", start, "as", rank, "of", size, len(os.read(int(os.environ["COVEY_TOKEN_FD"]), 100)))
+            if start == 0:
+                child = subprocess.Popen(["sleep", "1000"])
+                Path("child").write_text(str(child.pid))
+                sys.stdout.write("unfinished words")
+                sys.exit(4)
+            if start == 1:
+                state = Path("/proc", Path("child").read_text(), "stat")
+                print("child left:", state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z")
+                die()
+            Path("back").touch()
+        print("done", rank)
+    """
+    code, out, err = finish(covey_run(body, "-n", "2", "--restarts", "2"))
+    assert code == 0
+    assert out == sorted([
+        "[1] start 0 as 1 of 2 32", "[1] unfinished words",
+        "[1] start 1 as 1 of 2 32", "[1] child left: False",
+        "[1] start 2 as 1 of 2 32", "[0] done 0", "[1] done 1",
+    ])  # fmt: skip
+    assert err == [
+        "covey: rank 1 failed with exit code 4; starting it again (1 of 2)",
+        "covey: rank 1 was killed by SIGKILL; starting it again (2 of 2)",
+    ]
+
+
+def test_a_rank_that_fails_too_often_is_lost(covey_run) -> None:
+    body = """
+        if rank == 0:
+            found()
+            wait_for("last")
+            sys.exit(0)
+        wait_for("founded")
+        if start == 1:
+            Path("last").touch()
+        sys.exit(6)
+    """
+    code, _, err = finish(covey_run(body, "-n", "2", "--restarts", "1"))
+    assert code == 0
+    assert err[0] == "covey: rank 1 failed with exit code 6; starting it again (1 of 1)"
+    assert err[1].startswith("covey: rank 1 failed with exit code 6")  # whether the other has ended by then or not
+
+
+def test_nobody_is_started_again_for_a_run_that_is_over(covey_run) -> None:
+    body = """
+        if rank == 1:
+            wait_for("founded")
+            sys.exit(0)
+        print("start", start)
+        found()
+        wait_for_end_of(1)
+        die()
+    """
+    code, out, err = finish(covey_run(body, "-n", "2", "--restarts", "5"))
+    assert (code, out, err) == (0, ["[0] start 0"], ["covey: rank 0 was killed by SIGKILL"])
+
+
+def test_sigterm_drains_a_run_and_ends_what_waits_to_be_started_again(covey_run) -> None:
+    body = """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+            found()
+            Path("ready").touch()
+            while True:
+                signal.pause()
+        wait_for("ready")
+        die()
+    """
+    keeper = covey_run(body, "-n", "2", "--restarts", "9")
+    for _ in range(4):  # from here on the pause is 1.6 s
+        line = keeper.stderr.readline()
+    assert line == "covey: rank 1 was killed by SIGKILL; starting it again (4 of 9)\n"
+    keeper.send_signal(signal.SIGTERM)
+    code, _, err = finish(keeper)
+    assert (code, err) == (0, ["covey: passed SIGTERM on to all of them; Ctrl-C kills them"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_restarts_cost_the_keeper_nothing_that_it_keeps(covey_run) -> None:
+    keeper = """
+        import sys
+        from covey.runtime import keeper
+        keeper.RESTART_PAUSE = 0.01
+        keeper.RESTART_PAUSE_MOST = 0.01
+        run = keeper.LocalRun(2)
+        code = keeper.keep(lambda: run, [sys.executable, "job.py"], restarts=12)
+        print("processes", len(run._processes))
+        sys.exit(code)
+    """
+    body = """
+        if rank == 0:
+            found()
+            wait_for("last")
+            sys.exit(0)
+        wait_for("founded")
+        if start > 1:
+            print("open", len(os.listdir(f"/proc/{os.getppid()}/fd")))
+        if start == 12:
+            Path("last").touch()
+        sys.exit(1)
+    """
+    code, out, _ = finish(covey_run(body, keeper=("-c", textwrap.dedent(keeper))))
+    assert code == 0
+    assert out[-1] == "processes 2"
+    assert len(out) == 12
+    assert len(set(out[:-1])) == 1

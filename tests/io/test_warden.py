@@ -1,0 +1,501 @@
+"""The keeper's ear: real processes that stop and die, links as ranks make them, and views that the keeper decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from covey.base.errors import AuthError, ConfigError, ConnectError
+from covey.proto.ballot import first_record
+from covey.proto.health import Vouch
+from covey.runtime.council import Council, place_id
+from covey.runtime.greet import Gate, RefusedError, dial
+from covey.runtime.warden import Warden, keeper_path
+from covey.wire import messages
+from covey.wire.membership import Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+    from covey.proto.changes import QuorumLost
+    from covey.runtime.link import Link
+    from covey.wire.membership import View
+
+DEADLINE = 20.0
+TOKEN, LINEAGE = b"t" * 32, b"l" * 16
+GATE = Gate.of_token(TOKEN)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of stopped processes")
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def warden(folder: str) -> Iterator[Warden]:
+    warden = Warden(folder, TOKEN)
+    warden.start()
+    try:
+        yield warden
+    finally:
+        warden.close()
+
+
+def run(work: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE), contextlib.AsyncExitStack() as stack:
+            await work(stack)
+
+    asyncio.run(bounded())
+
+
+class Rank:
+    """A process that sleeps, and the link that it would have with its keeper."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        contact = messages.Contact("host", (), "")
+        self.card = messages.Card(b"", secrets.token_bytes(16), "wren", "wren", process.pid, contact)
+        self.said: list[messages.Control] = []
+        self.ends = 0
+        self.link: Link
+        self.keeper: messages.Card
+        self.on_message: Callable[[messages.Control], None] = lambda _message: None
+        self._changed = asyncio.Event()
+
+    @classmethod
+    def start(cls, stack: contextlib.AsyncExitStack) -> Rank:
+        """Start a process that ends with the test."""
+        process = subprocess.Popen(["sleep", "1000"])
+        stack.callback(process.wait, DEADLINE)
+        stack.callback(process.kill)
+        return cls(process)
+
+    @classmethod
+    async def come(cls, stack: contextlib.AsyncExitStack, warden: Warden) -> Rank:
+        """Start a process, and link with the keeper in its place."""
+        rank = cls.start(stack)
+        await rank.dial(stack, warden)
+        return rank
+
+    async def dial(self, stack: contextlib.AsyncExitStack, warden: Warden) -> Link:
+        self.link, welcome, _ = await dial(warden.path, GATE, hello(self.card))
+        assert (welcome.rank, welcome.purpose, welcome.card.id) == (-1, "keeper", b"")
+        self.keeper = welcome.card
+        stack.push_async_callback(self.link.ended.wait)
+        stack.callback(self.link.abort)
+        self.link.attach(self._heard, self._ended)
+        return self.link
+
+    def _heard(self, body: bytes) -> None:
+        self.said.append(messages.decode_control(body))
+        self.on_message(self.said[-1])
+        self._changed.set()
+
+    def _ended(self) -> None:
+        self.ends += 1
+        self._changed.set()
+
+    def send(self, message: messages.Control) -> None:
+        self.link.send(messages.encode(message))
+
+    def standing(self, other: Rank) -> int | None:
+        """Return what the keeper last said of another rank."""
+        vouches = [message for message in self.said if isinstance(message, messages.Vouch)]
+        return dict(vouches[-1].processes).get(other.card.life) if vouches else None
+
+    async def until(self, condition: Callable[[], bool]) -> float:
+        """Wait until something that was heard makes a condition true; return when that was."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+        return time.monotonic()
+
+
+def hello(card: messages.Card, **changes: Any) -> messages.Hello:
+    fields = {"version": messages.VERSION, "nonce": secrets.token_bytes(32), "purpose": "kept", "run": "", "rank": 0}
+    return messages.Hello(**{**fields, "size": 3, "lanes": "auto", "card": card, **changes})
+
+
+def founded(ranks: list[Rank], generation: int = 1, **changes: Any) -> messages.Founded:
+    members = tuple(messages.SeatedMember(10 + rank, each.card) for rank, each in enumerate(ranks))
+    return messages.Founded(**{
+        "generation": generation, "lineage": LINEAGE, "is_kept": True, "members": members, **changes
+    })  # fmt: skip
+
+
+class Member:
+    """One rank's part in a generation: a council that talks to the others in memory, and to the keeper by its link."""
+
+    def __init__(self, ranks: list[Rank], place: int, generation: int = 1) -> None:
+        self.place, self._ranks = place, ranks
+        self.others: dict[int, Member] = {}
+        self.views: list[View] = []
+        self.lost: list[tuple[int, ...]] = []
+        self.is_excluded = False
+        seats = [Seat(place_id(rank), each.card.life) for rank, each in enumerate(ranks)]
+        record = first_record(seats, LINEAGE, has_keeper=True)
+        self.council = Council(generation, record, place, ranks[place].card.life, self, has_keeper=True)
+        ranks[place].on_message = self.heard
+
+    def open(self, members: list[Member]) -> None:
+        self.others = {member.place: member for member in members if member is not self}
+        for place in self.others:
+            self.council.link_up(place, self._ranks[place].card.life)
+        self.council.link_up(len(self._ranks), self._ranks[self.place].keeper.life)
+
+    def gone(self) -> None:
+        """This rank is dead: the others lose their links with it."""
+        self.council.close()
+        for other in self.others.values():
+            del other.others[self.place]
+            other.council.link_down(self.place)
+
+    def heard(self, message: messages.Control) -> None:
+        if isinstance(message, messages.Agreeing) and message.generation == self.council.generation:
+            self.council.received(len(self._ranks), message.body)
+
+    def send(self, place: int, message: messages.Control) -> None:
+        assert isinstance(message, messages.Agreeing)
+        if place == len(self._ranks):
+            self._ranks[self.place].send(message)
+        elif (other := self.others.get(place)) is not None:
+            asyncio.get_running_loop().call_soon(other.council.received, self.place, message.body)
+
+    def freeze(self, number: int) -> None:
+        asyncio.get_running_loop().call_soon(self.council.frozen, number, ())
+
+    def installed(self, view: View, lost: tuple[int, ...]) -> None:
+        self.views.append(view)
+        self.lost.append(lost)
+
+    def excluded(self, view: View) -> None:
+        self.is_excluded = True
+
+    def quorum_lost(self, effect: QuorumLost) -> None:
+        raise AssertionError(f"a keeper can always decide: {effect}")
+
+
+async def found(stack: contextlib.AsyncExitStack, ranks: list[Rank], generation: int = 1) -> list[Member]:
+    """Found a generation as its members do: a council each, then a word to the keeper."""
+    members = [Member(ranks, place, generation) for place in range(len(ranks))]
+    for member in members:
+        stack.callback(member.council.close)
+        member.open(members)
+    for rank in ranks:
+        rank.send(founded(ranks, generation))
+    return members
+
+
+def test_a_killed_process_is_told_of_as_exited_at_once(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        ranks = [await Rank.come(stack, warden) for _ in range(3)]
+        await asyncio.gather(*(rank.until(lambda rank=rank: rank.standing(ranks[2]) == Vouch.BUSY) for rank in ranks))
+        killed_at = time.monotonic()
+        ranks[1].process.kill()
+        known = [rank.until(lambda rank=rank: rank.standing(ranks[1]) == Vouch.EXITED) for rank in ranks]
+        known_at = await asyncio.gather(*known)  # the dead one's link is kept by us, so it is told as well
+        assert max(known_at) - killed_at < 0.3
+        assert [ranks[0].standing(rank) for rank in ranks] == [Vouch.BUSY, Vouch.EXITED, Vouch.BUSY]
+        with pytest.raises(RefusedError, match=f"sees no process {ranks[1].process.pid}"):
+            await ranks[1].dial(stack, warden)
+
+    run(work)
+
+
+@linux
+def test_a_stopped_process_is_told_of_and_so_is_its_going_on(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        one, other = [await Rank.come(stack, warden) for _ in range(2)]
+        await one.until(lambda: one.standing(other) == Vouch.BUSY)
+        at = time.monotonic()
+        other.process.send_signal(signal.SIGSTOP)
+        assert await one.until(lambda: one.standing(other) == Vouch.STOPPED) - at < 0.5
+        assert one.standing(one) == Vouch.BUSY
+        at = time.monotonic()
+        other.process.send_signal(signal.SIGCONT)
+        assert await one.until(lambda: one.standing(other) == Vouch.BUSY) - at < 0.5
+
+    run(work)
+
+
+def test_everybody_hears_every_half_second_that_the_others_are_well(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        rank = await Rank.come(stack, warden)
+        at = time.monotonic()
+        rank.send(messages.Ping(77))
+        await rank.until(lambda: len([each for each in rank.said if isinstance(each, messages.Vouch)]) >= 4)
+        assert 0.9 < time.monotonic() - at < 3
+        assert [each.number for each in rank.said if isinstance(each, messages.Pong)] == [77]
+
+    run(work)
+
+
+def test_a_link_that_ends_is_no_death_and_a_second_one_takes_its_place(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        one, other = [await Rank.come(stack, warden) for _ in range(2)]
+        first = other.link
+        first.abort()
+        await other.until(lambda: other.ends == 1)
+        one.said.clear()
+        await one.until(lambda: one.standing(other) == Vouch.BUSY)
+        second = await other.dial(stack, warden)
+        other.said.clear()
+        await other.dial(stack, warden)
+        await other.until(lambda: other.ends == 2)
+        assert second.ended.is_set()
+        await other.until(lambda: other.standing(one) == Vouch.BUSY)
+        other.process.kill()
+        await one.until(lambda: one.standing(other) == Vouch.EXITED)
+
+    run(work)
+
+
+def test_who_is_not_a_process_of_the_run_is_refused(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        rank = await Rank.come(stack, warden)
+        for changes, reason in [
+            ({"purpose": "rank"}, "only talks to the processes of its run"),
+            ({"version": 99}, "you speak version 99"),
+            ({"card": messages.Card(b"", b"short", "", "", 1, rank.card.contact)}, "not filled in"),
+            ({"card": messages.Card(b"", b"l" * 16, "", "", 1 << 40, rank.card.contact)}, "sees no process"),
+        ]:
+            with pytest.raises(RefusedError, match=reason):
+                await dial(warden.path, GATE, hello(**{"card": rank.card, **changes}))
+        with pytest.raises((AuthError, ConnectError)):
+            await dial(warden.path, Gate.of_token(b"x" * 32), hello(rank.card))
+        assert rank.link.is_open
+
+    run(work)
+
+
+def test_nonsense_cuts_off_who_says_it_and_nobody_else(warden: Warden, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        ranks = [await Rank.come(stack, warden) for _ in range(3)]
+        await found(stack, ranks)
+        twins = (messages.SeatedMember(1, ranks[0].card), messages.SeatedMember(2, ranks[0].card))
+        for body in [
+            b"\xff",
+            messages.encode(founded(ranks, 2, members=twins)),
+            messages.encode(founded(ranks, 2, lineage=b"short")),
+            messages.encode(founded(ranks[:1], 2)),
+            messages.encode(messages.Agreeing(1, b"\xff")),
+        ]:
+            ends = ranks[2].ends
+            ranks[2].link.send(body)
+            await ranks[2].until(lambda ends=ends: ranks[2].ends == ends + 1)
+            await ranks[2].dial(stack, warden)
+        ranks[2].send(messages.Agreeing(99, b"\xff"))  # of a generation that the keeper has never heard of
+        ranks[2].send(messages.Ping(5))
+        await ranks[2].until(lambda: messages.Pong in map(type, ranks[2].said))
+        assert (ranks[0].ends, ranks[1].ends) == (0, 0)
+
+    with caplog.at_level(logging.WARNING, logger="covey"):
+        run(work)
+    assert sum("was cut off by its keeper" in record.getMessage() for record in caplog.records) == 5
+
+
+def test_the_keeper_decides_views_until_one_is_left(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        ranks = [await Rank.come(stack, warden) for _ in range(4)]
+        members = await found(stack, ranks)
+        await ranks[0].until(lambda: members[0].council.leader() is not None)
+        assert [member.views for member in members] == [[]] * 4  # nobody was in trouble on the way
+        alive = [0, 1, 2, 3]
+        for number, victim in enumerate((1, 0, 3), start=1):
+            killed_at = time.monotonic()
+            ranks[victim].process.kill()
+            ranks[victim].link.abort()
+            members[victim].gone()
+            alive.remove(victim)
+            for place in alive:
+                await ranks[place].until(lambda place=place, number=number: len(members[place].views) == number)
+                view = members[place].views[-1]
+                assert (view.number, view.ranks, members[place].lost[-1]) == (number, tuple(alive), (victim,))
+            assert time.monotonic() - killed_at < 0.5
+
+    run(work)
+
+
+@linux
+def test_a_stopped_member_is_excluded_within_a_second_and_hears_so_when_it_wakes(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        ranks = [await Rank.come(stack, warden) for _ in range(3)]
+        members = await found(stack, ranks)
+        asleep, deliver = list[messages.Control](), ranks[1].on_message
+        ranks[1].on_message = asleep.append  # what a stopped process does not read
+        stopped_at = time.monotonic()
+        ranks[1].process.send_signal(signal.SIGSTOP)
+        for place in (0, 2):
+            await ranks[place].until(lambda place=place: len(members[place].views) == 1)
+            assert members[place].views[0].ranks == (0, 2)
+        assert time.monotonic() - stopped_at < 1.0
+        ranks[1].process.send_signal(signal.SIGCONT)
+        for message in asleep:
+            deliver(message)
+        ranks[1].on_message = deliver
+        await ranks[1].until(lambda: members[1].is_excluded)
+
+    run(work)
+
+
+def test_a_member_that_is_slow_to_come_to_the_keeper_is_not_lost(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        early = [await Rank.come(stack, warden) for _ in range(2)]
+        ranks = [*early, Rank.start(stack)]
+        members = [Member(ranks, place) for place in range(3)]
+        for member in members:
+            stack.callback(member.council.close)
+        for rank in early:
+            rank.send(founded(ranks))
+        await early[0].until(lambda: sum(isinstance(each, messages.Vouch) for each in early[0].said) >= 4)  # 1.5 s
+        assert early[0].standing(ranks[2]) == Vouch.BUSY  # it is known from the founding
+        await ranks[2].dial(stack, warden)
+        for member in members:
+            member.open(members)
+        ranks[2].send(founded(ranks))
+        await ranks[2].until(lambda: any(isinstance(each, messages.Agreeing) for each in ranks[2].said))
+        await ranks[0].until(lambda: members[0].council.leader() == 0)
+        assert [member.views for member in members] == [[]] * 3
+
+    run(work)
+
+
+def test_a_member_that_dies_before_it_ever_came_is_lost_all_the_same(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        early = [await Rank.come(stack, warden) for _ in range(2)]
+        ranks = [early[0], Rank.start(stack), early[1]]
+        ranks[1].process.kill()
+        ranks[1].process.wait(DEADLINE)
+        members = [Member(ranks, place) for place in range(3)]
+        for member in (members[0], members[2]):
+            stack.callback(member.council.close)
+            member.open(members)
+        members[1].others = {0: members[0], 2: members[2]}
+        members[1].gone()
+        for rank in early:
+            rank.send(founded(ranks))
+        for place in (0, 2):
+            await ranks[place].until(lambda place=place: len(members[place].views) == 1)
+            assert members[place].views[0].ranks == (0, 2)
+
+    run(work)
+
+
+def test_the_last_two_generations_have_views_and_who_contradicts_is_not_believed(
+    warden: Warden, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        ranks = [await Rank.come(stack, warden) for _ in range(3)]
+        await found(stack, ranks[:2], 0)
+        before = Member(ranks, 0), Member(ranks, 1), Member(ranks, 2)
+        for member in before:
+            stack.callback(member.council.close)
+            member.open(list(before))
+        for rank in ranks:
+            rank.send(founded(ranks))
+        await found(stack, ranks[1:], 2)
+        ranks[1].send(founded(ranks[::-1], 2))
+        ranks[1].send(founded(ranks[:2], 0))  # nobody's business any more
+        ranks[1].send(messages.Agreeing(0, b"\xff"))
+        for place, rank in enumerate(ranks):  # those of generation 1 are still in it
+            rank.on_message = before[place].heard
+        ranks[2].process.kill()
+        ranks[2].link.abort()
+        before[2].gone()
+        for place in (0, 1):
+            await ranks[place].until(lambda place=place: len(before[place].views) == 1)
+            assert before[place].views[0].ranks == (0, 1)
+        await ranks[1].until(lambda: any(_tells_of(2, message) for message in ranks[1].said))
+
+    with caplog.at_level(logging.WARNING, logger="covey"):
+        run(work)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 tells of another generation 2 than the others do"
+    ]
+
+
+def _tells_of(generation: int, message: messages.Control) -> bool:
+    return isinstance(message, messages.Agreeing) and message.generation == generation
+
+
+def test_a_run_survives_once_a_member_said_so(warden: Warden) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        ranks = [await Rank.come(stack, warden) for _ in range(2)]
+        ranks[0].send(founded(ranks, is_kept=False))
+        await asyncio.to_thread(warden.catch_up)
+        assert not warden.survives
+        ranks[1].send(founded(ranks, 2, is_kept=False, on_loss="continue"))
+        ranks[1].link.abort()
+        await asyncio.to_thread(warden.catch_up)
+        assert warden.survives
+
+    run(work)
+    warden.close()
+    assert warden.survives  # asked when all is over
+
+
+def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        warden = Warden(folder, TOKEN)
+        warden.start()
+        stack.callback(warden.close)
+        ranks = [await Rank.come(stack, warden) for _ in range(2)]
+        await found(stack, ranks)
+        sock, _ = await asyncio.open_unix_connection(warden.path)  # somebody who never answers at the door
+        await asyncio.gather(*(asyncio.to_thread(warden.close) for _ in range(3)))
+        await asyncio.gather(*(rank.until(lambda rank=rank: rank.ends == 1) for rank in ranks))
+        while await sock.read(100):
+            pass
+        _.close()
+
+    threads = threading.active_count()
+    run(work)
+    assert list(Path(folder).iterdir()) == []
+    assert "covey-warden" not in {thread.name for thread in threading.enumerate()}
+    assert threading.active_count() <= threads + 1  # the control loop's, if this was its first use
+
+
+def test_a_warden_that_nobody_comes_to_costs_nothing(folder: str) -> None:
+    code = f"""
+        import sys
+        from covey.runtime.warden import Warden
+        warden = Warden({folder!r}, b"t" * 32)
+        warden.start()
+        print("asyncio" in sys.modules, "msgspec" in sys.modules, warden.survives)
+        warden.catch_up()
+        warden.close()
+        warden.close()
+    """
+    lines = "\n".join(line.strip() for line in code.splitlines())
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=DEADLINE, check=True)
+    assert done.stdout.split() == ["False", "False", "False"]
+    assert list(Path(folder).iterdir()) == []
+
+
+def test_a_folder_that_others_may_enter_or_that_has_a_keeper_is_refused(folder: str, warden: Warden) -> None:
+    with pytest.raises(ConfigError, match="cannot listen at"):
+        Warden(folder, TOKEN).start()
+    shared = Path(folder) / "shared"
+    shared.mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="0700"):
+        Warden(str(shared), TOKEN).start()
+    assert keeper_path(folder) == warden.path

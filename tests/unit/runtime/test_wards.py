@@ -1,0 +1,94 @@
+"""What a keeper makes of its processes, by a clock of our own; `tests/io/test_warden.py` has some that stop and die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from covey.proto.health import STOPPED_SILENCE, Vouch
+from covey.runtime.wards import LOOK_CLOSELY_EVERY, LOOK_EVERY, REMEMBERED_SECONDS, WARDS_LIMIT, Ward, Wards
+from covey.wire.messages import Card, Contact
+
+
+def card(number: int, pid: int | None = None) -> Card:
+    """Return the card of a life of this process, or of another."""
+    return Card(
+        b"", number.to_bytes(16, "big"), "wren", "wren", os.getpid() if pid is None else pid, Contact("", (), "")
+    )
+
+
+@pytest.fixture(scope="module")
+def gone() -> int:
+    """The number of a process that has been."""
+    process = subprocess.Popen(["true"])
+    process.wait(10)
+    return process.pid
+
+
+def test_this_very_process_is_busy_and_one_that_has_been_is_not(gone: int) -> None:
+    wards = Wards()
+    for number, pid in enumerate([os.getpid(), gone, 0, -1, 1 << 40]):
+        wards.watch(card(number, pid), 10.0)
+    assert dict(wards.vouch().processes) == {
+        card(0).life: Vouch.BUSY,
+        **{card(number).life: Vouch.EXITED for number in range(1, 5)},
+    }
+
+
+def test_a_process_that_got_the_number_of_another_is_not_taken_for_it() -> None:
+    ward = Ward(card(1), 0.0)
+    ward._began = b"0"  # this process did not begin when the machine did
+    assert ward.look(1.0)
+    assert ward.state is Vouch.EXITED
+
+
+def test_a_process_is_lost_at_once_when_it_exited_and_after_a_moment_when_it_is_stopped(gone: int) -> None:
+    assert Ward(card(1, gone), 5.0).is_lost(5.0)
+    ward = Ward(card(2), 5.0)
+    assert not ward.is_lost(1e9)
+    ward.state = Vouch.STOPPED
+    assert not ward.is_lost(5.0 + STOPPED_SILENCE - 0.01)
+    assert ward.is_lost(5.0 + STOPPED_SILENCE)
+    assert ward.look(6.0)  # this process runs, or it could not look
+    assert (ward.state, ward.changed_at) == (Vouch.BUSY, 6.0)
+
+
+def test_who_exited_is_told_of_for_a_while_and_then_forgotten(gone: int) -> None:
+    wards = Wards()
+    wards.watch(card(1), 0.0)
+    wards.watch(card(2, gone), 0.0)
+    assert not wards.look(REMEMBERED_SECONDS)
+    assert len(wards.vouch().processes) == 2
+    wards.look(REMEMBERED_SECONDS + 0.1)
+    assert wards.vouch().processes == ((card(1).life, Vouch.BUSY),)
+    assert wards.get(card(2).life) is None
+
+
+def test_of_too_many_the_living_are_told_first_and_then_the_latest(gone: int) -> None:
+    wards = Wards()
+    for number in range(WARDS_LIMIT + 50):
+        wards.watch(card(number, gone), float(number))
+    for number in range(1000, 1000 + WARDS_LIMIT - 2):
+        assert not wards.is_full()
+        wards.watch(card(number), 5.0)
+    told = wards.vouch().processes
+    assert len(told) == WARDS_LIMIT
+    assert {state for _, state in told[:-2]} == {Vouch.BUSY}
+    assert told[-2:] == tuple(
+        (card(number, gone).life, Vouch.EXITED) for number in (WARDS_LIMIT + 49, WARDS_LIMIT + 48)
+    )
+    for number in range(2000, 2002):
+        wards.watch(card(number), 6.0)
+    assert wards.is_full()
+    assert wards.get(card(0).life) is None  # of the dead, no more are remembered than could be told
+
+
+def test_a_process_whose_link_ended_is_looked_at_more_often_for_a_moment() -> None:
+    wards = Wards()
+    ward = wards.watch(card(1), 0.0)
+    assert wards.look_again_in(0.0) == LOOK_EVERY
+    wards.watch_closely(ward, 0.0)
+    assert wards.look_again_in(0.9) == LOOK_CLOSELY_EVERY
+    assert wards.look_again_in(1.1) == LOOK_EVERY
