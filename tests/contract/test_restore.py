@@ -382,31 +382,37 @@ def test_progress_is_shown_when_asked_for_and_never_otherwise(capfd: pytest.Capt
     assert "8.4/8.4 MB" in err
 
 
-def restore_then_lose_a_donor(nbytes: int) -> None:
+def restore_then_lose_a_donor(nbytes: int, on_loss: str) -> None:
     from tests.contract.restoring import bits, give_one_chunk
 
     from covey.runtime.restore import restore
 
-    with covey.join() as group:
+    with covey.join(on_loss=on_loss) as group:
         right = bits(6, nbytes)
         mine = {"w": right.copy() if group.rank < 2 else bits(group.rank, nbytes), "step": group.rank // 2}
         report = restore(group, mine, fresh=group.rank == 2, timeout=30)
         say("restored", whole=bool((mine["w"] == right).all()), step=mine["step"], received=report.bytes_received)
+        mine = {"w": right if group.rank < 2 else np.zeros(nbytes, np.uint8)}
         if group.rank == 0:
-            give_one_chunk(group, {"w": right}, 2)
+            give_one_chunk(group, mine, 2)
             os.kill(os.getpid(), signal.SIGKILL)
-        mine = {"w": right} if group.rank == 1 else {"w": np.zeros(nbytes, np.uint8)}
-        say("lost", **attempt(lambda: restore(group, mine, fresh=group.rank == 2, timeout=30)))
+        told = attempt(lambda: restore(group, mine, fresh=group.rank == 2, timeout=30).receivers)
+        say("again", whole=bool((mine["w"] == right).all()), live=group.live, **told)
 
 
-def test_processes_restore_each_other_and_a_donor_that_is_killed_is_known_to_all() -> None:
+@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+def test_a_donor_that_is_killed_ends_the_restore_or_is_done_without(on_loss: str) -> None:
     nbytes = 4 * CHUNK_BYTES + 3
     path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-    with Ranks(3, restore_then_lose_a_donor, nbytes, lanes="unix", env={"PYTHONPATH": path}) as ranks:
+    with Ranks(3, restore_then_lose_a_donor, nbytes, on_loss, lanes="unix", env={"PYTHONPATH": path}) as ranks:
         restored = ranks.hear("restored")
         assert [(each["whole"], each["step"], each["received"]) for each in restored] == [
             *[(True, 0, 0)] * 2,
             (True, 0, nbytes + 2),
         ]
-        for lost in ranks.hear("lost", (1, 2)):
-            assert (lost["error"], lost["rank"]) == ("PeerLostError", 0)
+        for again in ranks.hear("again", (1, 2)):
+            if on_loss == "raise":
+                assert (again["error"], again["rank"]) == ("PeerLostError", 0)
+            else:
+                assert again["error"] is None, again
+                assert (again["result"], again["whole"], again["live"]) == ([2], True, [1, 2])

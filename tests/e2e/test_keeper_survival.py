@@ -260,3 +260,29 @@ def test_restarts_cost_the_keeper_nothing_that_it_keeps(covey_run) -> None:
     assert out[-1] == "processes 2"
     assert len(out) == 12
     assert len(set(out[:-1])) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of stopped processes")
+def test_a_group_goes_on_under_its_keeper_when_ranks_are_killed_and_stopped(covey_run, tmp_path) -> None:
+    body = """
+        import covey, numpy as np
+        with covey.join() as group:
+            def total():
+                return float(group.all_reduce(np.full(5, 10.0**rank))[3])
+            assert total() == 1111
+            if rank == 0:
+                die()
+            assert total() == 1110
+            if rank == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            began = time.monotonic()
+            print(rank, group.rank, total(), time.monotonic() - began < 1.5)
+    """
+    keeper = covey_run(body, "-n", "4", "--on-loss", "continue")
+    said = sorted(keeper.stdout.readline() for _ in range(2))
+    assert said == ["[1] 1 1 1010.0 True\n", "[3] 3 3 1010.0 True\n"]
+    os.kill(int((tmp_path / "pid2").read_text()), signal.SIGCONT)
+    code, _, err = finish(keeper)
+    assert code == 0
+    assert "covey: rank 0 was killed by SIGKILL; the others go on" in err
+    assert any("GroupChangedError" in line for line in err)

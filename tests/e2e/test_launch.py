@@ -81,6 +81,14 @@ def fail_in_rank_1(group: Any, kind: str) -> None:
     group.barrier()
 
 
+def sum_among_survivors(group: Any, victims: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+    group.barrier()
+    if group.rank in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total = group.all_reduce(np.full(3, 10.0**group.rank))
+    return group.live, float(total[2])
+
+
 def wait_for_ever(group: Any, folder: str) -> None:
     note_pid(folder, f"rank{group.rank}")
     threading.Event().wait()
@@ -157,6 +165,23 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(RankFailedError, match="rank 1 of 3 was killed by SIGKILL") as caught:
         launch(fail_in_rank_1, 3, "kill", timeout=DEADLINE)
     assert (caught.value.rank, caught.value.exit_code) == (1, -signal.SIGKILL)
+
+
+def test_a_rank_that_dies_has_no_result_where_the_others_go_on() -> None:
+    results = launch(sum_among_survivors, 4, (1, 2), timeout=DEADLINE, on_loss="continue")
+    assert results == [((0, 3), 1001.0), None, None, ((0, 3), 1001.0)]
+
+
+def test_a_run_that_loses_all_its_ranks_has_failed() -> None:
+    with pytest.raises(RankFailedError, match=r"rank \d of 2 was killed by SIGKILL"):
+        launch(sum_among_survivors, 2, (0, 1), timeout=DEADLINE, on_loss="continue")
+
+
+def test_what_a_function_raises_ends_those_who_would_go_on_too() -> None:
+    with pytest.raises(ValueError, match="one is not enough"):
+        launch(fail_in_rank_1, 3, "value", timeout=DEADLINE, on_loss="continue")
+    with pytest.raises(ConfigError, match="on_loss='shrug' must be"):
+        launch(array_of, 2, 3, on_loss="shrug")
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:

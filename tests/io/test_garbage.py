@@ -97,7 +97,7 @@ def test_any_bytes_are_a_control_message_or_a_protocol_error(data: bytes) -> Non
         messages.decode_control(data)
 
 
-@given(mutations([header.Header(1, 2, 0, 0, 3, 4, 5, 6, 7).pack()]))
+@given(mutations([header.Header(1, 2, 0, 0, 0, 3, 4, 5, 6, 7).pack()]))
 def test_any_bytes_are_a_transfer_header_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
         found = header.unpack(data)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
@@ -54,7 +55,8 @@ class Circle:
 
     def __init__(self, engine: Engine, attempt: int, ranks: tuple[int, ...], bell: Bell, kept: Kept | None) -> None:
         """`ranks` of the group, in its order; `bell` wakes the one who sleeps; `kept` saves what is overwritten."""
-        self.engine, self.attempt, self.ranks = engine, attempt, ranks
+        self._engine = weakref.ref(engine)  # which owns us: groups that are dropped go at once
+        self.attempt, self.ranks = attempt, ranks
         self.rank, self.size = ranks.index(engine.rank), len(ranks)
         """The place of this member in the circle, and of how many."""
         self.prepared: dict[Any, Any] = {}
@@ -67,6 +69,13 @@ class Circle:
         self._lanes: list[Lane | None] = [None] * self.size
         self._prefixes: dict[tuple[int, int], bytes] = {}
         self._phase = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The group's."""
+        engine = self._engine()
+        assert engine is not None
+        return engine
 
     def begin(self, *, knows_change: bool) -> None:
         """Begin the current operation of the group, or begin it again."""

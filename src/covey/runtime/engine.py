@@ -191,7 +191,7 @@ class Engine:
     def lane_kinds(self) -> dict[int, str]:
         """Return the kind of lane to each other rank: what it is if it is open, else what it will be."""
         opened = self.circle.open_kinds()
-        return {rank: opened.get(rank) or self.lane_kind(rank) for rank in self.live if rank != self.rank}
+        return {rank: opened.get(rank) or self.lane_kind(rank) for rank in self.circle.ranks if rank != self.rank}
 
     # Issuing
 

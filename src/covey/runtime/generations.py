@@ -16,7 +16,6 @@ import msgspec
 from covey.base.errors import ClosedError, ConfigError, DeadlineError, GroupChangedError
 from covey.runtime import bootstrap
 from covey.runtime import loop as control
-from covey.runtime.events import Event
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -202,19 +201,12 @@ def _await_someone(node: Node) -> None:
 
 def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
     """Return the group of a generation that was agreed on in the group of the last."""
-    before = group._engine.generation
-    assert before is not None
-    old = set(before.seats)
 
     async def found() -> None:
         node.found(founded)
 
     control.start(found()).result(bootstrap.FOUND_SECONDS)
     new = bootstrap.group_of(node, group.local_rank, is_fresh=False)
-    newcomers = tuple(rank for rank, member in enumerate(founded.members) if member.seat not in old)
-    names = tuple(founded.members[rank].card.name for rank in newcomers)
-    kind = "joined" if newcomers else "generation"
-    node.events.add(Event(kind, time.time(), founded.generation, 0, newcomers, names))
     atexit.unregister(group.close)
     bootstrap.replace_joined(group, new)
     group._engine.close()

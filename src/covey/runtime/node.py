@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.proto.changes import Quorum
 from covey.runtime import loop as control
-from covey.runtime.events import Events
+from covey.runtime.events import Event, Events
 from covey.runtime.generation import Generation
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any
 from covey.runtime.keeper_link import KeeperLink
@@ -495,11 +495,13 @@ class Node:
 
     def found(self, founded: messages.Founded) -> Generation:
         """Begin a generation; those of its members that waited outside sit down, and are told."""
+        newcomers = []
         for member in founded.members:
             if member.seat != self.rank and member.seat not in self.peers:
                 peer = self.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
                 peer.introduce(member.card)
                 peer.ready = True
+                newcomers.append(member)
                 newcomer = self.lobby.pop(member.card.life, None)
                 if newcomer is not None:
                     newcomer.sit_down(peer)
@@ -517,6 +519,9 @@ class Node:
             for seat in self.generation.seats:
                 if seat != self.rank:
                     self._vigil.watch(self.peers[seat])
+        ranks = tuple(map(founded.members.index, newcomers))
+        names = tuple(member.card.name for member in newcomers)
+        self.events.add(Event("joined" if ranks else "generation", time.time(), founded.generation, 0, ranks, names))
         self.generation.open()
         early, self._early = self._early, []
         for rank, message in early:

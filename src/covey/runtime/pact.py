@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.proto.commit import Commit, Raised, Returned, Run
@@ -36,7 +37,9 @@ class Pact:
     """The all-or-nothing operations of one group."""
 
     def __init__(self, engine: Engine, generation: Generation, descriptors: list[int]) -> None:
-        self._engine, self._generation = engine, generation
+        self._owner = weakref.ref(engine)  # groups that are dropped go at once
+        self.group = engine.id
+        self._node, self._generation = engine.node, generation
         self._ranks_of = generation.ranks_of(engine.members)
         """By rank of the group: rank of the generation."""
         self._changed = threading.Condition()
@@ -49,13 +52,14 @@ class Pact:
         self._reason: Fault | None = None
         """Why somebody gave up."""
         self._commit = Commit(engine.id, self._ranks_of, self._ranks_of[engine.rank], generation.view)
-        self.circle = self._new_circle()
+        self.circle = self._new_circle(engine)
         generation.enroll(self)
 
     @property
-    def group(self) -> int:
-        """The id of the group."""
-        return self._engine.id
+    def _engine(self) -> Engine:
+        engine = self._owner()
+        assert engine is not None
+        return engine
 
     @property
     def is_pending(self) -> bool:
@@ -67,10 +71,10 @@ class Pact:
         """The last operation that is over."""
         return self._commit.returned
 
-    def _new_circle(self) -> Circle:
+    def _new_circle(self, engine: Engine) -> Circle:
         live = set(self._commit.live)
         ranks = tuple(rank for rank, place in enumerate(self._ranks_of) if place in live)
-        return Circle(self._engine, self._commit.attempt, ranks, self._bell, self._kept)
+        return Circle(engine, self._commit.attempt, ranks, self._bell, self._kept)
 
     # The thread that runs an operation
 
@@ -192,15 +196,19 @@ class Pact:
 
     def install(self, view: View) -> None:
         """Go on as a view says."""
+        engine = self._owner()
+        if engine is None or self._node is None:
+            return  # dropped just now
         with self._changed:
             self._halt_number = -1
             self._step = self._commit.install(view)
             self.circle.close()
-            self.circle = self._new_circle()
+            self.circle = self._new_circle(engine)
             self._bell.hush()
+            if self._commit.gives_up and not self._commit.is_revoked:
+                control.soon(self._generation.disturbed, view.number)  # the wish came too late for this view
             self._changed.notify_all()
-        assert self._engine.node is not None
-        self._engine.node.lanes.retire(self.group, view.number)
+        self._node.lanes.retire(self.group, view.number)
 
     def wake(self) -> None:
         """The group has failed: let whoever waits see it."""

@@ -41,6 +41,9 @@ CONTROLS: list[Any] = [
     messages.Reached((0.001, -1.0), ("", "no answer in time")),
     messages.NewSecret(b"k" * 32),
     messages.SecretKept("the disk is full"),
+    messages.Agreeing(3, b"anything"),
+    messages.Vouch(((b"l" * 16, 2), (b"m" * 16, 3))),
+    messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(7, CARD),), "continue"),
 ]
 
 
@@ -59,7 +62,7 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
     assert names == {"Hello": 1, "Welcome": 2, "Refusal": 3, "Roster": 4, "Ready": 5, "Goodbye": 6, "Dial": 7,
                      "Announce": 8, "Position": 9, "Revoke": 10, "NoLane": 11, "Offer": 12, "Expect": 13, "Known": 14,
                      "Ping": 15, "Pong": 16, "Forming": 17, "Ask": 18, "Tell": 19, "Reach": 20, "Reached": 21,
-                     "NewSecret": 22, "SecretKept": 23}  # fmt: skip
+                     "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26}  # fmt: skip
     assert set(names) == {kind.__name__ for union in (messages.Greeting, messages.Control) for kind in get_args(union)}
 
 
@@ -73,8 +76,8 @@ def test_a_node_that_moved_is_the_same_at_other_addresses() -> None:
 def test_a_message_of_a_later_version_with_more_fields_is_still_understood() -> None:
     raw = msgspec.msgpack.decode(messages.encode(HELLO))
     assert messages.decode_greeting(msgspec.msgpack.encode([*raw, "new"])) == HELLO
-    *start, card = raw
-    assert messages.decode_greeting(msgspec.msgpack.encode([*start, [*card, "new"]])) == HELLO
+    *start, card, on_loss = raw
+    assert messages.decode_greeting(msgspec.msgpack.encode([*start, [*card, "new"], on_loss])) == HELLO
     older = msgspec.structs.replace(HELLO, card=msgspec.structs.replace(HELLO.card, version=""))
     assert messages.decode_greeting(msgspec.msgpack.encode([*start, card[:6]])) == older
 

@@ -1,0 +1,203 @@
+"""A keeper among the nodes of a cluster: it finds its own, and tells all the others how they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from covey.base.config import GroupConfig
+from covey.net.clusters import Cluster
+from covey.net.identity import NodeIdentity
+from covey.proto.health import Vouch
+from covey.runtime.gathering import Gathering
+from covey.runtime.seat import cluster_seat
+from covey.runtime.warden import ClusterWarden
+from covey.wire import messages
+from covey.wire.secret import ClusterSecret
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from pathlib import Path
+
+    from covey.runtime.acquaintance import Acquaintance
+
+DEADLINE = 20.0
+CONFIG = GroupConfig(interfaces="lo")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nodes look for each other in a folder of the test's own, and remember in another."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
+        yield
+
+
+def new_cluster(**changes: Any) -> Cluster:
+    return replace(Cluster(ClusterSecret("lab", secrets.token_bytes(32))), **changes)
+
+
+class Node(Gathering):
+    """One who would be in a run, and notes what keepers say."""
+
+    purpose = "candidate"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.said: list[tuple[bytes, messages.Control]] = []
+        self.changed = asyncio.Event()
+
+    def met_keeper(self, someone: Acquaintance) -> None:
+        self.changed.set()
+
+    def heard(self, someone: Acquaintance, message: messages.Control) -> None:
+        assert someone.purpose == "keeper"
+        self.said.append((someone.card.id, message))
+        self.changed.set()
+
+    def standing(self, card: messages.Card) -> int | None:
+        """Return what a keeper last said of a process."""
+        vouches = [message for _, message in self.said if isinstance(message, messages.Vouch)]
+        return dict(vouches[-1].processes).get(card.life) if vouches else None
+
+    async def until(self, condition: Callable[[], bool]) -> float:
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+        return time.monotonic()
+
+
+async def add(
+    stack: contextlib.AsyncExitStack, cluster: Cluster, *, announce: bool = True, host: str = "", **changes: Any
+) -> Node:
+    """Open a node with some things on its card, until the test is over."""
+    seat = cluster_seat(cluster, CONFIG, run="r", ports=(0,), identity=NodeIdentity.ephemeral())
+    stack.callback(seat.on_close)
+    contact = msgspec.structs.replace(seat.card.contact, host=host or seat.card.contact.host)
+    card = msgspec.structs.replace(seat.card, contact=contact, **changes)
+    node = Node(cluster, CONFIG, replace(seat, card=card), announce=announce)
+    stack.push_async_callback(node.close)
+    await node.open()
+    return node
+
+
+def sleeper(stack: contextlib.AsyncExitStack) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(["sleep", "1000"])
+    stack.callback(process.wait, DEADLINE)
+    stack.callback(process.kill)
+    return process
+
+
+def opened(stack: contextlib.AsyncExitStack, cluster: Cluster) -> ClusterWarden:
+    warden = ClusterWarden(cluster, CONFIG)
+    stack.callback(warden.close)
+    warden.start()
+    return warden
+
+
+def run(work: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE), contextlib.AsyncExitStack() as stack:
+            await work(stack)
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of stopped processes")
+def test_everybody_hears_how_the_processes_of_a_keeper_are() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        cluster, process = new_cluster(), sleeper(stack)
+        warden = opened(stack, cluster)
+        own = await add(stack, cluster, keeper=warden.id, pid=process.pid)
+        other = await add(stack, cluster)
+        braggart = await add(stack, cluster, keeper=warden.id, host="elsewhere")
+        for node in (other, braggart):
+            await node.until(lambda node=node: node.standing(own.card) == Vouch.BUSY)
+        assert {keeper for keeper, _ in other.said} == {keeper.card.id for keeper in other.keepers} == {warden.id}
+        assert warden.id not in other.met
+        assert other.standing(braggart.card) is None
+        at = time.monotonic()
+        process.send_signal(signal.SIGSTOP)
+        assert await other.until(lambda: other.standing(own.card) == Vouch.STOPPED) - at < 0.5
+        process.send_signal(signal.SIGCONT)
+        await other.until(lambda: other.standing(own.card) == Vouch.BUSY)
+        at = time.monotonic()
+        process.kill()
+        await own.close()
+        assert await other.until(lambda: other.standing(own.card) == Vouch.EXITED) - at < 0.5
+
+    run(work)
+
+
+def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_nobody_else() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        cluster = new_cluster()
+        warden = opened(stack, cluster)
+        own, other = await add(stack, cluster, keeper=warden.id), await add(stack, cluster)
+        founded = messages.Founded(0, b"l" * 16, False, (messages.SeatedMember(0, own.card),), "continue")
+        for node in (other, own):
+            await node.until(lambda node=node: bool(node.keepers))
+            assert not warden.survives
+            node.keepers[0].send(founded)
+            node.keepers[0].send(messages.Ask())  # answered after what came before was heard
+            await node.keepers[0].answers.get()
+            await asyncio.to_thread(warden.catch_up)
+        assert warden.survives
+
+    run(work)
+
+
+def test_a_node_that_comes_later_to_a_network_without_multicast_is_met_too() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        cluster, process = new_cluster(), sleeper(stack)
+        first = await add(stack, cluster, announce=False)
+        seeded = replace(cluster, seeds=(f"127.0.0.1:{first.card.contact.addresses[0].port}",))
+        warden = opened(stack, seeded)
+        await first.until(lambda: bool(first.keepers))
+        own = await add(stack, seeded, announce=False, keeper=warden.id, pid=process.pid)
+        await first.until(lambda: first.standing(own.card) == Vouch.BUSY)
+        await own.until(lambda: own.standing(own.card) == Vouch.BUSY)
+
+    run(work)
+
+
+def test_a_keeper_that_cannot_come_to_the_cluster_says_so_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    warden = ClusterWarden(new_cluster(), GroupConfig(interfaces="nosuch0"))
+    with caplog.at_level(logging.INFO, logger="covey"):
+        warden.start()
+        for thread in threading.enumerate():
+            if thread.name == "covey-warden":
+                thread.join(DEADLINE)
+        warden.catch_up()
+        warden.close()
+        warden.close()
+    (record,) = caplog.records
+    assert (record.levelno, warden.survives) == (logging.INFO, False)
+    assert "no keeper in cluster 'lab'" in record.getMessage()
+
+
+def test_a_keeper_that_is_closed_at_once_never_comes() -> None:
+    before = len(os.listdir(tempfile.gettempdir()))
+    warden = ClusterWarden(new_cluster(), CONFIG)
+    warden.close()
+    warden.start()
+    for thread in threading.enumerate():
+        if thread.name == "covey-warden":
+            thread.join(DEADLINE)
+    assert len(os.listdir(tempfile.gettempdir())) == before
