@@ -43,7 +43,7 @@ THIRD_PARTY = {
     "plan": set(),
     "proto": {"numpy"},
     "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr"},
-    "runtime": {"numpy"},
+    "runtime": {"numpy", "rich"},
     "cli": {"numpy", "msgspec", "rich", "typer"},
     "testing": {"numpy", "msgspec"},
 }

@@ -393,10 +393,10 @@ def test_survivors_of_a_killed_rank_speak_before_they_are_stopped(covey_run, scr
     job = script("""
         import covey, numpy as np
         with covey.join() as group:
-            group.barrier()
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
             try:
+                group.barrier()
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 group.all_reduce(np.ones(1000))
             except covey.PeerLostError as error:
                 print("lost", error.rank)
@@ -405,7 +405,7 @@ def test_survivors_of_a_killed_rank_speak_before_they_are_stopped(covey_run, scr
     code, out, err = covey_run("-n", "3", job).finish()
     assert code == 128 + signal.SIGKILL
     assert sorted(out.splitlines()) == ["[0] lost 1", "[2] lost 1"]
-    assert "covey: rank 1 was killed by SIGKILL; stopping the others" in err.splitlines()
+    assert any(line.startswith("covey: rank 1 was killed by SIGKILL") for line in err.splitlines())
     assert list(runtime.iterdir()) == []
 
 

@@ -439,10 +439,13 @@ def _tells_of(generation: int, message: messages.Control) -> bool:
 
 def test_a_run_survives_once_a_member_said_so(warden: Warden) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
+        assert warden.survives is False
         ranks = [await Rank.come(stack, warden) for _ in range(2)]
+        await asyncio.to_thread(warden.catch_up)
+        assert warden.survives is None
         ranks[0].send(founded(ranks, is_kept=False))
         await asyncio.to_thread(warden.catch_up)
-        assert not warden.survives
+        assert warden.survives is False
         ranks[1].send(founded(ranks, 2, is_kept=False, on_loss="continue"))
         ranks[1].link.abort()
         await asyncio.to_thread(warden.catch_up)

@@ -128,7 +128,7 @@ def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
 
 def refuse_unknown(env: Mapping[str, str]) -> None:
     """Raise ConfigError for a COVEY_ variable that nobody reads: most likely a typing error."""
-    known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, *RUN_VARIABLES, *CLUSTER_VARIABLES, "COVEY_DEBUG"}
+    known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, *RUN_VARIABLES, *CLUSTER_VARIABLES, "COVEY_DEBUG", "COVEY_EVENTS"}
     for key in sorted(env):
         if key.startswith("COVEY_") and key not in known:
             import difflib  # rarely needed, and slow to load

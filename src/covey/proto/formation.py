@@ -119,7 +119,25 @@ class Formation:
         """Whether a view is being agreed on or is agreed: no link should be exchanged for another now."""
         return self._lock is not None or self.formed is not None
 
+    @property
+    def going_on(self) -> Here | None:
+        """What a member of the run says that goes on without this node, if there is one."""
+        return None if self.formed is not None else going_on(self._peers)
+
+    def newcomers(self) -> tuple[bytes, ...]:
+        """Return the ids of those who want to be in the run that goes on here."""
+        if self.formed is None:
+            return ()
+        return tuple(peer.id for peer in candidates(self._peers, self._me.life))
+
     # What happens.
+
+    def entered(self, view: tuple[Member, ...], now: float) -> None:
+        """The run goes on with these members, and this node is one of them."""
+        self._lock, self._repeat_at, self._ballot_at = None, math.inf, math.inf
+        self._propose_at = math.inf
+        self.formed = Formed(view, b"", ())
+        self._here_at = now
 
     def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
         """There is a new link with this life of a node, in place of an older one if there was.
@@ -392,7 +410,7 @@ class Formation:
     def report(self) -> Report:
         """Say who is here, who was refused and why, and what is waited for."""
         peers = sorted(self._peers.values(), key=lambda peer: peer.id)
-        other = None if self.formed is not None else going_on(self._peers)
+        other = self.going_on
         return Report(
             here=tuple(sorted([self._me.name, *(peer.name for peer in peers if peer.here and not peer.objection)])),
             refused=tuple((peer.name, peer.objection) for peer in peers if peer.objection),

@@ -23,6 +23,8 @@ from covey.wire.message_header import Header
 ANY: Final = -1
 """As a source or a tag: whichever comes first."""
 MAX_TAG: Final = 2**63 - 1
+RESERVED_TAGS: Final = 1 << 62
+"""From here on tags are covey's own: who asks for any tag does not mean these."""
 CREDIT_BYTES: Final = 4 * 1024 * 1024
 """What one rank may leave with another that nobody there has asked for; overdrawn by one eager message at most."""
 CREDIT_BATCH: Final = CREDIT_BYTES // 16
@@ -287,7 +289,9 @@ class Matcher:
     def _arrive(self, arrival: Arrival) -> None:
         """Give the message to the first receive that fits, or keep it."""
         source, tag = arrival.source, arrival.header.tag
-        keys = ((source, tag), (source, ANY), (ANY, tag), (ANY, ANY))
+        keys = [(source, tag), (ANY, tag)]
+        if tag < RESERVED_TAGS:
+            keys += [(source, ANY), (ANY, ANY)]
         receives = [self._posted[key][0] for key in keys if key in self._posted]
         if receives:
             receive = min(receives, key=lambda receive: receive.order)
@@ -372,7 +376,7 @@ class Matcher:
         heads = [
             queue[0]
             for (from_rank, with_tag), queue in self._unmatched.items()
-            if source in (ANY, from_rank) and tag in (ANY, with_tag)
+            if source in (ANY, from_rank) and (tag == with_tag or (tag == ANY and with_tag < RESERVED_TAGS))
         ]
         return min(heads, key=lambda arrival: arrival.order, default=None)
 

@@ -42,6 +42,9 @@ class Acquaintance:
         self.is_probing = False
         """Whether we are trying its addresses for it; one request at a time."""
         self.rank = -1
+        """Its seat in our run."""
+        self.votes_for = -1
+        """The seat of an earlier life of the same node in our run."""
         self.answers: asyncio.Queue[messages.Answer] = asyncio.Queue(ANSWERS_LIMIT)
         """What it said to our questions."""
 

@@ -32,8 +32,10 @@ class Advocate(Gathering):
 
     def __init__(self, cluster: Cluster, config: GroupConfig, seat: Seat) -> None:
         super().__init__(cluster, config, seat, announce=False)
-        self.survives = False
-        """Whether one of its own said that its run goes on when somebody is lost. May be read on any thread."""
+        self.survives: bool | None = False
+        """Whether the run goes on when somebody is lost; None if only one of its own could say, and has not yet. May be
+        read on any thread."""
+        self._was_told = False
         self._wards = Wards()
         self._rounds = Rounds(self._wards, self._vouch)
 
@@ -47,6 +49,7 @@ class Advocate(Gathering):
 
     def met_someone(self, someone: Acquaintance) -> None:
         if self._is_own(someone.card):
+            self.survives = self.survives if self._was_told else None
             self._wards.watch(someone.card, time.monotonic())
             self._rounds.look()
         someone.send(self._wards.vouch())
@@ -56,7 +59,7 @@ class Advocate(Gathering):
 
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
         if isinstance(message, messages.Founded) and self._is_own(someone.card):
-            self.survives = self.survives or message.on_loss == "continue"
+            self.survives, self._was_told = bool(self.survives) or message.on_loss == "continue", True
             self.search.look_seconds = RUNNING_LOOK_SECONDS
 
     def _is_own(self, card: messages.Card) -> bool:

@@ -333,6 +333,8 @@ class WantedRun:
     min_size: int
     max_size: int | None
     timeout: float
+    floor: int = 1
+    """The fewest members with which the run goes on: what the program asked for."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= 100 or not self.name.isprintable():
@@ -376,6 +378,7 @@ def find_run(env: Mapping[str, str], asked: Mapping[str, Any]) -> WantedRun | No
         min_size=limits.get("min_size", default_min_size),
         max_size=limits.get("max_size", size),
         timeout=timeout,
+        floor=limits.get("min_size", 1),
     )
 
 

@@ -14,10 +14,14 @@ from covey.base.errors import AuthError, ConfigError, DeadlineError
 from covey.proto.formation import Formation
 from covey.runtime.gathering import Gathering
 from covey.runtime.link import printable
+from covey.runtime.records import Records
+from covey.runtime.voter import Voter
 from covey.wire import formation as forming
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from covey.base.config import GroupConfig
     from covey.net.clusters import Cluster
     from covey.proto.formation import Formed
@@ -45,9 +49,19 @@ class Candidate(Gathering):
 
     purpose = "candidate"
 
-    def __init__(self, cluster: Cluster, config: GroupConfig, seat: Seat, terms: forming.Terms) -> None:
+    def __init__(
+        self, cluster: Cluster, config: GroupConfig, seat: Seat, terms: forming.Terms, *, is_elastic: bool = False
+    ) -> None:
+        """Who `is_elastic` waits outside of a run that goes on without it for as long as the run does."""
         super().__init__(cluster, config, seat)
         self.run = terms.run
+        self._is_elastic = is_elastic
+        self._founded: asyncio.Future[messages.Founded] = asyncio.get_running_loop().create_future()
+        self.records = Records(cluster.name, terms.run, self.card.id)
+        bound = self.records.read()
+        self._voter: Voter | None = None
+        if bound is not None and any(member.id == self.card.id for member in bound.record.members):
+            self._voter = Voter(bound, self.card.id, self.card.life, self.records, self._send_to)
         me = forming.Member(self.card.id, self.card.life, self.card.name, self.card.contact.host, b"")
         self._since = time.monotonic()
         self._core = Formation(me, terms, random.Random(secrets.randbits(64)), self._since)
@@ -61,6 +75,39 @@ class Candidate(Gathering):
         if not self._core.link_up(someone.card.id, someone.card.life, time.monotonic()):
             self.part(someone)  # a life that has ended
         self._pump()
+        if self._voter is not None:
+            self._voter.link_up(someone.card.id, someone.card.life)
+        if self._node is not None:
+            self._recognise(self._node, someone)
+
+    def _recognise(self, node: Node, someone: Acquaintance) -> None:
+        """Someone may have been in the run before: it is back, or a later life of it is, which can only vote."""
+        for seat, peer in node.peers.items():
+            if peer.id != someone.card.id or peer.excluded:
+                continue
+            if peer.life == someone.card.life:
+                someone.rank = seat
+                _tell_how_to_reach(peer, someone)
+                node.relinked(peer)
+            else:
+                someone.votes_for = seat
+                node.voter_up(seat, someone.card.life, someone.send)
+
+    async def _find_again(self, node: Node, someone: Acquaintance) -> None:
+        """Link again with a member whose links have ended, for as long as it is in the view."""
+        peer, contact = node.peers[someone.rank], someone.card.contact
+        until, pause = time.monotonic() + 2 * self.config.patience, 0.05
+        while not (peer.excluded or peer.left or node.is_closing) and time.monotonic() < until:
+            if someone.card.id in self.met:
+                return
+            await self._dial(contact.addresses, same_host=contact.host == self.card.contact.host)
+            await asyncio.sleep(pause)
+            pause = min(1.0, 1.5 * pause)
+
+    def _send_to(self, id: bytes, message: messages.Control) -> None:
+        someone = self.met.get(id)
+        if someone is not None:
+            someone.send(message)
 
     def lost_someone(self, someone: Acquaintance) -> None:
         for name, reason in self._core.report().refused:  # they may not have heard, and come to ask us
@@ -68,8 +115,13 @@ class Candidate(Gathering):
                 self.refusals[name] = f"{reason} (it has left)"
         self._core.link_down(someone.card.id, time.monotonic())
         self._pump()
+        if self._voter is not None:
+            self._voter.link_down(someone.card.id)
+        if self._node is not None and someone.votes_for >= 0:
+            self._node.voter_down(someone.votes_for)
         if self._node is not None and someone.rank >= 0:
             self._node.lost(someone.rank)
+            self.spawn(self._find_again(self._node, someone))
 
     def may_switch(self, someone: Acquaintance) -> bool:
         return someone.rank < 0 and not self._core.is_deciding
@@ -82,11 +134,35 @@ class Candidate(Gathering):
         if isinstance(message, messages.Forming):
             self._core.received(someone.card.id, forming.decode_formation(message.body), time.monotonic())
             self._pump()
+        elif isinstance(message, messages.Founded):
+            self._heard_founded(message)
+        elif isinstance(message, messages.Vouch):
+            self._heard_vouch(someone, message)
         elif self._node is not None and someone.rank >= 0:
             self._node.heard(someone.rank, message)
+        elif isinstance(message, messages.Agreeing) and self._node is not None and someone.votes_for >= 0:
+            self._node.agreeing(someone.votes_for, message)
+        elif isinstance(message, messages.Agreeing) and self._is_for_voter(message):
+            assert self._voter is not None
+            self._voter.received(someone.card.id, message)
         elif self._node is None and someone.early_bytes < EARLY_LIMIT_BYTES:
             someone.early_bytes += len(messages.encode(message)) + MESSAGE_BYTES
             someone.early.append(message)
+
+    def _is_for_voter(self, message: messages.Agreeing) -> bool:
+        return self._node is None and self._voter is not None and message.generation == self._voter.generation
+
+    def _heard_founded(self, founded: messages.Founded) -> None:
+        """A generation was founded: it may have a seat for us."""
+        is_ours = any(member.card.life == self.card.life for member in founded.members)
+        if is_ours and self._node is None and not self._founded.done() and not self._formed.done():
+            self._founded.set_result(founded)
+
+    def _heard_vouch(self, keeper: Acquaintance, message: messages.Vouch) -> None:
+        """A keeper speaks for its processes, and for no others."""
+        if self._node is not None:
+            own = {peer.life for peer in self._node.peers.values() if peer.keeper == keeper.card.id}
+            self._node.vouched((life, value) for life, value in message.processes if life in own)
 
     def noticed(self, someone: Acquaintance) -> None:
         if self._node is not None and someone.rank >= 0:
@@ -102,12 +178,17 @@ class Candidate(Gathering):
             self._formed.set_exception(error)
 
     def tell(self) -> messages.Tell:
-        first = self._core.formed.view[0].id if self._core.formed is not None else b""
+        leader = tie_breaker = b""
+        generation = self._node.generation if self._node is not None else None
+        if generation is not None:
+            leads = generation.council.leader()
+            leader = generation.founded.members[leads].card.id if leads is not None else b""
+            tie_breaker = generation.founded.members[generation.view.tie_breaker].card.id
         return messages.Tell(
             run=self.run,
             state="running" if self._node is not None else "joining",
-            leader=first,
-            tie_breaker=first,
+            leader=leader,
+            tie_breaker=tie_breaker,
             since=time.monotonic() - self._since,
             peers=tuple(self.peer_state(someone, self._lane_kind(someone)) for someone in self.met.values()),
             rank=self._node.rank if self._node is not None else -1,
@@ -121,8 +202,8 @@ class Candidate(Gathering):
 
     # Agreeing
 
-    async def form(self, within: float) -> tuple[Formed, dict[int, Acquaintance]]:
-        """Return the agreed view of the run, and by rank whom we are linked with.
+    async def form(self, within: float) -> messages.Founded | Formed:
+        """Return the agreed view of the run; or the generation that takes us in, if the run was going on.
 
         Raises:
             DeadlineError: not enough came, or they did not agree in time; says who is here and who was refused.
@@ -131,21 +212,29 @@ class Candidate(Gathering):
         self.spawn(self._tick())
         self.spawn(self._say_what_is_waited_for())
         self.spawn(self._notice_a_wrong_secret())
-        try:
-            async with asyncio.timeout(within):
-                formed = await self._formed
-        except TimeoutError:
-            raise DeadlineError(
-                f"no run {self.run!r} in cluster {self.cluster.name!r} after {within:g} s: {self.situation()}"
-                ". `covey doctor` looks for the reason."
-            ) from None
-        by_rank = {}
-        for rank, member in enumerate(formed.view):
-            linked = self.met.get(member.id)
-            if linked is not None and linked.card.life == member.life:
-                linked.rank = rank
-                by_rank[rank] = linked
-        return formed, by_rank
+        until = time.monotonic() + within
+        while True:
+            left = until - time.monotonic()
+            await asyncio.wait((self._formed, self._founded), timeout=max(0.0, min(1.0, left)),
+                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+            if self._formed.done():
+                return self._formed.result()
+            if self._founded.done():
+                return self._founded.result()
+            if left <= 0 and not (self._is_elastic and self._core.going_on is not None):
+                raise DeadlineError(
+                    f"no run {self.run!r} in cluster {self.cluster.name!r} after {within:g} s: {self.situation()}"
+                    ". `covey doctor` looks for the reason."
+                )
+
+    def seated(self, seats: Mapping[bytes, int]) -> dict[int, Acquaintance]:
+        """Note the seats of those we are linked with, by their lives; return them by seat."""
+        by_seat = {}
+        for someone in self.met.values():
+            if someone.card.life in seats:
+                someone.rank = seats[someone.card.life]
+                by_seat[someone.rank] = someone
+        return by_seat
 
     def _pump(self) -> None:
         """Send what the core wants to say, and look whether it is done."""
@@ -153,9 +242,23 @@ class Candidate(Gathering):
             someone = self.met.get(peer)
             if someone is not None:
                 someone.send(messages.Forming(messages.encode(message)))
-        if self._core.formed is not None and not self._formed.done():
+        if self._core.formed is not None and not self._formed.done() and not self._founded.done():
             self._formed.set_result(self._core.formed)
+        if self._node is not None:
+            self._show_in(self._node)
         self._changed.set()
+
+    def _show_in(self, node: Node) -> None:
+        """Let the node know who waits for the next generation, and who does not any more."""
+        waiting = {}
+        for id in self._core.newcomers():
+            if (someone := self.met.get(id)) is not None and someone.rank < 0:
+                waiting[someone.card.life] = someone
+        for life in [life for life in node.lobby if life not in waiting]:
+            node.go_away(life)
+        for life, someone in waiting.items():
+            if life not in node.lobby:
+                node.knock(_Waiting(someone))
 
     async def _tick(self) -> None:
         while True:
@@ -182,7 +285,7 @@ class Candidate(Gathering):
     async def _say_what_is_waited_for(self) -> None:
         said, said_at = "", 0.0
         await asyncio.sleep(FIRST_WORD_SECONDS)
-        while not self._formed.done():
+        while not self._formed.done() and not self._founded.done():
             words, now = self.situation(), time.monotonic()
             if words != said or now > said_at + REMINDER_SECONDS:
                 said, said_at = words, now
@@ -190,7 +293,7 @@ class Candidate(Gathering):
             await asyncio.sleep(1.0)
 
     async def _notice_a_wrong_secret(self) -> None:
-        while not self._formed.done():
+        while not self._formed.done() and not self._founded.done():
             await asyncio.sleep(0.5)
             seeds, now = self.cluster.seeds, time.monotonic()
             since = [self.hung_up.get(seed, now) for seed in seeds]
@@ -200,26 +303,69 @@ class Candidate(Gathering):
                     "another one there. Enroll this machine with a join code from there."
                 ))  # fmt: skip
 
-    def carry_on(self, node: Node, by_rank: dict[int, Acquaintance]) -> None:
-        """Hand the links of a run to its node: from now on it hears what is said about the run."""
+    def carry_on(self, node: Node, by_seat: dict[int, Acquaintance], founded: messages.Founded | None) -> None:
+        """Hand the links of a run to its node: from now on it hears what is said about the run.
+
+        `founded` is the generation that the node enters, if it is not in the run from its beginning.
+        """
+        if self._voter is not None:
+            self._voter.close()
+            self._voter = None
         self._node, self._since = node, time.monotonic()
         self.search.look_seconds = RUNNING_LOOK_SECONDS
-        for rank, someone in by_rank.items():
-            peer = node.peers[rank]
-            peer.introduce(someone.card)
+        cards = {} if founded is None else {member.seat: member.card for member in founded.members}
+        for seat, peer in node.peers.items():
+            someone = by_seat.get(seat)
             peer.ready = True
-            _tell_how_to_reach(peer, someone)
-        for rank, peer in node.peers.items():
-            linked = by_rank.get(rank)
+            if someone is not None:
+                peer.introduce(someone.card)
+                _tell_how_to_reach(peer, someone)
+            elif seat in cards:
+                peer.introduce(cards[seat])
+        node.on_silent = self._give_up
+        node.on_founded = self._founded_another
+        if founded is None:
+            node.begin()
+        else:
+            self._core.entered(tuple(map(_as_member, founded.members)), time.monotonic())
+            node.enter(founded)
+        for seat in list(node.peers):
+            linked = by_seat.get(seat)
             if linked is None or self.met.get(linked.card.id) is not linked:
-                peer.ready = True
-                node.lost(rank)
+                node.lost(seat)
             else:
                 for message in linked.early:
-                    node.heard(rank, message)
+                    node.heard(seat, message)
                 linked.early = []
-        node.on_silent = self._give_up
-        node.begin()
+        self._pump()
+
+    def _founded_another(self, founded: messages.Founded) -> None:
+        """The node goes on in another generation."""
+        self._core.entered(tuple(map(_as_member, founded.members)), time.monotonic())
+        self._pump()
+
+
+class _Waiting:
+    """Someone who waits for the next generation."""
+
+    def __init__(self, someone: Acquaintance) -> None:
+        self._someone = someone
+
+    @property
+    def card(self) -> messages.Card:
+        return self._someone.card
+
+    def send(self, message: messages.Control) -> None:
+        self._someone.send(message)
+
+    def sit_down(self, peer: Peer) -> None:
+        self._someone.rank = peer.rank
+        _tell_how_to_reach(peer, self._someone)
+
+
+def _as_member(member: messages.SeatedMember) -> forming.Member:
+    card = member.card
+    return forming.Member(card.id, card.life, card.name[:80], card.contact.host[:64], b"")
 
 
 def _tell_how_to_reach(peer: Peer, someone: Acquaintance) -> None:

@@ -8,6 +8,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from covey.base.errors import ConfigError
 from covey.proto import changes
 from covey.proto.membership import PATIENCE, Membership
 from covey.wire import membership as wire
@@ -16,6 +17,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from covey.base.errors import CoveyError
     from covey.wire.membership import Record, State, View
 
 
@@ -36,6 +38,9 @@ class Chamber(Protocol):
 
     def quorum_lost(self, effect: changes.QuorumLost) -> None:
         """Patience is over without a view: everything pending ends."""
+
+    def failed(self, error: CoveyError) -> None:
+        """What was promised cannot be made durable, so nothing more can be."""
 
 
 def place_id(place: int) -> bytes:
@@ -79,6 +84,8 @@ class Council:
             quorum=quorum,
             patience=patience,
         )
+        if store is not None:
+            store(record)  # a life that ends before its first promise votes in the next one, too
         self._timer: asyncio.TimerHandle | None = None
         self._is_performing = self._is_closed = False
 
@@ -149,6 +156,9 @@ class Council:
             while effects := self._core.effects():
                 for effect in effects:
                     self._do(effect)
+        except ConfigError as error:
+            self.close()
+            self._chamber.failed(error)
         finally:
             self._is_performing = False
         self._wind()

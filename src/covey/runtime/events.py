@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,9 +48,19 @@ class Event:
 
 
 class Events:
-    """The events of one process in a run."""
+    """The events of one process in a run. With COVEY_EVENTS they are also appended to a file, as the log has them.
+
+    Its lines are those of the log with `pid` in front. Processes of one host may share it, for no line is torn.
+    """
 
     def __init__(self) -> None:
+        """Raises ConfigError if there can be no such file."""
+        self._path = os.environ.get("COVEY_EVENTS", "")
+        if self._path:
+            try:
+                _append(self._path, "")
+            except OSError as error:
+                raise ConfigError(f"COVEY_EVENTS={self._path!r} cannot be written: {error.strerror}") from error
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=KEPT)
         self._listeners: list[Callable[[Event], None]] = []
@@ -87,28 +100,52 @@ class Events:
             if self._open is not None and name in ("reconnect", "redo"):
                 self._open.phases.setdefault(name, round(1e3 * (now - self._began), 3))
                 if name == "redo":
-                    logger.info("%s", self._open.to_json())
-                    self._open, self._began = None, 0.0
+                    self._close()
+                    self._began = 0.0
                 return
             if name in ("reconnect", "redo"):
                 return
             if not self._began or self._open is not None:
-                self._began, self._phases, self._open = now, {"detect": 0.0}, None
+                self._close()
+                self._began, self._phases = now, {"detect": 0.0}
             self._phases.setdefault(name, round(1e3 * (now - self._began), 3))
 
     def add(self, event: Event) -> None:
         """Remember an event and tell the listeners; a view takes the phases of its recovery with it."""
         with self._lock:
             if event.kind in ("lost", "view"):
+                self._close()
                 event.phases.update(self._phases)
                 self._open, self._phases = event, {}
             self._events.append(event)
             if self._queue is not None:
                 self._queue.put(event)
         if event.kind not in ("lost", "view"):
-            logger.info("%s", event.to_json())
+            self._write(event)
+
+    def _close(self) -> None:
+        """Under the lock: write of a view whose operations go on, or that another one follows before they could."""
+        if self._open is not None:
+            self._write(self._open)
+            self._open = None
+
+    def _write(self, event: Event) -> None:
+        logger.info("%s", event.to_json())
+        if self._path:
+            try:
+                _append(self._path, json.dumps({"pid": os.getpid(), **asdict(event)}) + "\n")
+            except OSError as error:  # a full disk is no reason to end a run
+                logger.warning("could not write to COVEY_EVENTS=%s: %s", self._path, error.strerror)
 
     @property
     def is_recovering(self) -> bool:
         """Whether a view has come whose operations have not gone on yet."""
         return self._open is not None
+
+
+def _append(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)

@@ -6,6 +6,7 @@ they are in the run. Everything but `enroll`, `dismiss` and what only reads happ
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from covey.wire.membership import Seat, State
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from covey.base.errors import CoveyError
     from covey.proto.changes import Quorum, QuorumLost
     from covey.runtime.node import Node
     from covey.runtime.pact import Pact
@@ -45,9 +47,9 @@ class Generation:
         patience: float,
         quorum: Quorum,
         min_size: int = 1,
-        store: Callable[[Record], None] | None = None,
+        store: Callable[[int, Record], None] | None = None,
     ) -> None:
-        """Begin a generation in which this node has a place; `store` makes what it promises durable."""
+        """Begin a generation in which this node has a place; `store` makes what it promises in it durable."""
         self.node, self.founded = node, founded
         self.number = founded.generation
         self.seats = tuple(member.seat for member in founded.members)
@@ -81,7 +83,7 @@ class Generation:
             min_size=min_size,
             quorum=quorum,
             patience=patience,
-            store=store,
+            store=None if store is None else functools.partial(store, self.number),
         )
 
     def open(self) -> None:
@@ -146,7 +148,7 @@ class Generation:
 
     def send(self, place: int, message: messages.Control) -> None:
         if place < len(self.seats):
-            self.node.send(self.seats[place], message)
+            self.node.send_vote(self.seats[place], message)
         elif self.node.keeper is not None:
             self.node.keeper.send(message)
 
@@ -215,6 +217,9 @@ class Generation:
             "again and join anew, give patience= more time, or pass quorum='any' if two halves may go on apart"
         )
         self._end(Fault("QuorumLostError", text, effect.missing))
+
+    def failed(self, error: CoveyError) -> None:
+        self._end(Fault("ClosedError", f"this process cannot be in the run any more: {error}"))
 
     def _end(self, fault: Fault) -> None:
         self.is_over = True

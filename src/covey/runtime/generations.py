@@ -11,8 +11,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from covey.base.errors import ClosedError, ConfigError, DeadlineError, GroupChangedError
 from covey.runtime import bootstrap
 from covey.runtime import loop as control
@@ -28,8 +26,6 @@ WAIT_SECONDS: Final = 300.0
 """How long a generation that has too few members waits for more, by default."""
 LOOK_SECONDS: Final = 0.2
 """How often it looks whether they have come."""
-
-_cards: msgspec.msgpack.Decoder[tuple[messages.Card, ...]] = msgspec.msgpack.Decoder(tuple[messages.Card, ...])
 
 
 def generations(
@@ -179,7 +175,7 @@ def _founded(
     engine, generation = group._engine, group._engine.generation
     assert generation is not None
     members = [generation.founded.members[generation.ranks_of((engine.members[rank],))[0]] for rank in staying]
-    lobbies = [{card.life: card for card in _cards.decode(said[rank]["lobby"])} for rank in staying]
+    lobbies = [{card.life: card for card in messages.decode_cards(said[rank]["lobby"])} for rank in staying]
     known = [life for life in lobbies[0] if all(life in lobby for lobby in lobbies)] if lobbies else []
     room = max(0, min(max_size or messages.MAX_MEMBERS, messages.MAX_MEMBERS) - len(members))
     next_seat = max(words["next"] for words in said.values())

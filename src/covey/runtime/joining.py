@@ -52,9 +52,12 @@ def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions, *,
         max_size=wanted.max_size,
         version=f"{messages.VERSION}",
         lanes=config.lanes,
+        on_loss=config.on_loss,
     )
     over = threading.Event()
-    future = control.start(_gather(cluster, terms, config, seat, wanted.timeout, over))
+    # A generation may lose members below the size that the next one waits for.
+    floor = 1 if is_elastic else wanted.floor
+    future = control.start(_gather(cluster, terms, config, seat, wanted.timeout, over, is_elastic, floor))
     try:
         node = future.result()
     except BaseException:  # Ctrl-C, too
@@ -79,27 +82,41 @@ def _ready(group: Group, node: Node | None) -> Group:
 
 
 async def _gather(
-    cluster: Cluster, terms: Terms, config: GroupConfig, seat: Seat, asked: float, over: threading.Event
+    cluster: Cluster,
+    terms: Terms,
+    config: GroupConfig,
+    seat: Seat,
+    asked: float,
+    over: threading.Event,
+    is_elastic: bool,
+    floor: int,
 ) -> Node:
     """Return the node of an agreed run; `over` is set when everything is closed instead."""
-    candidate = Candidate(cluster, config, seat, terms)
+    candidate = Candidate(cluster, config, seat, terms, is_elastic=is_elastic)
     try:
         await candidate.open()
-        formed, by_rank = await candidate.form(asked)
-        rank = next(rank for rank, member in enumerate(formed.view) if member.id == candidate.card.id)
+        formed = await candidate.form(asked)
+        founded = formed if isinstance(formed, messages.Founded) else None
+        if isinstance(formed, messages.Founded):
+            seats = {member.card.life: member.seat for member in formed.members}
+        else:
+            seats = {member.life: rank for rank, member in enumerate(formed.view)}
         node = Node(
-            rank=rank,
-            size=len(formed.view),
+            rank=seats[candidate.card.life],
+            size=len(seats),
             run=terms.run,
             gate=seat.gate,
             card=candidate.card,
             config=config,
             entrance=seat.entrance,
             contacts={},
+            floor=floor,
+            store=candidate.records.write,
             companions=(candidate,),
             on_close=seat.on_close,
+            seats=tuple(seats.values()),
         )
-        candidate.carry_on(node, by_rank)
+        candidate.carry_on(node, candidate.seated(seats), founded)
         return node
     except BaseException:
         try:

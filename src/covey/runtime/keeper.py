@@ -49,6 +49,8 @@ TERM_GRACE: Final = 3.0
 RESTART_PAUSE: Final = 0.2
 """Seconds before a process is started again; twice as many each time."""
 RESTART_PAUSE_MOST: Final = 5.0
+SETTLE_EVERY: Final = 0.02
+"""Seconds between looks whether a run has said what a failure means to it."""
 
 Stdio = int | IO[bytes] | None
 
@@ -126,8 +128,8 @@ class HostRun(abc.ABC):
         own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES} - {*self.inherits}
         return {name: value for name, value in os.environ.items() if name not in own}
 
-    def survives(self) -> bool:
-        """Tell whether the run, as far as its members have said, goes on without those that it loses."""
+    def survives(self) -> bool | None:
+        """Tell whether the run goes on without those that it loses; None: its members have not said yet."""
         self.warden.catch_up()
         return self.warden.survives
 
@@ -359,6 +361,8 @@ class _Watch:
         """How often each was."""
         self._code: int | None = None
         """The exit code of a failure that ends the run: the first."""
+        self._failed: list[tuple[int, int, float]] = []
+        """Ranks that failed, their codes, and by when to know whether the run survives that."""
         self._has_finished = False
         """Some rank ended well."""
         self._lost_code = 0
@@ -376,7 +380,7 @@ class _Watch:
         """Start all ranks, watch until the last has ended, and return the exit code of the whole."""
         for rank in range(self._run.size):
             self._start(rank)
-        while self._alive or self._waiting:
+        while self._alive or self._waiting or self._failed:
             for key, _ in self._selector.select(self._patience(*self._waiting.values(), *self._hush_times())):
                 if key.data is not None:
                     self._relay(key.data)
@@ -430,6 +434,8 @@ class _Watch:
     def _patience(self, *times: float) -> float | None:
         """Return how long nothing is to be done, before any of these times too; None: for ever."""
         due = [*times, *(at for at, _ in self._steps)]
+        if self._failed:
+            due.append(time.monotonic() + SETTLE_EVERY)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _relay(self, pipe: _Pipe) -> bool:
@@ -461,6 +467,7 @@ class _Watch:
         for rank, code in sorted(ended, key=lambda end: end[1] > 0):
             del self._alive[rank]
             self._on_end(rank, code)
+        self._settle()
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, signum = self._steps.pop(0)
             self._run.signal(signum)
@@ -483,22 +490,34 @@ class _Watch:
         elif self._told is not None:
             self._code = self._code or 128 + self._told
         elif self._code is None:
+            self._failed.append((rank, code, time.monotonic() + FAILURE_GRACE))
+
+    def _settle(self) -> None:
+        """Do what follows from failures, once it is known whether the run survives them."""
+        while self._failed and self._code is None:
+            rank, code, by = self._failed[0]
+            survives = self._run.survives()
+            if survives is None and self._alive and self._told is None and time.monotonic() < by:
+                return
+            del self._failed[0]
             status = code if code > 0 else 128 - code
             how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
-            if self._run.survives():
+            if survives:
                 self._lost_code = status
                 what = self._after_loss(rank)
             else:
                 self._code = status
-                self._stop_at(time.monotonic() + FAILURE_GRACE)
+                if self._told is None:
+                    self._stop_at(by)
                 what = "; stopping the others" if self._alive else ""
             self._note(f"{self._run.noun} {rank} {how}{what}")
+        self._failed.clear()
 
     def _after_loss(self, rank: int) -> str:
         """Start a rank again if it may be; return what happens next, in words."""
         before, most = self._restarts.get(rank, 0), self._command.restarts
         is_over = self._has_finished and not self._alive and not self._waiting
-        if before < most and not is_over:
+        if before < most and not is_over and self._told is None:
             self._restarts[rank] = before + 1
             self._waiting[rank] = time.monotonic() + min(RESTART_PAUSE * 2 ** min(before, 10), RESTART_PAUSE_MOST)
             return f"; starting it again ({before + 1} of {most})"

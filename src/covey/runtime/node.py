@@ -88,6 +88,8 @@ class Peer:
         self.contact = contact
         self.is_dialled = is_dialled
         """Whether this end of the pair does the dialling."""
+        self.vote: Callable[[messages.Control], None] | None = None
+        """Reaches a later life of the same node, which still votes for this one."""
         self.way: Where | None = None
         """The address that was found best, if any was."""
         self.id = self.life = self.keeper = b""
@@ -144,7 +146,7 @@ class Node:
         denied: frozenset[bytes] = frozenset(),
         keeper: str = "",
         floor: int = 1,
-        store: Callable[[Record], None] | None = None,
+        store: Callable[[int, Record], None] | None = None,
         companions: Sequence[Companion] = (),
         on_close: Callable[[], None] = lambda: None,
         seats: Sequence[int] | None = None,
@@ -192,6 +194,8 @@ class Node:
         self.most_size = messages.MAX_MEMBERS
         self.on_silent: Callable[[int], None] | None = None
         """Who ends all links with a rank that is given up, where that is not the node."""
+        self.on_founded: Callable[[messages.Founded], None] | None = None
+        """Who else has to know of another generation."""
         self._formed: asyncio.Future[None] | None = None
         self._complaint: CoveyError | None = None
         self._refusal = ""
@@ -340,6 +344,23 @@ class Node:
             if rank is not None:
                 generation.council.link_up(rank, peer.life)
 
+    def voter_up(self, seat: int, life: bytes, vote: Callable[[messages.Control], None]) -> None:
+        """A node was started anew: it is no member any more, but it votes."""
+        self.peers[seat].vote = vote
+        for generation in self._generations.values():
+            rank = generation.rank_of(seat)
+            if rank is not None:
+                generation.council.link_up(rank, life)
+
+    def voter_down(self, seat: int) -> None:
+        """A node that was started anew is gone again."""
+        peer = self.peers[seat]
+        peer.vote = None
+        for generation in self._generations.values():
+            rank = generation.rank_of(seat)
+            if rank is not None and peer.link is None:
+                generation.council.link_down(rank)
+
     async def _redial(self, peer: Peer) -> None:
         """Link again with a process that is still in the view: a connection can end without either end."""
         pause, until = 0.02, time.monotonic() + 2 * self.config.patience
@@ -455,6 +476,14 @@ class Node:
         if link is not None:
             link.send(messages.encode(message))
 
+    def send_vote(self, seat: int, message: messages.Control) -> None:
+        """Send what concerns views; a later life of a node that was started anew may answer it. On the control loop."""
+        peer = self.peers[seat]
+        if peer.link is not None:
+            peer.link.send(messages.encode(message))
+        elif peer.vote is not None:
+            peer.vote(message)
+
     # What arrives on links, on the control loop
 
     def begin(self, lineage: bytes = b"") -> None:
@@ -481,7 +510,8 @@ class Node:
 
     def enter(self, founded: messages.Founded) -> None:
         """Take this node's seat in a generation of a run that goes on."""
-        self._entrance.on_link = self._greet
+        if self.on_silent is None:  # else links are somebody else's
+            self._entrance.on_link = self._greet
         if self._keeper_path:
             self.keep_link_with(self._keeper_path)
         self._vigil = Vigil(self, self._silent, self._trusted)
@@ -523,6 +553,8 @@ class Node:
         names = tuple(member.card.name for member in newcomers)
         self.events.add(Event("joined" if ranks else "generation", time.time(), founded.generation, 0, ranks, names))
         self.generation.open()
+        if self.on_founded is not None:
+            self.on_founded(founded)
         early, self._early = self._early, []
         for rank, message in early:
             self.heard(rank, message)
@@ -658,8 +690,8 @@ class Node:
                             self.spawn(self._dial(other))
             case messages.Goodbye():
                 peer.left = True
-            case messages.Agreeing(number, body):
-                self._agreeing(rank, message, number, body)
+            case messages.Agreeing():
+                self.agreeing(rank, message)
             case messages.Ping(number):
                 self.send(rank, messages.Pong(number, time.time()))
             case messages.Pong(number, _):
@@ -711,7 +743,9 @@ class Node:
         if self.generation is not None and peer.is_dialled and not peer.left and self.on_silent is None:
             self.spawn(self._redial(peer))
 
-    def _agreeing(self, seat: int, message: messages.Agreeing, number: int, body: bytes) -> None:
+    def agreeing(self, seat: int, message: messages.Agreeing) -> None:
+        """Take what a member, or a voter in its place, says about a view."""
+        number, body = message.generation, message.body
         generation = self._generations.get(number)
         if generation is None:
             newest = max(self._generations, default=-1)

@@ -152,7 +152,7 @@ def cluster_seat(
         )
         host = host_token(Path(tempfile.gettempdir()))
         contact = Contact(host, addresses, path)
-        card = Card(own.id, own.life, own.name, _host_name(), os.getpid(), contact, __version__)
+        card = Card(own.id, own.life, own.name, _host_name(), os.getpid(), contact, __version__, _keeper_id())
         names = _InterfaceNames()
         loopbacks = {ip for interface in loopback_interfaces() for ip in interface.addresses} | {"127.0.0.1", "::1"}
 
@@ -184,6 +184,13 @@ class _InterfaceNames:
 def _anonymous_card(contact: Contact) -> Card:
     name = _host_name()
     return Card(b"", secrets.token_bytes(16), name, name, os.getpid(), contact)
+
+
+def _keeper_id() -> bytes:
+    """Return the id of the node that speaks for this process, if `covey run` started it in a cluster."""
+    with contextlib.suppress(ValueError):
+        return bytes.fromhex(os.environ.get("COVEY_KEEPER_ID", ""))
+    return b""
 
 
 def _host_name() -> str:

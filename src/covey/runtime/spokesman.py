@@ -73,8 +73,8 @@ class Spokesman:
 
     def __init__(self, listener: socket.socket, folder: str, token: bytes) -> None:
         """Take ownership of the listener."""
-        self.survives = False
-        """Whether a member said that its run goes on when somebody is lost. May be read on any thread."""
+        self.survives: bool | None = None
+        """Whether the run goes on when somebody is lost; None until a member has said. May be read on any thread."""
         self._gate = Gate.of_token(token)
         contact = messages.Contact(host_token(Path(folder)), (), keeper_path(folder))
         self._card = messages.Card(b"", secrets.token_bytes(LIFE_BYTES), "keeper", "", os.getpid(), contact)
@@ -204,7 +204,7 @@ class Spokesman:
             rank = told.places[life]
             logger.warning("rank %d tells of another generation %d than the others do", rank, told.number)
             return
-        self.survives = self.survives or founded.on_loss == "continue"
+        self.survives = bool(self.survives) or founded.on_loss == "continue"
         generation.told_by.add(life)
         self._judge_members(generation, now)
 
@@ -272,3 +272,6 @@ class _Chamber:
 
     def quorum_lost(self, effect: QuorumLost) -> None:
         """All members were silent for too long; if one comes back, the next trouble starts a new ballot."""
+
+    def failed(self, error: CoveyError) -> None:
+        """A keeper promises nothing that would have to outlive it."""

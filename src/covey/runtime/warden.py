@@ -45,7 +45,7 @@ class Warden:
         self.path = keeper_path(folder)
         self._folder, self._token = folder, token
         self._closing = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._was_found = False
         self._bell: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
         self._spokesman: Spokesman | None = None
@@ -73,9 +73,9 @@ class Warden:
         self._thread.start()
 
     @property
-    def survives(self) -> bool:
-        """Whether a member said that its run goes on when somebody is lost."""
-        return self._spokesman is not None and self._spokesman.survives
+    def survives(self) -> bool | None:
+        """Whether the run goes on when somebody is lost; None: there are members, and none of them has said yet."""
+        return self._spokesman.survives if self._spokesman is not None else None if self._was_found else False
 
     def catch_up(self) -> None:
         """Hear what was said up to now, even by those who have ended."""
@@ -107,6 +107,7 @@ class Warden:
         if self._is_closed:
             listener.close()
             return
+        self._was_found = True
         from covey.runtime import loop as control
         from covey.runtime.spokesman import Spokesman
 
@@ -141,8 +142,8 @@ class ClusterWarden:
         threading.Thread(target=self._open, name="covey-warden", daemon=True).start()
 
     @property
-    def survives(self) -> bool:
-        """Whether one of its nodes said that their run goes on when somebody is lost."""
+    def survives(self) -> bool | None:
+        """Whether the run goes on when somebody is lost; None: it has members here, and none of them has said yet."""
         return self._advocate is not None and self._advocate.survives
 
     def catch_up(self) -> None:

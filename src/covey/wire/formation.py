@@ -40,6 +40,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     max_size: int | None
     version: Text
     lanes: Text
+    on_loss: Text = "raise"
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest <= MAX_MEMBERS:

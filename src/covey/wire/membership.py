@@ -188,10 +188,17 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     """For the number after `view`'s."""
 
 
+class Bound(msgspec.Struct, frozen=True, array_like=True):
+    """What a member of a cluster's run keeps on its disk."""
+
+    generation: Annotated[int, msgspec.Meta(ge=0)]
+    record: Record
+
+
 Membership = Prepare | Promise | Accept | Accepted | Refuse | Decided | Pulse | Trouble | Fork
 
 _messages: msgspec.msgpack.Decoder[Membership] = msgspec.msgpack.Decoder(Membership)
-_records: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_bounds: msgspec.msgpack.Decoder[Bound] = msgspec.msgpack.Decoder(Bound)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -208,14 +215,14 @@ def decode_membership(data: bytes) -> Membership:
         raise RemoteProtocolError(f"not a message between members: {error}") from error
 
 
-def encode_record(record: Record) -> bytes:
+def encode_bound(bound: Bound) -> bytes:
     """Encode what a member writes to its disk."""
-    return _encode(record)
+    return _encode(bound)
 
 
-def decode_record(data: bytes) -> Record:
+def decode_bound(data: bytes) -> Bound:
     """Decode what a member wrote to its disk; ValueError for anything else."""
     try:
-        return _records.decode(data)
+        return _bounds.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not a record of a member: {error}") from error
+        raise ValueError(f"not what a member writes down: {error}") from error

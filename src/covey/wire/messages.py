@@ -344,6 +344,7 @@ Control = (
     | Founded
 )
 
+_cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _controls: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 encode = msgspec.msgpack.Encoder().encode
@@ -363,3 +364,11 @@ def decode_control(data: bytes) -> Control:
         return _controls.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a control message: {error}") from error
+
+
+def decode_cards(data: bytes) -> tuple[Card, ...]:
+    """Decode what `encode` makes of a tuple of cards; RemoteProtocolError for anything else."""
+    try:
+        return _cards.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a list of cards: {error}") from error

@@ -12,7 +12,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.wire import membership as wire
 from covey.wire.formation import MAX_MEMBERS
 from covey.wire.frame import CONTROL_LIMIT
-from covey.wire.membership import Fate, Promise, Record, Seat, State, Verdict, View
+from covey.wire.membership import Bound, Fate, Promise, Record, Seat, State, Verdict, View
 
 RUN = b"l" * 16
 VIEW = View(RUN, 3, (0, 2, 5), 2, (Verdict(7, 41, Fate.COMMIT, True), Verdict(1 << 63, 1, Fate.REVOKE)))
@@ -88,8 +88,8 @@ def test_deeply_nested_data_is_a_protocol_error() -> None:
 
 def test_a_record_comes_back_as_it_was_and_a_damaged_one_is_refused() -> None:
     record = Record((Seat(b"i" * 32, b"l" * 16), Seat(b"j" * 32, b"m" * 16)), VIEW, 17, 11, VIEW)
-    data = wire.encode_record(record)
-    assert wire.decode_record(data) == record
+    data = wire.encode_bound(Bound(3, record))
+    assert wire.decode_bound(data) == Bound(3, record)
     for damaged in (data[:-1], data + b"\0", b""):
-        with pytest.raises(ValueError, match="not a record of a member"):
-            wire.decode_record(damaged)
+        with pytest.raises(ValueError, match="not what a member writes down"):
+            wire.decode_bound(damaged)

@@ -1,0 +1,211 @@
+"""What is done to a job, and when: a plan drawn from a seed before the job begins. Pure.
+
+The plan follows a model of the job, so that it asks for what makes sense: nobody is killed twice in a row without coming
+back, and enough members are left to carry the job on. Whoever carries it out checks that against what really is.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+KINDS: Final = {
+    "kill": "a process is killed",
+    "stop": "a process stands still for a while, as under a debugger or on a laptop that sleeps",
+    "slow": "a process only gets on in fits and starts",
+    "leave": "a process is asked to leave (SIGTERM)",
+    "join": "one that is gone is started again, or one more",
+    "cut": "all connections between two processes break",
+}
+
+SHORT_STOP: Final = (0.05, 0.25)
+"""Seconds, well below those after which a stopped process is given up; nobody may be lost."""
+LONG_STOP: Final = (0.9, 1.8)
+"""And well above: the others go on without it."""
+SLOW: Final = (0.5, 1.5)
+"""Seconds for which a process is slow."""
+SLOW_PULSE: Final = (0.02, 0.05)
+"""Seconds of each stop, and between two of them."""
+EXTRA: Final = 2
+"""Most processes that join beyond those that the job began with."""
+RETURN_SECONDS: Final = 1.5
+"""About how long a process that is started again takes to be a member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is done to the job."""
+
+    number: int
+    at: float
+    """Seconds after the work began."""
+    kind: str
+    rank: int
+    """The slot of the process."""
+    other: int = -1
+    """The other end of a cut."""
+    seconds: float = 0.0
+    """How long a stop or slowness lasts."""
+    pulse: float = 0.0
+    """Seconds of each stop of a slow process."""
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the members have to go on without the process."""
+        return self.kind in ("kill", "leave") or (self.kind == "stop" and self.seconds >= LONG_STOP[0])
+
+    def __str__(self) -> str:
+        if self.kind == "cut":
+            return f"cut ranks {self.rank} and {self.other}"
+        length = f" for {self.seconds:.2f} s" if self.seconds else ""
+        return f"{self.kind} rank {self.rank}{length}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chaos:
+    """How much is done to a job; checked when built."""
+
+    size: int
+    seed: int
+    kinds: tuple[str, ...] = tuple(KINDS)
+    every: float = 2.0
+    """Seconds between two faults on average: each pause is drawn from half to one and a half of it."""
+    count: int = 10
+    duration: float | None = None
+    """No fault comes later than this after the work began."""
+    restarts: int = 0
+    """How often a process that fails is started again by itself."""
+    min_alive: int = 1
+    """Members that are left alone at any time."""
+
+    def __post_init__(self) -> None:
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise ConfigError(f"--faults knows no {kind!r}; choose from {', '.join(KINDS)}")
+        if not self.kinds:
+            raise ConfigError(f"--faults names none; choose from {', '.join(KINDS)}")
+        if self.size < 2:
+            raise ConfigError(f"chaos needs at least 2 processes, so that one is left; got -n {self.size}")
+        if not 1 <= self.min_alive < self.size:
+            raise ConfigError(f"--min-alive {self.min_alive} must be at least 1 and less than the {self.size} processes")
+        if not self.every > 0:
+            raise ConfigError(f"--every {self.every:g} must be a number of seconds above 0")
+
+    @property
+    def most(self) -> int:
+        """How many slots there may be."""
+        return self.size + (EXTRA if "join" in self.kinds else 0)
+
+
+def plan(chaos: Chaos) -> list[Fault]:
+    """Return what is done, in order; the same for the same arguments."""
+    return _Planner(chaos).faults()
+
+
+class _Planner:
+    """Draws faults one after another, and keeps book of what they do to the job."""
+
+    def __init__(self, chaos: Chaos) -> None:
+        self._chaos = chaos
+        self._random = random.Random(f"covey chaos {chaos.seed}")
+        self._now = 0.0
+        self._slots = chaos.size
+        self._back_at = {rank: 0.0 for rank in range(chaos.size)}
+        """When each slot's process is a member that runs, by this model; those that are gone for good are missing."""
+        self._restarts = dict.fromkeys(range(chaos.most), chaos.restarts)
+        self._draw: dict[str, Callable[[int], Fault | None]] = {
+            "kill": self._kill,
+            "stop": self._stop,
+            "slow": self._slow,
+            "leave": self._leave,
+            "join": self._join,
+            "cut": self._cut,
+        }
+
+    def faults(self) -> list[Fault]:
+        chaos, faults = self._chaos, list[Fault]()
+        bag: list[str] = []
+        barren = 0
+        while len(faults) < chaos.count and barren < 100:
+            self._now += chaos.every * self._random.uniform(0.5, 1.5)
+            if chaos.duration is not None and self._now > chaos.duration:
+                break
+            if not bag:  # every kind has its turn
+                bag = self._random.sample(chaos.kinds, len(chaos.kinds))
+            for kind in list(bag):
+                fault = self._draw[kind](len(faults))
+                if fault is not None:
+                    bag.remove(kind)
+                    faults.append(fault)
+                    break
+            else:
+                bag.clear()
+            barren = 0 if bag or faults and faults[-1].at == self._now else barren + 1
+        return faults
+
+    def _running(self) -> list[int]:
+        return sorted(rank for rank, at in self._back_at.items() if at <= self._now)
+
+    def _victim(self) -> int | None:
+        """Return one whom the others can do without, if there is any."""
+        running = self._running()
+        return self._random.choice(running) if len(running) > self._chaos.min_alive else None
+
+    def _kill(self, number: int) -> Fault | None:
+        rank = self._victim()
+        if rank is None:
+            return None
+        del self._back_at[rank]
+        if self._restarts[rank]:
+            self._restarts[rank] -= 1
+            self._back_at[rank] = self._now + RETURN_SECONDS
+        return Fault(number, self._now, "kill", rank)
+
+    def _leave(self, number: int) -> Fault | None:
+        rank = self._victim()
+        if rank is None:
+            return None
+        del self._back_at[rank]
+        return Fault(number, self._now, "leave", rank)
+
+    def _stop(self, number: int) -> Fault | None:
+        rank = self._victim()
+        if rank is None:
+            return None
+        is_long = self._random.random() < 0.5
+        seconds = round(self._random.uniform(*(LONG_STOP if is_long else SHORT_STOP)), 3)
+        self._back_at[rank] = self._now + seconds + (RETURN_SECONDS if is_long else 0.0)
+        return Fault(number, self._now, "stop", rank, seconds=seconds)
+
+    def _slow(self, number: int) -> Fault | None:
+        rank = self._victim()
+        if rank is None:
+            return None
+        seconds, pulse = self._random.uniform(*SLOW), self._random.uniform(*SLOW_PULSE)
+        self._back_at[rank] = self._now + seconds
+        return Fault(number, self._now, "slow", rank, seconds=round(seconds, 3), pulse=round(pulse, 3))
+
+    def _join(self, number: int) -> Fault | None:
+        gone: Sequence[int] = [rank for rank in range(self._slots) if rank not in self._back_at]
+        if gone:
+            rank = self._random.choice(gone)
+        elif self._slots < self._chaos.most:
+            rank = self._slots
+            self._slots += 1
+        else:
+            return None
+        self._back_at[rank] = self._now + RETURN_SECONDS
+        return Fault(number, self._now, "join", rank)
+
+    def _cut(self, number: int) -> Fault | None:
+        running = self._running()
+        if len(running) < 2:
+            return None
+        rank, other = sorted(self._random.sample(running, 2))
+        return Fault(number, self._now, "cut", rank, other)

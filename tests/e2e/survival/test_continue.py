@@ -1,0 +1,282 @@
+"""on_loss="continue": operations are all or nothing, and finish among those who are left."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.survival.jobs import (
+    LANES,
+    Members,
+    Visible,
+    attempt,
+    await_go,
+    break_connections,
+    covey,
+    kill_in_the_middle,
+    np,
+    say,
+    tell_changes,
+    threading,
+    total,
+    values,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def add_up(victim: int, count: int) -> Any:
+    """Add large arrays up until the victim is lost and twice more; what the victim does can be watched."""
+    with covey.join(on_loss="continue") as group:
+        x, visible, mine = np.empty(count, np.float32), None, values(group.rank, count)
+        if group.rank == victim:
+            visible = Visible(victim, count)
+            x = visible.array
+            say("visible", descriptor=visible.descriptor)
+        rounds, wrong, lanes = [], [], {}
+        while len(rounds) < 3 or victim in rounds[-3][1]:
+            lanes = group.lanes()
+            scale = 1 + len(rounds) % 3
+            np.multiply(mine, scale, out=x)
+            if visible is not None:
+                with visible.in_operation(scale):
+                    group.all_reduce(x)
+            else:
+                group.all_reduce(x)
+            rounds.append((group.sequence, group.contributors, time.monotonic()))
+            if not np.array_equal(x, scale * total(group.contributors, count)):
+                wrong.append((rounds[-1], x[:: count // 50].tolist()))
+        events = [(event.kind, event.ranks, event.phases) for event in group.events()]
+        closing = time.monotonic()
+    return {
+        "rounds": rounds[-3:],
+        "wrong": wrong,
+        "lanes": sorted(set(lanes.values())),
+        "events": [event for event in events if event[0] in ("lost", "view")],
+        "close": time.monotonic() - closing,
+    }
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("lanes", LANES)
+def test_survivors_finish_the_very_all_reduce_in_which_a_rank_is_killed(lanes: str) -> None:
+    victim, others = 1, (0, 2)
+    with Members(3, add_up, victim, 16 << 20, lanes=lanes) as ranks:
+        [visible] = ranks.hear("visible", [victim])
+        killed_at = kill_in_the_middle(ranks.pid(victim), visible["descriptor"])
+        reports = ranks.results(others)
+        for rank, report in zip(others, reports, strict=True):
+            assert report["wrong"] == []
+            (first, contributors, at), *_ = report["rounds"]
+            assert contributors == list(others)
+            assert 0 < at - killed_at < 2.0, (rank, report)
+            assert report["lanes"] == [lanes]
+            assert [event[:2] for event in report["events"]] == [["lost", [victim]]], report["events"]
+            phases = report["events"][0][2]
+            assert list(phases) == ["detect", "freeze", "agree", "reconnect", "redo"]
+            assert sorted(phases.values()) == list(phases.values())
+            assert first == reports[0]["rounds"][0][0]
+            assert report["close"] < 1.0
+        ranks.await_exit(others)
+        for rank in others:
+            lines = ranks.errors(rank).splitlines()
+            assert len(lines) == 1, lines
+            assert "rank 1 (" in lines[0]
+            assert "rank 0, 2 go on" in lines[0]
+
+
+def do_everything(victim: int, hangs: int, names: list[str]) -> Any:
+    """Do every operation in a group and a thread of its own, until each has lost the victim and twice more."""
+    count = 30_011
+
+    def check(is_right: Any) -> None:
+        assert np.all(is_right)
+
+    def weight_of(rank: int) -> float:
+        return (1.0, 2.0, 8.0, 5.0)[rank]
+
+    def perform(name: str, group: Any, number: int) -> None:
+        """Do it once, and look at every number of the result."""
+        rank, size = group.rank, group.size
+        x, double = values(rank, count), 60 * values(rank, 1001, dtype=np.float64)
+
+        def given() -> tuple[int, ...]:
+            assert rank in group.contributors
+            return group.contributors
+
+        def share(of: int) -> slice:
+            ends = np.cumsum([len(piece) for piece in np.array_split(np.arange(count), size)])
+            return slice(0 if of == 0 else ends[of - 1], ends[of])
+
+        match name:
+            case "all_reduce":
+                check(group.all_reduce(x) == total(given(), count))
+            case "all_reduce by ring":
+                check(group.all_reduce(x, algorithm="ring") == total(given(), count))
+            case "all_reduce max":
+                check(group.all_reduce(x, "max") == values(max(given()), count))
+            case "all_reduce mean":
+                group.all_reduce(double, "mean")
+                check(double == total(given(), 1001, dtype=np.float64) * 60 / len(given()))
+            case "all_reduce weighted":
+                group.all_reduce(double, "mean", weight=weight_of(rank))
+                heavy = sum(weight_of(r) * 60 * values(r, 1001, dtype=np.float64) for r in given())
+                check(np.isclose(double, heavy / sum(map(weight_of, given())), rtol=1e-12))
+            case "all_reduce strided":
+                wide = np.zeros((1000, 6), np.float32)
+                wide[:, ::2] = values(rank, 3000).reshape(1000, 3)
+                group.all_reduce(wide[:, ::2])
+                check(wide[:, ::2].ravel() == total(given(), 3000))
+                check(wide[:, 1::2] == 0)
+            case "all_reduce of a number":
+                check(group.all_reduce(4**rank) == sum(4**r for r in given()))
+            case "async all_reduce":
+                more = values(rank, 500)
+                works = [group.all_reduce(x, async_op=True), group.all_reduce(more, async_op=True)]
+                for work, array in zip(works, (x, more), strict=True):
+                    work.wait()
+                    check(array == total(work.contributors, len(array)))
+                check(set(works[1].contributors) <= set(works[0].contributors))
+            case "reduce" | "reduce to the victim":
+                root = victim if "victim" in name else 3
+                group.reduce(x, root=root)
+                check(x == (total(given(), count) if rank == root else values(rank, count)))
+            case "reduce_scatter":
+                part = group.reduce_scatter(x)
+                check(part == total(given(), count)[share(rank)])
+                check(x == values(rank, count))
+            case "scan":
+                result = group.scan(x)
+                check(result == total([r for r in given() if r <= rank], count))
+            case "exscan":
+                result = group.exscan(x)
+                check(result == total([r for r in given() if r < rank], count))
+            case "sync_gradients":
+                grads = {f"g{i}": 60 * values(rank, 500 + i, dtype=np.float64) for i in range(9)}
+                group.sync_gradients(grads, bucket_bytes=8000)
+                found = set()
+                for grad in grads.values():  # every bucket tells by itself who is in it
+                    fits = [ranks for ranks in (range(4), [0, 2, 3]) if (
+                        grad == total(ranks, len(grad), dtype=np.float64) * 60 / len(ranks)).all()]  # fmt: skip
+                    check(len(fits) == 1)
+                    found.add(len(fits[0]))
+                check(len(given()) == min(found))
+            case "broadcast" | "broadcast from the victim":
+                root = victim if "victim" in name else 0
+                group.broadcast(x, root=root)
+                check(x == values(root, count))
+            case "all_gather" | "all_gather_object" | "gather" | "gather_object" | "gather to the victim":
+                root = {"gather to the victim": victim, "gather": 2, "gather_object": 0}.get(name, rank)
+                mine = x[: 1000 + rank] if "object" not in name else {"rank": rank, "array": x[: 10 + rank]}
+                if "all" in name:
+                    got = group.all_gather_object(mine) if "object" in name else group.all_gather(mine)
+                else:
+                    got = group.gather_object(mine, root) if "object" in name else group.gather(mine, root)
+                if rank != root:
+                    check(got is None)
+                    return
+                check([item is not None for item in got] == [r in given() for r in range(size)])
+                for r in given():
+                    array = got[r]["array"] if "object" in name else got[r]
+                    check(np.array_equal(array, values(r, (10 if "object" in name else 1000) + r)))
+            case "all_gather out":
+                out = np.full((size, 777), -number - 1, np.float32)
+                group.all_gather(x[:777], out=out)
+                for r in range(size):
+                    check(out[r] == (values(r, 777) if r in given() else -number - 1))
+            case "scatter" | "scatter from the victim" | "scatter_object":
+                root = victim if "victim" in name else 3
+                xs = [values(r, 100 + r) + 1 for r in range(size)] if rank == root else None
+                got = group.scatter_object(xs, root) if "object" in name else group.scatter(xs, root)
+                check(np.array_equal(got, values(rank, 100 + rank) + 1))
+            case "all_to_all":
+                got = group.all_to_all([values(rank, 50 + 7 * r) + r for r in range(size)])
+                check([item is not None for item in got] == [r in given() for r in range(size)])
+                for r in given():
+                    check(np.array_equal(got[r], values(r, 50 + 7 * rank) + rank))
+            case "barrier":
+                group.barrier()
+            case "broadcast_object":
+                got = group.broadcast_object({"number": number, "array": x[:5]} if rank == 0 else None)
+                check(got["number"] == number)
+                check(got["array"] == values(0, 5))
+            case "split":
+                part = group.split(rank % 2, key=-rank)
+                with part:
+                    before = [r for r in (3, 2, 1, 0) if r % 2 == rank % 2 and r in given()]
+                    check(part.rank == before.index(rank))
+                    y = part.all_reduce(values(rank, 100))
+                    check(y == total([before[r] for r in part.contributors], 100))
+            case _:
+                raise ValueError(name)
+
+    def loop(name: str, group: Any) -> Any:
+        is_hanging = group.rank == victim and names.index(name) % 2 == hangs
+        story: list[Any] = []
+        number = 0
+        while len(story) < 3:
+            if is_hanging and number == 2:
+                rounds[name] = number
+                threading.Event().wait()  # never comes
+            kept = values(group.rank, count)
+            try:
+                perform(name, group, number)
+                words: Any = list(group.contributors)
+            except covey.PeerLostError as error:
+                assert "victim" in name
+                assert error.rank == victim
+                assert victim not in group.live
+                words = "lost"
+            assert (kept == values(group.rank, count)).all()
+            number += 1
+            rounds[name] = number
+            if words == "lost" or victim not in words:
+                story.append((group.sequence, words))
+        return story
+
+    with covey.join(on_loss="continue") as group:
+        groups = {name: group.split(0) for name in names}
+        rounds, stories = dict.fromkeys(names, 0), {}
+        threads = [
+            threading.Thread(
+                target=lambda name=name: stories.update({name: attempt(lambda: loop(name, groups[name]))}), daemon=True
+            )
+            for name in names
+        ]
+        for thread in threads:
+            thread.start()
+        while min(rounds.values()) < 2:
+            time.sleep(0.001)
+        say("working")
+        for thread in threads:
+            thread.join(30)
+        after = attempt(lambda: group.all_reduce(values(group.rank, 10)).tolist())
+        return {"stories": stories, "after": after, "stuck": [name for name in names if name not in stories]}
+
+
+OPERATIONS = [
+    "all_reduce", "all_reduce by ring", "all_reduce max", "all_reduce mean", "all_reduce weighted",
+    "all_reduce strided", "all_reduce of a number", "async all_reduce", "reduce", "reduce to the victim",
+    "reduce_scatter", "scan", "exscan", "sync_gradients", "broadcast", "broadcast from the victim", "all_gather",
+    "all_gather out", "all_gather_object", "gather", "gather_object", "gather to the victim", "scatter",
+    "scatter from the victim", "scatter_object", "all_to_all", "barrier", "broadcast_object", "split",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_collective_goes_on_without_a_killed_rank(lanes: str) -> None:
+    victim, others = 1, (0, 2, 3)
+    with Members(4, do_everything, victim, LANES.index(lanes) % 2, OPERATIONS, lanes=lanes, env={"COVEY_TIMEOUT": "20"}) as ranks:
+        ranks.hear("working")
+        ranks.kill(victim)
+        reports = ranks.results(others, timeout=60)
+        for rank, report in zip(others, reports, strict=True):
+            assert report["stuck"] == [], rank
+            for name, story in report["stories"].items():
+                assert story["error"] is None, (rank, name, story)
+                assert story["result"] == reports[0]["stories"][name]["result"], (rank, name)
+            assert report["after"]["result"] == total(others, 10).tolist()
+        ranks.await_exit(others)
