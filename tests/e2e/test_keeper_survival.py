@@ -235,11 +235,11 @@ def test_sigterm_drains_a_run_and_ends_what_waits_to_be_started_again(covey_run)
 def test_restarts_cost_the_keeper_nothing_that_it_keeps(covey_run) -> None:
     keeper = """
         import sys
-        from covey.runtime import keeper
-        keeper.RESTART_PAUSE = 0.01
-        keeper.RESTART_PAUSE_MOST = 0.01
-        run = keeper.LocalRun(2)
-        code = keeper.keep(lambda: run, [sys.executable, "job.py"], restarts=12)
+        from covey.runtime import watch
+        from covey.runtime.keeper import LocalRun
+        watch.RESTART_PAUSE = watch.RESTART_PAUSE_MOST = 0.01
+        run = LocalRun(2)
+        code = watch.keep(lambda: run, [sys.executable, "job.py"], restarts=12)
         print("processes", len(run._processes))
         sys.exit(code)
     """

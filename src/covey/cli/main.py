@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "deny": "Keep a node out of a cluster.",
     "demo": "Watch four ranks train a small model together.",
     "bench": "Measure collectives: sizes, lanes, rank counts, opponents.",
+    "chaos": "Run a job, break its processes and connections, tell what survived.",
 }
 
 

@@ -14,7 +14,8 @@ import typer
 import typer.core
 
 from covey.base.errors import ConfigError
-from covey.runtime.keeper import ClusterRun, LocalRun, keep
+from covey.runtime.keeper import ClusterRun, LocalRun
+from covey.runtime.watch import keep
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

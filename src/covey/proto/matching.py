@@ -66,6 +66,8 @@ class Matcher:
         """Peers for which `outgoing` has bytes."""
         self._links: dict[int, _Link] = {}
         self._failures: dict[int, BaseException] = {}
+        self._untold: list[BaseException] = []
+        """Of peers that failed when nobody waited for a message of anyone: the next to do so hears of it, once."""
         """Peers that are gone, in the order they went, and why."""
         self._posted: dict[tuple[int, int], deque[Receive]] = {}
         """Receives without a message, by the source and tag they ask for; each queue in the order they were posted."""
@@ -187,7 +189,10 @@ class Matcher:
                 elif not arrival.is_dropped:
                     _remove(self._unmatched, (peer, arrival.header.tag), arrival)
             link.announced, link.waiting, link.incomplete = {}, deque(), {}
-        for key in [key for key in self._posted if key[0] in (peer, ANY)]:
+        keys = [key for key in self._posted if key[0] in (peer, ANY)]
+        if not any(key[0] == ANY for key in keys):
+            self._untold.append(error)
+        for key in keys:
             for receive in self._posted.pop(key):
                 self._end(receive, error)
 
@@ -381,9 +386,11 @@ class Matcher:
         return min(heads, key=lambda arrival: arrival.order, default=None)
 
     def _failure_of(self, source: int) -> BaseException | None:
-        if source == ANY:
+        if source != ANY:
+            return self._failures.get(source)
+        if len(self._failures) >= self.size - 1:
             return next(iter(self._failures.values()), None)
-        return self._failures.get(source)
+        return self._untold.pop(0) if self._untold else None
 
     def _check(self, rank: int, tag: int, *, may_be_any: bool) -> None:
         if not 0 <= rank < self.size and not (may_be_any and rank == ANY):

@@ -139,6 +139,11 @@ class Membership:
         """The highest promised ballot."""
         return self._acceptor.promised
 
+    @property
+    def leaving(self) -> Collection[int]:
+        """Those that said they leave."""
+        return self._presence.leaving
+
     def leader(self, now: float) -> int | None:
         """Return the rank that leads, as far as this node knows; only one node at a time returns its own."""
         owner = self._owner(self.ballot)

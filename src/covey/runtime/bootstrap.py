@@ -145,8 +145,11 @@ _OF_GROUP: Final = ("lanes", "insecure", "interfaces", "streams", "on_loss", "pa
 _OF_CLUSTER: Final = ("cluster", "secret", "seeds")
 
 
-def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False) -> Group:
-    """Join with these arguments of `join`; who `is_elastic` waits outside of a run that goes on as long as it does."""
+def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newcomer: bool = False) -> Group:
+    """Join with these arguments of `join`; who `is_elastic` waits outside of a run that goes on as long as it does.
+
+    Who is a newcomer knows that it does.
+    """
     if unknown := asked.keys() - {*_OF_RUN, *_OF_GROUP, *_OF_CLUSTER, "op_timeout"}:
         raise TypeError(f"join has no argument {min(unknown)!r}")
     settings = {name: asked.get(name) for name in _OF_GROUP}
@@ -154,6 +157,8 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False) -> Grou
     wanted = find_run(os.environ, {name: asked.get(name) for name in _OF_RUN})
     timeout = asked.get("timeout")
     place = None if wanted is not None else find_place(os.environ)
+    if place is not None and is_newcomer:
+        place = replace(place, is_restarted=True)
     cluster, secret, seeds = (asked.get(name) for name in _OF_CLUSTER)
     credentials = ClusterOptions(cluster, secret, tuple(seeds) if seeds is not None else None)
     request = (config, wanted, place, credentials)

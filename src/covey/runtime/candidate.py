@@ -145,7 +145,7 @@ class Candidate(Gathering):
         elif isinstance(message, messages.Agreeing) and self._is_for_voter(message):
             assert self._voter is not None
             self._voter.received(someone.card.id, message)
-        elif self._node is None and someone.early_bytes < EARLY_LIMIT_BYTES:
+        elif someone.rank < 0 and someone.early_bytes < EARLY_LIMIT_BYTES:
             someone.early_bytes += len(messages.encode(message)) + MESSAGE_BYTES
             someone.early.append(message)
 
@@ -160,7 +160,7 @@ class Candidate(Gathering):
 
     def _heard_vouch(self, keeper: Acquaintance, message: messages.Vouch) -> None:
         """A keeper speaks for its processes, and for no others."""
-        if self._node is not None:
+        if self._node is not None and keeper.purpose == "keeper":
             own = {peer.life for peer in self._node.peers.values() if peer.keeper == keeper.card.id}
             self._node.vouched((life, value) for life, value in message.processes if life in own)
 
@@ -254,11 +254,12 @@ class Candidate(Gathering):
         for id in self._core.newcomers():
             if (someone := self.met.get(id)) is not None and someone.rank < 0:
                 waiting[someone.card.life] = someone
-        for life in [life for life in node.lobby if life not in waiting]:
-            node.go_away(life)
+        for life, newcomer in list(node.lobby.items()):
+            if life not in waiting:
+                node.go_away(newcomer)
         for life, someone in waiting.items():
             if life not in node.lobby:
-                node.knock(_Waiting(someone))
+                node.knock(_Waiting(node, someone))
 
     async def _tick(self) -> None:
         while True:
@@ -340,16 +341,27 @@ class Candidate(Gathering):
         self._pump()
 
     def _founded_another(self, founded: messages.Founded) -> None:
-        """The node goes on in another generation."""
-        self._core.entered(tuple(map(_as_member, founded.members)), time.monotonic())
+        """The node is in a generation: keepers want to know, and who waits outside."""
+        if founded.generation:
+            self._core.entered(tuple(map(_as_member, founded.members)), time.monotonic())
+        for keeper in self.keepers:
+            self._tell_keeper(keeper)
         self._pump()
+
+    def met_keeper(self, someone: Acquaintance) -> None:
+        self._tell_keeper(someone)
+
+    def _tell_keeper(self, keeper: Acquaintance) -> None:
+        generation = self._node.generation if self._node is not None else None
+        if generation is not None and keeper.card.id == self.card.keeper:
+            keeper.send(generation.founded)
 
 
 class _Waiting:
     """Someone who waits for the next generation."""
 
-    def __init__(self, someone: Acquaintance) -> None:
-        self._someone = someone
+    def __init__(self, node: Node, someone: Acquaintance) -> None:
+        self._node, self._someone = node, someone
 
     @property
     def card(self) -> messages.Card:
@@ -361,6 +373,11 @@ class _Waiting:
     def sit_down(self, peer: Peer) -> None:
         self._someone.rank = peer.rank
         _tell_how_to_reach(peer, self._someone)
+
+    def speak(self, peer: Peer) -> None:
+        said, self._someone.early = self._someone.early, []
+        for message in said:
+            self._node.heard(peer.rank, message)
 
 
 def _as_member(member: messages.SeatedMember) -> forming.Member:

@@ -99,6 +99,10 @@ class Council:
         """Whether this node is in the view."""
         return self._core.is_member
 
+    def is_leaving(self, place: int) -> bool:
+        """Tell whether a member said that it leaves."""
+        return place in self._core.leaving
+
     def leader(self) -> int | None:
         """Return the rank that leads, as far as this node knows."""
         return self._core.leader(time.monotonic())

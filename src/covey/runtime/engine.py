@@ -135,22 +135,29 @@ class Engine:
         self._dropped = weakref.finalize(
             self, _drop, node, generation, group_id, members, self._descriptors, self._queue
         )
+        if generation is not None and config.on_loss == "continue":
+            from covey.runtime.pact import Pact  # of no use to groups that end with their first loss
+
+            self._pact = Pact(self, generation, self._descriptors)
+            if generation.fault is not None:
+                self.end(generation.fault)
+        else:
+            self._circle = Circle(self, 0, tuple(self.ranks), self._bell, None)
         if node is not None:
             node.register(group_id, self)
             for peer in self._peers():  # who went before anyone could tell this group
                 if peer.gone:
                     self.peer_gone(peer.rank, left=peer.left)
-        if generation is not None and config.on_loss == "continue":
-            from covey.runtime.pact import Pact  # of no use to groups that end with their first loss
-
-            self._pact = Pact(self, generation, self._descriptors)
-        else:
-            self._circle = Circle(self, 0, tuple(self.ranks), self._bell, None)
 
     @property
     def circle(self) -> Circle:
         """Those who carry out operations now."""
         return self._circle if self._pact is None else self._pact.circle
+
+    @property
+    def survives(self) -> bool:
+        """Whether operations go on among those who are left."""
+        return self._pact is not None
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -273,6 +280,14 @@ class Engine:
         if self.node is not None and self.node.events.is_recovering:
             self.node.events.phase("reconnect")
 
+    def check_deadline(self, trouble: str) -> None:
+        """Give up if the time of the current operation is over; `trouble` is what keeps it from going on."""
+        if time.monotonic() >= self._deadline:
+            late = self._late(())
+            names = f"{self._name_ranks(late)} did not come; " if late else ""
+            text = f"{self._what()} did not finish within {self._timeout:g} s; {names}the last trouble was: {trouble}"
+            self.fail(Fault("DeadlineError", text, late))
+
     def root_lost(self, root: int) -> PeerLostError:
         """Return what to raise for an operation whose root is lost; the group goes on."""
         text = f"{self._name_ranks((root,))} is lost, and {self._what()} means nothing without it"
@@ -375,7 +390,7 @@ class Engine:
     def lane_closed(self, circle: Circle, peer: int, error: LaneClosedError | ConnectError) -> None:
         """The lane to a rank ended; raise what ended it."""
         if self._pact is not None:
-            self._pact.disturbed(circle)
+            self._pact.disturbed(circle, f"the lane to {self._name_ranks((peer,))}: {error}")
         text = self._why_closed(peer, str(error))
         self.fail(Fault("PeerLostError", text, (peer,)))
         self.check()
@@ -487,7 +502,7 @@ class Engine:
 
     def _late(self, waiting_for: tuple[int, ...]) -> tuple[int, ...]:
         """Return who keeps this operation waiting: those who never came to it, or else those it waits for."""
-        return self._ledger.late(self.sequence, self.ranks, self.rank) or tuple(sorted(set(waiting_for)))
+        return self._ledger.late(self.sequence, self.circle.ranks, self.rank) or tuple(sorted(set(waiting_for)))
 
     # What the control loop reports
 
@@ -533,11 +548,11 @@ class Engine:
 
     def _compare(self, sequence: int, *, is_last: bool = False) -> None:
         """Everyone had time to say what it called at `sequence`; at least one differs from us."""
-        if not is_last and not self._ledger.heard_all(sequence, self.ranks, self.rank):
+        if not is_last and not self._ledger.heard_all(sequence, self.circle.ranks, self.rank):
             self._announce(sequence)  # who had not come to it then may have come to it by now
             control.control_loop().call_later(ANSWER_SECONDS, functools.partial(self._compare, sequence, is_last=True))
             return
-        story = self._ledger.story(sequence, self.ranks, self.rank)
+        story = self._ledger.story(sequence, self.circle.ranks, self.rank)
         text = f"ranks of group {self.name!r} called different things as operation {sequence}: {story}"
         self.fail(Fault("MismatchError", text))
 

@@ -21,6 +21,8 @@ logger = logging.getLogger("covey.events")
 
 KEPT: Final = 1000
 """Events that are remembered; older ones are in the log."""
+VIEWS: Final = ("lost", "left", "view")
+"""Events that are views."""
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo", "restore")
 """Of a recovery, in this order; an idle group has no redo."""
 
@@ -30,8 +32,9 @@ class Event:
     """Something that happened to a run."""
 
     kind: str
-    """`lost`: a view without some; `view`: a view of the same members, after a lane broke or somebody gave up; `joined`:
-    a generation with newcomers; `generation`: one without; `restored`: state was brought to newcomers."""
+    """`lost`: a view without some; `left`: the same, after they said that they leave; `view`: one of the same members,
+    after a lane broke or somebody gave up; `joined`: a generation with newcomers; `generation`: one without;
+    `restored`: state was brought to newcomers."""
     time: float
     """Seconds since 1970."""
     generation: int
@@ -67,6 +70,8 @@ class Events:
         self._queue: queue.SimpleQueue[Event] | None = None
         self._began = 0.0
         """When the first sign of trouble came, by the monotonic clock; 0: there is none."""
+        self._sign = 0.0
+        """The same of trouble that came while operations had not gone on after the last."""
         self._phases: dict[str, float] = {}
         self._open: Event | None = None
         """A view whose operations have not gone on yet."""
@@ -101,26 +106,34 @@ class Events:
                 self._open.phases.setdefault(name, round(1e3 * (now - self._began), 3))
                 if name == "redo":
                     self._close()
-                    self._began = 0.0
+                    self._began = self._sign = 0.0
                 return
             if name in ("reconnect", "redo"):
                 return
-            if not self._began or self._open is not None:
+            if self._open is not None:
+                if name == "detect":  # a late sign of what is being recovered from, unless a freeze follows
+                    self._sign = self._sign or now
+                    return
                 self._close()
+                self._began, self._phases = self._sign or now, {"detect": 0.0}
+            elif not self._began:
                 self._began, self._phases = now, {"detect": 0.0}
+            self._sign = 0.0
             self._phases.setdefault(name, round(1e3 * (now - self._began), 3))
 
     def add(self, event: Event) -> None:
         """Remember an event and tell the listeners; a view takes the phases of its recovery with it."""
         with self._lock:
-            if event.kind in ("lost", "view"):
+            if event.kind in VIEWS:
                 self._close()
                 event.phases.update(self._phases)
                 self._open, self._phases = event, {}
+            elif self._open is None:
+                self._began = 0.0  # a sign that came to nothing: the link of one that left, say
             self._events.append(event)
             if self._queue is not None:
                 self._queue.put(event)
-        if event.kind not in ("lost", "view"):
+        if event.kind not in VIEWS:
             self._write(event)
 
     def _close(self) -> None:

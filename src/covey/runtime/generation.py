@@ -6,6 +6,7 @@ they are in the run. Everything but `enroll`, `dismiss` and what only reads happ
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import threading
@@ -13,12 +14,13 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final
 
+from covey.base.errors import BusyError
 from covey.proto.ballot import first_record
 from covey.runtime import loop as control
 from covey.runtime.council import Council, place_id
 from covey.runtime.events import Event
 from covey.runtime.fault import Fault
-from covey.wire.membership import Seat, State
+from covey.wire.membership import MAX_GROUPS, Seat, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-DISMISSED: Final = 1024
+DISMISSED: Final = 256
 """Closed groups of which the others are told in every view."""
+OPEN_GROUPS: Final = MAX_GROUPS - DISMISSED
+"""Groups that may be open at once; a member tells how far it is in each."""
 
 
 class Generation:
@@ -66,6 +70,8 @@ class Generation:
         self._states: dict[int, State] = {}
         self.is_over = False
         """This node is in no view of it any more."""
+        self.fault: Fault | None = None
+        """Why."""
         self._left = threading.Event()
         record = first_record(
             [Seat(member.card.id or place_id(rank), member.card.life) for rank, member in enumerate(founded.members)],
@@ -113,18 +119,20 @@ class Generation:
     def enroll(self, pact: Pact) -> None:
         """Have a group take part in every view from now on."""
         with self._lock:
+            if len(self._pacts) >= OPEN_GROUPS:
+                raise BusyError(f"{OPEN_GROUPS} groups that survive losses are open; close some")
             self._pacts[pact.group] = pact
             if self._is_frozen:
                 pact.halt(-1)  # it has not begun anything, so nobody has to be told how far it is
+            elif pact.attempt != self.view.number:
+                pact.install(self.view)  # which came while the group was being made
 
     def dismiss(self, group: int, state: State) -> None:
         """A group was closed here. If others try to go on with it, the next view tells them."""
         with self._lock:
             if self._pacts.pop(group, None) is None:
                 return
-            self._dismissed[group] = state
-            while len(self._dismissed) > DISMISSED:
-                del self._dismissed[next(iter(self._dismissed))]
+            self._remember(state)
             is_awaited = group in self._waiting
         if is_awaited:
             control.soon(self.halted, group, -1, state)
@@ -132,7 +140,13 @@ class Generation:
     def drop(self, group: int, ranks: tuple[int, ...]) -> None:
         """A group was forgotten here without being closed."""
         with self._lock:
-            self._dismissed.setdefault(group, State(group, ranks, 0, gives_up=True))
+            if group not in self._dismissed:
+                self._remember(State(group, ranks, 0, gives_up=True))
+
+    def _remember(self, state: State) -> None:
+        self._dismissed[state.group] = state
+        while len(self._dismissed) > DISMISSED:
+            del self._dismissed[next(iter(self._dismissed))]
 
     def leave(self, within: float) -> bool:
         """Ask the others to go on without this node; tell whether they have agreed in time. Not on the control loop."""
@@ -159,7 +173,7 @@ class Generation:
             self._states = dict(self._dismissed)
             self._waiting = set(pacts)
         self._freeze_number = number
-        self.node.events.phase("freeze")
+        self._phase("freeze")
         for group, pact in pacts.items():
             state = pact.halt(number)
             if state is not None:
@@ -182,7 +196,7 @@ class Generation:
             self.council.frozen(self._freeze_number, self._states.values())
 
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
-        self.node.events.phase("agree")
+        self._phase("agree")
         with self._lock:
             self.view, self._is_frozen = view, False
             self._waiting.clear()
@@ -191,13 +205,19 @@ class Generation:
             self.node.exclude(self.seats[rank])
         for pact in pacts:
             pact.install(view)
+        if self.node.generation is not self:
+            return  # an earlier one, of which only votes are needed
+        have_left = all(self.node.peers[self.seats[rank]].left or self.council.is_leaving(rank) for rank in lost)
         names = tuple(self._name((rank,)) for rank in lost)
-        event = Event("lost" if lost else "view", time.time(), self.number, view.number, lost, names)
-        self.node.events.add(event)
+        kind = "view" if not lost else "left" if have_left else "lost"
+        self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names))
         if lost:
-            logger.warning("%s: %s %s lost; rank %s go%s on (view %d)", self.node.run, ", ".join(names),
-                           "are" if len(lost) > 1 else "is", ", ".join(map(str, view.ranks)),
-                           "es" if len(view.ranks) == 1 else "", view.number)  # fmt: skip
+            what = (
+                ("have left" if len(lost) > 1 else "has left") if have_left else "are lost" if lost[1:] else "is lost"
+            )
+            level = logging.INFO if have_left else logging.WARNING
+            logger.log(level, "%s: %s %s; rank %s go%s on (view %d)", self.node.run, ", ".join(names), what,
+                       ", ".join(map(str, view.ranks)), "" if view.ranks[1:] else "es", view.number)  # fmt: skip
 
     def excluded(self, view: View) -> None:
         self._end(
@@ -209,22 +229,29 @@ class Generation:
         )
 
     def quorum_lost(self, effect: QuorumLost) -> None:
-        missing = self._name(effect.missing)
-        text = (
-            f"{len(effect.here)} of the {len(self.view.ranks)} members of view {self.view.number} are here, which is "
-            f"no quorum: {missing or 'nobody'} did not come back within {self.patience:g} s. More than half must be "
-            f"here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the missing ones "
-            "again and join anew, give patience= more time, or pass quorum='any' if two halves may go on apart"
-        )
-        self._end(Fault("QuorumLostError", text, effect.missing))
+        if self.founded.is_kept:
+            text = (
+                f"the keeper of this run (`covey run`) did not answer for {self.patience:g} s, and nobody else can say "
+                "who is in it; is it stopped? Continue it, or start the run anew"
+            )
+        else:
+            missing = self._name(effect.missing) or "Some of those who are here"
+            text = (
+                f"{len(effect.here)} of the {len(self.view.ranks)} members of view {self.view.number} are here, which "
+                f"is no quorum. {missing} did not answer within {self.patience:g} s. More than half must be here, or "
+                f"half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the missing ones again and "
+                "join anew, give patience= more time, or pass quorum='any' if two halves may go on apart"
+            )
+        # Groups that end with their first loss need no view to go on.
+        self._end(Fault("QuorumLostError", text, effect.missing), only_pacts=True)
 
     def failed(self, error: CoveyError) -> None:
         self._end(Fault("ClosedError", f"this process cannot be in the run any more: {error}"))
 
-    def _end(self, fault: Fault) -> None:
-        self.is_over = True
+    def _end(self, fault: Fault, *, only_pacts: bool = False) -> None:
+        self.is_over, self.fault = True, fault
         self._left.set()
-        self.node.expelled(self, fault)
+        self.node.expelled(self, fault, only_pacts=only_pacts)
 
     def _name(self, ranks: Sequence[int]) -> str:
         members = self.founded.members
@@ -232,10 +259,17 @@ class Generation:
 
     # What happens
 
-    def disturbed(self, attempt: int) -> None:
-        """Something of an attempt failed."""
-        self.node.events.phase("detect")
-        self.council.disturbed(attempt)
+    def disturbed(self, attempt: int, pause: float = 0.0) -> None:
+        """Something of an attempt failed; a view is asked for after a pause."""
+        if pause:
+            asyncio.get_running_loop().call_later(pause, self.disturbed, attempt)
+        elif not self.is_over and attempt == self.view.number:
+            self._phase("detect")
+            self.council.disturbed(attempt)
+
+    def _phase(self, name: str) -> None:
+        if self.node.generation is self:
+            self.node.events.phase(name)
 
     def close(self) -> None:
         """Take no more part."""

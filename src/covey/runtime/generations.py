@@ -61,6 +61,10 @@ def generations(
     return _Generations(run, min_size, max_size, timeout, {**options, "on_loss": on_loss}).each()
 
 
+class _OverError(Exception):
+    """The run ended while this process waited outside: there is nothing more to do."""
+
+
 class _Generations:
     """One program's way through the generations of a run."""
 
@@ -80,24 +84,42 @@ class _Generations:
     def each(self) -> Iterator[Group]:
         with self._listening_for_sigterm():
             try:
-                while not self._is_asked_to_leave.is_set():
-                    self._group = self._join() if self._group is None else self._next(self._group)
+                self._group = self._join()
+                while True:
                     if self._group is None:
                         return
-                    yield self._group
+                    if self._group.size <= self._most:
+                        yield self._group
+                    self._group = self._next(self._group)
+            except _OverError:
+                return
             finally:
                 if self._group is not None:
                     self._group.close()
 
-    def _join(self) -> Group:
+    @property
+    def _most(self) -> int:
+        return self._max_size or messages.MAX_MEMBERS
+
+    def _join(self, *, again: bool = False) -> Group:
+        """Return the group of the run's first generation, or of the one that takes this process in."""
         asked = {**self._options, "run": self._run, "timeout": self._timeout}
         if self._run is not None or "COVEY_RUN" in os.environ:
             asked |= {"min_size": self._min_size, "max_size": self._max_size}
-        group = bootstrap.join_as_asked(asked, is_elastic=True)
+        self._group = None
+        try:
+            group = bootstrap.join_as_asked(asked, is_elastic=True, is_newcomer=again)
+        except ClosedError as error:
+            raise _OverError from error
+        if "min_size" not in asked and (self._min_size or 1) > group.size and group.generation == 0:
+            group.close()
+            raise ConfigError(f"min_size={self._min_size}, but the launcher started {group.size}; start more, as in "
+                              f"`covey run -n {self._min_size}`")  # fmt: skip
         if (node := group._engine.node) is not None:
             node.wanted_size = self._min_size or 1
-            node.most_size = self._max_size or messages.MAX_MEMBERS
+            node.most_size = self._most
             node.is_elastic = True
+            node.is_draining = self._is_asked_to_leave.is_set()
         return group
 
     def _next(self, group: Group) -> Group | None:
@@ -106,13 +128,18 @@ class _Generations:
         if node is None or engine.is_over:
             error = engine.fault_error()
             group.close()
-            if node is None or isinstance(error, GroupChangedError):
-                return self._join()  # as a newcomer
+            if node is None and error is None:
+                return self._join()
+            if isinstance(error, GroupChangedError):
+                return self._join(again=True)
             raise error if error is not None else ClosedError(f"group {group.name!r} is closed")
         founded = self._agree(group, node)
         if founded is None:
             group.close()
             return None
+        if all(member.seat != node.rank for member in founded.members):
+            group.close()
+            return self._join(again=True)  # there is no room: wait outside
         return _begin(group, node, founded)
 
     def _agree(self, group: Group, node: Node) -> messages.Founded | None:
@@ -133,12 +160,13 @@ class _Generations:
             if said[group.rank]["leaves"]:
                 return None
             staying = [rank for rank, words in said.items() if not words["leaves"]]
-            founded = _founded(group, node, staying, said, self._max_size)
+            founded = _founded(group, node, staying, said, self._most)
             if len(founded.members) >= (self._min_size or 1):
                 return founded
             if any(words["late"] for words in said.values()):
                 raise DeadlineError(
-                    f"the next generation has {len(founded.members)} members and needs {self._min_size}; no more came"
+                    f"the next generation has {len(founded.members)} members and needs {self._min_size}, and no more "
+                    "came; start some, or pass a smaller min_size= or a longer timeout="
                 )
             _await_someone(node)
 
@@ -154,9 +182,10 @@ class _Generations:
 
         def leave(_signum: int, _frame: object) -> None:
             self._is_asked_to_leave.set()
-            node = self._group._engine.node if self._group is not None else None
-            if node is not None:
-                node.is_draining = True
+            if self._group is None:
+                raise SystemExit(0)  # outside, nobody has to agree
+            if self._group._engine.node is not None:
+                self._group._engine.node.is_draining = True
 
         before = signal.signal(signal.SIGTERM, leave)
         try:
@@ -166,7 +195,7 @@ class _Generations:
 
 
 def _founded(
-    group: Group, node: Node, staying: list[int], said: dict[int, dict[str, Any]], max_size: int | None
+    group: Group, node: Node, staying: list[int], said: dict[int, dict[str, Any]], most: int
 ) -> messages.Founded:
     """Return the next generation, from what its members said: the same on all of them.
 
@@ -177,7 +206,8 @@ def _founded(
     members = [generation.founded.members[generation.ranks_of((engine.members[rank],))[0]] for rank in staying]
     lobbies = [{card.life: card for card in messages.decode_cards(said[rank]["lobby"])} for rank in staying]
     known = [life for life in lobbies[0] if all(life in lobby for lobby in lobbies)] if lobbies else []
-    room = max(0, min(max_size or messages.MAX_MEMBERS, messages.MAX_MEMBERS) - len(members))
+    del members[most:]
+    room = most - len(members)
     next_seat = max(words["next"] for words in said.values())
     members += [messages.SeatedMember(next_seat + number, lobbies[0][life]) for number, life in enumerate(known[:room])]
     number = generation.number + 1
@@ -202,6 +232,7 @@ def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
         node.found(founded)
 
     control.start(found()).result(bootstrap.FOUND_SECONDS)
+    node.put_off()
     new = bootstrap.group_of(node, group.local_rank, is_fresh=False)
     atexit.unregister(group.close)
     bootstrap.replace_joined(group, new)

@@ -1,8 +1,7 @@
 """The keeper: starts the ranks of a run on this host, watches over them, and leaves nothing behind.
 
 A `LocalRun` has all its ranks here; a `ClusterRun` is the share of this host in a run of a cluster. Both start
-processes and end them with all that they started. `keep` is what `covey run` does with one: it relays what they print
-and passes signals on. When one of them fails it stops everybody, or, if the run survives losses, starts it again.
+processes and end them with all that they started. `runtime.watch` is what `covey run` does with one.
 """
 
 from __future__ import annotations
@@ -13,26 +12,22 @@ import ctypes
 import functools
 import os
 import secrets
-import select
-import selectors
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-from typing import IO, TYPE_CHECKING, Final, NamedTuple, Self
+from typing import IO, TYPE_CHECKING, Final, Self
 
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
 from covey.runtime.torch_env import free_port, torch_variables
-from covey.runtime.voices import LINE_LIMIT_BYTES, Cursor, Voice
 from covey.runtime.warden import Warden
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from covey.runtime.warden import ClusterWarden
 
@@ -42,15 +37,11 @@ FOLDER_LIMIT_BYTES: Final = 75
 
 FAILURE_GRACE: Final = 1.0
 """Seconds in which the other ranks may notice a failure by themselves and say what they lost, before SIGTERM."""
-SIGNAL_GRACE: Final = 30.0
-"""Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C ends them at once."""
 TERM_GRACE: Final = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTART_PAUSE: Final = 0.2
 """Seconds before a process is started again; twice as many each time."""
 RESTART_PAUSE_MOST: Final = 5.0
-SETTLE_EVERY: Final = 0.02
-"""Seconds between looks whether a run has said what a failure means to it."""
 
 Stdio = int | IO[bytes] | None
 
@@ -242,22 +233,6 @@ class ClusterRun(HostRun):
         return ("COVEY_SECRET_FD" if self._key else ""), self._key
 
 
-def keep(
-    make_run: Callable[[], HostRun], argv: Sequence[str], *, env: Mapping[str, str] | None = None, restarts: int = 0
-) -> int:
-    """Run `argv` as every process of a run, relay their output; return the exit code of the first to fail, or 0.
-
-    In a run that survives losses, a process that fails is started again up to `restarts` times, and the code is 0 if
-    any of them ended well. A signal's code is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
-    ranks once; a second SIGINT kills them. If all end well after SIGTERM, the code is 0.
-
-    Call it on the main thread: it takes over signal handling until it returns, and before the run is made.
-    """
-    arrived: list[int] = []
-    with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
-        return _Watch(run, _Command(argv, env or {}, restarts), selector, wake, arrived).over()
-
-
 def signal_group(pid: int, signum: int, *, reaped: bool) -> bool:
     """Send `signum` (0 only asks) to the process group that child `pid` leads; False when there is nobody in it."""
     # While a group has members the kernel gives its number to nobody else. So when our child was reaped and there is
@@ -318,261 +293,6 @@ def _is_guarded(base: str) -> bool:
     info = os.stat(base)
     others_may_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return info.st_uid in (0, os.geteuid()) and (not others_may_write or bool(info.st_mode & stat.S_ISVTX))
-
-
-class _Pipe(NamedTuple):
-    """One output stream of one rank: where it comes from, and which of the keeper's own it goes to."""
-
-    source: IO[bytes]
-    target: int
-    voice: Voice
-
-
-class _Command(NamedTuple):
-    """What every process of a run executes, and how often again if it fails."""
-
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    restarts: int
-
-
-class _Watch:
-    """The keeper's watch over the ranks of one run, until all have ended."""
-
-    def __init__(
-        self,
-        run: HostRun,
-        command: _Command,
-        selector: selectors.BaseSelector,
-        wake: socket.socket,
-        arrived: list[int],
-    ) -> None:
-        self._run, self._command = run, command
-        self._selector, self._wake, self._arrived = selector, wake, arrived
-        self._selector.register(wake, selectors.EVENT_READ)
-        self._out = Cursor()
-        self._err = self._out if _same_file(1, 2) else Cursor()
-        self._started: dict[int, subprocess.Popen[bytes]] = {}
-        """Every rank's latest process."""
-        self._alive: dict[int, subprocess.Popen[bytes]] = {}
-        self._waiting: dict[int, float] = {}
-        """Ranks that are started again, and when."""
-        self._restarts: dict[int, int] = {}
-        """How often each was."""
-        self._code: int | None = None
-        """The exit code of a failure that ends the run: the first."""
-        self._failed: list[tuple[int, int, float]] = []
-        """Ranks that failed, their codes, and by when to know whether the run survives that."""
-        self._has_finished = False
-        """Some rank ended well."""
-        self._lost_code = 0
-        """The exit code of the last rank that the run went on without."""
-        self._steps: list[tuple[float, signal.Signals]] = []
-        """What is sent to ranks that do not end by themselves, and when."""
-        self._told: signal.Signals | None = None
-        """The signal that asked us to end."""
-        self._killed = False
-        """The ranks were killed because of it."""
-        self._unheard = False
-        """Who read our output has gone away."""
-
-    def over(self) -> int:
-        """Start all ranks, watch until the last has ended, and return the exit code of the whole."""
-        for rank in range(self._run.size):
-            self._start(rank)
-        while self._alive or self._waiting or self._failed:
-            for key, _ in self._selector.select(self._patience(*self._waiting.values(), *self._hush_times())):
-                if key.data is not None:
-                    self._relay(key.data)
-            self._tend()
-            now = time.monotonic()
-            for pipe in self._pipes():
-                if pipe.voice.show_at is not None and pipe.voice.show_at <= now:
-                    self._write(pipe.target, pipe.voice.hush())
-            for rank in [rank for rank, at in self._waiting.items() if at <= now]:
-                self._start_again(rank)
-        self._run.stop()
-        for pipe in self._pipes():
-            self._drain(pipe)
-        return self._outcome()
-
-    def _outcome(self) -> int:
-        if self._code is not None or self._has_finished:
-            return self._code or 0
-        return 128 + self._told if self._told is not None else self._lost_code
-
-    def _start(self, rank: int) -> None:
-        command, restarts = self._command, self._restarts.get(rank, 0)
-        env = {**command.env, "COVEY_RESTART": str(restarts)} if restarts else command.env
-        process = self._run.start(rank, command.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._started[rank] = self._alive[rank] = process
-        for source, target, cursor in ((process.stdout, 1, self._out), (process.stderr, 2, self._err)):
-            assert source is not None
-            os.set_blocking(source.fileno(), False)
-            voice = Voice(rank, cursor, coloured=os.isatty(target) and not os.environ.get("NO_COLOR"))
-            self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, voice))
-
-    def _start_again(self, rank: int) -> None:
-        del self._waiting[rank]
-        if self._has_finished and not self._alive and not self._waiting:
-            return  # the run is over: there is nobody to come back to
-        process = self._started[rank]
-        for pipe in self._pipes():
-            if pipe.source in (process.stdout, process.stderr):
-                self._drain(pipe)
-                with contextlib.suppress(KeyError):  # it came to its end
-                    self._selector.unregister(pipe.source)
-        self._run.clear_away(process)
-        self._start(rank)
-
-    def _pipes(self) -> list[_Pipe]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
-
-    def _hush_times(self) -> list[float]:
-        return [pipe.voice.show_at for pipe in self._pipes() if pipe.voice.show_at is not None]
-
-    def _patience(self, *times: float) -> float | None:
-        """Return how long nothing is to be done, before any of these times too; None: for ever."""
-        due = [*times, *(at for at, _ in self._steps)]
-        if self._failed:
-            due.append(time.monotonic() + SETTLE_EVERY)
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _relay(self, pipe: _Pipe) -> bool:
-        """Read once and pass it on; False at the end."""
-        data = os.read(pipe.source.fileno(), LINE_LIMIT_BYTES)
-        if data:
-            self._write(pipe.target, pipe.voice.hear(data, now=time.monotonic()))
-        else:
-            self._selector.unregister(pipe.source)
-            self._write(pipe.target, pipe.voice.end())
-        return bool(data)
-
-    def _drain(self, pipe: _Pipe) -> None:
-        """Pass on what a rank that has ended left in the pipe, even if somebody else holds the other end open."""
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(64):  # more than a pipe holds; a descendant that escaped may go on writing for ever
-                if not self._relay(pipe):
-                    return
-        self._write(pipe.target, pipe.voice.end())
-
-    def _tend(self) -> None:
-        """React to signals, to ranks that ended, and to the clock."""
-        with contextlib.suppress(BlockingIOError):
-            self._wake.recv(4096)
-        while self._arrived:
-            self._on_signal(signal.Signals(self._arrived.pop(0)))
-        ended = [(rank, code) for rank, process in self._alive.items() if (code := process.poll()) is not None]
-        # Of several that ended since we looked, one that was killed comes first: who only lost it exits by itself.
-        for rank, code in sorted(ended, key=lambda end: end[1] > 0):
-            del self._alive[rank]
-            self._on_end(rank, code)
-        self._settle()
-        while self._steps and self._steps[0][0] <= time.monotonic():
-            _, signum = self._steps.pop(0)
-            self._run.signal(signum)
-            self._killed = self._told is not None and signum is signal.SIGKILL
-
-    def _on_signal(self, signum: signal.Signals) -> None:
-        if self._told is None:
-            self._told = signum
-            if signum is not signal.SIGTERM:  # that one asks to come to a good end, and they may
-                self._code = self._code or 128 + signum
-            self._run.signal(signum)
-            self._stop_at(time.monotonic() + SIGNAL_GRACE)
-            self._note(f"passed {signum.name} on to all of them; Ctrl-C kills them")
-        elif signum is signal.SIGINT:
-            self._steps = [(time.monotonic(), signal.SIGKILL)]
-
-    def _on_end(self, rank: int, code: int) -> None:
-        if code == 0:
-            self._has_finished = True
-        elif self._told is not None:
-            self._code = self._code or 128 + self._told
-        elif self._code is None:
-            self._failed.append((rank, code, time.monotonic() + FAILURE_GRACE))
-
-    def _settle(self) -> None:
-        """Do what follows from failures, once it is known whether the run survives them."""
-        while self._failed and self._code is None:
-            rank, code, by = self._failed[0]
-            survives = self._run.survives()
-            if survives is None and self._alive and self._told is None and time.monotonic() < by:
-                return
-            del self._failed[0]
-            status = code if code > 0 else 128 - code
-            how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
-            if survives:
-                self._lost_code = status
-                what = self._after_loss(rank)
-            else:
-                self._code = status
-                if self._told is None:
-                    self._stop_at(by)
-                what = "; stopping the others" if self._alive else ""
-            self._note(f"{self._run.noun} {rank} {how}{what}")
-        self._failed.clear()
-
-    def _after_loss(self, rank: int) -> str:
-        """Start a rank again if it may be; return what happens next, in words."""
-        before, most = self._restarts.get(rank, 0), self._command.restarts
-        is_over = self._has_finished and not self._alive and not self._waiting
-        if before < most and not is_over and self._told is None:
-            self._restarts[rank] = before + 1
-            self._waiting[rank] = time.monotonic() + min(RESTART_PAUSE * 2 ** min(before, 10), RESTART_PAUSE_MOST)
-            return f"; starting it again ({before + 1} of {most})"
-        return "; the others go on" if self._alive or self._waiting else ""
-
-    def _stop_at(self, at: float) -> None:
-        self._waiting.clear()
-        self._steps = [(at, signal.SIGTERM), (at + TERM_GRACE, signal.SIGKILL)]
-
-    def _note(self, text: str) -> None:
-        self._write(2, self._err.make_room() + f"covey: {text}\n".encode())
-
-    def _write(self, target: int, data: bytes) -> None:
-        # A reader that does not read (a pager) must keep us neither from passing signals on nor, after that, from
-        # ending. PIPE_BUF bytes never block where select saw room.
-        rest = memoryview(data)
-        while rest and not self._unheard:
-            patience = 0.0 if self._killed else self._patience()  # nobody else can be shown anything either
-            if select.select([self._wake], [target], [], patience)[1]:
-                try:
-                    rest = rest[os.write(target, rest[: select.PIPE_BUF]) :]
-                except BrokenPipeError:
-                    self._unheard = True
-                    self._code = self._code or 128 + signal.SIGPIPE
-                    self._stop_at(time.monotonic())
-            elif self._killed:
-                return
-            else:
-                self._tend()
-
-
-@contextlib.contextmanager
-def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
-    """Yield a socket that can be read once a signal came; those that ask us to end are added to `arrived`."""
-
-    def note(signum: int, _: object) -> None:
-        if signum != signal.SIGCHLD:
-            arrived.append(signum)
-
-    with contextlib.ExitStack() as stack:
-        wake, ring = (stack.enter_context(end) for end in socket.socketpair())
-        wake.setblocking(False)
-        ring.setblocking(False)
-        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-            # What our parent told us to ignore (nohup, a shell's background job) stays ignored.
-            if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
-                stack.callback(signal.signal, signum, signal.signal(signum, note))
-        yield wake
-
-
-def _same_file(one: int, other: int) -> bool:
-    with contextlib.suppress(OSError):
-        return os.path.sameopenfile(one, other)
-    return False
 
 
 def signal_name(number: int) -> str:

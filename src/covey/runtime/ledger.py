@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 KEPT: Final = 64
 """Past operations that can still be compared. Ranks further apart than this did not just slip."""
@@ -91,18 +94,18 @@ class Ledger:
         mine = self.at(sequence)
         return bool(text) and mine is not None and mine.fingerprint != fingerprint
 
-    def late(self, sequence: int, ranks: range, me: int) -> tuple[int, ...]:
+    def late(self, sequence: int, ranks: Sequence[int], me: int) -> tuple[int, ...]:
         """Return the ranks that keep `sequence` waiting: those who do not even answer, else those furthest behind."""
         others = {rank: self._others.get(rank, Heard(0, 0, {})) for rank in ranks if rank != me}
         silent = tuple(rank for rank, heard in others.items() if heard.spoke_of < sequence)
         last = min((heard.entered for heard in others.values()), default=sequence)
         return silent or tuple(rank for rank, heard in others.items() if heard.entered == last < sequence)
 
-    def heard_all(self, sequence: int, ranks: range, me: int) -> bool:
+    def heard_all(self, sequence: int, ranks: Sequence[int], me: int) -> bool:
         """Tell whether every other rank has said what it called at `sequence`."""
         return all(rank == me or sequence in self._others.get(rank, Heard(0, 0, {})).calls for rank in ranks)
 
-    def story(self, sequence: int, ranks: range, me: int) -> str:
+    def story(self, sequence: int, ranks: Sequence[int], me: int) -> str:
         """Say what each rank called at `sequence`, equal ones together."""
         said: dict[str, list[int]] = {}
         for rank in ranks:

@@ -9,7 +9,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base.errors import CoveyError, DeadlineError
+from covey.base.errors import ClosedError, CoveyError, DeadlineError
 from covey.runtime.greet import RefusedError, admit, dial
 from covey.runtime.node import Node
 from covey.wire import messages
@@ -27,6 +27,10 @@ logger = logging.getLogger("covey")
 LONGEST_PAUSE: Final = 0.5
 """Seconds between knocks at a door that nobody opens."""
 REMINDER_SECONDS: Final = 30.0
+FIRST_SECONDS: Final = 60.0
+"""How long the first member may take to open its door."""
+OVER_SECONDS: Final = 3.0
+"""A run none of whose members was there for so long is over."""
 EARLY_LIMIT: Final = 4096
 """Messages about the generation that a newcomer is about to be in."""
 
@@ -53,6 +57,7 @@ class Newcomer:
             asyncio.ensure_future(self._knock(contact.socket, slot)) for slot, contact in self._seat.contacts.items()
         ]
         tasks.append(asyncio.ensure_future(self._say_what_is_waited_for()))
+        tasks.append(asyncio.ensure_future(self._notice_the_end()))
         try:
             async with asyncio.timeout(within):
                 founded = await self._founded
@@ -125,6 +130,16 @@ class Newcomer:
                 self._founded.set_result(message)
         elif len(self._early) < EARLY_LIMIT:
             self._early.append((life, message))
+
+    async def _notice_the_end(self) -> None:
+        """Give up when nobody of the run has been there for a while."""
+        seen_at = time.monotonic() + FIRST_SECONDS - OVER_SECONDS
+        while not self._founded.done():
+            if any(link.is_open for link, _, _ in self._links.values()):
+                seen_at = time.monotonic()
+            elif time.monotonic() > seen_at + OVER_SECONDS:
+                self._founded.set_exception(ClosedError("the run ended before it took this process in"))
+            await asyncio.sleep(0.1)
 
     async def _say_what_is_waited_for(self) -> None:
         began = time.monotonic()

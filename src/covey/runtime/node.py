@@ -51,6 +51,10 @@ HANG_UP_SECONDS: Final = 1.0
 """And for how long: a crowd at the door of rank 0 passes."""
 CLOSE_SECONDS: Final = 1.0
 """How long goodbyes may take."""
+KNOCK_SECONDS: Final = 0.3
+"""A newcomer is reason enough for a generation after so long: by then it should have knocked at every door."""
+PUT_OFF_SECONDS: Final = 10.0
+"""One that was not known to all when a generation was founded is reason for another after so long."""
 EARLY_LIMIT: Final = 4096
 """Messages about a generation that this node has not founded yet."""
 
@@ -66,6 +70,9 @@ class Member(Protocol):
 
     @property
     def generation(self) -> Generation | None: ...
+
+    @property
+    def survives(self) -> bool: ...
 
     def lane_arrived(self, peer: int, purpose: str) -> None: ...
 
@@ -128,6 +135,9 @@ class Newcomer(Protocol):
     def sit_down(self, peer: Peer) -> None:
         """Hand the link with it to the peer that it is now."""
 
+    def speak(self, peer: Peer) -> None:
+        """Hand over what it said before it sat down: it may have heard of its seat from another first."""
+
 
 class Node:
     """This process's place in a run of `size` ranks."""
@@ -185,6 +195,8 @@ class Node:
         self.keeper: KeeperLink | None = None
         self.lobby: dict[bytes, Newcomer] = {}
         """By life: who waits for the next generation."""
+        self._counts_from: dict[bytes, float] = {}
+        """By life: from when on somebody who waits is a reason for another generation."""
         self.is_elastic = False
         """Whether the program goes from generation to generation."""
         self.is_draining = False
@@ -448,7 +460,8 @@ class Node:
 
     def groups(self) -> list[Member]:
         """Return the groups that are open."""
-        return list(self._groups.values())
+        with self._lock:
+            return list(self._groups.values())
 
     def forget(self, group_id: int, sequence: int) -> None:
         """Close what is left of a group, of which `sequence` was the last operation; refuse new lanes for it."""
@@ -526,6 +539,7 @@ class Node:
     def found(self, founded: messages.Founded) -> Generation:
         """Begin a generation; those of its members that waited outside sit down, and are told."""
         newcomers = []
+        seated: list[tuple[Newcomer, Peer]] = []
         for member in founded.members:
             if member.seat != self.rank and member.seat not in self.peers:
                 peer = self.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
@@ -536,6 +550,7 @@ class Node:
                 if newcomer is not None:
                     newcomer.sit_down(peer)
                     newcomer.send(founded)
+                    seated.append((newcomer, peer))
         self.generation = Generation(
             self, founded, patience=self.config.patience, quorum=Quorum(self.config.quorum), min_size=self.floor,
             store=self.store,
@@ -555,6 +570,8 @@ class Node:
         self.generation.open()
         if self.on_founded is not None:
             self.on_founded(founded)
+        for newcomer, peer in seated:
+            newcomer.speak(peer)
         early, self._early = self._early, []
         for rank, message in early:
             self.heard(rank, message)
@@ -601,11 +618,21 @@ class Node:
 
     def knock(self, newcomer: Newcomer) -> None:
         """Somebody waits for the next generation."""
-        self.lobby[newcomer.card.life] = newcomer
+        life = newcomer.card.life
+        self.lobby[life] = newcomer
+        self._counts_from.setdefault(life, time.monotonic() + KNOCK_SECONDS)
 
-    def go_away(self, life: bytes) -> None:
+    def go_away(self, newcomer: Newcomer) -> None:
         """Somebody does not wait any more."""
-        self.lobby.pop(life, None)
+        life = newcomer.card.life
+        if self.lobby.get(life) is newcomer:
+            del self.lobby[life]
+            self._counts_from.pop(life, None)
+
+    def put_off(self) -> None:
+        """A generation was founded without those who wait still: not all members know of them."""
+        later = time.monotonic() + PUT_OFF_SECONDS
+        self._counts_from = dict.fromkeys(list(self.lobby), later)
 
     @property
     def next_seat(self) -> int:
@@ -618,8 +645,9 @@ class Node:
         generation = self.generation
         if not self.is_elastic or generation is None:
             return False
-        live = len(generation.view.ranks)
-        return self.is_draining or live < self.wanted_size or (bool(self.lobby) and live < self.most_size)
+        live, now = len(generation.view.ranks), time.monotonic()
+        is_awaited = live < self.most_size and any(now > since for since in list(self._counts_from.values()))
+        return self.is_draining or live < self.wanted_size or is_awaited
 
     # Losses
 
@@ -661,16 +689,16 @@ class Node:
         self._give_up(peer)
         self.lanes.part_with(seat)
 
-    def expelled(self, generation: Generation, fault: Fault) -> None:
-        """This node is in a generation no more: everything of it ends."""
-        for group in list(self._groups.values()):
-            if group.generation is generation:
+    def expelled(self, generation: Generation, fault: Fault, *, only_pacts: bool) -> None:
+        """This node is in a generation no more: what needs its views ends, or everything of it."""
+        for group in self.groups():
+            if group.generation is generation and (group.survives or not only_pacts):
                 group.end(fault)
 
     def _give_up(self, peer: Peer) -> None:
         peer.gone = True
         self.lanes.abandon(lambda key: key.peer == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
-        for group in list(self._groups.values()):
+        for group in self.groups():
             group.peer_gone(peer.rank, left=peer.left)
 
     def heard(self, rank: int, message: messages.Control) -> None:
@@ -823,7 +851,8 @@ class Node:
     def forked(self) -> None:
         """This process is a fork of the one that joined: nothing here may be used again."""
         self.is_closing = True
-        for group in list(self._groups.values()):
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        for group in self.groups():
             group.forked()
 
 
@@ -832,7 +861,8 @@ class Latecomer:
 
     def __init__(self, node: Node, link: Link, card: messages.Card) -> None:
         self._node, self.link, self._card = node, link, card
-        link.attach(lambda _: None, self._gone)
+        self._said: list[bytes] = []
+        link.attach(self._heard, lambda: node.go_away(self))
 
     @property
     def card(self) -> messages.Card:
@@ -844,8 +874,13 @@ class Latecomer:
     def sit_down(self, peer: Peer) -> None:
         self._node._linked(peer, self.link, self._card)
 
-    def _gone(self) -> None:
-        self._node.go_away(self._card.life)
+    def speak(self, peer: Peer) -> None:
+        for body in self._said:
+            self._node._heard_frame(peer, body)
+
+    def _heard(self, body: bytes) -> None:
+        if len(self._said) < EARLY_LIMIT:
+            self._said.append(body)
 
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()

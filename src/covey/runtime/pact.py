@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     Step = Run | Returned | Raised | Revoked
 
+MOST_PAUSE_SECONDS: Final = 2.0
+"""Between attempts that fail for the same reason."""
 SURPLUS_SECONDS: Final = 30.0
 """A view that is not there this long after patience should be over will not come."""
 
@@ -47,6 +49,8 @@ class Pact:
         self._kept = Kept()
         self._is_executing = False
         self._halt_number = -1
+        self._strikes, self._trouble = 0, ""
+        """How often lanes broke since something returned, and how."""
         self._step: Step | None = None
         """What a view said about the operation in progress."""
         self._reason: Fault | None = None
@@ -60,6 +64,11 @@ class Pact:
         engine = self._owner()
         assert engine is not None
         return engine
+
+    @property
+    def attempt(self) -> int:
+        """The number of the view in which operations are tried."""
+        return self._commit.attempt
 
     @property
     def is_pending(self) -> bool:
@@ -95,10 +104,13 @@ class Pact:
                 if step is None:
                     step = self._await_view()
                 if type(step) is Run:
+                    if self._strikes:
+                        self._engine.check_deadline(self._trouble)
                     self._kept.restore()
                     step, result = self._attempt(step, body)
                 elif type(step) is Returned:
                     self._kept.forget()
+                    self._strikes = 0
                     self._engine.returned(tuple(map(self._ranks_of.index, step.contributors)))
                     if isinstance(result, DisagreedError):
                         self._engine.end(Fault("MismatchError", str(result)))
@@ -107,7 +119,7 @@ class Pact:
                 elif type(step) is Raised:
                     raise self._engine.root_lost(root)
                 elif step is not None:
-                    self._engine.end(self._reason or Fault("ClosedError", f"group {self._engine.name!r} was revoked"))
+                    self._engine.end(self._revocation(self._engine))
                     self._engine.check()
         except BaseException:
             self._kept.restore()
@@ -162,9 +174,14 @@ class Pact:
             number, self._halt_number = self._halt_number, -1
             control.soon(self._generation.halted, self.group, number, self._commit.freeze())
 
-    def disturbed(self, circle: Circle) -> None:
-        """A lane of an attempt broke, which may be nobody's death: ask for a view, and wait for it."""
-        control.soon(self._generation.disturbed, circle.attempt)
+    def disturbed(self, circle: Circle, trouble: str) -> None:
+        """A lane of an attempt broke, which may be nobody's death: ask for a view, and wait for it.
+
+        If that happens again and again, every view is asked for a little later.
+        """
+        self._strikes, self._trouble = self._strikes + 1, trouble
+        pause = 0.0 if self._strikes == 1 else min(MOST_PAUSE_SECONDS, 0.01 * 2 ** min(self._strikes, 20))
+        control.soon(self._generation.disturbed, circle.attempt, pause)
         raise HaltedError
 
     def give_up(self, fault: Fault) -> None:
@@ -208,7 +225,13 @@ class Pact:
             if self._commit.gives_up and not self._commit.is_revoked:
                 control.soon(self._generation.disturbed, view.number)  # the wish came too late for this view
             self._changed.notify_all()
+            is_over = self._commit.is_revoked and self._step is None
         self._node.lanes.retire(self.group, view.number)
+        if is_over:  # messages end, too
+            engine.end(self._revocation(engine))
+
+    def _revocation(self, engine: Engine) -> Fault:
+        return self._reason or Fault("ClosedError", f"group {engine.name!r} was revoked")
 
     def wake(self) -> None:
         """The group has failed: let whoever waits see it."""

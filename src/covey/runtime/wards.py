@@ -93,7 +93,12 @@ class Wards:
 
     def look_again_in(self, now: float) -> float:
         """Return the seconds until the next look."""
-        is_close = any(now < ward.closely_until and not _has_exited(ward) for ward in self._wards.values())
+        # One that is stopped and continued all the time must be seen to run in between.
+        is_close = any(
+            (now < ward.closely_until and not _has_exited(ward))
+            or (ward.state is Vouch.STOPPED and not ward.is_lost(now))
+            for ward in self._wards.values()
+        )
         return LOOK_CLOSELY_EVERY if is_close else LOOK_EVERY
 
     def vouch(self) -> messages.Vouch:

@@ -222,7 +222,7 @@ def kill_in_the_middle(pid: int, descriptor: int, timeout: float = DEADLINE) -> 
             os.kill(pid, signal.SIGCONT)
 
 
-def break_connections(pid: int, kind: str, most: int = 1) -> int:
+def break_connections(pid: int, most: int = 1) -> int:
     """Shut `most` established connections of a process down, as a network would; return how many there were."""
     inodes = set()
     for table in ("tcp", "tcp6"):

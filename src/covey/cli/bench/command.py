@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +31,9 @@ TABLE_WIDTH = 104
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def bench(
+    ctx: typer.Context,
     op: Annotated[str, typer.Option(help="Operations, separated by commas, or [bold]all[/].")] = "all_reduce",
     sizes: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.", show_default=SIZES)] = "",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2",
@@ -46,6 +47,8 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Draw latency and bandwidth here, as SVG.", dir_okay=False)] = None,
 ) -> None:
     """Measure the collectives on this machine, alone or side by side with gloo and Open MPI."""
+    if ctx.invoked_subcommand is not None:
+        return
     sweep = Sweep(
         operations=parse_operations(op),
         sizes=parse_sizes(sizes or (QUICK_SIZES if quick else SIZES)),
@@ -73,6 +76,44 @@ def bench(
     for path in (json_file, plot):
         if path is not None:
             console.print(f"wrote {path}", highlight=False)
+
+
+@app.command()
+def recovery(
+    ranks: Annotated[int, typer.Option("-n", metavar="N", help="Ranks.")] = 3,
+    kills: Annotated[int, typer.Option(help="Ranks that are killed, one after another.")] = 20,
+    lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "shm",
+    size: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.")] = "64M",
+    seed: Annotated[int, typer.Option(help="Decides whom, and when in the operation.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")] = False,
+) -> None:
+    """Kill ranks in the middle of all_reduce, again and again: how soon do the others have the exact result?"""
+    from covey.cli.bench import recovery as drills
+
+    (nbytes,) = sizes if len(sizes := parse_sizes(size)) == 1 else (0,)
+    if not nbytes:
+        raise ConfigError(f"--size takes one size, not {size!r}")
+    drill = drills.Drill(size=ranks, kills=kills, lanes=lanes, nbytes=nbytes, seed=seed)
+    console, facts, found = Console(stderr=as_json), machine_facts(), list[drills.Kill]()
+    spinner = console.status("starting", spinner="dots") if console.is_terminal else nullcontext()
+    with cleaning_up_on(signal.SIGTERM, signal.SIGHUP), spinner as status, closing(drills.measure(drill)) as results:
+        for kill in results:
+            found.append(kill)
+            text = f"kill {len(found)} of {kills}: rank {kill.victim}, {kill.total_ms:.1f} ms"
+            if status is not None:
+                status.update(text)
+            elif not as_json:
+                console.print(text, highlight=False)
+    if as_json:
+        print(json.dumps(drills.as_json(drill, found, facts)))
+    else:
+        console.print(drills.headline(drill, found), highlight=False)
+        console.print(drills.table(found))
+        console.print(*drills.histogram([kill.total_ms for kill in found]), sep="\n", highlight=False)
+    wrong = sum(not kill.is_right for kill in found)
+    if wrong:
+        typer.echo(f"{wrong} of {kills} results were wrong", err=True)
+        raise typer.Exit(1)
 
 
 def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[str, str]]:

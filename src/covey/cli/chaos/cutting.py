@@ -54,10 +54,9 @@ def _obstacle() -> str:
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return "only Linux lends the sockets of one process to another"
     # A child of the same user is what we will ask about; we are as close to ourselves as to it, but for Yama.
-    with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/yama/ptrace_scope") as file:
-            if int(file.read()) > 1 and os.geteuid() != 0:
-                return "kernel.yama.ptrace_scope forbids it"
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/yama/ptrace_scope") as file:
+        if int(file.read()) > (2 if os.geteuid() == 0 else 1):
+            return "kernel.yama.ptrace_scope forbids it"
     ends = socket.socketpair()
     try:
         handle = os.pidfd_open(os.getpid())

@@ -1,7 +1,7 @@
 """What is done to a job, and when: a plan drawn from a seed before the job begins. Pure.
 
-The plan follows a model of the job, so that it asks for what makes sense: nobody is killed twice in a row without coming
-back, and enough members are left to carry the job on. Whoever carries it out checks that against what really is.
+The plan follows a model of the job, so that it asks for what makes sense: nobody is killed twice without coming back in
+between, and enough members are left to carry the job on. Whoever carries it out checks that against what really is.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ SLOW_PULSE: Final = (0.02, 0.05)
 """Seconds of each stop, and between two of them."""
 EXTRA: Final = 2
 """Most processes that join beyond those that the job began with."""
+BARREN: Final = 20
+"""Times in a row that nothing can be done before the plan ends: only one is left, say, and nobody joins."""
 RETURN_SECONDS: Final = 1.5
 """About how long a process that is started again takes to be a member."""
 
@@ -93,7 +95,9 @@ class Chaos:
         if self.size < 2:
             raise ConfigError(f"chaos needs at least 2 processes, so that one is left; got -n {self.size}")
         if not 1 <= self.min_alive < self.size:
-            raise ConfigError(f"--min-alive {self.min_alive} must be at least 1 and less than the {self.size} processes")
+            raise ConfigError(
+                f"--min-alive {self.min_alive} must be at least 1 and less than the {self.size} processes"
+            )
         if not self.every > 0:
             raise ConfigError(f"--every {self.every:g} must be a number of seconds above 0")
 
@@ -132,22 +136,26 @@ class _Planner:
         chaos, faults = self._chaos, list[Fault]()
         bag: list[str] = []
         barren = 0
-        while len(faults) < chaos.count and barren < 100:
+        while len(faults) < chaos.count and barren < BARREN:
             self._now += chaos.every * self._random.uniform(0.5, 1.5)
             if chaos.duration is not None and self._now > chaos.duration:
                 break
-            if not bag:  # every kind has its turn
-                bag = self._random.sample(chaos.kinds, len(chaos.kinds))
-            for kind in list(bag):
-                fault = self._draw[kind](len(faults))
-                if fault is not None:
-                    bag.remove(kind)
-                    faults.append(fault)
-                    break
-            else:
-                bag.clear()
-            barren = 0 if bag or faults and faults[-1].at == self._now else barren + 1
+            fault = self._next(len(faults), bag)
+            if fault is None:  # every kind has its turn, and those that could not be done keep theirs
+                bag += self._random.sample(chaos.kinds, len(chaos.kinds))
+                fault = self._next(len(faults), bag)
+            if fault is not None:
+                faults.append(fault)
+            barren = 0 if fault is not None else barren + 1
         return faults
+
+    def _next(self, number: int, bag: list[str]) -> Fault | None:
+        """Draw the first that can be done of the kinds that are due, if any can."""
+        for kind in list(dict.fromkeys(bag)):
+            if (fault := self._draw[kind](number)) is not None:
+                bag.remove(kind)
+                return fault
+        return None
 
     def _running(self) -> list[int]:
         return sorted(rank for rank, at in self._back_at.items() if at <= self._now)

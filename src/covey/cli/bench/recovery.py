@@ -1,0 +1,283 @@
+"""`covey bench recovery`: kills one rank after another in the middle of a sum; how soon do the others have the result?
+
+From the moment of the kill until the same operation has returned on every survivor, all by one clock. How long each phase took is told by the job's own events. Every result is checked bit for bit, and the victim is brought back
+before the next kill.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.table import Table
+
+from covey.base.errors import ConfigError, DeadlineError, RankFailedError
+from covey.cli.bench.recovery_worker import PERIOD, SCALES, Begins, Returns, decode
+from covey.cli.bench.sweep import LANES, MAX_RANKS, format_bytes
+from covey.cli.chaos.crew import Crew
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from covey.cli.chaos.crew import Told, Worker
+
+PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo")
+PATIENCE_SECONDS: Final = 60.0
+"""How long anything that is waited for may take."""
+WARM_UP: Final = 3
+"""Operations that all ranks return together before one is killed."""
+ONE_THREAD: Final = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+LAST_WORDS_BYTES: Final = 4000
+HISTOGRAM_ROWS: Final = 8
+HISTOGRAM_WIDTH: Final = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """What is measured; checked when built."""
+
+    size: int = 3
+    kills: int = 20
+    lanes: str = "shm"
+    nbytes: int = 64 << 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.size <= MAX_RANKS:
+            raise ConfigError(f"-n must be from 2 to {MAX_RANKS}, not {self.size}")
+        if self.lanes not in LANES:
+            raise ConfigError(f"unknown lane {self.lanes!r}; choose from {', '.join(LANES)}")
+        if self.kills < 1:
+            raise ConfigError(f"at least one kill is needed, not {self.kills}")
+        assert SCALES * PERIOD * MAX_RANKS * (MAX_RANKS + 1) // 2 < 1 << 24
+
+    @property
+    def elements(self) -> int:
+        return max(1, self.nbytes // 4)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill and the recovery from it."""
+
+    victim: int
+    survivors: int
+    in_operation: bool
+    """Whether all survivors were in the operation that they finished without the victim when it was killed; or else
+    the victim had given its part to the one before, and was missed in the next."""
+    total_ms: float
+    """From the kill until that operation had returned on all survivors."""
+    phases_ms: dict[str, float]
+    """How long each phase took on the survivor that was ready last, by its own account."""
+    is_right: bool
+    """All survivors have the exact sum of the contributors that they report, and report the same."""
+
+
+def measure(drill: Drill) -> Generator[Kill, None, None]:
+    """Yield a recovery for every kill. Close the generator to end the ranks early.
+
+    Raises:
+        RankFailedError: a rank ended that nobody killed; the message ends with its last words.
+        DeadlineError: what was waited for did not happen.
+    """
+    ear = _Ear()
+    argv = [sys.executable, "-m", "covey.cli.bench.recovery_worker", f"--elements={drill.elements}"]
+    env = {**ONE_THREAD, "COVEY_LANES": drill.lanes}
+    draw = random.Random(f"covey bench recovery {drill.seed}")
+    with Crew(drill.size, argv, ear, env=env) as crew:
+        try:
+            crew.start_all()
+            scene = _Scene(crew, ear)
+            for _ in range(drill.kills):
+                victim, moment = draw.randrange(drill.size), draw.uniform(0.1, 0.9)
+                yield scene.kill(victim, moment)
+                crew.start(victim)
+        finally:
+            crew.run.signal(signal.SIGKILL)  # nothing of theirs is worth an orderly end
+
+
+class _Ear:
+    """Understands what the workers say."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, Begins] = {}
+        """By process: the latest."""
+        self.returned: dict[int, list[Returns]] = {}
+        self.last_words: dict[int, bytes] = {}
+        self._lines: dict[int, bytes] = {}
+
+    def heard(self, worker: Worker, target: int, data: bytes) -> None:
+        pid = worker.pid
+        if target == 2:
+            self.last_words[pid] = (self.last_words.get(pid, b"") + data)[-LAST_WORDS_BYTES:]
+            return
+        *lines, self._lines[pid] = (self._lines.get(pid, b"") + data).split(b"\n")
+        for report in map(decode, lines):
+            if isinstance(report, Begins):
+                self.begun[pid] = report
+            else:
+                self.returned.setdefault(pid, []).append(report)
+                del self.returned[pid][:-100]
+
+    def tick(self) -> float | None:
+        return None
+
+
+@dataclass
+class _Scene:
+    """The ranks at work, and who breaks in."""
+
+    crew: Crew
+    ear: _Ear
+    told: list[Told] = field(default_factory=list)
+
+    def kill(self, victim: int, moment: float) -> Kill:
+        """Kill a rank when so much of an operation should be done, and see the others through."""
+        self._await("all ranks work together", self._is_steady)
+        workers = self.crew.running()
+        target = self.crew.workers[victim]
+        pids = [worker.pid for worker in workers]
+        length = statistics.median(self._lengths(target.pid))
+        steps = [self.ear.begun[pid].step for pid in pids]
+        self._await("the next operation begins", lambda: min(self.ear.begun[pid].step for pid in pids) > max(steps))
+        begun = {pid: self.ear.begun[pid] for pid in pids}
+        time.sleep(max(0.0, max(each.at for each in begun.values()) + moment * length - time.monotonic()))
+        self.told.clear()
+        self.crew.signal(target, signal.SIGKILL)
+        killed_at, wall = time.monotonic(), time.time()
+        rank, generation = begun[target.pid].rank, begun[target.pid].generation
+        survivors = [pid for pid in pids if pid != target.pid]
+        found: dict[int, Returns] = {}
+
+        def is_over() -> bool:
+            for pid in survivors:
+                without = (
+                    each
+                    for each in self.ear.returned.get(pid, ())
+                    if each.generation == generation and rank not in each.contributors
+                )
+                if pid not in found and (first := next(without, None)) is not None:
+                    found[pid] = first
+            return len(found) == len(survivors) and len({event.pid for event in self._views()}) == len(survivors)
+
+        self._await("the survivors go on", is_over, may_end=target)
+        results = list(found.values())
+        return Kill(
+            victim,
+            len(survivors),
+            all(begun[pid].step == found[pid].step for pid in survivors),
+            1e3 * (max(result.at for result in results) - killed_at),
+            self._phases(wall),
+            all(result.is_right for result in results) and len({(r.step, r.contributors) for r in results}) == 1,
+        )
+
+    def _views(self) -> list[Told]:
+        return [event for event in self.told if event.kind == "lost"]
+
+    def _phases(self, killed: float) -> dict[str, float]:
+        """Return how long each phase took on the rank that was ready last."""
+        slowest = max(self._views(), key=lambda event: event.ended)
+        ends = {"detect": slowest.began} | {
+            name: slowest.began + slowest.phases[name] / 1e3 for name in PHASES[1:] if name in slowest.phases
+        }
+        found, before = {}, killed
+        for name, end in ends.items():
+            found[name] = round(1e3 * (end - before), 3)
+            before = end
+        return found
+
+    def _is_steady(self) -> bool:
+        running = self.crew.running()
+        if len(running) < self.crew.size or any(worker.pid not in self.ear.begun for worker in running):
+            return False
+        begun = [self.ear.begun[worker.pid] for worker in running]
+        if len({each.generation for each in begun}) > 1 or begun[0].size < self.crew.size:
+            return False
+        return all(len(self._lengths(worker.pid)) >= WARM_UP for worker in running)
+
+    def _lengths(self, pid: int) -> list[float]:
+        """Return how long a round of the present generation took, as far as several were seen."""
+        generation = self.ear.begun[pid].generation
+        times = [each.at for each in self.ear.returned.get(pid, ()) if each.generation == generation]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+    def _await(self, what: str, is_so: Callable[[], bool], may_end: Worker | None = None) -> None:
+        give_up_at = time.monotonic() + PATIENCE_SECONDS
+        while not is_so():
+            turn = self.crew.turn(give_up_at)
+            self.told += [event for _, event in turn.told]
+            for worker in turn.ended:
+                if worker is not may_end:
+                    words = self.ear.last_words.get(worker.pid, b"").decode(errors="replace").strip()
+                    raise RankFailedError(
+                        f"rank {worker.rank} {worker.end}" + (f"; its last words:\n{words}" if words else ""),
+                        rank=worker.rank,
+                        exit_code=worker.code,
+                    )
+            if time.monotonic() > give_up_at:
+                raise DeadlineError(f"waited {PATIENCE_SECONDS:.0f} s in vain until {what}")
+
+
+def summary(kills: Sequence[Kill]) -> dict[str, dict[str, float]]:
+    """Return the median, the 95th percentile and the most of the whole and of each phase, in milliseconds."""
+    rows = {"total": [kill.total_ms for kill in kills]}
+    rows |= {name: [kill.phases_ms[name] for kill in kills if name in kill.phases_ms] for name in PHASES}
+    return {
+        name: {
+            "p50": round(statistics.median(values), 3),
+            "p95": round(sorted(values)[max(0, -(-95 * len(values) // 100) - 1)], 3),
+            "max": round(max(values), 3),
+        }
+        for name, values in rows.items()
+        if values
+    }
+
+
+def as_json(drill: Drill, kills: Sequence[Kill], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return everything, for machines."""
+    return {
+        "machine": facts,
+        "drill": asdict(drill),
+        "kills": [asdict(kill) for kill in kills],
+        "summary_ms": summary(kills),
+        "all_right": all(kill.is_right for kill in kills),
+    }
+
+
+def headline(drill: Drill, kills: Sequence[Kill]) -> str:
+    """Say in one line what was measured."""
+    inside = sum(kill.in_operation for kill in kills)
+    size = format_bytes(drill.nbytes)
+    return f"all_reduce of {size}, {drill.size} ranks, {drill.lanes}: {len(kills)} kills, {inside} in mid-operation"
+
+
+def table(kills: Sequence[Kill]) -> Table:
+    """Return the distribution as a table."""
+    found = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("ms", "p50", "p95", "max"):
+        found.add_column(column, justify="left" if column == "ms" else "right")
+    for name, row in summary(kills).items():
+        found.add_row(
+            name, *(f"{row[column]:.1f}" for column in ("p50", "p95", "max")), style="bold" * (name == "total")
+        )
+    return found
+
+
+def histogram(values: Sequence[float]) -> list[str]:
+    """Draw how often the values fall into equal ranges, a line each."""
+    low, high = min(values), max(values)
+    width = (high - low) / HISTOGRAM_ROWS or 1.0
+    counts = [0] * HISTOGRAM_ROWS
+    for value in values:
+        counts[min(HISTOGRAM_ROWS - 1, int((value - low) / width))] += 1
+    tallest = max(counts)
+    return [
+        f"{low + row * width:8.1f} ms  {'#' * -(-count * HISTOGRAM_WIDTH // tallest)}{f' {count}' if count else ''}"
+        for row, count in enumerate(counts)
+    ]

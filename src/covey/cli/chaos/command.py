@@ -1,0 +1,120 @@
+"""The `covey chaos` command: options in, a job with faults, a report out."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+from covey.base.errors import ConfigError
+from covey.cli.chaos.crew import Crew
+from covey.cli.chaos.cutting import require_cutting
+from covey.cli.chaos.faults import KINDS, Chaos, plan
+from covey.cli.chaos.relay import Relay
+from covey.cli.chaos.report import as_json as to_json
+from covey.cli.chaos.report import view
+from covey.cli.chaos.trial import Trial
+from covey.cli.run import Lanes, OnLoss, command_line
+
+PLAIN_WIDTH: Final = 140
+"""Columns where there is no terminal to ask."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def chaos(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="A script or program; after --.")],
+    processes: Annotated[int, typer.Option("-n", metavar="N", help="Processes that the job begins with.")] = 3,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same faults in the same order.", show_default="a new one")
+    ] = None,
+    faults: Annotated[
+        str | None, typer.Option(metavar="A,B", help=f"Of {', '.join(KINDS)}.", show_default="all that work here")
+    ] = None,
+    every: Annotated[float, typer.Option(metavar="S", help="Seconds between faults, on average.")] = 2.0,
+    count: Annotated[int, typer.Option(min=0, help="Faults at most.")] = 10,
+    duration: Annotated[
+        float | None, typer.Option(metavar="S", help="None later than this; the job then ends in peace.")
+    ] = None,
+    restarts: Annotated[int, typer.Option(min=0, metavar="N", help="Start a process that fails again, so often.")] = 0,
+    min_alive: Annotated[int, typer.Option(metavar="N", help="Leave so many members alone at any time.")] = 1,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Give the job up after this.", show_default="never")
+    ] = None,
+    lanes: Annotated[Lanes | None, typer.Option(help="Carry all bytes between ranks this way.")] = None,
+    on_loss: Annotated[
+        OnLoss | None, typer.Option(help="What the job does about losses.", show_default="what it says")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object at the end; what the job prints goes to stderr.")
+    ] = False,
+) -> None:
+    """Run a job on this machine, do to it what happens to jobs, and tell what survived.
+
+    Processes are killed, stopped, slowed down, asked to leave, cut off from each other, and join, at moments that a
+    seed decides. Moments count from when the job has formed its group.
+
+    Exits with 0 if the job ends with 0: somebody finished it, and nobody failed to whom nothing was done.
+    """
+    chosen = Chaos(
+        size=processes,
+        seed=random.SystemRandom().randrange(1 << 32) if seed is None else seed,
+        kinds=_kinds(faults),
+        every=every,
+        count=count,
+        duration=duration,
+        restarts=restarts,
+        min_alive=min_alive,
+    )
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"--timeout {timeout:g} must be a number of seconds above 0")
+    argv = command_line(command[0], command[1:], module=False)
+    settings = {"COVEY_LANES": lanes, "COVEY_ON_LOSS": on_loss}
+    env = {name: value.value for name, value in settings.items() if value is not None}
+    relay = Relay(only_stderr=as_json)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
+            signal.signal(signum, _interrupt)
+    code = None
+    with Crew(processes, argv, relay, env=env, slots=chosen.most) as crew:
+        trial = Trial(crew, chosen, plan(chosen), relay.say, timeout)
+        try:
+            trial.run()
+        except KeyboardInterrupt as interrupt:
+            code = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+            relay.say("stopped")
+    story = trial.story
+    if as_json:
+        print(json.dumps(to_json(chosen, story)))
+    else:
+        console = Console(highlight=False)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = PLAIN_WIDTH
+        console.print()
+        console.print(view(chosen, story))
+    raise typer.Exit(story.code if code is None else code)
+
+
+def _kinds(text: str | None) -> tuple[str, ...]:
+    """Return the kinds of faults that were asked for, or all that can be done here."""
+    if text is None:
+        try:
+            require_cutting()
+        except ConfigError:
+            return tuple(kind for kind in KINDS if kind != "cut")
+        return tuple(KINDS)
+    kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if "cut" in kinds:
+        require_cutting()
+    return kinds
+
+
+def _interrupt(signum: int, _: object) -> None:
+    """End as Ctrl-C does, so that the processes go, too."""
+    raise KeyboardInterrupt(signum)

@@ -1,0 +1,54 @@
+"""What the processes of a job print, on its way to the terminal, and what we say in between."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from covey.runtime.voices import Cursor, Voice
+
+if TYPE_CHECKING:
+    from covey.cli.chaos.crew import Worker
+
+
+class Relay:
+    """Passes output on as `covey run` does: whole lines, with the rank in front."""
+
+    def __init__(self, *, only_stderr: bool) -> None:
+        """With `only_stderr`, standard output is kept for other things."""
+        self._targets = {1: 2 if only_stderr else 1, 2: 2}
+        one_place = only_stderr or os.path.sameopenfile(1, 2)
+        err = Cursor()
+        self._cursors = {1: err if one_place else Cursor(), 2: err}
+        self._voices: dict[tuple[int, int], tuple[int, Voice]] = {}
+        """By process and stream."""
+
+    def heard(self, worker: Worker, target: int, data: bytes) -> None:
+        key = worker.pid, target
+        if key not in self._voices:
+            shown = self._targets[target]
+            coloured = os.isatty(shown) and not os.environ.get("NO_COLOR")
+            self._voices[key] = shown, Voice(worker.rank, self._cursors[target], coloured=coloured)
+        shown, voice = self._voices[key]
+        if data:
+            _write(shown, voice.hear(data, now=time.monotonic()))
+        else:
+            _write(shown, voice.end())
+            del self._voices[key]
+
+    def tick(self) -> float | None:
+        now = time.monotonic()
+        for shown, voice in self._voices.values():
+            if voice.show_at is not None and voice.show_at <= now:
+                _write(shown, voice.hush())
+        return min((voice.show_at for _, voice in self._voices.values() if voice.show_at is not None), default=None)
+
+    def say(self, text: str) -> None:
+        """Say something ourselves, on standard error."""
+        _write(2, self._cursors[2].make_room() + f"covey: {text}\n".encode())
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(target, data) :]

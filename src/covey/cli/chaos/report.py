@@ -1,0 +1,201 @@
+"""What became of each fault, for people and for machines.
+
+The job tells by its own events: a view without somebody, a view of the same members, a newcomer's first generation.
+They say when operations went on, not which fault they are about; they are given to faults in the order of both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from covey.cli.chaos.crew import Told
+    from covey.cli.chaos.faults import Chaos
+    from covey.cli.chaos.trial import Ending, Injected, Story
+
+SLACK: Final = 0.05
+"""Seconds by which a sign may seem to come before its cause: a fault's time is taken before it is done."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One view that the members agreed on in the middle of a generation, as all of them told of it."""
+
+    kind: str
+    generation: int
+    view: int
+    lost: int
+    """How many it is without."""
+    began: float
+    """When the first of them saw a sign, in seconds since 1970."""
+    ended: float
+    """When the last of them went on."""
+    pids: tuple[int, ...]
+
+
+@dataclass
+class Outcome:
+    """What became of one fault."""
+
+    injected: Injected
+    text: str = ""
+    view: str = ""
+    """The kind of view that should follow from it, if any should."""
+    recovered_ms: float | None = None
+    """From the fault to the moment when the last of the others, or the newcomer, was at work."""
+    is_bad: bool = False
+    """It should have become something else."""
+
+
+def recoveries(told: Sequence[Told]) -> list[Recovery]:
+    """Put together what the members told of each view, in the order of time."""
+    views: dict[tuple[int, int], list[Told]] = {}
+    newest: dict[int, int] = {}
+    for event in told:
+        newest[event.pid] = max(event.generation, newest.get(event.pid, 0))
+        # Members hear of losses in the generation before, too, if somebody may still be in it.
+        if event.kind in ("lost", "left", "view") and event.generation == newest[event.pid]:
+            views.setdefault((event.generation, event.view), []).append(event)
+    found = [
+        Recovery(
+            next((event.kind for event in events if event.kind != "view"), "view"),
+            generation,
+            view,
+            max(len(event.ranks) for event in events),
+            min(event.began for event in events),
+            max(event.ended for event in events),
+            tuple(sorted(event.pid for event in events)),
+        )
+        for (generation, view), events in views.items()
+    ]
+    return sorted(found, key=lambda recovery: recovery.ended)
+
+
+def outcomes(story: Story) -> tuple[list[Outcome], list[Recovery]]:
+    """Return what became of every fault, and the losses that none of them explains."""
+    found = [Outcome(injected) for injected in story.injected]
+    endings = {ending.worker.pid: ending for ending in story.endings}
+    for outcome in found:
+        _by_itself(outcome, endings, story.told)
+    unexplained = []
+    for recovery in recoveries(story.told):
+        wanted = [
+            outcome
+            for outcome in found
+            if outcome.recovered_ms is None
+            and outcome.injected.was_done
+            and outcome.injected.at <= recovery.ended + SLACK
+            and outcome.view == recovery.kind
+        ]
+        for outcome in wanted[: max(1, recovery.lost)]:
+            outcome.recovered_ms = max(0.0, 1e3 * (recovery.ended - outcome.injected.at))
+            who = "all" if recovery.kind == "view" else "the others"
+            if not outcome.text or recovery.kind == "view":
+                outcome.text = f"{who} went on after {outcome.recovered_ms:.0f} ms"
+        if recovery.kind == "lost" and recovery.lost > len(wanted):
+            unexplained.append(recovery)
+    for outcome in found:
+        outcome.text = outcome.text or "no recovery was told of"
+    return found, unexplained
+
+
+def _by_itself(outcome: Outcome, endings: dict[int, Ending], told: Sequence[Told]) -> None:
+    """Say what can be said from what the process itself did."""
+    injected, fault = outcome.injected, outcome.injected.fault
+    if injected.worker is None:
+        outcome.text = f"not done: {injected.note}"
+        return
+    pid = injected.worker.pid
+    ending = endings.get(pid)
+    if fault.kind == "join":
+        came = [event.time for event in told if event.pid == pid and event.kind in ("generation", "joined")]
+        outcome.text = "the job was over before it was let in"
+        if came:
+            outcome.recovered_ms = 1e3 * (came[0] - injected.at)
+            outcome.text = f"a member after {outcome.recovered_ms:.0f} ms"
+        elif ending is not None and ending.how == "failed":
+            outcome.text, outcome.is_bad = f"it {injected.worker.end}", True
+    elif fault.kind == "leave":
+        if ending is None:
+            outcome.text, outcome.is_bad = "it has not left", True
+        elif ending.worker.code == 0:
+            outcome.text = f"left in good order after {1e3 * (ending.at - injected.at):.0f} ms"
+        else:
+            outcome.text, outcome.view = f"it {ending.worker.end} instead of leaving in good order", "lost"
+        outcome.view = outcome.view or "left"
+    elif fault.is_loss:
+        outcome.view = "lost"
+    elif ending is not None and ending.how == "failed":
+        outcome.text, outcome.is_bad = f"it {ending.worker.end}", True
+    else:
+        outcome.text, outcome.view = "nobody was lost", "view" if fault.kind == "cut" else ""
+
+
+def as_json(chaos: Chaos, story: Story) -> dict[str, Any]:
+    """Return everything, for machines."""
+    found, unexplained = outcomes(story)
+    return {
+        "chaos": asdict(chaos),
+        "code": story.code,
+        "survives": story.survives,
+        "seconds": round(story.ended - (story.began or story.ended), 3),
+        "faults": [
+            {
+                **asdict(outcome.injected.fault),
+                "done": outcome.injected.was_done,
+                "done_at": round(outcome.injected.at - story.began, 3),
+                "pid": outcome.injected.worker.pid if outcome.injected.worker is not None else None,
+                "outcome": outcome.text,
+                "recovered_ms": None if outcome.recovered_ms is None else round(outcome.recovered_ms, 1),
+                "bad": outcome.is_bad,
+            }
+            for outcome in found
+        ],
+        "processes": [
+            {"rank": e.worker.rank, "pid": e.worker.pid, "how": e.how, "code": e.worker.code} for e in story.endings
+        ],
+        "recoveries": [asdict(recovery) for recovery in recoveries(story.told)],
+        "unexplained_losses": len(unexplained),
+    }
+
+
+def view(chaos: Chaos, story: Story) -> RenderableType:
+    """Return the report for people."""
+    found, unexplained = outcomes(story)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in ("at", "fault", "pid", "what became of it"):
+        table.add_column(title, justify="right" if title in ("at", "pid") else "left")
+    for outcome in found:
+        injected = outcome.injected
+        pid = str(injected.worker.pid) if injected.worker is not None else ""
+        style = "red" if outcome.is_bad else "yellow" if not injected.was_done else ""
+        table.add_row(f"{injected.at - story.began:.2f} s", str(injected.fault), pid, Text(outcome.text, style))
+    done = [outcome for outcome in found if outcome.injected.was_done]
+    kinds = Counter(outcome.injected.fault.kind for outcome in done)
+    by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
+    lines = [f"faults: {by_kind}; seed {chaos.seed}"]
+    if not story.began:
+        lines.append("the job never joined a group, so nothing was done to it")
+    elif len(found) < chaos.count and chaos.duration is None:
+        lines.append(f"the job was over before {chaos.count - len(found)} more")
+    if unexplained:
+        lines.append(f"{sum(recovery.lost for recovery in unexplained)} members were lost to none of these faults")
+    if not story.survives and done:
+        lines.append('the job does not survive losses: join with on_loss="continue", or use covey.generations')
+    ends = Counter(ending.how for ending in story.endings)
+    lines.append("processes: " + (", ".join(f"{count} {how}" for how, count in ends.items()) or "all were stopped"))
+    for ending in story.endings:
+        if ending.how == "failed":
+            lines.append(f"rank {ending.worker.rank} (pid {ending.worker.pid}) {ending.worker.end}")
+    verdict = "did not end in time" if story.is_out_of_time else f"ended with exit code {story.code}"
+    return Group(table, "", *lines, Text(f"the job {verdict}", "green" if story.code == 0 else "red"))

@@ -1,0 +1,302 @@
+"""One job under chaos, from its first process to its last: faults are done at their times, what happens is noted."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from covey.cli.chaos.cutting import cut
+from covey.runtime.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.cli.chaos.crew import Crew, Told, Worker
+    from covey.cli.chaos.faults import Chaos, Fault
+
+HOLD_SECONDS: Final = 30.0
+"""How long a fault waits for the process that it is meant for, and for enough others, to be members."""
+STRAY_SECONDS: Final = 1.0
+"""How long processes that wait for a place have after the last member has ended."""
+OUT_OF_TIME: Final = 124
+"""The exit code of a job that did not end in time, as of timeout(1)."""
+
+
+@dataclass
+class Injected:
+    """A fault, and when and to whom it was done."""
+
+    fault: Fault
+    at: float
+    """In seconds since 1970."""
+    worker: Worker | None = None
+    note: str = ""
+    """What came of it at once; if nobody was touched, why."""
+
+    @property
+    def was_done(self) -> bool:
+        return self.worker is not None
+
+
+@dataclass
+class Ending:
+    """How a process ended."""
+
+    worker: Worker
+    at: float
+    """In seconds since 1970."""
+    how: str
+    """`finished`, `left`, `lost` to a fault, `failed`, or `stray`: it waited for a place when the job was over."""
+
+
+@dataclass
+class Story:
+    """All that happened."""
+
+    began: float = 0.0
+    """When the work began, in seconds since 1970; 0: it never did."""
+    injected: list[Injected] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
+    forgiven: set[int] = field(default_factory=set)
+    """Processes that failed and were started again."""
+    survives: bool = False
+    """Whether the job said that it goes on without those that it loses."""
+    is_out_of_time: bool = False
+    ended: float = 0.0
+
+    @property
+    def code(self) -> int:
+        """The exit code of the job: 0 if somebody finished and nobody failed to whom nothing was done."""
+        if self.is_out_of_time:
+            return OUT_OF_TIME
+        failed = [ending.worker for ending in self.endings if ending.how == "failed"]
+        unforgiven = [worker for worker in failed if worker.pid not in self.forgiven]
+        if unforgiven:
+            # One death makes others fail; of all, a process that was killed is the first cause.
+            return min(unforgiven, key=lambda worker: worker.code or 0).status
+        if any(ending.how in ("finished", "left") for ending in self.endings):
+            return 0
+        return self.endings[-1].worker.status or 1 if self.endings else 1
+
+
+class Trial:
+    """Drives a crew through a plan of faults."""
+
+    def __init__(
+        self, crew: Crew, chaos: Chaos, faults: Sequence[Fault], say: Callable[[str], None], timeout: float | None
+    ) -> None:
+        self.story = Story()
+        self._crew, self._chaos, self._say = crew, chaos, say
+        self._faults = list(faults)
+        self._give_up_at = float("inf") if timeout is None else time.monotonic() + timeout
+        self._began_at = float("inf")
+        """The moment that faults count from, by the monotonic clock."""
+        self._order = itertools.count()
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        """What else is due, and when: processes to let go on, to stop again, to start again."""
+        self._disturbed: set[int] = set()
+        """Processes that are stopped, slow or asked to leave now."""
+        self._injured: dict[int, Fault] = {}
+        """By process: the fault that it was lost to."""
+        self._restarts: dict[int, int] = {}
+        self._coming: set[int] = set()
+        """Slots whose process is about to be started again."""
+        self._is_stopping = False
+        self._deeds: dict[str, Callable[[Fault, Worker, Injected], None]] = {
+            "kill": self._kill,
+            "stop": self._stop,
+            "slow": self._slow,
+            "leave": self._leave,
+            "cut": self._cut,
+        }
+
+    def run(self) -> Story:
+        """Return what happened, when the last process has ended. Ctrl-C gets through: `story` has what there is."""
+        self._crew.start_all()
+        while self._crew.running() or self._coming:
+            turn = self._crew.turn(self._next_at())
+            for worker, told in turn.told:
+                self._hear(worker, told)
+            for worker in turn.ended:
+                self._on_end(worker)
+            now = time.monotonic()
+            while self._agenda and self._agenda[0][0] <= now:
+                heapq.heappop(self._agenda)[2]()
+            self._look_for_strays()
+            if self._faults and not self._is_stopping and now >= self._began_at + self._faults[0].at:
+                self._try(self._faults[0], now)
+            if now >= self._give_up_at:
+                self.story.is_out_of_time = True
+                self._say("the job did not end in time; stopping it")
+                break
+        self.story.ended = time.time()
+        return self.story
+
+    def _next_at(self) -> float:
+        due = [self._give_up_at, *(at for at, _, _ in self._agenda[:1])]
+        if self._faults:
+            due.append(self._began_at + self._faults[0].at)
+        return min(due)
+
+    def _later(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time.monotonic() + seconds, next(self._order), what))
+
+    # What the job does
+
+    def _hear(self, worker: Worker | None, told: Told) -> None:
+        self.story.told.append(told)
+        if not self.story.began and told.kind in ("generation", "joined"):
+            self.story.began, self._began_at = told.time, time.monotonic()
+        if worker is not None and told.kind in ("generation", "joined"):
+            self._injured.pop(worker.pid, None)  # it is back
+
+    def _on_end(self, worker: Worker) -> None:
+        pid, story = worker.pid, self.story
+        fault = self._injured.get(pid)
+        self._disturbed.discard(pid)
+        how = "lost" if fault is not None else "failed"
+        if worker.code == 0:
+            how = "left" if fault is not None and fault.kind == "leave" else "finished"
+        elif self._is_stopping:
+            how = "stray"
+        story.endings.append(Ending(worker, time.time(), how))
+        story.survives = story.survives or bool(self._crew.run.survives())
+        if worker.code == 0 or self._is_stopping:
+            return
+        if not story.survives:
+            if self._crew.running():
+                self._say(f"rank {worker.rank} {worker.end}; stopping the others")
+                self._later(FAILURE_GRACE, self._stop_all)
+            return
+        before = self._restarts.get(worker.rank, 0)
+        if before < self._chaos.restarts and any(other.is_member for other in self._crew.running()):
+            self._restarts[worker.rank] = before + 1
+            story.forgiven.add(pid)
+            self._coming.add(worker.rank)
+            self._later(min(RESTART_PAUSE * 2**before, RESTART_PAUSE_MOST), lambda: self._start_again(worker.rank))
+            again = f"; starting it again ({before + 1} of {self._chaos.restarts})"
+        else:
+            again = ""
+        self._say(f"rank {worker.rank} {worker.end}{again}")
+
+    def _start_again(self, rank: int) -> None:
+        self._coming.discard(rank)
+        if any(worker.is_member for worker in self._crew.running()):
+            self._crew.start(rank)
+
+    def _look_for_strays(self) -> None:
+        """When the job is over for all its members, those that wait for a place wait in vain."""
+        if self._is_stopping or not self.story.began or not any(e.how == "finished" for e in self.story.endings):
+            return
+        if not any(worker.is_member for worker in self._crew.running()):
+            self._is_stopping = True
+            self._coming.clear()
+            self._later(STRAY_SECONDS, self._stop_all)
+
+    def _stop_all(self) -> None:
+        self._is_stopping = True
+        self._coming.clear()
+        for worker in self._crew.running():
+            self._crew.signal(worker, signal.SIGTERM)
+            self._crew.signal(worker, signal.SIGCONT)
+            self._later(FAILURE_GRACE, lambda worker=worker: self._kill_rest(worker))  # type: ignore[misc]
+
+    def _kill_rest(self, worker: Worker) -> None:
+        if worker.is_running:
+            self._crew.signal(worker, signal.SIGKILL)
+
+    # What is done to it
+
+    def _try(self, fault: Fault, now: float) -> None:
+        """Do it, unless whom it is meant for, or those that are to be left alone, are not there yet."""
+        obstacle = self._obstacle(fault)
+        if not obstacle:
+            del self._faults[0]
+            self._inject(fault)
+        elif now > self._began_at + fault.at + HOLD_SECONDS:
+            del self._faults[0]
+            self.story.injected.append(Injected(fault, time.time(), None, obstacle))
+            self._say(f"{self._clock()} no {fault}: {obstacle}")
+            self._postpone(HOLD_SECONDS)
+
+    def _postpone(self, seconds: float) -> None:
+        self._began_at += seconds
+
+    def _obstacle(self, fault: Fault) -> str:
+        """Return why a fault cannot be done now, or nothing."""
+        worker = self._crew.workers.get(fault.rank)
+        if fault.kind == "join":
+            is_there = (worker is not None and worker.is_running) or fault.rank in self._coming
+            return f"rank {fault.rank} is there" if is_there else ""
+        calm = {each.rank for each in self._crew.running() if each.is_member and each.pid not in self._disturbed}
+        for rank in (fault.rank, fault.other):
+            if rank >= 0 and rank not in calm:
+                return f"rank {rank} is not in the run"
+        if fault.kind != "cut" and len(calm) - 1 < self._chaos.min_alive:
+            return "too few others are in the run"
+        return ""
+
+    def _inject(self, fault: Fault) -> None:
+        worker = self._crew.workers.get(fault.rank)
+        done = Injected(fault, time.time(), worker)
+        self.story.injected.append(done)
+        if fault.kind == "join":
+            done.worker = self._crew.start(fault.rank)
+        else:
+            assert worker is not None
+            self._deeds[fault.kind](fault, worker, done)
+        assert done.worker is not None
+        note = f": {done.note}" if done.note else ""
+        self._say(f"{self._clock()} {fault} (pid {done.worker.pid}){note}")
+
+    def _clock(self) -> str:
+        return f"{time.time() - self.story.began:7.3f} s "
+
+    def _kill(self, fault: Fault, worker: Worker, _: Injected) -> None:
+        self._injured[worker.pid] = fault
+        worker.is_member = False
+        self._crew.signal(worker, signal.SIGKILL)
+
+    def _leave(self, fault: Fault, worker: Worker, _: Injected) -> None:
+        self._injured[worker.pid] = fault
+        self._disturbed.add(worker.pid)
+        self._crew.signal(worker, signal.SIGTERM)
+
+    def _stop(self, fault: Fault, worker: Worker, _: Injected) -> None:
+        self._disturbed.add(worker.pid)
+        self._crew.signal(worker, signal.SIGSTOP)
+
+        def let_go() -> None:
+            self._disturbed.discard(worker.pid)
+            if fault.is_loss:
+                self._injured[worker.pid] = fault
+                worker.is_member = False  # until it tells that it is back
+            self._crew.signal(worker, signal.SIGCONT)
+
+        self._later(fault.seconds, let_go)
+
+    def _slow(self, fault: Fault, worker: Worker, _: Injected) -> None:
+        self._disturbed.add(worker.pid)
+        until = time.monotonic() + fault.seconds
+
+        def stop() -> None:
+            if worker.is_running and time.monotonic() < until:
+                self._crew.signal(worker, signal.SIGSTOP)
+                self._later(fault.pulse, let_go)
+            else:
+                self._disturbed.discard(worker.pid)
+
+        def let_go() -> None:
+            self._crew.signal(worker, signal.SIGCONT)
+            self._later(fault.pulse, stop)
+
+        stop()
+
+    def _cut(self, fault: Fault, worker: Worker, done: Injected) -> None:
+        count = cut(worker.pid, self._crew.workers[fault.other].pid)
+        done.note = f"{count} connection{'' if count == 1 else 's'}"
