@@ -21,6 +21,7 @@ from covey.net import clusters
 from covey.net.clusters import Cluster
 from covey.net.identity import NodeIdentity, short_id
 from covey.net.tls import Credentials
+from covey.proto.formation import Formed
 from covey.runtime import candidate as candidate_module
 from covey.runtime.candidate import Candidate
 from covey.runtime.gathering import Gathering
@@ -530,7 +531,11 @@ def test_two_candidates_agree_on_one_view_and_on_who_reaches_whom() -> None:
         cluster = new_cluster()
         one = await crew.add(cluster, terms=TERMS)
         other = await crew.add(replace(cluster, seeds=(seed_of(one),)), terms=TERMS)
-        (formed, by_rank), (formed_there, by_rank_there) = await asyncio.gather(one.form(10.0), other.form(10.0))
+        formed, formed_there = await asyncio.gather(one.form(10.0), other.form(10.0))
+        assert isinstance(formed, Formed)
+        assert isinstance(formed_there, Formed)
+        ranks = {member.life: rank for rank, member in enumerate(formed.view)}
+        by_rank, by_rank_there = one.seated(ranks), other.seated(ranks)
         assert formed.view == formed_there.view
         assert [member.id for member in formed.view] == sorted((one.card.id, other.card.id))
         rank = [member.id for member in formed.view].index(one.card.id)

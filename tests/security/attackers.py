@@ -254,6 +254,8 @@ def _bounded(value: Any, rng: random.Random) -> Any:
     """Return `value` mostly within the bounds that decoders have: what is beyond them gets its sender cut off."""
     if rng.random() < 0.05:
         return value
+    if isinstance(value, int):
+        return abs(value) % (1 << 31)
     if isinstance(value, str):
         return "".join(letter for letter in value if " " <= letter <= "~")[:45]
     return value[:16]

@@ -13,7 +13,7 @@ from covey.proto.views import judge, largest_company, next_tie_breaker
 from covey.wire.membership import Promise, Record, Seat, View
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
 
 def first_record(members: Iterable[Seat], lineage: bytes, *, anchor: int = 0, has_keeper: bool = False) -> Record:
@@ -49,8 +49,12 @@ class Acceptor:
 class Proposal:
     """One ballot of this member's own for the view after `base`."""
 
-    def __init__(self, ballot: int, base: View, now: float) -> None:
+    def __init__(
+        self, ballot: int, base: View, now: float, is_well: Callable[[int], bool] = lambda _place: True
+    ) -> None:
+        """`is_well` tells what the proposer thinks of those who answered: they may have died since."""
         self.ballot, self.base = ballot, base
+        self._is_well = is_well
         self.answers: dict[int, Promise] = {}
         self.view: View | None = None
         """What is proposed, once it is."""
@@ -84,4 +88,5 @@ class Proposal:
         return View(self.base.lineage, self.base.number + 1, tuple(sorted(company)), tie_breaker, judge(answers))
 
     def _live(self) -> dict[int, tuple[int, ...]]:
-        return {place: answer.hears for place, answer in self.answers.items() if answer.states is not None}
+        candidates = ((place, answer) for place, answer in self.answers.items() if answer.states is not None)
+        return {place: answer.hears for place, answer in candidates if self._is_well(place)}

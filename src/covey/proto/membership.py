@@ -384,7 +384,7 @@ class Membership:
 
     def _start_ballot(self, now: float) -> None:
         ballot = self._next_ballot()
-        self._proposal = Proposal(ballot, self.view, now)
+        self._proposal = Proposal(ballot, self.view, now, self._presence.is_well)
         self._ask(self._proposal, self._audience())
         self._ballot_at, self._repeat_at = math.inf, now + REPEAT_EVERY
         self._received_prepare(self._me, ballot, now)

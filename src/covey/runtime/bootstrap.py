@@ -17,6 +17,7 @@ from covey.net import shm
 from covey.net.meeting import TOKEN_BYTES, meeting_folder
 from covey.runtime.engine import Engine
 from covey.runtime.group import Group
+from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
@@ -214,6 +215,8 @@ def join_at(
     wait = _launcher_wait(timeout)
     if config.lanes == "shm" and not shm.usable():
         raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
+    if config.on_loss == "continue" and place.size > MAX_MEMBERS:
+        raise ConfigError(f"on_loss='continue' is for runs of up to {MAX_MEMBERS} ranks, and this one has {place.size}")
     if place.size == 1:
         return Group(Engine(None, 0, (0,), place.name, config), local_rank=place.local_rank)
     from covey.runtime.node import Node

@@ -67,6 +67,8 @@ class Circle:
         self.is_stopped = self.knows_change = False
         self._bell = bell
         self._lanes: list[Lane | None] = [None] * self.size
+        self._barrier = barrier.dissemination(self.rank, self.size)
+        self._nothing = (engine.nothing,)
         self._prefixes: dict[tuple[int, int], bytes] = {}
         self._phase = 0
 
@@ -94,25 +96,27 @@ class Circle:
         self._phase = phase + 1
         kept = self.kept if keeps else None
         if kept is not None:
-            kept.make_room(sum(buffer.nbytes for buffer in buffers))
-        self._run(plan, buffers, reduction, phase, kept)
-
-    def commit(self) -> None:
-        """Return once all of the circle have come here."""
-        self._run(barrier.dissemination(self.rank, self.size), [self.engine.nothing], None, COMMIT_PHASE, None)
-
-    def _run(self, plan: Plan, buffers: Any, reduction: Reduction | None, phase: int, kept: Kept | None) -> None:
+            kept.make_room(buffers)
         engine = self.engine
-        call = engine.call
-        prefix = self._prefixes.get((call.fingerprint, phase))
-        if prefix is None:
-            if len(self._prefixes) > CACHED_PREFIXES:
-                self._prefixes.clear()
-            fields = (call.operation, call.dtype, phase, self.attempt, 0, engine.id, call.fingerprint)
-            prefix = self._prefixes[call.fingerprint, phase] = PREFIX.pack(MAGIC, *fields)
+        prefix = self._prefixes.get((engine.call.fingerprint, phase)) or self._prefix(engine, phase)
         engine.quiet.run(
             execute, plan, buffers, reduction, self.size, prefix, engine.sequence, self, engine.may_spin, kept
         )
+
+    def commit(self) -> None:
+        """Return once all of the circle have come here."""
+        engine = self.engine
+        prefix = self._prefixes.get((engine.call.fingerprint, COMMIT_PHASE)) or self._prefix(engine, COMMIT_PHASE)
+        execute(self._barrier, self._nothing, None, self.size, prefix, engine.sequence, self, engine.may_spin)
+
+    def _prefix(self, engine: Engine, phase: int) -> bytes:
+        """Return how headers of the current operation start, and remember it."""
+        call = engine.call
+        if len(self._prefixes) > CACHED_PREFIXES:
+            self._prefixes.clear()
+        fields = (call.operation, call.dtype, phase, self.attempt, 0, engine.id, call.fingerprint)
+        prefix = self._prefixes[call.fingerprint, phase] = PREFIX.pack(MAGIC, *fields)
+        return prefix
 
     # Who is who
 

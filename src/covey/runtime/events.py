@@ -76,6 +76,10 @@ class Events:
         self._open: Event | None = None
         """A view whose operations have not gone on yet."""
 
+    def forked(self) -> None:
+        """Another thread may have held the lock in the process that this one was forked from."""
+        self._lock = threading.Lock()
+
     def all(self) -> list[Event]:
         """Return what is remembered, oldest first."""
         with self._lock:

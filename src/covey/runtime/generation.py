@@ -150,7 +150,8 @@ class Generation:
 
     def leave(self, within: float) -> bool:
         """Ask the others to go on without this node; tell whether they have agreed in time. Not on the control loop."""
-        control.soon(self.withdraw)
+        if not self._left.is_set():
+            control.soon(self.withdraw)
         return self._left.wait(within)
 
     def withdraw(self) -> None:
@@ -270,6 +271,12 @@ class Generation:
     def _phase(self, name: str) -> None:
         if self.node.generation is self:
             self.node.events.phase(name)
+
+    def forked(self) -> None:
+        """This process is a fork of the one that joined: nobody hears it."""
+        self._lock = threading.Lock()
+        self.is_over = True
+        self._left.set()
 
     def close(self) -> None:
         """Take no more part."""

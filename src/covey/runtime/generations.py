@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ClosedError, ConfigError, DeadlineError, GroupChangedError
 from covey.runtime import bootstrap
 from covey.runtime import loop as control
+from covey.runtime.fault import Fault
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -231,10 +232,15 @@ def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
     async def found() -> None:
         node.found(founded)
 
+    before = group._engine.generation
     control.start(found()).result(bootstrap.FOUND_SECONDS)
     node.put_off()
     new = bootstrap.group_of(node, group.local_rank, is_fresh=False)
     atexit.unregister(group.close)
     bootstrap.replace_joined(group, new)
-    group._engine.close()
+    for each in node.groups():
+        if each.generation is before:
+            text = f"the group belongs to generation {group.generation} of the run, which is over; split the new one"
+            each.end(Fault("ClosedError", text))
+            each.close()
     return new

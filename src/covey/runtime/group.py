@@ -376,7 +376,7 @@ class Group:
             blocks = circle.chosen(list(rows.load().reshape(self.size, operand.flat.size)))
             mine = operand.load()
             if circle.kept is not None and rows.strided is None:
-                circle.kept.make_room(rows.flat.nbytes)
+                circle.kept.make_room((rows.flat,))
                 circle.kept.save(blocks[circle.rank])
             blocks[circle.rank][...] = mine
             lengths = (operand.flat.size,) * circle.size
@@ -895,7 +895,7 @@ def _weigh(circle: Circle, flat: Array, weight: float) -> bool:
     if not 0 < total[0] < np.inf:
         return False
     if circle.kept is not None:
-        circle.kept.make_room(2 * flat.nbytes)
+        circle.kept.make_room((flat, flat))
         circle.kept.save(flat)
     share = weight / total[0]
     if not share:  # what counts for nothing may be nan or infinite

@@ -1,10 +1,13 @@
-"""The input of an operation, kept where the operation overwrites it: what is tried again starts from the same numbers."""
+"""The input of an operation, kept where it is overwritten: what is tried again starts from the same numbers."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -20,10 +23,12 @@ class Kept:
         self._used = 0
         self._saved: list[tuple[Array, Array]] = []
 
-    def make_room(self, nbytes: int) -> None:
-        """Have the memory for so much before it is needed in the middle of a transfer."""
-        if not self._saved and self._pool.size < nbytes:
-            self._pool = np.empty(nbytes, np.uint8)
+    def make_room(self, buffers: Sequence[Array]) -> None:
+        """Have the memory for all of these before it is needed in the middle of a transfer."""
+        if not self._saved:
+            nbytes = buffers[0].nbytes if len(buffers) == 1 else sum(buffer.nbytes for buffer in buffers)
+            if self._pool.size < nbytes:
+                self._pool = np.empty(nbytes, np.uint8)
 
     def save(self, target: Array) -> None:
         """Save a contiguous range that is about to be overwritten."""

@@ -412,6 +412,9 @@ class Node:
             return self._judge_newcomer(hello)
         if hello.purpose != "rank":
             return messages.Refusal(f"{self.run} was started by a launcher, which gives out the ranks", retry=False)
+        known = self.peers.get(hello.rank)
+        if known is not None and known.ready and known.life == hello.card.life:
+            return messages.Welcome(self.rank, self.card)  # its last link has ended, here or there
         for what, here, there in (
             ("run", self.run, hello.run),
             ("size", self.size, hello.size),
@@ -425,8 +428,6 @@ class Node:
         peer = self.peers.get(hello.rank)
         if peer is None or peer.is_dialled:
             return messages.Refusal(f"rank {hello.rank} has no business dialling rank {self.rank}", retry=False)
-        if peer.ready and peer.life == hello.card.life:
-            return messages.Welcome(self.rank, self.card)  # its last link has ended, here or there
         if peer.link is not None or peer.ready:
             return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
         return messages.Welcome(self.rank, self.card)
@@ -852,6 +853,9 @@ class Node:
         """This process is a fork of the one that joined: nothing here may be used again."""
         self.is_closing = True
         self._lock = threading.Lock()  # another thread of the parent may have held it
+        self.events.forked()
+        for generation in self._generations.values():
+            generation.forked()
         for group in self.groups():
             group.forked()
 

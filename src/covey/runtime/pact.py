@@ -49,6 +49,7 @@ class Pact:
         self._kept = Kept()
         self._is_executing = False
         self._halt_number = -1
+        self._told: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._strikes, self._trouble = 0, ""
         """How often lanes broke since something returned, and how."""
         self._step: Step | None = None
@@ -111,7 +112,7 @@ class Pact:
                 elif type(step) is Returned:
                     self._kept.forget()
                     self._strikes = 0
-                    self._engine.returned(tuple(map(self._ranks_of.index, step.contributors)))
+                    self._engine.returned(self._ranks(step.contributors))
                     if isinstance(result, DisagreedError):
                         self._engine.end(Fault("MismatchError", str(result)))
                         raise result.error
@@ -125,6 +126,12 @@ class Pact:
             self._kept.restore()
             self._stop_executing()
             raise
+
+    def _ranks(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ranks of the group that these of the generation are."""
+        if places is not self._told[0]:  # the same ones every time, until somebody is lost
+            self._told = places, tuple(map(self._ranks_of.index, places))
+        return self._told[1]
 
     def _attempt(self, run: Run, body: Callable[[Circle], Any]) -> tuple[Step | None, Any]:
         """Try once; return what came of it, None if a view has to tell, and the result as far as there is one."""
@@ -205,6 +212,8 @@ class Pact:
         """Stop what is being executed; return how far it is, or None: then `Generation.halted` is told."""
         with self._changed:
             if not self._is_executing:
+                if type(self._step) is Run:
+                    self._step = None  # nobody has begun it, and nobody may
                 return self._commit.freeze()
             self._halt_number = number
             self.circle.is_stopped = True
@@ -218,14 +227,16 @@ class Pact:
             return  # dropped just now
         with self._changed:
             self._halt_number = -1
-            self._step = self._commit.install(view)
+            step = self._commit.install(view)
+            # None: the operation is over, by this view or by one whose word was not fetched yet.
+            self._step = step if step is not None else self._step
             self.circle.close()
             self.circle = self._new_circle(engine)
             self._bell.hush()
             if self._commit.gives_up and not self._commit.is_revoked:
                 control.soon(self._generation.disturbed, view.number)  # the wish came too late for this view
             self._changed.notify_all()
-            is_over = self._commit.is_revoked and self._step is None
+            is_over = self._commit.is_revoked and step is None
         self._node.lanes.retire(self.group, view.number)
         if is_over:  # messages end, too
             engine.end(self._revocation(engine))

@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from covey.proto import health
+from covey.runtime.wards import LOOK_CLOSELY_EVERY, LOOK_CLOSELY_SECONDS, Ward
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Vigil:
         self._health = health.Health(node.host, time.monotonic())
         self._pings: dict[int, tuple[int, float]] = {}
         """By seat: the last one, and when it was sent."""
+        self._wards: dict[int, Ward] = {}
+        """By seat: processes of this host, as the kernel sees them."""
         self._given_up: set[int] = set()
         self._changed = asyncio.Event()
 
@@ -49,6 +52,8 @@ class Vigil:
 
     def watch(self, peer: Peer) -> None:
         """Begin to judge a peer."""
+        if peer.contact is not None and peer.contact.host == self._node.host and peer.pid and peer.life:
+            self._wards[peer.rank] = Ward(peer.life, peer.pid, time.monotonic())
         if peer.contact is not None and not peer.excluded and not peer.left and peer.life:
             self._health.watch(_id(peer.rank), peer.contact.host, time.monotonic())
             if peer.link is not None:
@@ -61,9 +66,22 @@ class Vigil:
         self._changed.set()
 
     def link_lost(self, seat: int) -> None:
-        """The link with a peer has ended."""
+        """The link with a peer has ended; if it is on this host, its kernel knows whether it has, too."""
         self._health.link_lost(_id(seat), time.monotonic())
         self._changed.set()
+        if seat in self._wards:
+            self._look(seat, time.monotonic() + LOOK_CLOSELY_SECONDS)
+
+    def _look(self, seat: int, until: float) -> None:
+        ward, now = self._wards.get(seat), time.monotonic()
+        if ward is None or self._node.is_closing or self._node.peers[seat].link is not None:
+            return
+        ward.look(now)
+        if ward.state is health.Vouch.EXITED:
+            self._health.vouched(_id(seat), ward.state, now)
+            self._changed.set()
+        elif now < until:
+            asyncio.get_running_loop().call_later(LOOK_CLOSELY_EVERY, self._look, seat, until)
 
     def heard(self, seat: int) -> None:
         """A peer said something, whatever it was."""
@@ -86,6 +104,7 @@ class Vigil:
     def forget(self, seat: int) -> None:
         """There is nothing more to find out about a peer."""
         self._health.forget(_id(seat))
+        self._wards.pop(seat, None)
         self._given_up.discard(seat)
 
     def _perform(self) -> None:

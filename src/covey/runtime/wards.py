@@ -28,8 +28,8 @@ HAS_STATES: Final = sys.platform == "linux"
 class Ward:
     """One process: the `life` that others know it by, and how it is."""
 
-    def __init__(self, card: messages.Card, now: float) -> None:
-        self.life, self.pid = card.life, card.pid
+    def __init__(self, life: bytes, pid: int, now: float) -> None:
+        self.life, self.pid = life, pid
         self._began = _state(self.pid)[1]
         """Tells it from a later process that got its number."""
         self.state, self.changed_at = Vouch.EXITED if self._began is None else Vouch.BUSY, now
@@ -69,7 +69,7 @@ class Wards:
     def watch(self, card: messages.Card, now: float) -> Ward:
         """Begin to look after a process, unless that is done already."""
         if card.life not in self._wards:
-            self._wards[card.life] = Ward(card, now)
+            self._wards[card.life] = Ward(card.life, card.pid, now)
             over = sorted(filter(_has_exited, self._wards.values()), key=lambda ward: ward.changed_at)
             for ward in over[: max(0, len(over) - WARDS_LIMIT)]:
                 del self._wards[ward.life]

@@ -72,6 +72,12 @@ class Members(Ranks):
             self.__exit__()
             raise
 
+    def begin_again(self, rank: int, number: int) -> None:
+        """Start a rank that has died for the `number`-th time again, as its keeper would."""
+        self._processes[rank].wait(DEADLINE)
+        self._env["COVEY_RESTART"] = str(number)
+        self.begin(rank)
+
     def all_said(self, rank: int, event: str) -> list[Any]:
         """Return everything that a rank has said with `say(event, ...)` by now."""
         while self._listen(0):
@@ -85,7 +91,8 @@ class Members(Ranks):
         """Return what a rank said at the `count`-th `say(event, ...)`."""
         deadline = time.monotonic() + timeout
         while len(said := self.all_said(rank, event)) < count:
-            assert self.is_running(rank) and time.monotonic() < deadline, self._story(event, [rank])
+            assert time.monotonic() < deadline, self._story(event, [rank])
+            assert self.is_running(rank) or self._listen(0), self._story(event, [rank])
             self._listen(0.02)
         return said[count - 1]
 
@@ -102,7 +109,12 @@ class CoveyRun:
     def __init__(self, *words: str, function: Callable[..., Any], args: Sequence[Any] = ()) -> None:
         self._runtime = tempfile.mkdtemp(prefix="t-", dir="/tmp")
         path = os.pathsep.join((str(SOURCE), str(ROOT)))
-        env = {**os.environ, "PYTHONPATH": path, "XDG_RUNTIME_DIR": self._runtime, "COVEY_HOME": f"{self._runtime}/home"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "XDG_RUNTIME_DIR": self._runtime,
+            "COVEY_HOME": f"{self._runtime}/home",
+        }
         argv = [sys.executable, "-m", "covey", "run", *words, *command(function, *args)[1:]]
         pipe = subprocess.PIPE
         self._keeper = subprocess.Popen(argv, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, env=env)
@@ -195,8 +207,8 @@ def stop(pid: int) -> None:
         time.sleep(0.0005)
 
 
-def kill_in_the_middle(pid: int, descriptor: int, timeout: float = DEADLINE) -> float:
-    """Kill a process that has an operation half done in its `Visible` memory; return when, by time.monotonic()."""
+def catch_in_the_middle(pid: int, descriptor: int, timeout: float = DEADLINE) -> None:
+    """Stop a process that has an operation half done in its `Visible` memory."""
     deadline = time.monotonic() + timeout
     with open(f"/proc/{pid}/fd/{descriptor}", "rb", buffering=0) as memory:
         count = (os.fstat(memory.fileno()).st_size - HEADER_BYTES) // 4
@@ -206,20 +218,26 @@ def kill_in_the_middle(pid: int, descriptor: int, timeout: float = DEADLINE) -> 
             scale, rank = np.frombuffer(os.pread(memory.fileno(), 8, 0), np.int32)
             if scale <= 0:
                 return False
-            now = [np.frombuffer(os.pread(memory.fileno(), 4, HEADER_BYTES + 4 * int(i)), np.float32)[0] for i in places]
-            done = int((np.array(now) != scale * values(int(rank), count, places)).sum())
-            return 0 < done < len(places)
+            now = [os.pread(memory.fileno(), 4, HEADER_BYTES + 4 * int(place)) for place in places]
+            done = np.frombuffer(b"".join(now), np.float32) != scale * values(int(rank), count, places)
+            return 0 < int(done.sum()) < len(places)
 
         while True:
             assert time.monotonic() < deadline, "was never seen in the middle of an operation"
             if not is_half_done():
                 continue
-            stop(pid)  # for an instant: it cannot get to the end while we look whether it has
+            stop(pid)  # it cannot get to the end while we look whether it has
             if is_half_done():
-                at = time.monotonic()
-                os.kill(pid, signal.SIGKILL)
-                return at
+                return
             os.kill(pid, signal.SIGCONT)
+
+
+def kill_in_the_middle(pid: int, descriptor: int) -> float:
+    """Kill a process that has an operation half done; return when, by time.monotonic()."""
+    catch_in_the_middle(pid, descriptor)
+    at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    return at
 
 
 def break_connections(pid: int, most: int = 1) -> int:

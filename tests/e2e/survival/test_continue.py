@@ -13,8 +13,8 @@ from tests.e2e.survival.jobs import (
     Visible,
     attempt,
     await_go,
-    contextlib,
     break_connections,
+    contextlib,
     covey,
     kill_in_the_middle,
     np,
@@ -225,9 +225,7 @@ def do_everything(victim: int, hangs: int, names: list[str]) -> Any:
                 perform(name, group, number)
                 words: Any = list(group.contributors)
             except covey.PeerLostError as error:
-                assert "victim" in name
-                assert error.rank == victim
-                assert victim not in group.live
+                check("victim" in name and error.rank == victim and victim not in group.live)
                 words = "lost"
             assert (kept == values(group.rank, count)).all()
             number += 1
@@ -268,7 +266,9 @@ OPERATIONS = [
 @pytest.mark.parametrize("lanes", LANES)
 def test_every_collective_goes_on_without_a_killed_rank(lanes: str) -> None:
     victim, others = 1, (0, 2, 3)
-    with Members(4, do_everything, victim, LANES.index(lanes) % 2, OPERATIONS, lanes=lanes, env={"COVEY_TIMEOUT": "20"}) as ranks:
+    with Members(
+        4, do_everything, victim, LANES.index(lanes) % 2, OPERATIONS, lanes=lanes, env={"COVEY_TIMEOUT": "20"}
+    ) as ranks:
         ranks.hear("working")
         ranks.kill(victim)
         reports = ranks.results(others, timeout=60)
@@ -301,45 +301,51 @@ def count_losses(count: int) -> Any:
     return {"close": time.monotonic() - closing, "live": group.live, "sequence": group.sequence}
 
 
-def test_ranks_are_lost_in_a_row_and_at_once_and_during_recovery_until_one_is_left() -> None:
-    with Members(6, count_losses, 50_000) as ranks:
-        alive = list(range(6))
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "by hand"])
+def test_ranks_are_lost_in_a_row_and_at_once_and_during_recovery_until_one_is_left(is_kept: bool) -> None:
+    size, last = 7, 1
+    with Members(size, count_losses, 50_000, is_kept=is_kept) as ranks:
+        alive = list(range(size))
 
         def lose(*victims: int) -> None:
             for victim in victims:
                 ranks.kill(victim)
                 alive.remove(victim)
 
-        def await_loss(most: int) -> None:
-            """Until everybody goes on with `most` ranks or fewer."""
+        def await_loss() -> None:
+            """Until all who are left know that they are."""
             for rank in alive:
                 number = 1
-                while len(ranks.await_said(rank, "contributors", number)["ranks"]) > most:
+                while len(ranks.await_said(rank, "contributors", number)["ranks"]) > len(alive):
                     number += 1
 
-        await_loss(6)
-        lose(0)  # the first rank; and one more as soon as anybody knows
+        await_loss()
+        lose(0)  # the first rank and tie-breaker; and one more as soon as anybody knows
         while not any(event["ranks"] == [0] for rank in alive for event in ranks.all_said(rank, "change")):
             pass
         lose(3)
-        await_loss(4)
-        lose(1, 4)  # at once
-        await_loss(2)
+        await_loss()
+        lose(4, 5)  # at once
+        await_loss()
+        lose(6)
+        await_loss()
         lose(2)
-        await_loss(1)
-        ranks.go(5)
-        [report] = ranks.results([5])
-        assert report["live"] == [5]
+        await_loss()
+        ranks.go(last)
+        [report] = ranks.results([last])
+        assert report["live"] == [last]
         assert report["close"] < 1.0
-        ranks.await_exit([5])
+        ranks.await_exit([last])
         agreed: dict[int, list[int]] = {}
-        for rank in range(6):
+        for rank in range(size):
             assert ranks.all_said(rank, "wrong") == []
             for said in ranks.all_said(rank, "contributors"):
                 assert agreed.setdefault(said["sequence"], said["ranks"]) == said["ranks"], (rank, said)
                 assert rank in said["ranks"]
-        told = [ranks_lost for event in ranks.all_said(5, "change") for ranks_lost in event["ranks"] if event["kind"] == "lost"]
-        assert sorted(told) == [0, 1, 2, 3, 4]
+        changes = ranks.all_said(last, "change")
+        assert sorted(rank for change in changes for rank in change["ranks"] if change["kind"] == "lost") == [
+            rank for rank in range(size) if rank != last
+        ]
 
 
 @pytest.mark.parametrize("lanes", ["tcp", "secure"])

@@ -23,26 +23,36 @@ def wait_for_the_victim(on_loss: str, victim: int) -> Any:
             await_go()
         received = attempt(lambda: group.recv(src=victim)) if group.rank == 0 else None
         reduced = attempt(lambda: group.all_reduce(values(group.rank, 100_000))[:3].tolist())
-        return {"received": received, "reduced": reduced, "live": group.live, "contributors": group.contributors}
+        return {
+            "received": received,
+            "reduced": reduced,
+            "live": group.live,
+            "contributors": group.contributors,
+            "events": [(event.kind, event.phases) for event in group.events()],
+        }
 
 
-@pytest.mark.parametrize(("signum", "seconds"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 1.0)], ids=["kill", "stop"])
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
+@pytest.mark.parametrize(
+    ("signum", "is_kept", "seconds"),
+    [(signal.SIGKILL, True, 0.5), (signal.SIGKILL, False, 0.5), (signal.SIGSTOP, True, 1.0)],
+    ids=["kill", "kill by hand", "stop"],
+)
 def test_all_know_of_a_killed_rank_in_half_a_second_and_of_a_stopped_one_in_a_second(
-    on_loss: str, signum: int, seconds: float
+    signum: int, is_kept: bool, seconds: float, on_loss: str
 ) -> None:
-    with Members(4, wait_for_the_victim, on_loss, VICTIM) as ranks:
+    with Members(4, wait_for_the_victim, on_loss, VICTIM, is_kept=is_kept) as ranks:
         ranks.hear("ready")
         at = ranks.signal(VICTIM, signum)
         for rank, report in zip(OTHERS, ranks.results(OTHERS), strict=True):
             received, reduced = report["received"], report["reduced"]
             assert reduced["at"] - at < seconds, (rank, report)
-            assert VICTIM not in report["live"]
             if rank == 0:
                 assert (received["error"], received["rank"]) == ("PeerLostError", VICTIM), received
             if on_loss == "continue":
                 assert reduced["error"] is None, (rank, reduced)
                 assert report["contributors"] == list(OTHERS)
+                assert VICTIM not in report["live"]
                 assert reduced["result"] == total(OTHERS, 3).tolist()
             elif rank == 0:
                 assert (reduced["error"], reduced["cause"]) == ("ClosedError", "PeerLostError"), reduced

@@ -1,4 +1,4 @@
-"""Generations: who was killed comes back, spares step in, those who are asked to leave go, and the numbers stay right."""
+"""Generations: the killed come back, spares step in, those who are asked to leave go, and the numbers stay right."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from tests.e2e.survival.jobs import (
     SOAK,
     CoveyRun,
     Members,
+    Visible,
     attempt,
     await_go,
-    contextlib,
+    catch_in_the_middle,
     covey,
+    kill_in_the_middle,
     np,
     say,
     state_of,
@@ -116,7 +118,7 @@ def test_killed_ranks_come_back_with_the_state_and_sigterm_takes_one_or_all_out(
         third, lines = await_generation(run, {0: "1", 1: "1", 2: "0"}, second)
         assert lines[0]["step"] > lines[1]["step"] or lines[0]["step"] == lines[2]["step"]
         os.kill(pid(run, 2), signal.SIGTERM)  # a planned leave: it ends well, and is not started again
-        fourth, _ = await_generation(run, {0: "1", 1: "1"}, third)
+        await_generation(run, {0: "1", 1: "1"}, third)
         assert run.await_said("returned", 2)["result"]["step"] > 0
         while state_of(pid(run, 2)) != "X":
             time.sleep(0.01)  # a second SIGTERM would find it after its loop
@@ -239,6 +241,99 @@ def test_stopped_and_given_up_and_continued_ranks_never_make_a_wrong_number() ->
             for said in ranks.all_said(rank, "contributors"):
                 key = said["generation"], said["sequence"]
                 assert agreed.setdefault(key, said["ranks"]) == said["ranks"], (rank, said)
+
+
+def hold_the_state(count: int) -> Any:
+    """Bring a large state to newcomers, who can be watched meanwhile, and do small steps in between."""
+    slot, restart = int(os.environ["COVEY_RANK"]), int(os.environ.get("COVEY_RESTART", "0"))
+    visible = Visible(slot, count)
+    state: dict[str, Any] = {"w": visible.array, "step": 0}
+    right = 7 * values(5, count)
+    np.copyto(visible.array, 2 * values(slot, count) if restart else right)
+    say("visible", descriptor=visible.descriptor)
+    for group in covey.generations():
+        with visible.in_operation(2 if restart and not state["step"] else 0):
+            report = group.restore(state)
+        is_right = bool((state["w"] == right).all())
+        say("restored", size=group.size, step=state["step"], received=report.bytes_received, right=is_right)
+        while not group.change_pending:
+            x = group.all_reduce(values(group.rank, 100))
+            assert (x == total(group.contributors, 100)).all()
+            state["step"] += 1
+    return state["step"]
+
+
+def test_donors_and_newcomers_may_die_while_the_state_is_restored() -> None:
+    with Members(3, hold_the_state, 12 << 20) as ranks:
+        for rank in range(3):
+            ranks.await_said(rank, "restored")
+
+        def come_back(rank: int, number: int) -> tuple[int, int]:
+            known = len(ranks.all_said(rank, "visible"))
+            ranks.begin_again(rank, number)
+            return ranks.pid(rank), ranks.await_said(rank, "visible", known + 1)["descriptor"]
+
+        ranks.kill(2)
+        kill_in_the_middle(*come_back(2, 1))  # the newcomer dies
+        for rank in (0, 1):
+            said = ranks.await_said(rank, "restored", 2)
+            assert (said["size"], said["right"], said["received"]) == (3, True, 0)
+        catch_in_the_middle(*come_back(2, 2))
+        ranks.kill(1)  # one of its donors dies
+        ranks.signal(2, signal.SIGCONT)
+        for rank, count in ((0, 3), (2, 2)):
+            said = ranks.await_said(rank, "restored", count)
+            assert said["right"], said
+            assert said["step"] > 0
+        come_back(1, 1)
+        said = ranks.await_said(1, "restored", 2)
+        assert said["right"]
+        assert said["size"] == 3
+        steps = ranks.await_said(0, "restored", 4)["step"]
+        ranks.kill(0)  # the last who was there from the beginning
+        come_back(0, 1)
+        said = ranks.await_said(0, "restored", 5)
+        assert said["right"]
+        assert said["step"] > steps
+        for rank in range(3):
+            ranks.signal(rank, signal.SIGTERM)
+        assert len(set(ranks.results())) == 1
+        ranks.await_exit()
+
+
+def come_back_late(late: int) -> Any:
+    """One rank does not come back for the second generation."""
+    state = {"step": 0}
+    for group in covey.generations():
+        group.restore(state)
+        say(
+            "generation", number=group.generation, size=group.size, rank=group.rank, live=group.live, step=state["step"]
+        )
+        while not group.change_pending:
+            x = group.all_reduce(values(group.rank, 100))
+            assert (x == total(group.contributors, 100)).all()
+            state["step"] += 1
+        say("pending", number=group.generation, sequence=group.sequence)
+        if group.rank == late:
+            threading.Event().wait()
+    return state["step"]
+
+
+def test_a_rank_is_lost_while_the_run_grows_and_one_comes_back_before_its_death_is_known() -> None:
+    late = 1
+    with Members(4, come_back_late, late) as ranks:
+        for rank in range(4):
+            ranks.await_said(rank, "generation")
+        ranks.kill(3)
+        ranks.begin_again(3, 1)  # at once
+        for rank in (0, 1, 2):
+            ranks.await_said(rank, "pending")
+        ranks.kill(late)  # the others wait for it to begin the next generation
+        said = [ranks.await_said(rank, "generation", 2) for rank in (0, 2, 3)]
+        assert len({(line["number"], line["step"]) for line in said}) == 1
+        assert [line["size"] for line in said] == [3, 3, 3]
+        assert sorted(line["rank"] for line in said) == [0, 1, 2]
+        assert said[0]["step"] > 0
 
 
 def wait_for_a_quorum(victims: list[int]) -> Any:

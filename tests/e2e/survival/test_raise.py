@@ -1,12 +1,11 @@
-"""on_loss="raise": every live rank hears of a loss at once, and those who are left can go on in a group of their own."""
+"""on_loss="raise": every live rank hears of a loss at once, and who is left can go on in a group of its own."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
-from tests.e2e.survival.jobs import Members, attempt, await_go, covey, say, tell_changes, threading, total, values
+from tests.e2e.survival.jobs import Members, attempt, covey, say, tell_changes, threading, total, values
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +66,9 @@ def test_those_who_are_left_agree_and_shrink_to_a_group_of_their_own(is_kept: bo
             assert report["second"] == [1, total(others, 4).tolist()]
             assert report["on_loss"] == "raise"
         for rank in others:
-            told = [lost for event in ranks.all_said(rank, "change") if event["kind"] == "lost" for lost in event["ranks"]]
+            told = [
+                lost for event in ranks.all_said(rank, "change") if event["kind"] == "lost" for lost in event["ranks"]
+            ]
             assert sorted(told)[:3] == [1, 2, 4]
         ranks.await_exit(others)
 

@@ -38,15 +38,15 @@ def test_this_very_process_is_busy_and_one_that_has_been_is_not(gone: int) -> No
 
 
 def test_a_process_that_got_the_number_of_another_is_not_taken_for_it() -> None:
-    ward = Ward(card(1), 0.0)
+    ward = Ward(card(1).life, card(1).pid, 0.0)
     ward._began = b"0"  # this process did not begin when the machine did
     assert ward.look(1.0)
     assert ward.state is Vouch.EXITED
 
 
 def test_a_process_is_lost_at_once_when_it_exited_and_after_a_moment_when_it_is_stopped(gone: int) -> None:
-    assert Ward(card(1, gone), 5.0).is_lost(5.0)
-    ward = Ward(card(2), 5.0)
+    assert Ward(card(1, gone).life, card(1, gone).pid, 5.0).is_lost(5.0)
+    ward = Ward(card(2).life, card(2).pid, 5.0)
     assert not ward.is_lost(1e9)
     ward.state = Vouch.STOPPED
     assert not ward.is_lost(5.0 + STOPPED_SILENCE - 0.01)

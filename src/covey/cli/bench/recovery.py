@@ -1,7 +1,8 @@
 """`covey bench recovery`: kills one rank after another in the middle of a sum; how soon do the others have the result?
 
-From the moment of the kill until the same operation has returned on every survivor, all by one clock. How long each phase took is told by the job's own events. Every result is checked bit for bit, and the victim is brought back
-before the next kill.
+From the moment of the kill until the same operation has returned on every survivor, all by one clock. How long each
+phase took is told by the job's own events. Every result is checked bit for bit, and the victim is brought back before
+the next kill.
 """
 
 from __future__ import annotations

@@ -215,17 +215,16 @@ class Trial:
     def _try(self, fault: Fault, now: float) -> None:
         """Do it, unless whom it is meant for, or those that are to be left alone, are not there yet."""
         obstacle = self._obstacle(fault)
-        if not obstacle:
-            del self._faults[0]
-            self._inject(fault)
-        elif now > self._began_at + fault.at + HOLD_SECONDS:
-            del self._faults[0]
+        late = now - self._began_at - fault.at
+        if obstacle and late < HOLD_SECONDS:
+            return
+        del self._faults[0]
+        self._began_at += late  # the pauses between faults stay as they were drawn
+        if obstacle:
             self.story.injected.append(Injected(fault, time.time(), None, obstacle))
             self._say(f"{self._clock()} no {fault}: {obstacle}")
-            self._postpone(HOLD_SECONDS)
-
-    def _postpone(self, seconds: float) -> None:
-        self._began_at += seconds
+        else:
+            self._inject(fault)
 
     def _obstacle(self, fault: Fault) -> str:
         """Return why a fault cannot be done now, or nothing."""

@@ -1,0 +1,165 @@
+"""`covey chaos` against real jobs that check their own numbers, and against jobs that have nothing to check."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.e2e.jobs import finish, new_job
+
+from covey.base.errors import ConfigError
+from covey.cli.chaos.cutting import require_cutting
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterator
+
+    from tests.e2e.jobs import Job
+
+pytestmark = pytest.mark.slow
+
+FAULT = re.compile(r"covey: +\d+\.\d+ s  (\w+) ranks? ")
+EXACT = """
+import os, time
+import covey, numpy as np
+
+pattern = np.arange(5000.0) % 251 + 1
+state = {"sum": np.zeros(5000), "step": 0, "left": 10}
+for group in covey.generations():
+    try:
+        group.restore(state)
+        while state["left"] and not group.change_pending:
+            scale = state["step"] % 7 + 1
+            values = np.append((group.rank + 1) * scale * pattern, float(os.path.exists(os.environ["STOP"])))
+            group.all_reduce(values)
+            total = sum(rank + 1 for rank in group.contributors) * scale
+            assert np.array_equal(values[:-1], total * pattern), (state["step"], group.contributors)
+            state["sum"] += pattern
+            state["step"] += 1
+            state["left"] -= values[-1] > 0
+            time.sleep(0.01)
+    except covey.GroupChangedError:
+        continue
+    if not state["left"]:
+        break
+assert np.array_equal(state["sum"], state["step"] * pattern)
+print("the sums are right", flush=True)
+"""
+"""Runs until the file STOP is there. Every step adds what every contributor gave, exactly, and nothing twice."""
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with new_job() as job:
+        yield job
+        assert job.left_behind() == []
+
+
+@pytest.fixture
+def cutting() -> None:
+    """What is needed to break connections of others."""
+    try:
+        require_cutting()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def chaos(job: Job, code: str, *options: str) -> subprocess.Popen[str]:
+    """Start `code` under chaos."""
+    before = [sys.executable, "-m", "covey", "chaos", *options, "--timeout", "60", "--"]
+    return job.start(code, before=before, STOP=job.folder / "stop")
+
+
+def hear_faults(process: subprocess.Popen[str], count: int) -> list[str]:
+    """Return the kinds of the next faults, when they have been announced; pytest's deadline ends the wait."""
+    found: list[str] = []
+    said = []
+    assert process.stderr is not None
+    while len(found) < count:
+        line = process.stderr.readline()
+        said.append(line)
+        assert line, "".join(said)
+        if match := FAULT.match(line):
+            found.append(match[1])
+    return found
+
+
+def running_with(mark: Path) -> list[int]:
+    """Return the processes whose command line names a file under `mark`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(mark) in words:
+            found.append(int(entry.parent.name))
+    return found
+
+
+@pytest.mark.usefixtures("cutting")
+def test_a_job_survives_every_kind_of_fault_with_the_right_numbers(job: Job) -> None:
+    process = chaos(job, EXACT, "-n", "3", "--seed", "116", "--every", "0.8", "--count", "6", "--json")
+    assert hear_faults(process, 6) == ["cut", "slow", "kill", "join", "stop", "leave"]
+    (job.folder / "stop").touch()
+    ended = finish(process, 60)
+    report: dict[str, Any] = ended.report
+    assert (report["code"], report["survives"], report["unexplained_losses"]) == (0, True, 0)
+    faults = {fault["kind"]: fault for fault in report["faults"]}
+    assert not any(fault["bad"] for fault in faults.values())
+    assert all(fault["done"] for fault in faults.values())
+    assert faults["slow"]["outcome"] == "nobody was lost"
+    assert 0 < faults["cut"]["recovered_ms"] < 2000
+    assert 0 < faults["kill"]["recovered_ms"] < 2000
+    assert 400 < faults["stop"]["recovered_ms"] < 2500  # half a second of it is waiting whether it goes on
+    assert faults["join"]["recovered_ms"] > 0
+    assert faults["leave"]["outcome"].startswith("left in good order")
+    hows = sorted(end["how"] for end in report["processes"])
+    assert hows in (["finished", "finished", "left", "lost"], ["finished", "left", "lost", "stray"])
+    assert ended.err.count("the sums are right") == hows.count("finished")
+    assert running_with(job.folder) == []
+
+
+@pytest.mark.usefixtures("cutting")
+def test_cut_tcp_connections_lose_nobody(job: Job) -> None:
+    options = ("-n", "2", "--seed", "5", "--faults", "cut", "--every", "0.3", "--count", "3", "--lanes", "tcp")
+    process = chaos(job, EXACT, *options)
+    assert hear_faults(process, 3) == ["cut"] * 3
+    (job.folder / "stop").touch()
+    ended = finish(process, 60)
+    assert ended.code == 0, ended.err
+    assert ended.out.count("the sums are right") == 2
+    assert "faults: 3 cut; seed 5" in ended.out
+    assert "processes: 2 finished" in ended.out
+
+
+def test_a_job_that_does_not_survive_losses_fails_and_is_told_what_to_do(job: Job) -> None:
+    code = "import covey\nwith covey.join() as group:\n    while True: group.barrier()"
+    ended = finish(chaos(job, code, "-n", "3", "--seed", "1", "--faults", "kill", "--every", "0.2"), 60)
+    assert ended.code == 1, ended.err
+    assert 'the job does not survive losses: join with on_loss="continue"' in ended.out
+    assert "the job ended with exit code 1" in ended.out
+    assert "PeerLostError" in ended.err
+
+
+def test_ctrl_c_ends_the_job_and_still_reports(job: Job) -> None:
+    process = chaos(job, EXACT, "-n", "2", "--seed", "5", "--faults", "slow", "--every", "0.2", "--json")
+    assert hear_faults(process, 1) == ["slow"]
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert ended.code == 130, ended.err
+    assert json.loads(ended.out)["faults"][0]["kind"] == "slow"
+    assert running_with(job.folder) == []
+
+
+def test_a_command_that_joins_no_group_is_left_alone(job: Job) -> None:
+    ended = finish(chaos(job, "print('hello')", "-n", "2", "--seed", "1"))
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()[:2]) == ["[0] hello", "[1] hello"]
+    assert "the job never joined a group, so nothing was done to it" in ended.out

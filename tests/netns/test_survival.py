@@ -1,0 +1,232 @@
+"""Runs between machines go on when cables are pulled, networks fall apart, connections are reset and hosts die.
+
+Several runs share each network and its faults, so that their waits pass together.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from tests.netns.members import (
+    ELASTIC,
+    STEADY,
+    Member,
+    agree_on_loss,
+    by_rank,
+    check_same_end,
+    indexes,
+    start,
+    start_kept,
+    together,
+)
+from tests.netns.nodes import Cluster
+
+from covey.testing.netns import Lan
+
+pytestmark = pytest.mark.slow
+
+PREFIX = "covey-survival"
+CABLE_SECONDS = 5.0
+"""A machine that fell silent is known, and the others go on, in this time and that of an operation."""
+OPERATION_SECONDS = 1.0
+
+
+def parts(members: list[Member], hosts: set[int]) -> tuple[list[Member], list[Member]]:
+    """Return those who are on these hosts, and the others."""
+    return [each for each in members if each.host.index in hosts], [
+        each for each in members if each.host.index not in hosts
+    ]
+
+
+def kinds(member: Member) -> list[str]:
+    return [kind for kind, _, _ in member.said("events")["kinds"]]
+
+
+def check_quorum_lost(member: Member, missing: list[Member], tie_breaker: Member, ranks: list[Member]) -> None:
+    """The error says who is missing, who the tie-breaker is and what can be done."""
+    error = member.said("error")
+    assert error["kind"] == "QuorumLostError", member.story()
+    for other in missing:
+        assert f"rank {ranks.index(other)} (" in error["text"].partition("did not answer")[0]
+    assert f"tie-breaker, rank {ranks.index(tie_breaker)} (" in error["text"]
+    for option in ("Start the missing ones again", "patience=", "quorum='any'"):
+        assert option in error["text"]
+
+
+def test_the_others_go_on_without_a_pulled_cable_and_who_hung_on_it_learns_why_and_may_come_back() -> None:
+    with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
+        cluster = Cluster()
+        pulled, deaf = lan.hosts[2], lan.hosts[3]
+        runs = {
+            "hasty": [start(cluster, host, "hasty", size=3, patience=1.5) for host in lan.hosts[:3]],
+            "patient": [start(cluster, host, "patient", size=3, patience=30) for host in lan.hosts[:3]],
+            "one-way": [start(cluster, host, "one-way", size=3, patience=5) for host in (*lan.hosts[:2], deaf)],
+        }
+        elastic = [start(cluster, host, "elastic", ELASTIC, min_size=2, patience=30) for host in lan.hosts[:3]]
+        ranks = {run: by_rank(members) for run, members in runs.items()}
+        first = together(elastic)
+        lan.switch.cut(pulled.name)
+        lan.switch.cut(deaf.name, lan.hosts[0].name)
+        at = time.monotonic()
+
+        for run in ("hasty", "patient"):
+            staying, (gone,) = parts(ranks[run], {0, 1})
+            for went_on_at in agree_on_loss(staying):
+                assert went_on_at - at < CABLE_SECONDS + OPERATION_SECONDS
+            if run == "hasty":
+                check_quorum_lost(gone, staying, ranks[run][0], ranks[run])
+        for member in elastic[:2]:
+            assert sorted(member.said("contributors")["hosts"]) == [0, 1]
+
+        # Of host 0 and host 3 only one hears the other: with host 1, one of them goes on.
+        middle = runs["one-way"][1]
+        staying = set(middle.said("contributors")["hosts"])
+        assert staying in ({0, 1}, {1, 3})
+        staying, (gone,) = parts(ranks["one-way"], staying)
+        agree_on_loss(staying)
+        assert gone.said("error")["kind"] in ("QuorumLostError", "GroupChangedError")
+
+        lan.switch.mend()
+        _, (gone,) = parts(ranks["patient"], {0, 1})
+        assert gone.said("error")["kind"] == "GroupChangedError"
+        assert "join the run again" in gone.said("error")["text"]
+        assert "the run goes on without this process" in elastic[2].said("changed")["text"]
+        assert together(elastic, after=first["number"])["step"] >= elastic[2].said("changed")["step"]
+        elastic[2].ask_to_end()
+        check_same_end(elastic)
+        for run in runs:
+            staying = [member for member in runs[run] if not member.all_said("error")]
+            staying[0].ask_to_end()
+            assert len({member.end()["step"] for member in staying}) == 1
+
+
+def test_a_network_that_falls_apart_leaves_one_half_or_with_any_quorum_two_that_never_merge() -> None:
+    with Lan(hosts=5, kind="switch", prefix=PREFIX) as lan:
+        cluster = Cluster()
+        five = [start(cluster, host, "five", size=5, patience=1.5) for host in lan.hosts]
+        four = [start(cluster, host, "four", size=4, patience=1.5) for host in lan.hosts[:4]]
+        any_ = [start(cluster, host, "any", size=4, patience=1.5, quorum="any") for host in lan.hosts[:4]]
+        ranks = {run: by_rank(members) for run, members in (("five", five), ("four", four), ("any", any_))}
+        sides = ({0, 1}, {2, 3, 4})
+
+        def part() -> float:
+            for one in sides[0]:
+                for other in sides[1]:
+                    lan.switch.cut(f"host{one}", f"host{other}")
+                    lan.switch.cut(f"host{other}", f"host{one}")
+            return time.monotonic()
+
+        part()
+        time.sleep(2)  # shorter than anybody takes a silent host for dead
+        lan.switch.mend()
+        at = time.monotonic()
+        for members in ranks.values():
+            members[0].signal(signal.SIGUSR2)
+        for members in ranks.values():
+            for member in members:
+                assert member.said("marked")["at"] - at < CABLE_SECONDS + OPERATION_SECONDS
+                assert member.all_said("contributors") == []
+
+        at = part()
+        for run in ("five", "four"):
+            tie_breaker = ranks[run][0]
+            is_first = run == "four" and tie_breaker.host.index in sides[0]
+            staying, gone = parts(ranks[run], sides[0] if is_first else sides[1])
+            for went_on_at in agree_on_loss(staying):
+                assert went_on_at - at < CABLE_SECONDS + OPERATION_SECONDS
+            for member in gone:
+                check_quorum_lost(member, staying, tie_breaker, ranks[run])
+        halves = [parts(ranks["any"], side)[0] for side in sides]
+        for half in halves:
+            agree_on_loss(half)
+        lan.switch.mend()
+        for half in halves:
+            half[0].signal(signal.SIGUSR2)
+        for member in (*halves[0], *halves[1]):
+            member.said("marked", 1)
+        time.sleep(1.5)  # in which they could find each other again
+        for half in halves:
+            half[0].ask_to_end()
+            for member in half:
+                assert member.end()["hosts"] == indexes(half)
+                assert kinds(member).count("lost") == 1
+        for run in ("five", "four"):
+            staying = [member for member in ranks[run] if not member.all_said("error")]
+            staying[0].ask_to_end()
+            assert len({member.end()["step"] for member in staying}) == 1
+
+
+def test_forged_resets_of_every_connection_in_the_middle_of_operations_evict_nobody() -> None:
+    with Lan(hosts=3, kind="switch", prefix=PREFIX) as lan:
+        cluster = Cluster()
+        members = by_rank([start(cluster, host, "big", size=3, count=2 << 20, pause=0) for host in lan.hosts])
+        for number in range(3):
+            members[number].signal(signal.SIGUSR2)
+            for member in members:
+                member.said("marked", number)
+            assert lan.switch.reset_connections() >= 3
+        members[1].ask_to_end()
+        for member in members:
+            assert member.end()["hosts"] == indexes(members)
+            assert set(kinds(member)) <= {"generation", "view"}
+            assert "view" in kinds(member)
+
+
+def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote() -> None:
+    patience = 4.0
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        cluster = Cluster()
+        alone = [start(cluster, host, "alone", size=2, patience=patience) for host in lan.hosts]
+        lost = [start(cluster, host, "lost", size=2, patience=patience) for host in lan.hosts]
+        elastic = [start(cluster, host, "voted", ELASTIC, min_size=2, patience=patience) for host in lan.hosts]
+        alone, lost = by_rank(alone), by_rank(lost)
+        elastic.sort(key=lambda member: member.said("generation")["rank"])
+        assert all(len(member.said("generation")["hosts"]) == 2 for member in elastic)
+
+        at = lost[0].kill()
+        killed_at = elastic[0].kill()
+        time.sleep(0.3)
+        again = start(cluster, elastic[0].host, "voted", ELASTIC, min_size=2, patience=patience)
+        alone[1].kill()
+
+        assert agree_on_loss(alone[:1])[0] - at < CABLE_SECONDS
+        went_on = elastic[1].said("contributors")
+        assert went_on["hosts"] == [elastic[1].host.index]
+        assert went_on["at"] - killed_at < patience
+        assert together([elastic[1], again])["hosts"] == indexes([elastic[1], again])
+        check_quorum_lost(lost[1], lost[:1], lost[0], lost)
+        assert patience - 0.5 < lost[1].said("error")["at"] - at < patience + 2
+
+        again.ask_to_end()
+        alone[0].ask_to_end()
+        check_same_end([elastic[1], again])
+        alone[0].end()
+
+
+def test_keepers_tell_other_machines_of_stopped_and_killed_processes_and_vouch_for_busy_ones() -> None:
+    with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
+        cluster = Cluster()
+        busy = [start_kept(cluster, host, "busy", STEADY, "--size", "3", patience=5, holds=2) for host in lan.hosts[:3]]
+        kept = [start_kept(cluster, host, "kept", STEADY, "--size", "4", patience=5) for host in lan.hosts]
+        ranks = by_rank(kept)
+        by_rank(busy)
+        stopped, killed = ranks[1], ranks[2]
+        at = stopped.signal(signal.SIGSTOP)
+        left = [member for member in ranks if member is not stopped]
+        for known_at in agree_on_loss(left):
+            assert known_at - at < 1.5
+        at = killed.kill()
+        left.remove(killed)
+        for known_at in agree_on_loss(left, 1):
+            assert known_at - at < 1.0
+        stopped.signal(signal.SIGCONT)
+        assert stopped.said("error")["kind"] == "GroupChangedError"
+        left[0].ask_to_end()
+        assert {tuple(member.end()["hosts"]) for member in left} == {tuple(indexes(left))}
+        assert busy[0].said("slow")["took"] > 7
+        busy[0].ask_to_end()
+        for member in busy:
+            assert sorted(member.end()["hosts"]) == [0, 1, 2]
+            assert "lost" not in kinds(member)
