@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.netns.nodes import SOURCE, Cluster
 
@@ -129,10 +129,16 @@ say("over", step=state["step"], digest=digest(), gap=gap)
 """Goes from generation to generation, with a state that every step changes."""
 
 
+class Place(Protocol):
+    """Where a program runs."""
+
+    index: int
+
+
 class Member:
     """A program on a host, and all that it has said."""
 
-    def __init__(self, host: Host, process: subprocess.Popen[str]) -> None:
+    def __init__(self, host: Place, process: subprocess.Popen[str]) -> None:
         self.host, self.process = host, process
         self.started_at = time.monotonic()
         self._said: list[dict[str, Any]] = []
@@ -169,8 +175,8 @@ class Member:
         """Wait until it says something of a kind for the time of this number; return that."""
         until = time.monotonic() + within
         while len(found := self.all_said(event)) <= number:
-            is_over = not any(thread.is_alive() for thread in self._threads)
-            assert not (is_over or time.monotonic() > until), f"no {event!r} {number} in time\n{self.story()}"
+            is_waiting = time.monotonic() < until and any(thread.is_alive() for thread in self._threads)
+            assert is_waiting, f"no {event!r} {number} in time\n{self.story()}"
             with self._news:
                 self._news.wait(0.05)
         return found[number]
@@ -184,7 +190,8 @@ class Member:
     @property
     def pid(self) -> int:
         """Of the program itself, not of its keeper."""
-        return int(self.said("joining")["pid"])
+        self.said("joining")
+        return int(self.all_said("joining")[-1]["pid"])
 
     def signal(self, number: int) -> float:
         """Send it a signal; return when."""
@@ -200,11 +207,15 @@ class Member:
         """Have the whole run end after a step."""
         os.kill(self.pid, signal.SIGUSR1)
 
+    def join(self) -> None:
+        """Wait until everything is read that it has written."""
+        for thread in self._threads:
+            thread.join(DEADLINE)
+
     def end(self, *, code: int = 0) -> dict[str, Any]:
         """Wait for a good end; return what it said last."""
         over = self.said("over")
-        for thread in self._threads:
-            thread.join(DEADLINE)
+        self.join()
         assert self.process.wait(DEADLINE) == code, self.story()
         self.all_said("wrong")
         return over

@@ -66,9 +66,9 @@ class Matcher:
         """Peers for which `outgoing` has bytes."""
         self._links: dict[int, _Link] = {}
         self._failures: dict[int, BaseException] = {}
+        """Peers that are gone, in the order they went, and why."""
         self._untold: list[BaseException] = []
         """Of peers that failed when nobody waited for a message of anyone: the next to do so hears of it, once."""
-        """Peers that are gone, in the order they went, and why."""
         self._posted: dict[tuple[int, int], deque[Receive]] = {}
         """Receives without a message, by the source and tag they ask for; each queue in the order they were posted."""
         self._unmatched: dict[tuple[int, int], deque[Arrival]] = {}

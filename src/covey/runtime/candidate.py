@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from covey.net.clusters import Cluster
     from covey.proto.formation import Formed
     from covey.runtime.acquaintance import Acquaintance
-    from covey.runtime.node import Node, Peer
+    from covey.runtime.node import Node
+    from covey.runtime.peers import Peer
     from covey.runtime.seat import Seat
 
 logger = logging.getLogger("covey")
@@ -254,12 +255,12 @@ class Candidate(Gathering):
         for id in self._core.newcomers():
             if (someone := self.met.get(id)) is not None and someone.rank < 0:
                 waiting[someone.card.life] = someone
-        for life, newcomer in list(node.lobby.items()):
-            if life not in waiting:
-                node.go_away(newcomer)
+        for newcomer in node.lobby:
+            if newcomer.card.life not in waiting:
+                node.lobby.go_away(newcomer)
         for life, someone in waiting.items():
             if life not in node.lobby:
-                node.knock(_Waiting(node, someone))
+                node.lobby.knock(_Waiting(node, someone))
 
     async def _tick(self) -> None:
         while True:
@@ -373,6 +374,9 @@ class _Waiting:
     def sit_down(self, peer: Peer) -> None:
         self._someone.rank = peer.rank
         _tell_how_to_reach(peer, self._someone)
+
+    def turn_away(self) -> None:
+        """Its link ends with all others."""
 
     def speak(self, peer: Peer) -> None:
         said, self._someone.early = self._someone.early, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -67,7 +68,7 @@ class Events:
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=KEPT)
         self._listeners: list[Callable[[Event], None]] = []
-        self._queue: queue.SimpleQueue[Event] | None = None
+        self._queue: queue.Queue[Event | None] | None = None
         self._began = 0.0
         """When the first sign of trouble came, by the monotonic clock; 0: there is none."""
         self._sign = 0.0
@@ -90,17 +91,24 @@ class Events:
         with self._lock:
             self._listeners.append(listener)
             if self._queue is None:
-                self._queue = queue.SimpleQueue()
+                self._queue = queue.Queue(KEPT)
                 threading.Thread(target=self._serve, args=(self._queue,), name="covey-events", daemon=True).start()
 
-    def _serve(self, events: queue.SimpleQueue[Event]) -> None:
-        while True:
-            event = events.get()
+    def _serve(self, events: queue.Queue[Event | None]) -> None:
+        while (event := events.get()) is not None:
             for listener in list(self._listeners):
                 try:
                     listener(event)
                 except Exception:  # it is the program's, and must not keep others from hearing
                     logger.exception("a listener to %s failed", event.kind)
+
+    def close(self) -> None:
+        """End the thread of the listeners, once they have heard everything."""
+        with self._lock:
+            if self._queue is not None:
+                with contextlib.suppress(queue.Full):
+                    self._queue.put_nowait(None)
+                self._queue = None
 
     def phase(self, name: str) -> None:
         """A phase of a recovery has ended now; the first is `detect`."""
@@ -136,7 +144,8 @@ class Events:
                 self._began = 0.0  # a sign that came to nothing: the link of one that left, say
             self._events.append(event)
             if self._queue is not None:
-                self._queue.put(event)
+                with contextlib.suppress(queue.Full):  # a listener that does not return misses the rest
+                    self._queue.put_nowait(event)
         if event.kind not in VIEWS:
             self._write(event)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import BusyError
 from covey.proto.ballot import first_record
+from covey.proto.views import is_quorum
 from covey.runtime import loop as control
 from covey.runtime.council import Council, place_id
 from covey.runtime.events import Event
@@ -202,11 +203,13 @@ class Generation:
             self.view, self._is_frozen = view, False
             self._waiting.clear()
             pacts = list(self._pacts.values())
+        is_present = self.node.generation is self
         for rank in lost:
-            self.node.exclude(self.seats[rank])
+            if is_present:
+                self.node.exclude(self.seats[rank])
         for pact in pacts:
             pact.install(view)
-        if self.node.generation is not self:
+        if not is_present:
             return  # an earlier one, of which only votes are needed
         have_left = all(self.node.peers[self.seats[rank]].left or self.council.is_leaving(rank) for rank in lost)
         names = tuple(self._name((rank,)) for rank in lost)
@@ -237,11 +240,14 @@ class Generation:
             )
         else:
             missing = self._name(effect.missing) or "Some of those who are here"
+            are_here = f"{len(effect.here)} of the {len(self.view.ranks)} members of view {self.view.number}"
+            if is_quorum(self.view, effect.here):
+                are_here = f"too few of the {len(effect.here)} members that seem to be here"
             text = (
-                f"{len(effect.here)} of the {len(self.view.ranks)} members of view {self.view.number} are here, which "
-                f"is no quorum. {missing} did not answer within {self.patience:g} s. More than half must be here, or "
-                f"half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the missing ones again and "
-                "join anew, give patience= more time, or pass quorum='any' if two halves may go on apart"
+                f"{are_here} answer, which is no quorum. {missing} did not answer within {self.patience:g} s. More than "
+                f"half must be here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the "
+                "missing ones again and join anew, give patience= more time, or pass quorum='any' if two halves may "
+                "go on apart"
             )
         # Groups that end with their first loss need no view to go on.
         self._end(Fault("QuorumLostError", text, effect.missing), only_pacts=True)

@@ -55,7 +55,7 @@ class Group:
     Collectives of a group run in the order they are issued, and every rank must issue the same ones in the same
     order. One thread at a time issues them; for more threads, `split` more groups. Point-to-point messages have
     lanes of their own and go on whatever the collectives do. After an exception the contents of arrays that the
-    operation was changing are undefined.
+    operation was changing are undefined; with `on_loss="continue"` they are what they were before.
 
     Every operation takes `timeout=` seconds (default: the group's, 30 minutes) and `async_op=True`, which returns a
     `Work` at once. Arrays are numpy arrays, torch CPU tensors, or writable buffers, used in place without a copy
@@ -63,7 +63,10 @@ class Group:
 
     Every operation may raise:
         MismatchError: ranks called different things. The group is closed.
-        PeerLostError: a member went away. The group is closed.
+        PeerLostError: a member went away. The group is closed; with `on_loss="continue"` it goes on: only a lost root
+            or partner of a message raises.
+        GroupChangedError, QuorumLostError: with `on_loss="continue"`: the others went on without this rank, or too few
+            are left to go on.
         DeadlineError: `timeout` passed. The group is closed, unless it was a message: then only that message failed.
         ClosedError: the group was closed before; the first cause is its `__cause__`.
         BusyError: another thread is in a collective of this group.
@@ -85,6 +88,7 @@ class Group:
         self._is_fresh = is_fresh
         self._calls: dict[Any, Call] = {}
         self._sidecar: Assembly | None = None
+        self._restores = 0
         self._children = itertools.count(1)
 
     # Who
@@ -790,9 +794,9 @@ class Group:
         and only what differs. A rank whose state has drifted from that of the majority is brought back and named in the
         report; with `on_drift="raise"` all raise MismatchError instead. In the first generation rank 0's state wins.
         """
-        from covey.runtime.restore import restore
-
-        return restore(self, state, fresh=self._is_fresh, on_drift=on_drift, timeout=timeout, progress=progress)
+        return survival.restore(
+            self, state, fresh=self._is_fresh, on_drift=on_drift, timeout=timeout, progress=progress
+        )
 
     # The end
 

@@ -115,6 +115,7 @@ async def _gather(
             companions=(candidate,),
             on_close=seat.on_close,
             seats=tuple(seats.values()),
+            links_come=True,
         )
         candidate.carry_on(node, candidate.seated(seats), founded)
         return node

@@ -33,9 +33,9 @@ class KeeperLink:
         gate: Gate,
         card: messages.Card,
         *,
-        on_up: Callable[[], None],
-        on_down: Callable[[], None],
         on_message: Callable[[messages.Control], None],
+        on_up: Callable[[], None] = lambda: None,
+        on_down: Callable[[], None] = lambda: None,
     ) -> None:
         self._path, self._gate, self._card = path, gate, card
         self._on_up, self._on_down, self._on_message = on_up, on_down, on_message

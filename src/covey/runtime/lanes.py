@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.net.lane import Lane
-    from covey.runtime.node import Node, Peer
+    from covey.runtime.node import Node
+    from covey.runtime.peers import Peer
 
 logger = logging.getLogger("covey")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ClosedError, CoveyError, DeadlineError
 from covey.runtime.greet import RefusedError, admit, dial
+from covey.runtime.keeper_link import KeeperLink
 from covey.runtime.node import Node
 from covey.wire import messages
 
@@ -42,6 +43,8 @@ class Newcomer:
         self._place, self._config, self._seat = place, config, seat
         self._links: dict[bytes, tuple[Link, messages.Card, bool]] = {}
         """By life: the link, whose it is, and whether we dialled it."""
+        self._fellows: set[bytes] = set()
+        """The lives of those who wait, too."""
         self._founded: asyncio.Future[messages.Founded] = asyncio.get_running_loop().create_future()
         self._early: list[tuple[bytes, messages.Control]] = []
 
@@ -57,13 +60,16 @@ class Newcomer:
             asyncio.ensure_future(self._knock(contact.socket, slot)) for slot, contact in self._seat.contacts.items()
         ]
         tasks.append(asyncio.ensure_future(self._say_what_is_waited_for()))
-        tasks.append(asyncio.ensure_future(self._notice_the_end()))
+        if self._place.keeper:
+            tasks.append(asyncio.ensure_future(self._hear_the_keeper(self._place.keeper)))
+        else:
+            tasks.append(asyncio.ensure_future(self._notice_the_end()))
         try:
             async with asyncio.timeout(within):
                 founded = await self._founded
         except TimeoutError:
             raise DeadlineError(
-                f"the run did not take this process in within {within:g} s: {len(self._links)} members know that it is "
+                f"the run did not take this process in within {within:g} s: {self._members} members know that it is "
                 "here. They do so between two generations (covey.generations) only"
             ) from None
         finally:
@@ -87,7 +93,7 @@ class Newcomer:
                 if welcome.purpose == "newcomer" and slot > self._place.rank:
                     link.close()  # it dials us
                 else:
-                    self._hold(link, welcome.card, is_dialled=True)
+                    self._hold(link, welcome.card, is_dialled=True, is_fellow=welcome.purpose == "newcomer")
                     await link.ended.wait()
                     pause = 0.02
             await asyncio.sleep(pause)
@@ -96,7 +102,7 @@ class Newcomer:
     async def _greet(self, sock: socket.socket, said: bytes) -> None:
         admitted = await admit(sock, self._seat.gate, said, self._judge)
         if admitted is not None:
-            self._hold(admitted[0], admitted[1].card, is_dialled=False)
+            self._hold(admitted[0], admitted[1].card, is_dialled=False, is_fellow=True)
 
     def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
         if hello.purpose == "newcomer" and hello.run == self._place.name:
@@ -116,10 +122,12 @@ class Newcomer:
             self._config.on_loss,
         )
 
-    def _hold(self, link: Link, card: messages.Card, *, is_dialled: bool) -> None:
+    def _hold(self, link: Link, card: messages.Card, *, is_dialled: bool, is_fellow: bool) -> None:
         if card.life in self._links and self._links[card.life][0].is_open:
             link.close()
             return
+        if is_fellow:
+            self._fellows.add(card.life)
         self._links[card.life] = link, card, is_dialled
         link.attach(lambda body: self._heard(card.life, messages.decode_control(body)), lambda: None)
 
@@ -131,15 +139,36 @@ class Newcomer:
         elif len(self._early) < EARLY_LIMIT:
             self._early.append((life, message))
 
+    @property
+    def _members(self) -> int:
+        """How many members know that this process is here."""
+        links = ((life, link) for life, (link, _, _) in self._links.items())
+        return sum(link.is_open and life not in self._fellows for life, link in links)
+
     async def _notice_the_end(self) -> None:
-        """Give up when nobody of the run has been there for a while."""
+        """Give up when no member of the run has been there for a while."""
         seen_at = time.monotonic() + FIRST_SECONDS - OVER_SECONDS
         while not self._founded.done():
-            if any(link.is_open for link, _, _ in self._links.values()):
+            if self._members:
                 seen_at = time.monotonic()
             elif time.monotonic() > seen_at + OVER_SECONDS:
-                self._founded.set_exception(ClosedError("the run ended before it took this process in"))
+                self._end()
             await asyncio.sleep(0.1)
+
+    def _end(self) -> None:
+        if not self._founded.done():
+            self._founded.set_exception(ClosedError("the run ended before it took this process in"))
+
+    async def _hear_the_keeper(self, path: str) -> None:
+        """The keeper knows whether a member is left; if none is, it ends the run, or founds it anew."""
+
+        def hear(message: messages.Control) -> None:
+            if isinstance(message, messages.Founded):
+                self._heard(b"", message)
+            elif isinstance(message, messages.Goodbye):
+                self._end()
+
+        await KeeperLink(path, self._seat.gate, self._seat.card, on_message=hear).keep()
 
     async def _say_what_is_waited_for(self) -> None:
         began = time.monotonic()
@@ -147,7 +176,7 @@ class Newcomer:
             await asyncio.sleep(REMINDER_SECONDS)
             waited = time.monotonic() - began
             logger.warning("this process waits since %.0f s for a place in %s; %d members know of it", waited,
-                           self._place.name, len(self._links))  # fmt: skip
+                           self._place.name, self._members)  # fmt: skip
 
     def _sit_down(self, founded: messages.Founded) -> Node:
         me = next(member for member in founded.members if member.card.life == self._seat.card.life)
@@ -166,7 +195,9 @@ class Newcomer:
         )
         for member in founded.members:
             if member.seat != me.seat:
-                link, _, is_dialled = self._links.pop(member.card.life, (None, None, True))
+                # Where there is no link yet, the later of the two dials.
+                by_seat = (None, None, member.seat < me.seat)
+                link, _, is_dialled = self._links.pop(member.card.life, by_seat)
                 node.seat_member(member, link, is_dialled=is_dialled)
         for link, _, _ in self._links.values():
             link.abort()

@@ -14,26 +14,25 @@ import functools
 import hashlib
 import logging
 import os
-import secrets
 import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
+from covey.base.errors import ConnectError, CoveyError
 from covey.proto.changes import Quorum
 from covey.runtime import loop as control
 from covey.runtime.events import Event, Events
+from covey.runtime.forming import Forming
 from covey.runtime.generation import Generation
-from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any
 from covey.runtime.keeper_link import KeeperLink
 from covey.runtime.lanes import LaneKey, Lanes
 from covey.runtime.link import printable
+from covey.runtime.peers import Lobby, Peer
 from covey.runtime.vigil import Vigil
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from covey.base.config import GroupConfig
@@ -45,16 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-HANG_UPS: Final = 5
-"""Times in a row that a rank is hung up on before it believes that its key is wrong, and that nobody died."""
-HANG_UP_SECONDS: Final = 1.0
-"""And for how long: a crowd at the door of rank 0 passes."""
 CLOSE_SECONDS: Final = 1.0
 """How long goodbyes may take."""
-KNOCK_SECONDS: Final = 0.3
-"""A newcomer is reason enough for a generation after so long: by then it should have knocked at every door."""
-PUT_OFF_SECONDS: Final = 10.0
-"""One that was not known to all when a generation was founded is reason for another after so long."""
 EARLY_LIMIT: Final = 4096
 """Messages about a generation that this node has not founded yet."""
 
@@ -87,58 +78,6 @@ class Companion(Protocol):
     async def close(self) -> None: ...
 
 
-class Peer:
-    """What is known of another rank of the run."""
-
-    def __init__(self, rank: int, contact: messages.Contact | None, *, is_dialled: bool) -> None:
-        self.rank = rank
-        self.contact = contact
-        self.is_dialled = is_dialled
-        """Whether this end of the pair does the dialling."""
-        self.vote: Callable[[messages.Control], None] | None = None
-        """Reaches a later life of the same node, which still votes for this one."""
-        self.way: Where | None = None
-        """The address that was found best, if any was."""
-        self.id = self.life = self.keeper = b""
-        self.name = self.host_name = ""
-        self.pid = 0
-        self.link: Link | None = None
-        self.told: Link | None = None
-        """The link on which it heard that this rank is ready."""
-        self.ready = False
-        self.left = False
-        self.gone = False
-        self.excluded = False
-        """The members have agreed to go on without it."""
-        self.reason = ""
-        """Why it was given up, if it was."""
-        self.round_trip = -1.0
-        self.measured = asyncio.Event()
-        """Set unless `way` and `round_trip` are being found out."""
-        self.measured.set()
-
-    def introduce(self, card: messages.Card) -> None:
-        """Note who it is."""
-        self.id, self.life, self.keeper = card.id, card.life, card.keeper
-        self.name, self.host_name, self.pid = card.name, card.host_name, card.pid
-        self.contact = card.contact
-
-
-class Newcomer(Protocol):
-    """A process that waits for the next generation."""
-
-    @property
-    def card(self) -> messages.Card: ...
-
-    def send(self, message: messages.Control) -> None: ...
-
-    def sit_down(self, peer: Peer) -> None:
-        """Hand the link with it to the peer that it is now."""
-
-    def speak(self, peer: Peer) -> None:
-        """Hand over what it said before it sat down: it may have heard of its seat from another first."""
-
-
 class Node:
     """This process's place in a run of `size` ranks."""
 
@@ -160,22 +99,23 @@ class Node:
         companions: Sequence[Companion] = (),
         on_close: Callable[[], None] = lambda: None,
         seats: Sequence[int] | None = None,
+        links_come: bool = False,
     ) -> None:
         """`contacts` of ranks that are missing come from rank 0's roster. `entrance` and `companions` end with us.
 
         `keeper` is the path at which the keeper of all ranks listens. No view has fewer than `floor` members. `store`
         makes what this node has promised durable. `seats` are those of the generation that this node enters, if that is
-        not the first.
+        not the first. `links_come`: somebody else finds the others, and hands the links over.
         """
         self.rank, self.size, self.run, self.config = rank, size, run, config
         self.gate, self.card = gate, card
-        self._denied = denied
+        self.denied = denied
         self.host = card.contact.host
         self._socket_folder = os.path.dirname(card.contact.socket)
-        self._entrance = entrance
+        self.entrance = entrance
         self._companions = (entrance, *companions)
         self._on_close = on_close
-        self._keeper_path, self.floor, self.store = keeper, floor, store
+        self.keeper_path, self.floor, self.store = keeper, floor, store
         self.peers = {
             peer: Peer(peer, contacts.get(peer), is_dialled=peer < rank)
             for peer in (range(size) if seats is None else seats)
@@ -193,10 +133,7 @@ class Node:
         self._early: list[tuple[int, messages.Agreeing]] = []
         """What was said of generations that this node has not founded yet."""
         self.keeper: KeeperLink | None = None
-        self.lobby: dict[bytes, Newcomer] = {}
-        """By life: who waits for the next generation."""
-        self._counts_from: dict[bytes, float] = {}
-        """By life: from when on somebody who waits is a reason for another generation."""
+        self.lobby = Lobby()
         self.is_elastic = False
         """Whether the program goes from generation to generation."""
         self.is_draining = False
@@ -208,142 +145,30 @@ class Node:
         """Who ends all links with a rank that is given up, where that is not the node."""
         self.on_founded: Callable[[messages.Founded], None] | None = None
         """Who else has to know of another generation."""
-        self._formed: asyncio.Future[None] | None = None
-        self._complaint: CoveyError | None = None
-        self._refusal = ""
         self.is_closing = False
+        self.forming = None if links_come else Forming(self)
         entrance.on_lane = self.lanes.claim
         _nodes.add(self)
 
-    # Forming
+    # Links
 
     def form(self, timeout: float) -> None:
-        """Return once every rank is linked with every other and knows it.
+        """Return once every rank is linked with every other and knows it; see `Forming.form`."""
+        assert self.forming is not None
+        self.forming.form(timeout)
 
-        Raises:
-            DeadlineError: some did not come in time; says which.
-            ConfigError: another rank has other settings.
-        """
-        future = control.start(self._form(within=timeout))
-        try:
-            future.result()
-        except BaseException:
-            future.cancel()
-            self.close()
-            raise
-
-    async def _form(self, *, within: float) -> None:
-        self._formed = asyncio.get_running_loop().create_future()
-        self._entrance.on_link = self._greet
-        self._entrance.open()
-        if self._keeper_path:
-            self.keep_link_with(self._keeper_path)
-        for peer in self.peers.values():
-            if peer.is_dialled and peer.contact is not None:
-                self.spawn(self._dial(peer))
-        self.spawn(self._tell_who_is_missing())
-        try:
-            async with asyncio.timeout(within):
-                await self._formed
-        except TimeoutError:
-            missing = ", ".join(map(str, self._missing()))
-            strangers = self._entrance.about_strangers()
-            raise DeadlineError(
-                f"rank {self.rank} of {self.size} waited {within:g} s in {self.run} for rank {missing}. "
-                f"Is it running, and with the same job id or MASTER_ADDR and MASTER_PORT?{self._refusal}"
-                + (f" Here {strangers}." if strangers else ""),
-                late=tuple(self._missing()),
-            ) from None
-
-    def _missing(self) -> list[int]:
-        return [peer.rank for peer in self.peers.values() if not peer.ready]
-
-    async def _tell_who_is_missing(self) -> None:
-        for pause in (5.0, *(30.0,) * 1000):
-            await asyncio.sleep(pause)
-            if self._formed is None or self._formed.done():
-                return
-            logger.warning("rank %d of %d waits in %s for rank %s", self.rank, self.size, self.run,
-                           ", ".join(map(str, self._missing())))  # fmt: skip
-
-    def _settle(self) -> None:
-        """Take the next step of forming that is possible now."""
-        if self._formed is None or self._formed.done():
-            return
-        if self._complaint is not None:
-            self._formed.set_exception(self._complaint)
-            return
-        linked = all(peer.link is not None or peer.ready for peer in self.peers.values())
-        if linked:
-            self._tell_ready()
-        if linked and not self._missing():
-            self._formed.set_result(None)
-            self.begin()
-
-    def _tell_ready(self) -> None:
-        """Tell those who have not heard it on their link that this rank is connected to everyone."""
-        for peer in self.peers.values():
-            if peer.link is not None and peer.link is not peer.told:
-                peer.told = peer.link
-                if self.rank == 0:
-                    contacts = [self.card.contact, *(self.peers[rank].contact for rank in range(1, self.size))]
-                    roster = messages.Roster(tuple(contact for contact in contacts if contact is not None))
-                    self.send(peer.rank, roster)
-                self.send(peer.rank, messages.Ready())
-
-    async def _dial(self, peer: Peer) -> None:
-        pause, hang_ups, hung_up_at = 0.005, 0, 0.0
-        while peer.link is None and not peer.ready and not self.is_closing:
-            try:
-                link, welcome, _, where = await dial_any(self.ways_to(peer), self.gate, self._hello())
-            except HungUpError as error:
-                hang_ups += 1
-                hung_up_at = hung_up_at or time.monotonic()
-                if hang_ups >= HANG_UPS and time.monotonic() - hung_up_at > HANG_UP_SECONDS:
-                    self._complain(AuthError(str(error)))
-                    return
-            except (ConnectError, TimeoutError):
-                hang_ups, hung_up_at = 0, 0.0  # not there yet
-            except RefusedError as error:
-                self._refusal = f" Rank {peer.rank} says: {printable(str(error))}."
-                if not error.retry:
-                    self._complain(ConfigError(f"rank {peer.rank} refused this rank: {printable(str(error))}"))
-                    return
-            except CoveyError as error:
-                self._complain(error)
-                return
-            else:
-                if problem := self._wrong_peer(peer, welcome):
-                    link.abort()
-                    self._complain(AuthError(problem))
-                    return
-                if not isinstance(where, str):
-                    peer.way = where
-                self._linked(peer, link, welcome.card)
-                return
-            await asyncio.sleep(pause)
-            pause = min(0.1, pause * 1.5)
-
-    def _wrong_peer(self, peer: Peer, welcome: messages.Welcome) -> str:
-        """Return why who answered is not the one that was dialled, or not wanted, or nothing."""
-        if welcome.rank != peer.rank:  # somebody on the way led us to another
-            return f"rank {welcome.rank} answered where rank {peer.rank} was dialled"
-        return f"rank {peer.rank} is on a node that is denied here" if welcome.card.id in self._denied else ""
-
-    def _complain(self, error: CoveyError) -> None:
-        self._complaint = self._complaint or error
-        self._settle()
-
-    def _linked(self, peer: Peer, link: Link, card: messages.Card) -> None:
+    def linked(self, peer: Peer, link: Link, card: messages.Card) -> None:
+        """There is a link with another process."""
         before, peer.link = peer.link, link
         if before is not None:
             before.abort()  # its other end has given it up
         peer.introduce(card)
-        self._entrance.member_ips.add(link.remote_ip)
-        link.attach(functools.partial(self._heard_frame, peer), functools.partial(self._lost, peer, link))
+        self.entrance.member_ips.add(link.remote_ip)
+        link.attach(functools.partial(self.heard_frame, peer), functools.partial(self._lost, peer, link))
         if peer.ready:
             self.relinked(peer)
-        self._settle()
+        if self.forming is not None:
+            self.forming.settle()
 
     def relinked(self, peer: Peer) -> None:
         """There is a new link with a process whose last one had ended."""
@@ -373,84 +198,10 @@ class Node:
             if rank is not None and peer.link is None:
                 generation.council.link_down(rank)
 
-    async def _redial(self, peer: Peer) -> None:
-        """Link again with a process that is still in the view: a connection can end without either end."""
-        pause, until = 0.02, time.monotonic() + 2 * self.config.patience
-        while peer.link is None and not (peer.excluded or peer.left or self.is_closing) and time.monotonic() < until:
-            with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
-                link, welcome, _, where = await dial_any(self.ways_to(peer), self.gate, self._hello())
-                if welcome.card.life != peer.life:
-                    link.abort()
-                    return  # started anew: it comes by itself, as a newcomer
-                if not isinstance(where, str):
-                    peer.way = where
-                self._linked(peer, link, welcome.card)
-                return
-            await asyncio.sleep(pause)
-            pause = min(0.5, pause * 1.5)
-
-    def _heard_frame(self, peer: Peer, body: bytes) -> None:
+    def heard_frame(self, peer: Peer, body: bytes) -> None:
+        """Take what came over the link with a process."""
         self.noticed(peer.rank)
         self.heard(peer.rank, messages.decode_control(body))
-
-    async def _greet(self, sock: socket.socket, said: bytes) -> None:
-        admitted = await admit(sock, self.gate, said, self._judge)
-        if admitted is not None:
-            link, hello, _ = admitted
-            if hello.purpose == "newcomer":
-                self.knock(Latecomer(self, link, hello.card))
-            else:
-                self._linked(self.peers[hello.rank], link, hello.card)
-
-    def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
-        if hello.version != messages.VERSION:
-            reason = f"it speaks version {hello.version}, this rank {messages.VERSION}"
-            return messages.Refusal(reason, retry=False)
-        if hello.card.id in self._denied:
-            return messages.Refusal("this node is denied here", retry=False)
-        if hello.purpose == "newcomer" and hello.run == self.run:
-            return self._judge_newcomer(hello)
-        if hello.purpose != "rank":
-            return messages.Refusal(f"{self.run} was started by a launcher, which gives out the ranks", retry=False)
-        known = self.peers.get(hello.rank)
-        if known is not None and known.ready and known.life == hello.card.life:
-            return messages.Welcome(self.rank, self.card)  # its last link has ended, here or there
-        for what, here, there in (
-            ("run", self.run, hello.run),
-            ("size", self.size, hello.size),
-            ("lanes", self.config.lanes, hello.lanes),
-            ("on_loss", self.config.on_loss, hello.on_loss),
-        ):
-            if here != there:
-                reason = f"{what} is {there!r} on rank {hello.rank} and {here!r} on rank {self.rank}"
-                self._complain(ConfigError(f"{reason}; start all ranks with the same settings"))
-                return messages.Refusal(reason, retry=False)
-        peer = self.peers.get(hello.rank)
-        if peer is None or peer.is_dialled:
-            return messages.Refusal(f"rank {hello.rank} has no business dialling rank {self.rank}", retry=False)
-        if peer.link is not None or peer.ready:
-            return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
-        return messages.Welcome(self.rank, self.card)
-
-    def _hello(self) -> messages.Hello:
-        return messages.Hello(
-            version=messages.VERSION,
-            nonce=secrets.token_bytes(32),
-            purpose="rank",
-            run=self.run,
-            rank=self.rank,
-            size=self.size,
-            lanes=self.config.lanes,
-            card=self.card,
-            on_loss=self.config.on_loss,
-        )
-
-    def _judge_newcomer(self, hello: messages.Hello) -> messages.Welcome | messages.Refusal:
-        if self.generation is None:
-            return messages.Refusal("the run has not begun", retry=True)
-        if any(peer.life == hello.card.life and not peer.gone for peer in self.peers.values()):
-            return messages.Refusal("you are a member", retry=False)
-        return messages.Welcome(self.rank, self.card)
 
     # Groups
 
@@ -518,16 +269,16 @@ class Node:
         peer.introduce(member.card)
         peer.is_dialled, peer.ready = is_dialled, True
         if link is not None and link.is_open:
-            self._linked(peer, link, member.card)
-        elif is_dialled:
-            self.spawn(self._redial(peer))
+            self.linked(peer, link, member.card)
+        elif is_dialled and self.forming is not None:
+            self.spawn(self.forming.redial(peer))
 
     def enter(self, founded: messages.Founded) -> None:
         """Take this node's seat in a generation of a run that goes on."""
-        if self.on_silent is None:  # else links are somebody else's
-            self._entrance.on_link = self._greet
-        if self._keeper_path:
-            self.keep_link_with(self._keeper_path)
+        if self.forming is not None:
+            self.entrance.on_link = self.forming.greet
+        if self.keeper_path:
+            self.keep_link_with(self.keeper_path)
         self._vigil = Vigil(self, self._silent, self._trusted)
         self.found(founded)
         self.spawn(self._vigil.keep())
@@ -540,14 +291,14 @@ class Node:
     def found(self, founded: messages.Founded) -> Generation:
         """Begin a generation; those of its members that waited outside sit down, and are told."""
         newcomers = []
-        seated: list[tuple[Newcomer, Peer]] = []
+        seated = []
         for member in founded.members:
             if member.seat != self.rank and member.seat not in self.peers:
                 peer = self.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
                 peer.introduce(member.card)
                 peer.ready = True
                 newcomers.append(member)
-                newcomer = self.lobby.pop(member.card.life, None)
+                newcomer = self.lobby.admit(member.card.life)
                 if newcomer is not None:
                     newcomer.sit_down(peer)
                     newcomer.send(founded)
@@ -615,25 +366,7 @@ class Node:
             if life in by_life and self._vigil is not None:
                 self._vigil.vouched(by_life[life], value)
 
-    # Newcomers
-
-    def knock(self, newcomer: Newcomer) -> None:
-        """Somebody waits for the next generation."""
-        life = newcomer.card.life
-        self.lobby[life] = newcomer
-        self._counts_from.setdefault(life, time.monotonic() + KNOCK_SECONDS)
-
-    def go_away(self, newcomer: Newcomer) -> None:
-        """Somebody does not wait any more."""
-        life = newcomer.card.life
-        if self.lobby.get(life) is newcomer:
-            del self.lobby[life]
-            self._counts_from.pop(life, None)
-
-    def put_off(self) -> None:
-        """A generation was founded without those who wait still: not all members know of them."""
-        later = time.monotonic() + PUT_OFF_SECONDS
-        self._counts_from = dict.fromkeys(list(self.lobby), later)
+    # Growing
 
     @property
     def next_seat(self) -> int:
@@ -646,9 +379,8 @@ class Node:
         generation = self.generation
         if not self.is_elastic or generation is None:
             return False
-        live, now = len(generation.view.ranks), time.monotonic()
-        is_awaited = live < self.most_size and any(now > since for since in list(self._counts_from.values()))
-        return self.is_draining or live < self.wanted_size or is_awaited
+        live = len(generation.view.ranks)
+        return self.is_draining or live < self.wanted_size or (live < self.most_size and self.lobby.is_awaited)
 
     # Losses
 
@@ -708,15 +440,16 @@ class Node:
         match message:
             case messages.Ready():
                 peer.ready = True
-                self._settle()
+                if self.forming is not None:
+                    self.forming.settle()
             case messages.Roster(contacts):
                 if peer.rank != 0 or len(contacts) != self.size:
                     return
                 for other in self.peers.values():
                     if other.contact is None:
                         other.contact = contacts[other.rank]
-                        if other.is_dialled:
-                            self.spawn(self._dial(other))
+                        if other.is_dialled and self.forming is not None:
+                            self.spawn(self.forming.dial(other))
             case messages.Goodbye():
                 peer.left = True
             case messages.Agreeing():
@@ -757,8 +490,8 @@ class Node:
         if self.is_closing:
             return
         if not peer.ready:  # it never saw the run formed, so it may come again
-            if peer.is_dialled:
-                self.spawn(self._dial(peer))
+            if peer.is_dialled and self.forming is not None:
+                self.spawn(self.forming.dial(peer))
             return
         self.events.phase("detect")
         if self._vigil is not None:
@@ -769,8 +502,8 @@ class Node:
                 generation.council.link_down(place)
         if self.config.on_loss == "raise" or self.generation is None:
             self._give_up(peer)
-        if self.generation is not None and peer.is_dialled and not peer.left and self.on_silent is None:
-            self.spawn(self._redial(peer))
+        if self.generation is not None and peer.is_dialled and not peer.left and self.forming is not None:
+            self.spawn(self.forming.redial(peer))
 
     def agreeing(self, seat: int, message: messages.Agreeing) -> None:
         """Take what a member, or a voter in its place, says about a view."""
@@ -823,10 +556,13 @@ class Node:
         with contextlib.suppress(TimeoutError):
             control.start(self._close()).result(2 * CLOSE_SECONDS)
         self.lanes.close()
+        self.events.close()
         _nodes.discard(self)
         self._on_close()
 
     async def _close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.send(messages.Goodbye())
         links = [peer.link for peer in self.peers.values() if peer.link is not None]
         for link in links:
             link.send(messages.encode(messages.Goodbye()))
@@ -838,9 +574,8 @@ class Node:
         self.lanes.stop_expecting()
         for generation in self._generations.values():
             generation.close()
-        for newcomer in self.lobby.values():
-            if isinstance(newcomer, Latecomer):
-                newcomer.link.abort()
+        for newcomer in self.lobby:
+            newcomer.turn_away()
         for companion in self._companions:
             await companion.close()
         with contextlib.suppress(TimeoutError):
@@ -858,33 +593,6 @@ class Node:
             generation.forked()
         for group in self.groups():
             group.forked()
-
-
-class Latecomer:
-    """A newcomer to a launcher's run, which has dialled this node."""
-
-    def __init__(self, node: Node, link: Link, card: messages.Card) -> None:
-        self._node, self.link, self._card = node, link, card
-        self._said: list[bytes] = []
-        link.attach(self._heard, lambda: node.go_away(self))
-
-    @property
-    def card(self) -> messages.Card:
-        return self._card
-
-    def send(self, message: messages.Control) -> None:
-        self.link.send(messages.encode(message))
-
-    def sit_down(self, peer: Peer) -> None:
-        self._node._linked(peer, self.link, self._card)
-
-    def speak(self, peer: Peer) -> None:
-        for body in self._said:
-            self._node._heard_frame(peer, body)
-
-    def _heard(self, body: bytes) -> None:
-        if len(self._said) < EARLY_LIMIT:
-            self._said.append(body)
 
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()

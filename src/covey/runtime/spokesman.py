@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import os
 import secrets
 import time
@@ -41,6 +42,8 @@ logger = logging.getLogger("covey")
 FOUNDING_SECONDS: Final = 3.0
 """How long members of a new generation that live may take to come: whoever is missing then is taken to be lost soon."""
 FAREWELL_SECONDS: Final = 1.0
+GATHER_SECONDS: Final = 2.0
+"""How long those who wait outside may come, before the run is founded anew with them because no member is left."""
 
 
 class _Generation:
@@ -86,6 +89,13 @@ class Spokesman:
         """By life; one for each."""
         self._generations: dict[int, _Generation] = {}
         """The latest, and the one before it: a member may have operations in that while others have gone on."""
+        self._cards: dict[bytes, messages.Card] = {}
+        """Of those who are linked, by life."""
+        self._left: set[bytes] = set()
+        """Lives that ended in good order."""
+        self._next_seat = 0
+        self._forsaken_at = math.inf
+        """Since when no member lives while others wait outside."""
         self._is_closing = False
 
     async def open(self) -> None:
@@ -137,7 +147,7 @@ class Spokesman:
     def _link_up(self, link: Link, card: messages.Card) -> None:
         life = card.life
         before = self._links.get(life)
-        self._links[life] = link
+        self._links[life], self._cards[life] = link, card
         if before is not None:
             self._lost_link(life)
             before.abort()
@@ -153,7 +163,7 @@ class Spokesman:
             logger.warning("process %s was cut off by its keeper: %s", pid, printable(str(link.error)))
         if self._links.get(life) is not link or self._is_closing:
             return
-        del self._links[life]
+        del self._links[life], self._cards[life]
         self._lost_link(life)
         self._rounds.look_closely(life)
 
@@ -184,6 +194,8 @@ class Spokesman:
                 self._founded(life, message)
             case messages.Agreeing(number, said):
                 self._agreeing(life, number, said)
+            case messages.Goodbye():
+                self._left.add(life)
             case _:
                 pass  # not a keeper's business
 
@@ -195,6 +207,7 @@ class Spokesman:
             for number in [number for number in self._generations if number < told.number - 1]:
                 self._end(number)
             self._generations[told.number] = told
+            self._next_seat = max(self._next_seat, *(member.seat + 1 for member in founded.members))
             for member in founded.members:
                 self._wards.watch(member.card, now)  # it may never come
         generation = self._generations.get(told.number)
@@ -220,6 +233,35 @@ class Spokesman:
     def _judge_all(self, now: float) -> None:
         for generation in list(self._generations.values()):
             self._judge_members(generation, now)
+        if self.survives and self._generations:
+            self._look_after_the_waiting(self._generations[max(self._generations)], now)
+
+    def _look_after_the_waiting(self, last: _Generation, now: float) -> None:
+        """Nobody else can take in who waits outside, if no member is left: end the run, or found it anew."""
+        ranks = range(len(last.lives)) if last.council is None else last.council.view.ranks
+        members = [last.lives[rank] for rank in ranks]
+        waiting = [life for life in self._links if life not in last.places]
+        if not last.is_kept or not waiting or any(self._lives(life) for life in members):
+            self._forsaken_at = math.inf
+            return
+        self._forsaken_at = min(self._forsaken_at, now)
+        if any(life in self._left for life in members):
+            for life in waiting:
+                self._links[life].send(messages.encode(messages.Goodbye()))
+        elif now >= self._forsaken_at + GATHER_SECONDS:
+            self._forsaken_at = now  # those who come now are for the next time, if this one fails
+            seated = tuple(
+                messages.SeatedMember(self._next_seat + number, self._cards[life])
+                for number, life in enumerate(waiting)
+            )
+            lineage = secrets.token_bytes(PROPOSAL_BYTES)
+            founded = messages.Founded(last.number + 1, lineage, True, seated, "continue")
+            for life in waiting:
+                self._links[life].send(messages.encode(founded))
+
+    def _lives(self, life: bytes) -> bool:
+        ward = self._wards.get(life)
+        return life not in self._left and ward is not None and ward.state is not Vouch.EXITED
 
     def _judge_members(self, generation: _Generation, now: float) -> None:
         """Open the council when those who live are there; tell it who is lost, and who is back."""

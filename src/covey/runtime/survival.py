@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, PeerLostError
 from covey.runtime.engine import Engine
 
 if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
     from covey.runtime.group import Group
+    from covey.runtime.restore import RestoreReport
+
+RESTORE_TRIES: Final = 5
+"""Times that state is fetched again because a connection broke."""
 
 
 class Assembly:
@@ -80,3 +87,34 @@ def shrink(group: Group, timeout: float | None) -> tuple[Any, int]:
         ranks = [rank for rank, number in enumerate(numbers) if number is not None]
         return survivors(group, ranks, engine.sequence), int(min(numbers[rank][0] for rank in ranks))
     return group._assembly().shrink(timeout)
+
+
+def restore(group: Group, state: MutableMapping[str, Any], **options: Any) -> RestoreReport:
+    """Bring newcomers to the state of the others, over connections that may break.
+
+    A connection that breaks while both ends are in the view ends one try. The next, over new ones, only moves what is
+    still missing.
+    """
+    from covey.runtime import restore as restoring
+
+    engine = group._engine
+    if not engine.survives:
+        return restoring.restore(group, state, **options)
+    group._restores += 1
+    failure: PeerLostError | None = None
+    for number in range(RESTORE_TRIES):
+        purpose = f"restore/{group._restores}.{number}"
+        side = Engine(
+            engine.node, _derived(engine.id, purpose), engine.members, f"{engine.name}/restore", engine.config,
+            generation=engine.generation,
+        )  # fmt: skip
+        with contextlib.closing(type(group)(side, local_rank=group.local_rank)) as way:
+            report = None
+            try:
+                report = restoring.restore(way, state, **options)
+            except PeerLostError as error:
+                failure = error
+            if way.agree(report is not None, timeout=options.get("timeout")) and report is not None:
+                return report
+    assert failure is not None
+    raise failure

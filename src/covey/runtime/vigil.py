@@ -20,7 +20,8 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.runtime.node import Node, Peer
+    from covey.runtime.node import Node
+    from covey.runtime.peers import Peer
 
 
 class Vigil:

@@ -36,10 +36,22 @@ if TYPE_CHECKING:
     from typing import Self
 
 ROOT = Path(__file__).parents[3]
-SOAK = int(os.environ.get("COVEY_SOAK", "20"))
+STOPS = int(os.environ.get("SURVIVAL_STOPS", "20"))
 """How many times ranks are stopped, given up and continued; 100 when there is time."""
 
-__all__ = ["LANES", "CoveyRun", "Members", "attempt", "await_go", "contextlib", "covey", "ctypes", "np", "say"]
+__all__ = [
+    "DEADLINE",
+    "LANES",
+    "CoveyRun",
+    "Members",
+    "attempt",
+    "await_go",
+    "contextlib",
+    "covey",
+    "ctypes",
+    "np",
+    "say",
+]
 __all__ += ["signal", "threading"]
 
 
@@ -274,13 +286,13 @@ HEADER_BYTES = 4096
 
 def values(rank: int, count: int, places: Any = None, *, dtype: Any = np.float32) -> Any:
     """What a rank contributes: differs at every rank and place, and sums tell who is in them, exactly."""
-    places = np.arange(count) if places is None else places
-    return ((1 + places % 251) * 4**rank).astype(dtype)
+    places = np.arange(count, dtype=np.int32) if places is None else places
+    return (1 + places % 251).astype(dtype) * dtype(4**rank)
 
 
 def total(ranks: Sequence[int], count: int, *, dtype: Any = np.float32) -> Any:
     """The sum of what some ranks contribute."""
-    return ((1 + np.arange(count) % 251) * sum(4**rank for rank in ranks)).astype(dtype)
+    return values(0, count, dtype=dtype) * dtype(sum(4**rank for rank in ranks))
 
 
 class Visible:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.survival.jobs import (
-    SOAK,
+    STOPS,
     CoveyRun,
     Members,
     Visible,
@@ -205,12 +205,13 @@ def stop_and_go(count: int) -> Any:
     return None
 
 
+@pytest.mark.timeout(60 + 3 * STOPS)
 def test_stopped_and_given_up_and_continued_ranks_never_make_a_wrong_number() -> None:
     size, at_once = 4, 2
     with Members(size, stop_and_go, 30_000) as ranks:
         for rank in range(size):
             ranks.await_said(rank, "contributors")
-        for number in range(SOAK // at_once):
+        for number in range(STOPS // at_once):
             victims = [(number + i) % size for i in range(at_once)]
             before = {rank: len(ranks.all_said(rank, "excluded")) for rank in victims}
             for rank in victims:
@@ -264,7 +265,7 @@ def hold_the_state(count: int) -> Any:
 
 
 def test_donors_and_newcomers_may_die_while_the_state_is_restored() -> None:
-    with Members(3, hold_the_state, 12 << 20) as ranks:
+    with Members(3, hold_the_state, 4 << 20) as ranks:
         for rank in range(3):
             ranks.await_said(rank, "restored")
 

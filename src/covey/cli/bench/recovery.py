@@ -7,7 +7,6 @@ the next kill.
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 import statistics
@@ -203,10 +202,9 @@ class _Scene:
         return all(len(self._lengths(worker.pid)) >= WARM_UP for worker in running)
 
     def _lengths(self, pid: int) -> list[float]:
-        """Return how long a round of the present generation took, as far as several were seen."""
+        """Return how long the operations of the present generation took."""
         generation = self.ear.begun[pid].generation
-        times = [each.at for each in self.ear.returned.get(pid, ()) if each.generation == generation]
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
+        return [each.at - each.began for each in self.ear.returned.get(pid, ()) if each.generation == generation]
 
     def _await(self, what: str, is_so: Callable[[], bool], may_end: Worker | None = None) -> None:
         give_up_at = time.monotonic() + PATIENCE_SECONDS

@@ -34,6 +34,7 @@ class Returns(msgspec.Struct, frozen=True, tag="returns"):
 
     generation: int
     step: int
+    began: float
     at: float
     contributors: tuple[int, ...]
     is_right: bool
@@ -61,13 +62,14 @@ def main() -> None:
             step = state["step"] = state["step"] + 1
             scale = step % SCALES + 1  # a result of the step before would be wrong
             np.multiply(pattern, (group.rank + 1) * scale, out=values)
-            _tell(Begins(group.generation, group.size, group.rank, step, time.monotonic()))
+            began = time.monotonic()
+            _tell(Begins(group.generation, group.size, group.rank, step, began))
             group.all_reduce(values)
             returned_at = time.monotonic()
             # Sums of whole numbers below 2**24 are exact in float32: only one result is right.
             np.multiply(pattern, sum(rank + 1 for rank in group.contributors) * scale, out=expected)
             is_right = np.array_equal(values, expected)
-            _tell(Returns(group.generation, step, returned_at, group.contributors, is_right))
+            _tell(Returns(group.generation, step, began, returned_at, group.contributors, is_right))
 
 
 def _tell(report: Report) -> None:

@@ -35,18 +35,16 @@ def require_cutting() -> None:
 def cut(one: int, other: int) -> int:
     """Break all connections between the process groups of two children; return how many there were."""
     ours, theirs = _process_group(one), _process_group(other)
+    count = 0
     with contextlib.ExitStack() as held:
-        near = [held.enter_context(sock) for pid in ours for sock in _sockets(pid)]
-        far = [held.enter_context(sock) for pid in theirs for sock in _sockets(pid)]
-        addresses = {_ends(sock)[::-1] for sock in far if sock.family != socket.AF_UNIX}
-        count = 0
-        for sock in near:
-            is_between = _peer(sock) in theirs if sock.family == socket.AF_UNIX else _ends(sock) in addresses
+        far = {_ends(held.enter_context(sock))[::-1] for pid in theirs for sock in _sockets(pid)}
+        for sock in [held.enter_context(sock) for pid in ours for sock in _sockets(pid)]:
+            is_between = _peer(sock) in theirs if sock.family == socket.AF_UNIX else _ends(sock) in far
             if is_between:
                 with contextlib.suppress(OSError):  # it has ended meanwhile
                     sock.shutdown(socket.SHUT_RDWR)
                     count += 1
-        return count
+    return count
 
 
 @functools.cache
@@ -131,4 +129,8 @@ def _peer(sock: socket.socket) -> int:
 
 
 def _ends(sock: socket.socket) -> tuple[object, object]:
-    return sock.getsockname(), sock.getpeername()
+    """Return where a connection starts and ends, as this end sees it; nothing of one that has ended."""
+    try:
+        return sock.getsockname(), sock.getpeername()
+    except OSError:
+        return sock.fileno(), None

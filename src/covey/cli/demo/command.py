@@ -18,10 +18,10 @@ from rich.live import Live
 from covey.cli.demo import crew, text, view
 from covey.cli.demo.progress import Point, Progress
 from covey.cli.demo.reports import ROUND
-from covey.cli.demo.summary import as_data, summary
+from covey.cli.demo.summary import as_data, checks, summary
 
 ALONE_PATIENCE = 3.0
-"""How many times the team's `--seconds` one rank alone gets for the same samples."""
+"""How many times the team's `--seconds` one node alone gets for the same samples."""
 PAINT_EVERY = 0.1
 SAY_EVERY = 1.0
 
@@ -31,57 +31,65 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def demo(
     ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes that train together.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help=f"Training steps, rounded up to a multiple of {ROUND}.")] = 600,
+    steps: Annotated[int, typer.Option(min=1, help=f"Training steps, rounded up to a multiple of {ROUND}.")] = 400,
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Stop training after this long, whatever --steps says.")
     ] = 12.0,
     seed: Annotated[int, typer.Option(min=0, help="Where parameters and batches come from.")] = 0,
+    no_loss: Annotated[bool, typer.Option("--no-loss", help="Kill nobody on the way.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines of text instead of a live view.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")] = False,
 ) -> None:
-    """Watch a few processes on this machine train one model together.
+    """Watch a few processes on this machine train one model together, lose one and get it back.
 
     They learn to write from a book, a character at a time: each takes its own
     batches, covey averages the gradients, and all of them keep the same
-    parameters to the last bit. Then one rank alone takes as many samples.
+    parameters to the last bit. On the way one is killed: the others finish
+    the step they are in and go on, and when it is started again they give it
+    their state. Kill others yourself, if you like. Then one node alone takes
+    the batches of all, undisturbed, to see where the loss should be.
+    Exits with 1 if anything is not as it should be.
     """
     console = Console(stderr=as_json)
     show = _Show(console, live=console.is_terminal and not plain, silent=as_json and not console.is_terminal)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
             signal.signal(signum, _leave)
+    victim = ranks // 2 if ranks > 1 and not no_loss else None
+    plan = crew.Plan(ranks, ranks, -(-steps // ROUND), seconds, seed, victim)
     try:
-        team, alone = _train_both(show, ranks, -(-steps // ROUND), seconds, seed)
+        team, alone = _train_both(show, plan)
     except KeyboardInterrupt:
         console.print("stopped", style="yellow")
         raise typer.Exit(130) from None
     if as_json:
-        print(msgspec.json.encode(as_data(team, alone, mark=show.mark, cores=_cores())).decode())
+        data = as_data(team, alone, victim=victim, mark=show.mark, cores=_cores())
+        print(msgspec.json.encode(data).decode())
     else:
         console.print()
-        console.print(summary(team, alone, mark=show.mark, cores=_cores()))
-    if not team.identical:
+        console.print(summary(team, alone, victim=victim, mark=show.mark, cores=_cores()))
+    if not all(check.holds for check in checks(team, alone, victim=victim)):
         raise typer.Exit(1)
 
 
-def _train_both(show: _Show, ranks: int, rounds: int, seconds: float, seed: int) -> tuple[Progress, Progress | None]:
+def _train_both(show: _Show, plan: crew.Plan) -> tuple[Progress, Progress | None]:
     with show:
-        team = Progress(ranks, rounds * ROUND)
+        team = Progress(plan.nodes, plan.rounds * ROUND)
         show.begin(team, None)
-        _train(team, show, rounds=rounds, seconds=seconds, seed=seed)
-        if ranks == 1:
+        _train(plan, team, show)
+        if plan.nodes == 1:
             return team, None
-        rounds_alone = team.last.step * ranks // ROUND
-        alone = Progress(1, rounds_alone * ROUND)
+        alone = Progress(1, team.last.step)
         show.begin(team, alone)
-        _train(alone, show, rounds=rounds_alone, seconds=ALONE_PATIENCE * seconds, seed=seed)
+        rounds, seconds = team.last.step // ROUND, ALONE_PATIENCE * plan.seconds
+        _train(plan._replace(nodes=1, rounds=rounds, seconds=seconds, victim=None), alone, show)
         return team, alone
 
 
-def _train(progress: Progress, show: _Show, *, rounds: int, seconds: float, seed: int) -> None:
-    with closing(crew.reports(progress.size, rounds=rounds, seconds=seconds, seed=seed)) as reports:
-        for rank, report in reports:
-            progress.record(rank, report)
+def _train(plan: crew.Plan, progress: Progress, show: _Show) -> None:
+    with closing(crew.reports(plan)) as reports:
+        for node, report in reports:
+            progress.record(node, report)
             show.refresh()
     show.refresh(now=True)
 
@@ -97,6 +105,8 @@ class _Show:
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop") if live else None
         self._due_at = 0.0
         self._said: Point | None = None
+        self._sentences = 0
+        """How much of the story was said."""
 
     def __enter__(self) -> _Show:
         if self._live:
@@ -108,16 +118,20 @@ class _Show:
             self._live.stop()
 
     def begin(self, team: Progress, alone: Progress | None) -> None:
-        """Turn to the run of one rank alone, or to the team's while there is no other."""
+        """Turn to the run of one node alone, or to the team's while there is no other."""
         self._team, self._alone = team, alone
         if alone is None:
             self._say(f"{team.name} read {self._title}")
         elif self._live is None:
-            self._say(f"one rank alone now takes as many samples, in {alone.steps:,} steps")
+            self._say("one node alone now takes the batches of all, and nobody disturbs it")
         self.refresh(now=self._live is not None)
 
     def refresh(self, *, now: bool = False) -> None:
         """Show how things stand, unless they were shown a moment ago."""
+        if self._live is None:
+            for words in self._team.story[self._sentences :]:
+                self._say(words)
+            self._sentences = len(self._team.story)
         if self._silent or (not now and time.monotonic() < self._due_at):
             return
         run = self._alone or self._team

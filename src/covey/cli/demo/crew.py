@@ -1,4 +1,7 @@
-"""The demo's processes: starts one worker per rank and yields their reports as they come."""
+"""The demo's processes: starts one worker per node, kills one on the way, brings back whom a signal ended.
+
+Reports are yielded as they come: what nodes tell, and what is done to them.
+"""
 
 from __future__ import annotations
 
@@ -8,104 +11,197 @@ import signal
 import subprocess
 import sys
 import time
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from covey.base.errors import DeadlineError, RankFailedError
-from covey.cli.demo.reports import Finished, Report, decode
-from covey.runtime.keeper import LocalRun
+from covey.cli.demo.reports import ROUND, Finished, Joined, Killed, Report, Round, Started, Told, decode
+from covey.runtime.keeper import LocalRun, signal_name
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
 
 SILENCE = 60.0
-"""Seconds without a report from any rank after which the crew is given up. Ranks report many times a second."""
+"""Seconds without a report from any node after which the crew is given up. Nodes report many times a second."""
 LAST_WORDS_BYTES = 4000
-"""How much of the end of a failed rank's stderr is kept."""
+"""How much of the end of a failed node's stderr is kept."""
+KILL_AFTER = 0.4
+"""The share of the steps, or of the time, after which a node is killed."""
+ABSENCE = 0.5
+"""Seconds before a node that was killed is started again: long enough to see that the others go on."""
+RESTARTS = 5
+"""How often a node is brought back, whoever kills it."""
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-"""Ranks already share the cores; threads of their linear algebra would only get into each other's way."""
+"""Nodes already share the cores; threads of their linear algebra would only get into each other's way."""
 
 
-def reports(size: int, *, rounds: int, seconds: float, seed: int) -> Generator[tuple[int, Report], None, None]:
-    """Start `size` ranks and yield (rank, report) until all have finished and exited.
+class Plan(NamedTuple):
+    """One training run of the demo."""
 
-    Close the generator (`contextlib.closing`) to end the ranks early.
+    nodes: int
+    lots: int
+    """Batches that all nodes together take in a step; each takes its share of them."""
+    rounds: int
+    seconds: float
+    """Stop at the first end of a round after this time."""
+    seed: int
+    victim: int | None = None
+    """The node that is killed on the way."""
+
+    def command(self, node: int) -> list[str]:
+        """Return what a node executes."""
+        lots = ",".join(str(lot) for lot in range(self.lots) if lot % self.nodes == node)
+        arguments = [f"--lots={lots}", f"--nodes={self.nodes}", f"--changes={int(self.victim is not None)}"]
+        arguments += [f"--rounds={self.rounds}", f"--seconds={self.seconds}", f"--seed={self.seed}"]
+        return [sys.executable, "-m", "covey.cli.demo.worker", *arguments]
+
+
+def reports(plan: Plan) -> Generator[tuple[int, Report], None, None]:
+    """Start the nodes and yield (node, report) until all have finished and exited.
+
+    A node that a signal ends while others train is started again. Close the generator (`contextlib.closing`) to end
+    the nodes early.
 
     Raises:
-        RankFailedError: a rank ended before it was done; the message ends with its last words.
+        RankFailedError: a node ended before it was done and is not brought back; the message ends with its last words.
         DeadlineError: nothing was heard from anyone for SILENCE seconds.
     """
-    command = [sys.executable, "-m", "covey.cli.demo.worker"]
-    command += [f"--rounds={rounds}", f"--seconds={seconds}", f"--seed={seed}"]
-    with LocalRun(size) as run, selectors.DefaultSelector() as selector:
-        workers = []
-        for rank in range(size):
-            pipes = run.start(rank, command, env=ONE_THREAD, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            workers.append(_Worker(rank, pipes))
-            for pipe in workers[-1].open_pipes:
-                os.set_blocking(pipe.fileno(), False)
-                selector.register(pipe, selectors.EVENT_READ, workers[-1])
+    with LocalRun(plan.nodes) as run, selectors.DefaultSelector() as selector:
+        yield from _Crew(plan, run, selector).reports()
+
+
+class _Crew:
+    """The nodes of one run, from the first start to the last end."""
+
+    def __init__(self, plan: Plan, run: LocalRun, selector: selectors.BaseSelector) -> None:
+        self._plan, self._run, self._selector = plan, run, selector
+        self._workers: dict[int, _Worker] = {}
+        """Every node's latest process."""
+        self._restarts = dict.fromkeys(range(plan.nodes), 0)
+        self._due: dict[int, float] = {}
+        """Nodes that are to be started again, and when."""
+        self._has_killed = plan.victim is None
+        self._joined_at: float | None = None
+
+    def reports(self) -> Iterator[tuple[int, Report]]:
+        for node in range(self._plan.nodes):
+            yield self._start(node)
         give_up_at = time.monotonic() + SILENCE
-        while any(worker.open_pipes for worker in workers):
-            ready = selector.select(max(0.0, give_up_at - time.monotonic()))
-            if not ready:
-                missing = tuple(worker.rank for worker in workers if worker.open_pipes)
-                raise DeadlineError(f"no report from ranks {missing} for {SILENCE:.0f} s", late=missing)
+        while self._due or any(worker.open_pipes for worker in self._workers.values()):
+            now = time.monotonic()
+            ready = self._selector.select(max(0.0, min([give_up_at, *self._due.values()]) - now))
+            if not ready and now >= give_up_at:
+                missing = tuple(node for node, worker in self._workers.items() if worker.open_pipes)
+                raise DeadlineError(f"no report from nodes {missing} for {SILENCE:.0f} s", late=missing)
             for key, _ in ready:
                 worker: _Worker = key.data
                 for report in worker.read(key.fileobj):  # type: ignore[arg-type]
                     give_up_at = time.monotonic() + SILENCE
-                    yield worker.rank, report
-            for worker in workers:
-                for pipe in worker.closed_pipes:
-                    selector.unregister(pipe)
-                worker.closed_pipes.clear()
-            # One death makes the others fail too; of those seen together, a rank that was killed is the first cause.
-            failures = [failure for worker in workers if (failure := worker.failure())]
-            if failures:
-                raise min(failures, key=lambda failure: failure.exit_code or 0)
+                    yield worker.node, report
+                    if self._is_time_to_kill(report):
+                        yield self._kill()
+            yield from self._see_to_the_ended()
+            for node in [node for node, at in self._due.items() if at <= time.monotonic()]:
+                del self._due[node]
+                yield self._start(node)
+
+    def _start(self, node: int) -> tuple[int, Started]:
+        restarts = self._restarts[node]
+        env = {**ONE_THREAD, "COVEY_RESTART": str(restarts)} if restarts else ONE_THREAD
+        process = self._run.start(
+            node, self._plan.command(node), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._workers[node] = worker = _Worker(node, process)
+        for pipe in worker.open_pipes:
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, worker)
+        return node, Started(process.pid)
+
+    def _is_time_to_kill(self, report: Told) -> bool:
+        now = time.monotonic()
+        if isinstance(report, Joined):
+            self._joined_at = self._joined_at or now
+        if self._has_killed or self._joined_at is None or not isinstance(report, Round):
+            return False
+        is_far = report.step >= KILL_AFTER * self._plan.rounds * ROUND
+        return is_far or now - self._joined_at >= KILL_AFTER * self._plan.seconds
+
+    def _kill(self) -> tuple[int, Killed]:
+        assert self._plan.victim is not None
+        self._has_killed = True
+        worker = self._workers[self._plan.victim]
+        worker.is_known_dead = True
+        worker.process.send_signal(signal.SIGKILL)
+        return worker.node, Killed("SIGKILL")
+
+    def _see_to_the_ended(self) -> Iterator[tuple[int, Report]]:
+        """Forget the pipes of those that ended, and bring back whom a signal ended; raise if one failed."""
+        failures = []
+        for worker in list(self._workers.values()):
+            for pipe in worker.closed_pipes:
+                self._selector.unregister(pipe)
+            worker.closed_pipes.clear()
+            if worker.node in self._due or (failure := worker.failure()) is None:
+                continue
+            if (failure.exit_code or 0) < 0 and self._can_come_back(worker):
+                if not worker.is_known_dead:
+                    yield worker.node, Killed(signal_name(-(failure.exit_code or 0)))
+                self._run.clear_away(worker.process)
+                self._restarts[worker.node] += 1
+                self._due[worker.node] = time.monotonic() + ABSENCE
+            else:
+                failures.append(failure)
+        # One failure may make others fail too; of those seen together, a node that was killed is the first cause.
+        if failures:
+            raise min(failures, key=lambda failure: failure.exit_code or 0)
+
+    def _can_come_back(self, worker: _Worker) -> bool:
+        others = any(other.open_pipes and not other.is_finished for other in self._workers.values())
+        return others and self._restarts[worker.node] < RESTARTS and bool(self._run.survives())
 
 
 class _Worker:
-    """One rank's process with what it has written so far."""
+    """One node's process with what it has written so far."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, node: int, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        self.rank, self._process = rank, process
+        self.node, self.process = node, process
         self.open_pipes: list[IO[bytes]] = [process.stdout, process.stderr]
         self.closed_pipes: list[IO[bytes]] = []
+        self.is_finished = False
+        self.is_known_dead = False
+        """It was said already that the process was killed."""
         self._line = b""
         self._last_words = b""
-        self._finished = False
 
-    def read(self, pipe: IO[bytes]) -> list[Report]:
+    def read(self, pipe: IO[bytes]) -> list[Told]:
         """Take what the pipe holds and return the reports that are now whole."""
         data = os.read(pipe.fileno(), 65536)
         if not data:
             self.open_pipes.remove(pipe)
             self.closed_pipes.append(pipe)
-        if pipe is self._process.stderr:
+        if pipe is self.process.stderr:
             self._last_words = (self._last_words + data)[-LAST_WORDS_BYTES:]
             return []
         *lines, self._line = (self._line + data).split(b"\n")
         whole = [decode(line) for line in lines]
-        self._finished = self._finished or any(isinstance(report, Finished) for report in whole)
+        self.is_finished = self.is_finished or any(isinstance(report, Finished) for report in whole)
         return whole
 
     def failure(self) -> RankFailedError | None:
-        """Return the error if the rank ended otherwise than after its last report with exit code 0."""
+        """Return the error if the node ended otherwise than after its last report with exit code 0."""
         if self.open_pipes:
             return None
         try:
-            code = self._process.wait(timeout=SILENCE)
+            code = self.process.wait(timeout=SILENCE)
         except subprocess.TimeoutExpired:
-            return RankFailedError(f"rank {self.rank} closed its output but does not end", rank=self.rank)
-        if code == 0 and self._finished:
+            return RankFailedError(f"node {self.node} closed its output but does not end", rank=self.node)
+        if code == 0 and self.is_finished:
             return None
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         last_words = self._last_words.decode(errors="replace").strip()
-        message = f"rank {self.rank} {how} before it was done" + (
+        message = f"node {self.node} {how} before it was done" + (
             f"; its last words:\n{last_words}" if last_words else ""
         )
-        return RankFailedError(message, rank=self.rank, exit_code=code)
+        return RankFailedError(message, rank=self.node, exit_code=code)

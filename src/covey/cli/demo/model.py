@@ -77,14 +77,18 @@ class Adam:
 
     def __init__(self, parameters: Arrays, *, rate: float = 2e-3, decay: float = 0.8) -> None:
         self._rate, self._decay = rate, decay
-        self._steps = 0
         self._mean = {name: np.zeros_like(value) for name, value in parameters.items()}
         self._square = {name: np.zeros_like(value) for name, value in parameters.items()}
 
-    def step(self, parameters: Arrays, gradients: Arrays) -> None:
-        """Move each parameter against its gradient, in place."""
-        self._steps += 1
-        rate = self._rate * (1 - MEMORY**self._steps) ** 0.5 / (1 - MOMENTUM**self._steps)
+    @property
+    def state(self) -> Arrays:
+        """All that it remembers, by name."""
+        means = {f"mean {name}": array for name, array in self._mean.items()}
+        return means | {f"square {name}": array for name, array in self._square.items()}
+
+    def step(self, parameters: Arrays, gradients: Arrays, number: int) -> None:
+        """Move each parameter against its gradient, in place; the first step has number 1."""
+        rate = self._rate * (1 - MEMORY**number) ** 0.5 / (1 - MOMENTUM**number)
         for name, gradient in gradients.items():
             mean, square = self._mean[name], self._square[name]
             mean += (1 - MOMENTUM) * (gradient - mean)

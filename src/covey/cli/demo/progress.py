@@ -1,90 +1,185 @@
-"""What the ranks of one training run have reported so far."""
+"""What is known so far of one training run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from covey.cli.demo.reports import ROUND, Finished, Joined, Report, Round
+from covey.cli.demo import story
+from covey.cli.demo.reports import ROUND, Finished, Joined, Killed, Recovered, Report, Round, Started, Waiting
 
 
 @dataclass(slots=True)
 class Row:
-    """One rank as its latest report describes it; times are seconds a step."""
+    """One node as its latest report describes it; times are seconds a step."""
 
     state: str = "starting"
     pid: int | None = None
+    seat: tuple[int, int] | None = None
+    """The latest generation that it was in, and its rank there."""
+    batch: int = 0
     loss: float | None = None
-    """Mean loss of the rank's own batches in its latest round."""
+    """Mean loss of the node's own batches in its latest round."""
     samples_per_second: float = 0.0
     compute: float = 0.0
     sync: float = 0.0
+    history: list[tuple[int, str]] = field(default_factory=lambda: [(0, "starting")])
+    """Every state that it was in, and the step at which it began."""
+
+    @property
+    def losses(self) -> int:
+        """How often the node was lost."""
+        return sum(state == "lost" for _, state in self.history)
+
+    def turn(self, state: str, step: int) -> None:
+        self.state = state
+        self.history.append((step, state))
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The held-out loss after so many steps, samples of all ranks, and seconds of training."""
+    """The held-out loss after so many steps, samples of all nodes, and seconds of training."""
 
     step: int
     samples: int
     seconds: float
-    """Time in steps alone: starting, judging and reporting are off this clock."""
+    """Time in steps and on new generations alone: starting, judging and reporting are off this clock."""
     loss: float
 
 
 @dataclass(slots=True)
+class Recovery:
+    """How a loss was survived."""
+
+    nodes: tuple[int, ...]
+    """Who was lost."""
+    reports: dict[int, Recovered]
+    """What each of those who went on tells."""
+
+    @property
+    def milliseconds(self) -> float:
+        """How long the step took in which it happened, on the slowest."""
+        return 1e3 * max(report.seconds for report in self.reports.values())
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The timeline of the one that saw it first: its phases ended latest after the first sign."""
+        return max((report.phases for report in self.reports.values()), key=lambda phases: phases.get("redo", 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """How a node came back."""
+
+    node: int
+    rank: int
+    step: int
+    donors: tuple[int, ...]
+    bytes: int
+    seconds: float
+
+    @property
+    def givers(self) -> str:
+        """The ranks that gave it the state, in words."""
+        return story.named("rank", self.donors)
+
+
+@dataclass(slots=True)
 class Progress:
-    """A training run of `size` ranks that is to do `steps` steps; `record` brings it up to date."""
+    """A training run of `size` nodes that is to do `steps` steps; `record` brings it up to date."""
 
     size: int
     steps: int
     rows: list[Row] = field(init=False)
     curve: list[Point] = field(default_factory=list)
-    """One point per round, as rank 0 saw it; the first one is from before training."""
+    """One point per round, from the first node that told of it; the first one is from before training."""
+    recoveries: dict[tuple[int, int], Recovery] = field(default_factory=dict)
+    """By generation and view."""
+    returns: list[Return] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)
+    """What happened to the members, in sentences."""
+    reached: int = 0
+    """The latest step that is known of."""
     lane: str = ""
     gradient_bytes: int = 0
     writing: str = ""
-    _batch: int = 0
     _digests: dict[int, str] = field(default_factory=dict)
     _agreed: bool = True
 
     def __post_init__(self) -> None:
         self.rows = [Row() for _ in range(self.size)]
 
-    def record(self, rank: int, report: Report) -> None:
-        """Take in one report of one rank."""
-        row = self.rows[rank]
+    def record(self, node: int, report: Report) -> None:
+        """Take in one report about one node."""
+        row = self.rows[node]
+        if isinstance(report, Joined | Recovered | Round):
+            self.reached = max(self.reached, report.step)
         match report:
+            case Started():
+                row.turn("starting", self.reached)
+                row.pid, row.loss = report.pid, None
+            case Waiting():
+                row.turn("waiting", self.reached)
             case Joined():
-                row.state, row.pid = "training", report.pid
-                if rank == 0:
-                    self.lane, self.gradient_bytes, self._batch = report.lane, report.gradient_bytes, report.batch
-                    self.curve.append(Point(0, 0, 0.0, report.held_out))
+                self._enter(node, report)
+            case Killed():
+                row.turn("lost", self.reached)
+            case Recovered():
+                self._survive(node, report)
             case Round():
                 row.loss = report.batch_loss
-                row.compute, row.sync = report.compute / ROUND, report.sync / ROUND
-                row.samples_per_second = self._batch / (row.compute + row.sync)
-                if rank == 0:
-                    samples = report.step * self._batch * self.size
-                    seconds = self.curve[-1].seconds + report.compute + report.sync
+                row.compute, row.sync = report.compute / report.steps, report.sync / report.steps
+                row.samples_per_second = row.batch / (row.compute + row.sync)
+                if report.steps == ROUND and report.step > self.last.step:
+                    seconds = self.last.seconds + report.compute + report.sync
+                    samples = self.last.samples + report.samples
                     self.curve.append(Point(report.step, samples, seconds, report.held_out))
             case Finished():
-                row.state = "done"
-                self._digests[rank] = report.digest
+                row.turn("done", self.reached)
+                self._digests[node] = report.digest
                 self._agreed &= report.identical
                 self.writing = self.writing or report.writing
             case _:
                 assert_never(report)
+        self.story += story.sentences(self, node, report)
+
+    def _enter(self, node: int, report: Joined) -> None:
+        row = self.rows[node]
+        if row.losses > sum(back.node == node for back in self.returns):
+            came = report.donors, report.received_bytes, report.restore_seconds
+            self.returns.append(Return(node, report.rank, report.step, *came))
+        row.turn("training", report.step)
+        row.seat, row.batch = (report.generation, report.rank), report.batch
+        self.lane = self.lane or report.lane
+        self.gradient_bytes = report.gradient_bytes
+        if not self.curve:
+            self.curve.append(Point(0, 0, 0.0, report.held_out))
+
+    def _survive(self, node: int, report: Recovered) -> None:
+        """Note what one of those who go on tells of a loss, and exactly when it was."""
+        seats = {(report.generation, rank) for rank in report.lost}
+        lost = tuple(other for other, row in enumerate(self.rows) if row.seat in seats)
+        recovery = self.recoveries.setdefault((report.generation, report.view), Recovery(lost, {}))
+        recovery.reports[node] = report
+        for row in (self.rows[other] for other in lost):
+            if row.state == "lost":
+                row.history[-1] = report.step, "lost"
 
     @property
     def name(self) -> str:
-        """The run in words: "4 ranks"."""
-        return f"{self.size} rank{'s' if self.size > 1 else ''}"
+        """The run in words: "4 nodes"."""
+        return f"{self.size} node{'s' if self.size > 1 else ''}"
 
     @property
-    def identical(self) -> bool:
-        """Whether every rank ended with the same parameters: what the ranks say, and what their digests say."""
-        return self._agreed and len(self._digests) == self.size and len(set(self._digests.values())) == 1
+    def digest(self) -> str:
+        """SHA-256 of the parameters that every node ended with; empty if they differ, or not all have ended."""
+        digests = set(self._digests.values())
+        return digests.pop() if self._agreed and len(self._digests) == self.size and len(digests) == 1 else ""
+
+    @property
+    def losses(self) -> int:
+        """How often a node was lost."""
+        return sum(row.losses for row in self.rows)
 
     @property
     def last(self) -> Point:
@@ -93,18 +188,13 @@ class Progress:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples of all ranks per second of training, over the whole run."""
+        """Samples of all nodes per second of training, over the whole run."""
         return self.last.samples / self.last.seconds if self.last.step else 0.0
 
     @property
-    def samples_planned(self) -> int:
-        """Samples of all ranks once all steps are done."""
-        return self.steps * self._batch * self.size
-
-    @property
     def step_seconds(self) -> tuple[float, float]:
-        """Return seconds of compute and of sync in a step, averaged over the ranks that have reported a round."""
-        rows = [row for row in self.rows if row.loss is not None]
+        """Return seconds of compute and of sync in a step, averaged over the nodes that have told of a round."""
+        rows = [row for row in self.rows if row.loss is not None and row.state != "lost"]
         count = len(rows) or 1
         return sum(row.compute for row in rows) / count, sum(row.sync for row in rows) / count
 

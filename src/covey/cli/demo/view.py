@@ -1,7 +1,8 @@
-"""What the demo looks like on a terminal: the loss as a picture, the step in numbers, one row per rank."""
+"""What the demo looks like on a terminal: loss and members as a picture, the step in numbers, one row per node."""
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,15 +19,22 @@ if TYPE_CHECKING:
     from covey.cli.demo.progress import Point, Progress, Row
 
 TEAM, ALONE, COMPUTE, SYNC = "cyan", "yellow", "green", "magenta"
-STATE_STYLES = {"starting": "dim", "training": "green", "done": "blue"}
+STATE_STYLES = {"starting": "dim", "waiting": "yellow", "training": "green", "done": "blue"}
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 BAR_CELLS = 10
+MARGIN = 8
+"""Columns left of the chart, for its labels."""
+STORY_LINES = 5
+
+STRIPS = {"training": ("━", "green"), "done": ("━", "green"), "waiting": ("┄", "yellow"), "starting": ("·", "yellow")}
+"""How a node's strip goes on in a state; one that is lost leaves a gap."""
+LOST, BACK = ("✕", "bold red"), ("◆", "bold magenta")
 
 
 class Axis(NamedTuple):
     """The frame of the loss chart."""
 
-    samples: int
+    steps: int
     floor: float
     ceiling: float
     mark: float
@@ -36,21 +44,21 @@ class Axis(NamedTuple):
 def screen(
     team: Progress, alone: Progress | None, *, mark: float, ceiling: float, width: int, height: int
 ) -> RenderableType:
-    """Return the whole view, made for a terminal of that size; `alone` is the one-rank run once it has begun."""
+    """Return the whole view, made for a terminal of that size; `alone` is the one-node run once it has begun."""
     now = alone or team
-    samples = max(team.samples_planned, 1) if alone is None else max(team.last.samples, 1)
+    steps = max(team.steps if alone is None else team.last.step, 1)
     losses = [point.loss for run in (team, alone) if run for point in run.curve]
-    axis = Axis(samples, min([1.6, *(loss - 0.05 for loss in losses)]), ceiling, mark)
+    axis = Axis(steps, min([1.6, *(loss - 0.05 for loss in losses)]), ceiling, mark)
     width = min(width, 110)
-    chart_height = min(max(height - team.size - 10, 5), 12)
+    chart_height = min(max(height - 2 * team.size - STORY_LINES - 7, 4), 12)
     return Group(
-        chart(team.curve, alone.curve if alone else [], axis, width=width - 8, height=chart_height),
+        chart(team.curve, alone.curve if alone else [], axis, width=width - MARGIN, height=chart_height),
+        strips(team, steps, width=width - MARGIN),
         _legend(team, alone),
-        Text(),
-        _progress_line(now, "one rank alone" if alone else team.name, width),
+        _progress_line(now, "one node alone" if alone else team.name, width),
         _step_line(now),
-        Text(),
-        _rank_table(team, alone),
+        *(_story_line(words) for words in team.story[-STORY_LINES:]),
+        _node_table(team, alone),
     )
 
 
@@ -65,7 +73,7 @@ def line(run: Progress) -> str:
 
 
 def chart(team: Sequence[Point], alone: Sequence[Point], axis: Axis, *, width: int, height: int) -> Text:
-    """Draw the loss over samples: the team's as an area, that of one rank alone as dots, the mark as a line."""
+    """Draw the loss over steps: the team's as an area, that of one node alone as dots, the mark as a line."""
     cells = [[(" ", "")] * width for _ in range(height)]  # row 0 is the bottom
     mark_row = int(_level(axis.mark, axis) * height)
     cells[mark_row] = [("┄", "dim")] * width
@@ -86,13 +94,43 @@ def chart(team: Sequence[Point], alone: Sequence[Point], axis: Axis, *, width: i
     return Text("\n").join(lines)
 
 
+def strips(run: Progress, steps: int, *, width: int) -> Text:
+    """Draw under the chart, on the same axis, when each node was there, lost, on its way, and back."""
+    lines = []
+    for node, row in enumerate(run.rows):
+        cells = _strip(row, steps, reached=run.reached, width=width)
+        lines.append(Text.assemble((f"{f'node {node}':>7}", "dim"), " ", *cells))
+    return Text("\n").join(lines)
+
+
+def _strip(row: Row, steps: int, *, reached: int, width: int) -> list[tuple[str, str]]:
+    def column(step: int) -> int:
+        return min(step * (width - 1) // steps, width - 1)
+
+    cells = [(" ", "")] * width
+    marks = []
+    was_lost = False
+    for (step, state), (until, _) in itertools.pairwise([*row.history, (reached, "")]):
+        for at in range(column(step), column(until)):
+            cells[at] = STRIPS.get(state, (" ", ""))
+        if state == "lost" or (was_lost and state == "training"):
+            marks.append((column(step), LOST if state == "lost" else BACK))
+            was_lost = state == "lost"
+    free = 0
+    for at, mark in marks:  # each has a cell of its own, even where steps are narrow
+        at = min(max(at, free), width - 1)
+        cells[at] = mark
+        free = at + 1
+    return cells
+
+
 def _columns(curve: Sequence[Point], axis: Axis, width: int) -> list[float]:
     """Return the loss at each column that the curve has reached."""
     if not curve:
         return []
-    at = np.arange(width) / (width - 1) * axis.samples
-    reached = at[at <= curve[-1].samples]
-    return [float(loss) for loss in np.interp(reached, [p.samples for p in curve], [p.loss for p in curve])]
+    at = np.arange(width) / (width - 1) * axis.steps
+    reached = at[at <= curve[-1].step]
+    return [float(loss) for loss in np.interp(reached, [p.step for p in curve], [p.loss for p in curve])]
 
 
 def _level(loss: float, axis: Axis) -> float:
@@ -101,12 +139,27 @@ def _level(loss: float, axis: Axis) -> float:
 
 
 def _legend(team: Progress, alone: Progress | None) -> Text:
-    legend = Text.assemble("        ", ("held-out loss   ", "dim"), ("█ ", TEAM), f"{team.name} ")
+    legend = Text.assemble(" " * MARGIN, ("held-out loss  ", "dim"), ("█ ", TEAM), f"{team.name} ")
     legend.append(f"{team.last.loss:.2f}" if team.curve else "", style="bold")
     if alone:
-        legend.append("  • ", style=f"bold {ALONE}").append("one rank ")
+        legend.append("  • ", style=f"bold {ALONE}").append("one node ")
         legend.append(f"{alone.last.loss:.2f}" if alone.curve else "", style="bold")
-    return legend.append("  ┄ letter pairs", style="dim")
+    legend.append("  ┄ letter pairs", style="dim")
+    if team.losses:
+        legend.append("  ").append(*LOST).append(" lost  ", style="dim").append(*BACK).append(" back", style="dim")
+    return legend
+
+
+def _story_line(words: str) -> Text:
+    text = Text(words, no_wrap=True, overflow="ellipsis")
+    text.highlight_words(["is killed"], "bold red")
+    text.highlight_words([" go on without ", " goes on without "], "bold green")
+    text.highlight_words(["is back"], "bold magenta")
+    if words.startswith("step"):
+        text.stylize("dim", 0, 10)
+    else:
+        text.stylize("dim")
+    return text
 
 
 def _progress_line(run: Progress, who: str, width: int) -> RenderableType:
@@ -130,15 +183,15 @@ def _step_line(run: Progress) -> Text:
     )
 
 
-def _rank_table(team: Progress, alone: Progress | None) -> Table:
+def _node_table(team: Progress, alone: Progress | None) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("rank", "pid", "batch loss", "samples/s", "compute ms", "sync ms"):
+    for name in ("node", "pid", "rank", "batch loss", "samples/s", "compute", "sync ms"):
         table.add_column(name, justify="right")
     table.add_column("a step")
     table.add_column("state")
     longest = max(row.compute + row.sync for run in (team, alone) if run for row in run.rows)
-    for rank, row in enumerate(team.rows):
-        table.add_row(str(rank), *_row_cells(row, longest))
+    for node, row in enumerate(team.rows):
+        table.add_row(str(node), *_row_cells(row, longest))
     if alone:
         table.add_row("alone", *_row_cells(alone.rows[0], longest))
     return table
@@ -147,9 +200,10 @@ def _rank_table(team: Progress, alone: Progress | None) -> Table:
 def _row_cells(row: Row, longest: float) -> list[RenderableType]:
     state = Text(row.state, style=STATE_STYLES.get(row.state, "red"))
     pid = str(row.pid or "")
-    if row.loss is None:
-        return [pid, "", "", "", "", "", state]
+    rank = str(row.seat[1]) if row.seat and row.state in ("training", "done") else ""
+    if row.loss is None or row.state == "lost":
+        return [pid, rank, "", "", "", "", "", state]
     numbers = f"{row.loss:.2f}", f"{row.samples_per_second:,.0f}", f"{1e3 * row.compute:.1f}", f"{1e3 * row.sync:.1f}"
     computing, whole = (round(BAR_CELLS * seconds / longest) for seconds in (row.compute, row.compute + row.sync))
     bar = Text.assemble(("█" * computing, COMPUTE), ("█" * (whole - computing), SYNC))
-    return [pid, *numbers, bar, state]
+    return [pid, rank, *numbers, bar, state]

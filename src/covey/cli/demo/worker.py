@@ -1,22 +1,22 @@
-"""One rank of the demo: `python -m covey.cli.demo.worker`, started once per rank.
+"""One node of the demo: `python -m covey.cli.demo.worker`, started once per rank, and again when it was lost.
 
-The training loop is what a person would write: draw a batch, compute gradients, `sync_gradients`, step.
+The training loop is what a person would write: for each generation restore the state, then draw a batch, compute
+gradients, `sync_gradients`, step, until newcomers wait.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 import covey
 from covey.cli.demo import model, text
-from covey.cli.demo.reports import PROMPT, ROUND, Finished, Joined, Report, Round, encode
+from covey.cli.demo.reports import PROMPT, ROUND, Finished, Joined, Recovered, Round, Told, Waiting, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,71 +26,174 @@ if TYPE_CHECKING:
 BATCH = 256
 HELD_OUT_STRIDE = 2
 """Judging by every second held-out character is as telling as by all of them, and takes half the time."""
+RETURN_SECONDS = 30.0
+"""How long nodes that are done wait for those that were lost."""
+LOOK_SECONDS = 0.02
+
+
+class Task(NamedTuple):
+    """What one node has to do."""
+
+    lots: tuple[int, ...]
+    """The batches it takes in every step, of those with these numbers."""
+    nodes: int
+    """How many must be there at the end."""
+    changes: int
+    """How many generations must have gone before."""
+    rounds: int
+    seconds: float
+    seed: int
 
 
 def main() -> None:
-    """Join the group that the environment describes, train, and report each round on stdout."""
+    """Go through the generations of the run that the environment describes, and report on stdout."""
     parser = argparse.ArgumentParser(prog="covey.cli.demo.worker", description=__doc__)
+    parser.add_argument("--lots", required=True, help="numbers of the batches to take in every step, as in 0,1")
+    parser.add_argument("--nodes", type=int, required=True, help="how many train together")
+    parser.add_argument("--changes", type=int, required=True, help="stop only after so many generations")
     parser.add_argument("--rounds", type=int, required=True, help=f"stop after so many rounds of {ROUND} steps")
     parser.add_argument("--seconds", type=float, required=True, help="stop at the first end of a round after this time")
     parser.add_argument("--seed", type=int, required=True, help="where parameters and batches come from")
-    arguments = parser.parse_args()
-    with covey.join() as group:
-        train(group, _tell, rounds=arguments.rounds, seconds=arguments.seconds, seed=arguments.seed)
+    asked = parser.parse_args()
+    lots = tuple(int(lot) for lot in asked.lots.split(","))
+    train(Task(lots, asked.nodes, asked.changes, asked.rounds, asked.seconds, asked.seed), _tell)
 
 
-def train(group: Group, tell: Callable[[Report], None], *, rounds: int, seconds: float, seed: int) -> None:
-    """Train until `rounds` are done or some rank's `seconds` are over, and tell about it."""
-    stop_at = time.monotonic() + seconds
-    book = text.load()
-    contexts, targets = text.examples(book.training)
-    rng = np.random.default_rng((seed, group.rank))
-    parameters = model.initial(len(book.alphabet), seed + group.rank)
-    for array in parameters.values():
-        group.broadcast(array, root=0)
-    optimizer = model.Adam(parameters)
-    held_out, _ = _judge(group, book, parameters, over=False)
-    gradient_bytes = sum(array.nbytes for array in parameters.values())
-    tell(Joined(os.getpid(), _lane(group), BATCH, gradient_bytes, held_out))
-
-    for number in range(1, rounds + 1):
-        losses, compute, sync = 0.0, 0.0, 0.0
-        for _ in range(ROUND):
-            started = time.perf_counter()
-            batch = rng.integers(len(targets), size=BATCH)
-            loss, gradients = model.loss_and_gradients(parameters, contexts[batch], targets[batch])
-            computed = time.perf_counter()
-            group.sync_gradients(gradients)
-            synced = time.perf_counter()
-            optimizer.step(parameters, gradients)
-            losses += loss
-            sync += synced - computed
-            compute += time.perf_counter() - started - (synced - computed)
-        held_out, over = _judge(group, book, parameters, over=time.monotonic() >= stop_at)
-        tell(Round(number * ROUND, losses / ROUND, held_out, compute, sync))
-        if over:
-            break
-
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in parameters.values())).hexdigest()
-    identical = len(set(group.all_gather_object(digest))) == 1
-    writing = model.write(parameters, book.encode(PROMPT), 240, seed) if group.rank == 0 else []
-    tell(Finished(digest, identical, book.decode(writing)))
+def train(task: Task, tell: Callable[[Told], None]) -> None:
+    """Train until the rounds are done or some node's time is over and those who were lost are back; tell about it."""
+    node = _Node(task, tell)
+    tell(Waiting())
+    for group in covey.generations():
+        node.enter(group)
+        while not group.change_pending:
+            if node.state["step"] < node.state["steps"]:
+                node.step(group)
+            elif len(group.contributors) == task.nodes and group.generation >= task.changes:
+                node.finish(group)
+                return
+            else:
+                node.wait(group)
 
 
-def _judge(group: Group, book: text.Text, parameters: model.Arrays, *, over: bool) -> tuple[float, bool]:
-    """Return the held-out loss, to which each rank adds its share, and whether any rank says that time is over."""
-    contexts, targets = (part[::HELD_OUT_STRIDE] for part in text.examples(book.held_out))
-    mine = slice(group.rank, None, group.size)
-    share = model.loss(parameters, contexts[mine], targets[mine]) * len(targets[mine])
-    total, votes = group.all_reduce(np.array([share, float(over)]))
-    return float(total) / len(targets), votes > 0
+class _Node:
+    """A copy of the model, with all that is needed to train it."""
+
+    def __init__(self, task: Task, tell: Callable[[Told], None]) -> None:
+        self._task, self._tell = task, tell
+        self._book = text.load()
+        self._contexts, self._targets = text.examples(self._book.training)
+        self._parameters = model.initial(len(self._book.alphabet), task.seed + task.lots[0])
+        self._optimizer = model.Adam(self._parameters)
+        self.state: dict[str, Any] = {
+            "step": 0,
+            "steps": task.rounds * ROUND,
+            **{f"parameter {name}": array for name, array in self._parameters.items()},
+            **self._optimizer.state,
+        }
+        """All that a newcomer has to be given."""
+        self._stop_at = 0.0
+        self._give_up_at = 0.0
+        self._left_at = 0.0
+        """When the last generation was left."""
+        self._there: tuple[int, ...] = ()
+        """The ranks that are left in this generation."""
+        self._begin_round()
+
+    def enter(self, group: Group) -> None:
+        """Begin a generation: take the state of the others, or give it."""
+        restored = group.restore(self.state)
+        self._there = tuple(range(group.size))
+        self._stop_at = self._stop_at or time.monotonic() + self._task.seconds
+        held_out = self._judge(group)
+        lane = "+".join(sorted(set(group.lanes().values())))
+        gradient_bytes = sum(array.nbytes for array in self._parameters.values())
+        batch = BATCH * len(self._task.lots)
+        self._tell(
+            Joined(
+                *(group.generation, group.rank, self.state["step"], lane, batch, gradient_bytes, held_out),
+                donors=restored.donors,
+                received_bytes=restored.bytes_received,
+                restore_seconds=restored.seconds,
+            )
+        )
+        if self._left_at:
+            self._sync += time.perf_counter() - self._left_at
+            self._left_at = 0.0
+
+    def step(self, group: Group) -> None:
+        """Take one step with the others, and report at the end of a round."""
+        started = time.perf_counter()
+        number = self.state["step"] + 1
+        draws = (np.random.default_rng((self._task.seed, lot, number)) for lot in self._task.lots)
+        batch = np.concatenate([draw.integers(len(self._targets), size=BATCH) for draw in draws])
+        loss, gradients = model.loss_and_gradients(self._parameters, self._contexts[batch], self._targets[batch])
+        computed = time.perf_counter()
+        group.sync_gradients(gradients)
+        synced = time.perf_counter()
+        self._optimizer.step(self._parameters, gradients, number)
+        self.state["step"] = number
+        self._notice(group, number, synced - started)
+        self._steps += 1
+        self._samples += len(batch) * len(group.contributors)
+        self._losses += loss
+        self._sync += synced - computed
+        self._compute += time.perf_counter() - started - (synced - computed)
+        if number % ROUND == 0:
+            held_out = self._judge(group)
+            loss = self._losses / self._steps
+            self._tell(Round(number, self._steps, self._samples, loss, held_out, self._compute, self._sync))
+            self._begin_round()
+        self._left_at = time.perf_counter()
+
+    def wait(self, group: Group) -> None:
+        """Wait a moment for those who are to come back."""
+        if not self._give_up_at:
+            self._give_up_at = time.monotonic() + RETURN_SECONDS
+            self._tell(Waiting())
+        time.sleep(LOOK_SECONDS)
+        began = time.perf_counter()
+        if not group.agree(time.monotonic() < self._give_up_at):
+            raise TimeoutError(f"not all {self._task.nodes} nodes were there within {RETURN_SECONDS:.0f} s of the end")
+        self._notice(group, self.state["step"], time.perf_counter() - began)
+
+    def finish(self, group: Group) -> None:
+        """Compare parameters with the others, and show what the model has learned."""
+        digest = hashlib.sha256(b"".join(array.tobytes() for array in self._parameters.values())).hexdigest()
+        identical = set(group.all_gather_object(digest)) == {digest}
+        writing = (
+            model.write(self._parameters, self._book.encode(PROMPT), 240, self._task.seed) if group.rank == 0 else []
+        )
+        self._tell(Finished(digest, identical, self._book.decode(writing)))
+
+    def _begin_round(self) -> None:
+        self._steps = self._samples = 0
+        self._losses = self._compute = self._sync = 0.0
+
+    def _judge(self, group: Group) -> float:
+        """Return the held-out loss, to which each rank adds its share; note if any rank says that time is over."""
+        contexts, targets = (part[::HELD_OUT_STRIDE] for part in text.examples(self._book.held_out))
+        mine = slice(self._there.index(group.rank), None, len(self._there))
+        share = model.loss(self._parameters, contexts[mine], targets[mine]) * len(targets[mine])
+        is_end_of_round = self.state["step"] > 0 and self.state["step"] % ROUND == 0
+        over = is_end_of_round and time.monotonic() >= self._stop_at
+        began = time.perf_counter()
+        total, count, votes = group.all_reduce(np.array([share, len(targets[mine]), over]))
+        self._notice(group, self.state["step"] + 1, time.perf_counter() - began)
+        if votes:
+            self.state["steps"] = self.state["step"]
+        return float(total / count)  # who is lost in the middle of this takes its share along
+
+    def _notice(self, group: Group, step: int, seconds: float) -> None:
+        """Tell if somebody was lost in an operation that took so long."""
+        lost = tuple(rank for rank in self._there if rank not in group.contributors)
+        if lost:
+            self._there = group.contributors
+            event = [event for event in group.events() if event.kind == "lost"][-1]
+            left = len(group.contributors)
+            self._tell(Recovered(step, event.generation, event.view, lost, left, seconds, dict(event.phases)))
 
 
-def _lane(group: Group) -> str:
-    return "+".join(sorted(set(group.lanes().values())))
-
-
-def _tell(report: Report) -> None:
+def _tell(report: Told) -> None:
     sys.stdout.buffer.write(encode(report) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -1,0 +1,187 @@
+"""Runs of a cluster that lose and gain members, as processes of one host: restarts, records on disk, what people see.
+
+Each node has a configuration folder of its own, as on machines of their own. Nothing leaves loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard, new_lab
+from tests.netns.members import ELASTIC, PRELUDE, STEADY, Member, agree_on_loss, by_rank, check_same_end, together
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+QUICKLY = 8.0
+KEY = bytes(range(32))
+FULL = STEADY.replace(
+    """    say("joined",""",
+    """    import resource
+    if host == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # its disk has no room any more
+    say("joined",""",
+)
+"""The node of host 0 can write no more files once it has joined."""
+
+
+class Place:
+    """Where a node is at home."""
+
+    def __init__(self, machine: Machine, index: int) -> None:
+        self.machine, self.index = machine, index
+
+    def start(self, code: str = ELASTIC, run: str = "mine", **options: Any) -> Member:
+        """Start a node here."""
+        return Member(self, self.machine.start("-c", code, str(self.index), run, json.dumps(options)))
+
+    def keep(self, *words: str, code: str = ELASTIC, run: str = "mine", **options: Any) -> Member:
+        """Start one by `covey run`."""
+        script = self.machine.lab.folder / "train.py"
+        script.write_text(code)
+        argv = ["-m", "covey", "run", run, *words, str(script), str(self.index), run, json.dumps(options)]
+        return Member(self, self.machine.start(*argv))
+
+    def records(self) -> list[Any]:
+        """Return the files in which its node wrote down what it promised."""
+        return sorted((self.machine.home / "runs").glob("*.record"))
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with new_lab() as made:
+        yield made
+
+
+def places_of(lab: Lab, count: int) -> list[Place]:
+    return [Place(lab.machine(f"home{index}", "lab", KEY), index) for index in range(count)]
+
+
+def test_when_all_nodes_die_at_once_those_who_are_started_again_form_the_run_anew_and_without_a_word(lab) -> None:
+    places = places_of(lab, 3)
+    members = [place.start(min_size=2) for place in places]
+    for count in (3, 2):
+        assert together(members)["number"] <= 1  # the first two may begin without the third
+        for member in members:
+            member.kill()
+        assert all(len(place.records()) == 1 for place in places[:count])
+        began = time.monotonic()
+        members = [place.start(min_size=count, max_size=count) for place in places[:count]]
+        said = together(members)
+        assert (said["number"], said["step"]) == (0, 0)
+        assert time.monotonic() - began < QUICKLY
+        for member in members:
+            assert member.warnings == []
+    members[0].ask_to_end()
+    check_same_end(members)
+
+
+def test_a_node_whose_record_is_damaged_says_which_file_to_remove(lab) -> None:
+    places = places_of(lab, 2)
+    members = [place.start(min_size=2) for place in places]
+    together(members)
+    for member in members:
+        member.kill()
+    (record,) = places[0].records()
+    record.write_bytes(record.read_bytes()[:-5])
+    hurt = places[0].start(min_size=2)
+    assert hurt.process.wait(DEADLINE) == 1
+    hurt.join()
+    assert hurt.warnings[-1].startswith("covey.ConfigError")
+    assert f"{record} is damaged" in hurt.warnings[-1]
+    assert "remove it" in hurt.warnings[-1]
+    record.unlink()
+    members = [place.start(min_size=2) for place in places]
+    assert together(members)["number"] == 0
+    members[1].ask_to_end()
+    check_same_end(members)
+
+
+def test_who_cannot_write_down_what_it_promises_says_so_and_the_others_go_on_without_it(lab) -> None:
+    ranks = by_rank([place.start(FULL, size=4, patience=5) for place in places_of(lab, 4)])
+    full = next(member for member in ranks if member.host.index == 0)
+    killed = next(member for member in reversed(ranks) if member is not full)
+    left = [member for member in ranks if member not in (full, killed)]
+    killed.kill()
+    error = full.said("error")
+    assert error["kind"] == "ClosedError"
+    assert "cannot be in the run any more: cannot write " in error["text"]
+    assert "make room, or set COVEY_HOME elsewhere" in error["text"]
+    if ranks[0] is full:  # half of them without the tie-breaker
+        assert {member.said("error")["kind"] for member in left} == {"QuorumLostError"}
+    else:
+        agree_on_loss(left)
+        left[0].ask_to_end()
+        for member in left:
+            member.end()
+
+
+def test_a_home_that_is_full_or_no_folder_is_named_before_anything_is_joined(lab) -> None:
+    (place,) = places_of(lab, 1)
+    (place.machine.home / "runs").write_text("in the way")
+    for code in (
+        ELASTIC,
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)){PRELUDE}covey.join(run)",
+    ):
+        member = place.start(code)
+        assert member.process.wait(DEADLINE) == 1
+        member.join()
+        assert member.warnings[-1].startswith("covey.ConfigError")
+        assert str(place.machine.home) in member.warnings[-1]
+        assert "COVEY_HOME" in member.warnings[-1]
+
+
+def test_status_shows_leader_and_tie_breaker_and_follows_a_loss(lab) -> None:
+    places = places_of(lab, 3)
+    ranks = by_rank([place.start(STEADY, size=3) for place in places])
+    watch = places[0].machine.start("-m", "covey", "status", "--watch", "--json")
+
+    def shown(pids: list[int]) -> list[dict[str, Any]]:
+        """Wait until these are the nodes of the run, by rank, and one of them leads; return them."""
+        until = time.monotonic() + DEADLINE
+        while time.monotonic() < until:
+            for run in heard(watch)["runs"]:
+                nodes = run["nodes"]
+                if [node["pid"] for node in nodes] == pids and sum(node["is_leader"] for node in nodes) == 1:
+                    return nodes
+        raise AssertionError(f"{pids} were not shown")
+
+    nodes = shown([member.pid for member in ranks])
+    assert [node["is_tie_breaker"] for node in nodes] == [True, False, False]
+    ranks[0].kill()
+    agree_on_loss(ranks[1:])
+    nodes = shown([member.pid for member in ranks[1:]])
+    assert [node["rank"] for node in nodes] == [1, 2]
+    assert [node["is_tie_breaker"] for node in nodes] == [True, False]
+    watch.send_signal(signal.SIGINT)
+    assert end(watch)[0] == 0
+    ranks[1].ask_to_end()
+    for member in ranks[1:]:
+        member.end()
+
+
+def test_keepers_bring_a_killed_tie_breaker_back_whose_vote_lets_the_other_go_on_and_sigterm_lets_one_leave(
+    lab,
+) -> None:
+    places = places_of(lab, 2)
+    kept = [place.keep("--min", "2", "--restarts", "1", min_size=2, patience=10) for place in places]
+    hosts = together(kept)["hosts"]
+    first, other = (kept[host] for host in hosts)
+    killed_at = first.kill()
+    went_on = other.said("contributors")
+    assert went_on["hosts"] == [other.host.index]
+    assert went_on["at"] - killed_at < 10
+    said = together(kept, after=0)
+    assert said["hosts"] == [other.host.index, first.host.index]
+    assert first.said("joining", 1)["pid"] != first.said("joining")["pid"]
+
+    first.process.send_signal(signal.SIGTERM)
+    assert first.process.wait(DEADLINE) == 0
+    other.process.send_signal(signal.SIGTERM)
+    assert other.process.wait(DEADLINE) == 0
