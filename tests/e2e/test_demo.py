@@ -14,7 +14,8 @@ import pytest
 
 from covey.base.errors import RankFailedError
 from covey.cli.demo import crew
-from covey.cli.demo.reports import Joined, Round
+from covey.cli.demo.reports import Joined, Killed, Round, Started
+from covey.cli.demo.worker import BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,37 +47,63 @@ def covey_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COVEY, "demo", *arguments], capture_output=True, text=True, timeout=DEADLINE)
 
 
-def test_two_ranks_learn_agree_and_leave_no_process(seed: str) -> None:
-    done = covey_demo("--ranks", "2", "--steps", "100", "--seconds", "60", "--seed", seed, "--json")
-    assert done.returncode == 0, done.stderr
+def test_a_node_is_killed_the_others_go_on_and_it_comes_back_and_nothing_is_left_behind(seed: str) -> None:
+    done = covey_demo("--ranks", "3", "--steps", "200", "--seconds", "60", "--seed", seed, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     outcome = json.loads(done.stdout)
-    assert outcome["ranks"] == 2
+    assert all(outcome["checks"].values())
+    assert len(outcome["checks"]) == 4
+    (loss,), (back,) = outcome["losses"], outcome["returns"]
+    assert loss["nodes"] == [1]
+    assert loss["went_on"] == [0, 2]
+    assert list(loss["phases"]) == ["detect", "freeze", "agree", "reconnect", "redo"]
+    assert list(loss["phases"].values()) == sorted(loss["phases"].values())
+    assert loss["milliseconds"] < 2000
+    assert (back["node"], back["rank"], back["donors"]) == (1, 2, [0, 1])
+    assert back["bytes"] > 3 * outcome["gradient_bytes"] - 1000, "parameters and both means of the optimizer"
+    team, alone = outcome["team"], outcome["undisturbed"]
+    assert team["steps"] == alone["steps"] == 200
+    away = back["step"] - loss["step"] + (loss["during"] == "step")
+    assert alone["samples"] == 200 * 3 * BATCH
+    assert alone["samples"] - team["samples"] == away * BATCH
+    assert team["held_out_loss"] == pytest.approx(alone["held_out_loss"], abs=outcome["tolerance"])
+    assert team["held_out_loss"] < outcome["first_loss"] - 1.5
     assert outcome["identical"] is True
-    assert outcome["team"]["steps"] == outcome["one_rank_same_steps"]["steps"] == 100
-    assert outcome["one_rank_same_samples"]["steps"] == 200
-    assert outcome["one_rank_same_samples"]["samples"] == outcome["team"]["samples"]
-    assert outcome["team"]["held_out_loss"] < outcome["first_loss"] - 1
     assert outcome["lane"]
-    assert len({rank["pid"] for rank in outcome["per_rank"]}) == 2
-    assert len({rank["batch_loss"] for rank in outcome["per_rank"]}) == 2, "ranks must draw different batches"
+    assert len({rank["pid"] for rank in outcome["per_rank"]}) == 3
     assert workers(seed) == []
 
 
-def test_the_same_seed_gives_the_same_model_to_the_last_digit(seed: str) -> None:
-    arguments = ("--ranks", "3", "--steps", "20", "--seconds", "60", "--seed", seed, "--json")
+def test_undisturbed_nodes_end_where_one_does_and_the_same_seed_gives_the_same_model(seed: str) -> None:
+    arguments = ("--ranks", "3", "--steps", "20", "--seconds", "60", "--seed", seed, "--no-loss", "--json")
     one, again = (json.loads(covey_demo(*arguments).stdout) for _ in range(2))
-    assert one["team"]["held_out_loss"] == again["team"]["held_out_loss"]
+    assert one["losses"] == one["returns"] == []
+    assert one["difference"] < one["tolerance"] == 0.001
+    assert one["team"]["samples"] == one["undisturbed"]["samples"] == 20 * 3 * BATCH
+    assert len({rank["batch_loss"] for rank in one["per_rank"]}) == 3, "nodes must draw different batches"
+    assert one["digest"] == again["digest"] != ""
     assert one["writing"] == again["writing"]
 
 
-def test_plain_output_is_lines_of_progress_and_a_summary_when_time_is_over(seed: str) -> None:
-    done = covey_demo("--ranks", "2", "--steps", "100000", "--seconds", "1", "--seed", seed)
-    assert done.returncode == 0, done.stderr
+def test_plain_output_tells_the_story_even_if_time_is_over_before_the_node_is_back(seed: str) -> None:
+    done = covey_demo("--ranks", "2", "--steps", "100000", "--seconds", "0.5", "--seed", seed)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "\x1b" not in done.stdout
-    assert "held-out loss" in done.stdout
-    assert "one rank, same steps" in done.stdout
-    assert "parameters bit-identical on all ranks: yes" in done.stdout
+    words = [
+        "2 nodes read Alice",
+        "is killed: SIGKILL",
+        "1 goes on without node 1: the ",
+        "detect 0 → ",
+        "node 1 is started again",
+        "node 1 is back as rank 1, with ",
+        "one node alone now takes the batches of all",
+        "parameters bit-identical on all nodes: yes",
+        "node 1 was lost and came back: yes",
+    ]
+    places = [done.stdout.find(part) for part in words]
+    assert -1 not in places, done.stdout
+    assert places == sorted(places)
     assert workers(seed) == []
 
 
@@ -106,19 +133,45 @@ def test_ctrl_c_ends_the_demo_with_130_and_leaves_no_process(seed: str) -> None:
         process.communicate(timeout=DEADLINE)
 
 
-def train_and_kill(victim: int, seed: str) -> None:
-    """Train with three ranks without end, and kill one of them once it is at work."""
+def test_whoever_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -> None:
     pids: dict[int, int] = {}
-    with contextlib.closing(crew.reports(3, rounds=100_000, seconds=60, seed=int(seed))) as reports:
-        for rank, report in reports:
-            if isinstance(report, Joined):
-                pids[rank] = report.pid
-            elif isinstance(report, Round) and victim in pids:
-                os.kill(pids.pop(victim), signal.SIGKILL)
+    to_kill, killed = {0, 2}, set()
+    entered: dict[int, Joined] = {}
+    plan = crew.Plan(nodes=3, lots=3, rounds=100_000, seconds=60.0, seed=int(seed))
+    with contextlib.closing(crew.reports(plan)) as reports:
+        for node, report in reports:
+            match report:
+                case Started():
+                    pids[node] = report.pid
+                case Round() if len(pids) == 3 and to_kill:
+                    for victim in sorted(to_kill):
+                        os.kill(pids[victim], signal.SIGKILL)
+                    to_kill.clear()
+                case Killed():
+                    killed.add((node, report.signal))
+                case Joined() if report.generation:
+                    entered[node] = report
+                    if len({joined.generation for joined in entered.values()}) == 1 and len(entered) == 3:
+                        break
+    assert killed == {(0, "SIGKILL"), (2, "SIGKILL")}
+    assert entered[1].rank == 0, "the only one that was left"
+    assert {joined.rank for joined in entered.values()} == {0, 1, 2}
+    assert {joined.step for joined in entered.values()} == {entered[1].step}
+    assert {joined.held_out for joined in entered.values()} == {entered[1].held_out}
+    assert workers(seed) == []
 
 
-def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(seed: str) -> None:
-    with pytest.raises(RankFailedError, match=r"rank 1 .*SIGKILL") as caught:
-        train_and_kill(1, seed)
-    assert caught.value.rank == 1
+def test_the_last_node_that_is_killed_ends_the_run_with_an_error_that_names_it(seed: str) -> None:
+    plan = crew.Plan(nodes=1, lots=1, rounds=100_000, seconds=60.0, seed=int(seed))
+    pid = 0
+    with (
+        pytest.raises(RankFailedError, match=r"node 0 .*SIGKILL") as caught,
+        contextlib.closing(crew.reports(plan)) as reports,
+    ):
+        for _, report in reports:
+            if isinstance(report, Started):
+                pid = report.pid
+            elif isinstance(report, Joined):
+                os.kill(pid, signal.SIGKILL)
+    assert caught.value.rank == 0
     assert workers(seed) == []

@@ -59,9 +59,10 @@ def test_the_others_go_on_without_a_pulled_cable_and_who_hung_on_it_learns_why_a
     with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
         pulled, deaf = lan.hosts[2], lan.hosts[3]
-        hasty = by_rank([start(cluster, host, "hasty", size=3, patience=4) for host in lan.hosts[:3]])
-        one_way = by_rank([start(cluster, lan.hosts[index], "one-way", size=3, patience=5) for index in (0, 1, 3)])
+        hasty = [start(cluster, host, "hasty", size=3, patience=4) for host in lan.hosts[:3]]
+        one_way = [start(cluster, lan.hosts[index], "one-way", size=3, patience=5) for index in (0, 1, 3)]
         elastic = [start(cluster, host, "elastic", ELASTIC, min_size=2, patience=30) for host in lan.hosts[:3]]
+        hasty, one_way = by_rank(hasty), by_rank(one_way)
         first = together(elastic)
         lan.switch.cut(pulled.name)
         lan.switch.cut(deaf.name, lan.hosts[0].name)
@@ -158,17 +159,16 @@ def test_forged_resets_of_every_connection_in_the_middle_of_operations_evict_nob
         members[1].ask_to_end()
         for member in members:
             assert member.end()["hosts"] == indexes(members)
-            assert set(kinds(member)) <= {"generation", "view"}
+            assert "lost" not in kinds(member)
             assert "view" in kinds(member)
 
 
 def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote() -> None:
-    patience = 4.0
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
-        alone = [start(cluster, host, "alone", size=2, patience=patience) for host in lan.hosts]
-        lost = [start(cluster, host, "lost", size=2, patience=patience) for host in lan.hosts]
-        elastic = [start(cluster, host, "voted", ELASTIC, min_size=2, patience=patience) for host in lan.hosts]
+        alone = [start(cluster, host, "alone", size=2) for host in lan.hosts]
+        lost = [start(cluster, host, "lost", size=2, patience=4) for host in lan.hosts]
+        elastic = [start(cluster, host, "voted", ELASTIC, min_size=2, patience=15) for host in lan.hosts]
         alone, lost = by_rank(alone), by_rank(lost)
         elastic.sort(key=lambda member: member.said("generation")["rank"])
         assert all(len(member.said("generation")["hosts"]) == 2 for member in elastic)
@@ -176,16 +176,16 @@ def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote
         at = lost[0].kill()
         killed_at = elastic[0].kill()
         time.sleep(0.3)
-        again = start(cluster, elastic[0].host, "voted", ELASTIC, min_size=2, patience=patience)
+        again = start(cluster, elastic[0].host, "voted", ELASTIC, min_size=2, patience=15)
         alone[1].kill()
 
         assert agree_on_loss(alone[:1])[0] - at < CABLE_SECONDS
         went_on = elastic[1].said("contributors")
         assert went_on["hosts"] == [elastic[1].host.index]
-        assert went_on["at"] - killed_at < patience
+        assert went_on["at"] - killed_at < 15
         assert together([elastic[1], again])["hosts"] == indexes([elastic[1], again])
         check_quorum_lost(lost[1], lost[:1], lost)
-        assert patience - 0.5 < lost[1].said("error")["at"] - at < patience + 2
+        assert 3.5 < lost[1].said("error")["at"] - at < 6
 
         again.ask_to_end()
         alone[0].ask_to_end()
@@ -196,7 +196,7 @@ def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote
 def test_keepers_tell_other_machines_of_stopped_and_killed_processes_and_vouch_for_busy_ones() -> None:
     with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
-        busy = [start_kept(cluster, host, "busy", STEADY, "--size", "3", patience=5, holds=2) for host in lan.hosts[:3]]
+        busy = [start_kept(cluster, host, "busy", STEADY, "--size", "2", patience=5, holds=1) for host in lan.hosts[:2]]
         kept = [start_kept(cluster, host, "kept", STEADY, "--size", "4", patience=5) for host in lan.hosts]
         ranks = by_rank(kept)
         by_rank(busy)

@@ -296,15 +296,18 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     number = generation.number if generation is not None else 0
     engine = Engine(node, number, members, node.run, node.config, generation=generation)
 
+    def leave() -> None:
+        # Those who go on must take this neither for a crash nor for the wish that nobody goes on.
+        if node.config.on_loss == "continue" and node.generation is generation and generation is not None:
+            generation.leave(LEAVE_SECONDS)
+
     def on_close() -> None:
         for member in node.groups():
             member.close()  # groups that were split off cannot outlive the run
-        if node.config.on_loss == "continue" and node.generation is not None:
-            node.generation.leave(LEAVE_SECONDS)  # those who go on must not take this for a crash
         node.close()
         atexit.unregister(group.close)
 
-    group = Group(engine, local_rank=local_rank, on_close=on_close, is_fresh=is_fresh)
+    group = Group(engine, local_rank=local_rank, before_close=leave, on_close=on_close, is_fresh=is_fresh)
     atexit.register(group.close)
     return group
 

@@ -244,8 +244,8 @@ class Generation:
             if is_quorum(self.view, effect.here):
                 are_here = f"too few of the {len(effect.here)} members that seem to be here"
             text = (
-                f"{are_here} answer, which is no quorum. {missing} did not answer within {self.patience:g} s. More than "
-                f"half must be here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the "
+                f"{are_here} answer, which is no quorum. {missing} did not answer within {self.patience:g} s. More "
+                f"than half must be here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the "
                 "missing ones again and join anew, give patience= more time, or pass quorum='any' if two halves may "
                 "go on apart"
             )

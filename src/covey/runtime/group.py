@@ -78,13 +78,14 @@ class Group:
         engine: Engine,
         *,
         local_rank: int,
+        before_close: Callable[[], None] | None = None,
         on_close: Callable[[], None] | None = None,
         is_fresh: bool = False,
     ) -> None:
-        """`is_fresh`: this rank was not in the run before this group, so its state is worth nothing."""
+        """Closing begins with `before_close` and ends with `on_close`. `is_fresh`: this rank was not in the run before this group, so its state is worth nothing."""
         self._engine = engine
         self._local_rank = local_rank
-        self._on_close = on_close
+        self._before_close, self._on_close = before_close, on_close
         self._is_fresh = is_fresh
         self._calls: dict[Any, Call] = {}
         self._sidecar: Assembly | None = None
@@ -802,6 +803,8 @@ class Group:
 
     def close(self) -> None:
         """Leave the group and free what it holds. Closing twice is fine."""
+        if self._before_close is not None:
+            self._before_close()
         if self._sidecar is not None:
             self._sidecar.close()
         self._engine.close()

@@ -92,8 +92,9 @@ async def _gather(
     floor: int,
 ) -> Node:
     """Return the node of an agreed run; `over` is set when everything is closed instead."""
-    candidate = Candidate(cluster, config, seat, terms, is_elastic=is_elastic)
+    candidate: Candidate | None = None
     try:
+        candidate = Candidate(cluster, config, seat, terms, is_elastic=is_elastic)
         await candidate.open()
         formed = await candidate.form(asked)
         founded = formed if isinstance(formed, messages.Founded) else None
@@ -121,7 +122,8 @@ async def _gather(
         return node
     except BaseException:
         try:
-            await candidate.close()
+            if candidate is not None:
+                await candidate.close()
         finally:
             over.set()
         raise

@@ -36,9 +36,25 @@ def test_the_first_guess_is_nearly_uniform_and_training_on_a_batch_learns_it() -
     optimizer = model.Adam(parameters)
     first = model.loss(parameters, contexts, targets)
     assert first == pytest.approx(math.log(20), abs=0.1)
-    for _ in range(60):
-        optimizer.step(parameters, model.loss_and_gradients(parameters, contexts, targets)[1])
+    for number in range(1, 61):
+        optimizer.step(parameters, model.loss_and_gradients(parameters, contexts, targets)[1], number)
     assert model.loss(parameters, contexts, targets) < 0.2 * first
+
+
+def test_training_goes_on_to_the_last_bit_where_its_state_was_put_into_another_copy() -> None:
+    rng = np.random.default_rng(2)
+    contexts, targets = rng.integers(9, size=(8, model.CONTEXT)), rng.integers(9, size=8)
+    one, other = model.initial(9, 1), model.initial(9, 2)
+    trained, fresh = model.Adam(one), model.Adam(other)
+    for number in range(1, 8):
+        if number == 5:
+            for name in one:
+                other[name][...] = one[name]
+            for name, array in trained.state.items():
+                fresh.state[name][...] = array
+        for parameters, optimizer in ((one, trained), (other, fresh)):
+            optimizer.step(parameters, model.loss_and_gradients(parameters, contexts, targets)[1], number)
+    assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
 def test_gradients_have_the_type_and_shape_of_their_parameters() -> None:

@@ -81,7 +81,8 @@ class Story:
             return min(unforgiven, key=lambda worker: worker.code or 0).status
         if any(ending.how in ("finished", "left") for ending in self.endings):
             return 0
-        return self.endings[-1].worker.status or 1 if self.endings else 1
+        lost = [ending.worker.status for ending in self.endings if ending.how == "lost"]
+        return lost[-1] if lost else 1
 
 
 class Trial:
@@ -169,6 +170,7 @@ class Trial:
         if worker.code == 0 or self._is_stopping:
             return
         if not story.survives:
+            self._faults.clear()  # it is hit well enough
             if self._crew.running():
                 self._say(f"rank {worker.rank} {worker.end}; stopping the others")
                 self._later(FAILURE_GRACE, self._stop_all)

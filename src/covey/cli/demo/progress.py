@@ -57,8 +57,13 @@ class Recovery:
     """What each of those who went on tells."""
 
     @property
+    def first(self) -> Recovered:
+        """What the first of them told."""
+        return next(iter(self.reports.values()))
+
+    @property
     def milliseconds(self) -> float:
-        """How long the step took in which it happened, on the slowest."""
+        """How long that took in which it happened, on the slowest."""
         return 1e3 * max(report.seconds for report in self.reports.values())
 
     @property
@@ -79,9 +84,10 @@ class Return:
     seconds: float
 
     @property
-    def givers(self) -> str:
-        """The ranks that gave it the state, in words."""
-        return story.named("rank", self.donors)
+    def gift(self) -> str:
+        """What it was given, in words."""
+        donors = f"{len(self.donors)} node{'s' if len(self.donors) > 1 else ''}"
+        return f"{self.bytes / 1e6:.1f} MB of state from {donors} in {1e3 * self.seconds:.0f} ms"
 
 
 @dataclass(slots=True)

@@ -38,7 +38,9 @@ class Recovered(msgspec.Struct, tag="recovered"):
     """Some were lost, and this node finished what it was in without them."""
 
     step: int
-    """The step that was being done; the next one, if they were lost between two."""
+    """The step that was being done, or that came last."""
+    during: str
+    """What was finished without them: "step", "evaluation" or "wait"."""
     generation: int
     view: int
     lost: tuple[int, ...]
@@ -46,7 +48,7 @@ class Recovered(msgspec.Struct, tag="recovered"):
     left: int
     """How many go on."""
     seconds: float
-    """How long the step took up to its end; the wait, if they were lost between two."""
+    """How long that took."""
     phases: dict[str, float]
     """Milliseconds from the first sign of the loss to the end of each phase of the recovery."""
 

@@ -25,10 +25,7 @@ def sentences(run: Progress, node: int, report: Report) -> list[str]:
         case Waiting() if row.losses > len([back for back in run.returns if back.node == node]):
             return [_at(run.reached, f"node {node} waits to be let in")]
         case Joined() if run.returns and (run.returns[-1].node, run.returns[-1].rank) == (node, report.rank):
-            back = run.returns[-1]
-            rank = f"rank {back.rank} of generation {report.generation}"
-            size, when = f"{back.bytes / 1e6:.1f} MB", f"{1e3 * back.seconds:.0f} ms"
-            return [_at(report.step, f"node {node} is back as {rank}; {when} for {size} of state from {back.givers}")]
+            return [_at(report.step, f"node {node} is back as rank {report.rank}, with {run.returns[-1].gift}")]
     return []
 
 
@@ -36,10 +33,10 @@ def _survived(run: Progress, report: Recovered) -> list[str]:
     recovery = run.recoveries[report.generation, report.view]
     if len(recovery.reports) < report.left:
         return []
-    usual = 1e3 * sum(run.step_seconds)
-    took = f"{recovery.milliseconds:.0f} ms" + (f", as a rule {usual:.0f}" if usual else "")
-    going = f"{report.left} go{'es' if report.left == 1 else ''} on without {named('node', recovery.nodes)}"
-    return [_at(report.step, f"{going}, in the same step: it took {took}"), f"{'':11}{timeline(recovery.phases)}"]
+    usual = f", as a rule {1e3 * sum(run.step_seconds):.0f}" if report.during == "step" else ""
+    others = f"{report.left} go on" if report.left > 1 else "1 goes on"
+    words = f"{others} without {named('node', recovery.nodes)}: the {report.during} took {recovery.milliseconds:.0f} ms"
+    return [_at(report.step, words + usual), f"{'':11}{timeline(recovery.phases)}"]
 
 
 def timeline(phases: dict[str, float]) -> str:

@@ -39,11 +39,12 @@ def checks(team: Progress, alone: Progress | None, *, victim: int | None) -> lis
         found.append(Check(f"node {victim} was lost and came back", _is_back(team, victim)))
     if team.losses:
         lost = sum(len(recovery.nodes) for recovery in team.recoveries.values())
-        found.append(Check("the others finished the step they were in", lost == team.losses))
+        found.append(Check("the others finished what they were in", lost == team.losses))
     if alone:
         gap, limit = difference(team, alone), tolerance(team)
         whom = "of an undisturbed run" if team.losses else "of one node"
-        found.append(Check(f"held-out loss within {limit:g} {whom} ({gap:.4f} apart)", gap <= limit))
+        at = f" at step {alone.last.step}" if alone.last.step < team.last.step else ""
+        found.append(Check(f"held-out loss{at} within {limit:g} {whom} ({gap:.4f} apart)", gap <= limit))
     return found
 
 
@@ -66,10 +67,11 @@ def summary(team: Progress, alone: Progress | None, *, victim: int | None, mark:
     if alone:
         parts += [Text(meaning(team, alone, cores=cores)), Text()]
     for recovery in team.recoveries.values():
-        parts.append(Text(f"{named('node', recovery.nodes)} lost: {timeline(recovery.phases)}"))
+        who, when = named("node", recovery.nodes), f"the {recovery.first.during} took {recovery.milliseconds:.0f} ms"
+        parts.append(Text(f"lost {who} at step {recovery.first.step}: {when}"))
+        parts.append(Text(f"    {timeline(recovery.phases)}", style="dim"))
     for back in team.returns:
-        what = f"{back.bytes / 1e6:.1f} MB of state from {back.givers} in {1e3 * back.seconds:.0f} ms"
-        parts.append(Text(f"node {back.node} came back at step {back.step}: {what}"))
+        parts.append(Text(f"node {back.node} came back at step {back.step}, with {back.gift}"))
     if team.lane:
         parts.append(Text(f"every step averaged {team.gradient_bytes / 1000:.0f} kB of gradients over {team.lane}"))
     parts.append(Text())
@@ -114,9 +116,10 @@ def as_data(team: Progress, alone: Progress | None, *, victim: int | None, mark:
         "losses": [
             {
                 "nodes": recovery.nodes,
-                "step": next(iter(recovery.reports.values())).step,
+                "step": recovery.first.step,
+                "during": recovery.first.during,
                 "went_on": sorted(recovery.reports),
-                "step_milliseconds": recovery.milliseconds,
+                "milliseconds": recovery.milliseconds,
                 "phases": recovery.phases,
             }
             for recovery in team.recoveries.values()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TEAM, ALONE, COMPUTE, SYNC = "cyan", "yellow", "green", "magenta"
 STATE_STYLES = {"starting": "dim", "waiting": "yellow", "training": "green", "done": "blue"}
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-BAR_CELLS = 10
+BAR_CELLS = 9
 MARGIN = 8
 """Columns left of the chart, for its labels."""
 STORY_LINES = 5
@@ -50,7 +50,7 @@ def screen(
     losses = [point.loss for run in (team, alone) if run for point in run.curve]
     axis = Axis(steps, min([1.6, *(loss - 0.05 for loss in losses)]), ceiling, mark)
     width = min(width, 110)
-    chart_height = min(max(height - 2 * team.size - STORY_LINES - 7, 4), 12)
+    chart_height = min(max(height - 2 * team.size - STORY_LINES - 6, 4), 12)
     return Group(
         chart(team.curve, alone.curve if alone else [], axis, width=width - MARGIN, height=chart_height),
         strips(team, steps, width=width - MARGIN),
@@ -111,7 +111,7 @@ def _strip(row: Row, steps: int, *, reached: int, width: int) -> list[tuple[str,
     marks = []
     was_lost = False
     for (step, state), (until, _) in itertools.pairwise([*row.history, (reached, "")]):
-        for at in range(column(step), column(until)):
+        for at in range(column(step), column(until) + (state == row.state)):
             cells[at] = STRIPS.get(state, (" ", ""))
         if state == "lost" or (was_lost and state == "training"):
             marks.append((column(step), LOST if state == "lost" else BACK))
@@ -139,7 +139,7 @@ def _level(loss: float, axis: Axis) -> float:
 
 
 def _legend(team: Progress, alone: Progress | None) -> Text:
-    legend = Text.assemble(" " * MARGIN, ("held-out loss  ", "dim"), ("█ ", TEAM), f"{team.name} ")
+    legend = Text.assemble(" " * MARGIN, ("loss  ", "dim"), ("█ ", TEAM), f"{team.name} ")
     legend.append(f"{team.last.loss:.2f}" if team.curve else "", style="bold")
     if alone:
         legend.append("  • ", style=f"bold {ALONE}").append("one node ")
@@ -179,15 +179,15 @@ def _step_line(run: Progress) -> Text:
         (f"compute {1e3 * compute:.1f}", COMPUTE),
         " + ",
         (f"sync {1e3 * sync:.1f}", SYNC),
-        f"   averages {run.gradient_bytes / 1000:.0f} kB of gradients over {run.lane}" if run.lane else "",
+        f"   {run.gradient_bytes / 1000:.0f} kB of gradients over {run.lane}" if run.lane else "",
     )
 
 
 def _node_table(team: Progress, alone: Progress | None) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("node", "pid", "rank", "batch loss", "samples/s", "compute", "sync ms"):
+    for name in ("node", "pid", "rank", "loss", "samples/s", "compute", "sync"):
         table.add_column(name, justify="right")
-    table.add_column("a step")
+    table.add_column("ms a step")
     table.add_column("state")
     longest = max(row.compute + row.sync for run in (team, alone) if run for row in run.rows)
     for node, row in enumerate(team.rows):

@@ -132,7 +132,7 @@ class _Node:
         synced = time.perf_counter()
         self._optimizer.step(self._parameters, gradients, number)
         self.state["step"] = number
-        self._notice(group, number, synced - started)
+        self._notice(group, "step", synced - started)
         self._steps += 1
         self._samples += len(batch) * len(group.contributors)
         self._losses += loss
@@ -154,7 +154,7 @@ class _Node:
         began = time.perf_counter()
         if not group.agree(time.monotonic() < self._give_up_at):
             raise TimeoutError(f"not all {self._task.nodes} nodes were there within {RETURN_SECONDS:.0f} s of the end")
-        self._notice(group, self.state["step"], time.perf_counter() - began)
+        self._notice(group, "wait", time.perf_counter() - began)
 
     def finish(self, group: Group) -> None:
         """Compare parameters with the others, and show what the model has learned."""
@@ -178,19 +178,20 @@ class _Node:
         over = is_end_of_round and time.monotonic() >= self._stop_at
         began = time.perf_counter()
         total, count, votes = group.all_reduce(np.array([share, len(targets[mine]), over]))
-        self._notice(group, self.state["step"] + 1, time.perf_counter() - began)
+        self._notice(group, "evaluation", time.perf_counter() - began)
         if votes:
             self.state["steps"] = self.state["step"]
         return float(total / count)  # who is lost in the middle of this takes its share along
 
-    def _notice(self, group: Group, step: int, seconds: float) -> None:
-        """Tell if somebody was lost in an operation that took so long."""
+    def _notice(self, group: Group, during: str, seconds: float) -> None:
+        """Tell if somebody was lost in what took so long."""
         lost = tuple(rank for rank in self._there if rank not in group.contributors)
         if lost:
             self._there = group.contributors
             event = [event for event in group.events() if event.kind == "lost"][-1]
             left = len(group.contributors)
-            self._tell(Recovered(step, event.generation, event.view, lost, left, seconds, dict(event.phases)))
+            where = self.state["step"], during, event.generation, event.view
+            self._tell(Recovered(*where, lost, left, seconds, dict(event.phases)))
 
 
 def _tell(report: Told) -> None:
