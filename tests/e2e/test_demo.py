@@ -161,17 +161,20 @@ def test_whoever_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -> No
     assert workers(seed) == []
 
 
-def test_the_last_node_that_is_killed_ends_the_run_with_an_error_that_names_it(seed: str) -> None:
-    plan = crew.Plan(nodes=1, lots=1, rounds=100_000, seconds=60.0, seed=int(seed))
+def train_alone_and_kill(seed: str) -> None:
+    """Train with one node without end, and kill it once it is at work."""
     pid = 0
-    with (
-        pytest.raises(RankFailedError, match=r"node 0 .*SIGKILL") as caught,
-        contextlib.closing(crew.reports(plan)) as reports,
-    ):
+    plan = crew.Plan(nodes=1, lots=1, rounds=100_000, seconds=60.0, seed=int(seed))
+    with contextlib.closing(crew.reports(plan)) as reports:
         for _, report in reports:
             if isinstance(report, Started):
                 pid = report.pid
             elif isinstance(report, Joined):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_the_last_node_that_is_killed_ends_the_run_with_an_error_that_names_it(seed: str) -> None:
+    with pytest.raises(RankFailedError, match=r"node 0 .*SIGKILL") as caught:
+        train_alone_and_kill(seed)
     assert caught.value.rank == 0
     assert workers(seed) == []

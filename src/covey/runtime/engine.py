@@ -139,6 +139,7 @@ class Engine:
             from covey.runtime.pact import Pact  # of no use to groups that end with their first loss
 
             self._pact = Pact(self, generation, self._descriptors)
+            generation.enroll(self._pact)
             if generation.fault is not None:
                 self.end(generation.fault)
         else:

@@ -241,8 +241,12 @@ class Forming:
     def _judge_newcomer(self, hello: messages.Hello) -> messages.Welcome | messages.Refusal:
         if self._node.generation is None:
             return messages.Refusal("the run has not begun", retry=True)
+        config = self._node.config
+        for what, here, there in (("lanes", config.lanes, hello.lanes), ("on_loss", config.on_loss, hello.on_loss)):
+            if here != there:
+                return messages.Refusal(f"{what} is {there!r} there and {here!r} in the run", retry=False)
         if any(peer.life == hello.card.life and not peer.gone for peer in self._node.peers.values()):
-            return messages.Refusal("you are a member", retry=False)
+            return messages.Refusal("you are a member", retry=True)
         return messages.Welcome(self._node.rank, self._node.card)
 
 

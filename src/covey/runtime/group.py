@@ -82,7 +82,10 @@ class Group:
         on_close: Callable[[], None] | None = None,
         is_fresh: bool = False,
     ) -> None:
-        """Closing begins with `before_close` and ends with `on_close`. `is_fresh`: this rank was not in the run before this group, so its state is worth nothing."""
+        """Closing begins with `before_close` and ends with `on_close`.
+
+        `is_fresh`: this rank was not in the run before this group, so its state is worth nothing.
+        """
         self._engine = engine
         self._local_rank = local_rank
         self._before_close, self._on_close = before_close, on_close
@@ -189,7 +192,8 @@ class Group:
                 operand.load()
             if weight is not None and not _weigh(circle, flat, weight):
                 return None  # every rank finds the same, so the group can go on
-            circle.execute(plan, (flat,), rule, keeps=operand is None or operand.strided is None)
+            # What was weighed is kept already, and what is not contiguous is loaded again.
+            circle.execute(plan, (flat,), rule, keeps=weight is None and (operand is None or operand.strided is None))
             return x
 
         then = None
@@ -902,7 +906,7 @@ def _weigh(circle: Circle, flat: Array, weight: float) -> bool:
     if not 0 < total[0] < np.inf:
         return False
     if circle.kept is not None:
-        circle.kept.make_room((flat, flat))
+        circle.kept.make_room((flat,))
         circle.kept.save(flat)
     share = weight / total[0]
     if not share:  # what counts for nothing may be nan or infinite

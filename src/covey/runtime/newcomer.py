@@ -9,9 +9,10 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base.errors import ClosedError, CoveyError, DeadlineError
+from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.runtime.greet import RefusedError, admit, dial
 from covey.runtime.keeper_link import KeeperLink
+from covey.runtime.link import printable
 from covey.runtime.node import Node
 from covey.wire import messages
 
@@ -88,8 +89,14 @@ class Newcomer:
         """Be linked with whoever has this slot, for as long as we wait."""
         pause = 0.02
         while True:
-            with contextlib.suppress(CoveyError, RefusedError, TimeoutError, OSError):
-                link, welcome, _ = await dial(path, self._seat.gate, self._hello())
+            with contextlib.suppress(CoveyError, TimeoutError, OSError):
+                try:
+                    link, welcome, _ = await dial(path, self._seat.gate, self._hello())
+                except RefusedError as error:
+                    if not error.retry and not self._founded.done():
+                        text = f"the run does not take this process in: {printable(str(error))}"
+                        self._founded.set_exception(ConfigError(text))
+                    raise ConnectError(str(error)) from error
                 if welcome.purpose == "newcomer" and slot > self._place.rank:
                     link.close()  # it dials us
                 else:

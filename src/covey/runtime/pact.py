@@ -12,6 +12,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base.errors import ClosedError
 from covey.proto.commit import Commit, Raised, Returned, Run
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
@@ -58,7 +59,6 @@ class Pact:
         """Why somebody gave up."""
         self._commit = Commit(engine.id, self._ranks_of, self._ranks_of[engine.rank], generation.view)
         self.circle = self._new_circle(engine)
-        generation.enroll(self)
 
     @property
     def _engine(self) -> Engine:
@@ -218,6 +218,9 @@ class Pact:
             self._halt_number = number
             self.circle.is_stopped = True
         self._bell.ring()
+        if self._node is not None:
+            over = ClosedError("a view is being agreed on")
+            self._node.lanes.abandon(lambda key: key.group == self.group and key.purpose == "collectives", over)
         return None
 
     def install(self, view: View) -> None:
@@ -253,8 +256,10 @@ class Pact:
 
     def close(self) -> None:
         """Take no more part; if others go on, they are told that this rank does not."""
-        self._commit.give_up()
-        self._generation.dismiss(self.group, self._commit.freeze())
+        with self._changed:
+            self._commit.give_up()
+            state = self._commit.freeze()
+        self._generation.dismiss(self.group, state)
         self.circle.close()
         self._bell.close()
 
