@@ -55,41 +55,38 @@ def check_quorum_lost(member: Member, missing: list[Member], ranks: list[Member]
         assert option in error["text"]
 
 
-def test_the_others_go_on_without_a_pulled_cable_and_who_hung_on_it_learns_why_and_may_come_back() -> None:
+def test_the_others_go_on_without_a_pulled_cable_and_who_hung_on_it_comes_back_with_their_state() -> None:
     with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
-        pulled, deaf = lan.hosts[2], lan.hosts[3]
-        hasty = [start(cluster, host, "hasty", size=3, patience=4) for host in lan.hosts[:3]]
-        one_way = [start(cluster, lan.hosts[index], "one-way", size=3, patience=5) for index in (0, 1, 3)]
+        pulled = lan.hosts[2]
         elastic = [start(cluster, host, "elastic", ELASTIC, min_size=2, patience=30) for host in lan.hosts[:3]]
-        hasty, one_way = by_rank(hasty), by_rank(one_way)
-        first = together(elastic)
-        lan.switch.cut(pulled.name)
-        lan.switch.cut(deaf.name, lan.hosts[0].name)
+        one_way = by_rank([start(cluster, lan.hosts[index], "one-way", size=3, patience=5) for index in (0, 1, 3)])
+        before = together(elastic)
         at = time.monotonic()
+        pulled.run(["ip", "link", "set", "eth0", "down"])
+        lan.switch.cut("host3", "host0")
 
-        staying, (gone,) = parts(hasty, {0, 1})
-        for went_on_at in agree_on_loss(staying):
-            assert went_on_at - at < CABLE_SECONDS + OPERATION_SECONDS
-        for member in elastic[:2]:
-            assert sorted(member.said("contributors")["hosts"]) == [0, 1]
-        check_quorum_lost(gone, staying, hasty)
+        said = [member.said("contributors") for member in elastic[:2]]
+        for each in said:
+            assert sorted(each["hosts"]) == [0, 1]
+            assert each["at"] - at < CABLE_SECONDS + OPERATION_SECONDS
+        assert said[0]["step"] == said[1]["step"]
 
         # Of host 0 and host 3 only one hears the other: one of them goes on with host 1.
-        heard = set(next(member for member in one_way if member.host.index == 1).said("contributors")["hosts"])
-        assert heard in ({0, 1}, {1, 3})
-        heard, (unheard,) = parts(one_way, heard)
-        agree_on_loss(heard)
-        assert unheard.said("error")["kind"] in ("QuorumLostError", "GroupChangedError")
+        (middle,), _ = parts(one_way, {1})
+        went_on = set(middle.said("contributors")["hosts"])
+        assert went_on in ({0, 1}, {1, 3})
+        staying, (gone,) = parts(one_way, went_on)
+        agree_on_loss(staying)
+        assert gone.said("error")["kind"] in ("QuorumLostError", "GroupChangedError")
+        staying[0].ask_to_end()
+        assert len({member.end()["step"] for member in staying}) == 1
 
-        lan.switch.mend()
+        pulled.run(["ip", "link", "set", "eth0", "up"])
         assert "the run goes on without this process" in elastic[2].said("changed")["text"]
-        assert together(elastic, after=first["number"])["step"] >= elastic[2].said("changed")["step"]
+        assert together(elastic, after=before["number"])["step"] > elastic[2].said("changed")["step"]
         elastic[2].ask_to_end()
         check_same_end(elastic)
-        for left in (staying, heard):
-            left[0].ask_to_end()
-            assert len({member.end()["step"] for member in left}) == 1
 
 
 def test_a_network_that_falls_apart_leaves_one_half_or_with_any_quorum_two_that_never_merge() -> None:
@@ -151,11 +148,11 @@ def test_forged_resets_of_every_connection_in_the_middle_of_operations_evict_nob
     with Lan(hosts=3, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
         members = by_rank([start(cluster, host, "big", size=3, count=2 << 20, pause=0) for host in lan.hosts])
-        for number in range(3):
+        for number, connections in enumerate((6, 3)):  # links and lanes; which are seen again when they are used
             members[number].signal(signal.SIGUSR2)
             for member in members:
                 member.said("marked", number)
-            assert lan.switch.reset_connections() >= 3
+            assert lan.switch.reset_connections() >= connections
         members[1].ask_to_end()
         for member in members:
             assert member.end()["hosts"] == indexes(members)

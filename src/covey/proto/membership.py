@@ -94,6 +94,8 @@ class Membership:
         self._effects: list[Effect] = []
         self._history = {record.view.number: record.view}
         self._fork: Fork | None = None
+        self._parted_with: tuple[int, ...] = ()
+        """Ranks that a fork left behind, which the next view tells."""
         self._presence = Presence(record.members, self._me, now)
         # How far we are with the next view.
         self._is_wanted = False
@@ -569,7 +571,8 @@ class Membership:
             self._send(place, self._pulse())
 
     def _install(self, view: View, now: float) -> None:
-        lost = tuple(rank for rank in self.view.ranks if rank not in view.ranks)
+        lost = tuple(rank for rank in self.view.ranks if rank not in view.ranks) + self._parted_with
+        self._parted_with = ()
         self._begin_after(view, now)
         self._freeze_number, self._states = -1, None
         self._is_wanted = False
@@ -608,6 +611,7 @@ class Membership:
         is_mine = self._quorum is Quorum.ANY and fork.number == self.view.number and self._me in fork.view.ranks
         if is_mine and self.is_member and self._states is not None:
             self._fork = fork
+            self._parted_with += tuple(rank for rank in self.view.ranks if rank not in fork.view.ranks)
             self._history = {fork.view.number: fork.view}
             self._presence.parted.clear()
             self._begin_after(fork.view, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from typing import TYPE_CHECKING, Final
@@ -114,7 +115,7 @@ async def _gather(
             floor=floor,
             store=candidate.records.write,
             companions=(candidate,),
-            on_close=seat.on_close,
+            on_close=functools.partial(_leave, candidate, seat),
             seats=tuple(seats.values()),
             links_come=True,
         )
@@ -136,3 +137,9 @@ def _local_rank(node: Node) -> int:
         for peer in node.peers.values()
         if peer.rank < node.rank and peer.contact is not None and peer.contact.host == node.host
     )
+
+
+def _leave(candidate: Candidate, seat: Seat) -> None:
+    """Free the seat; who leaves in good order votes no more, so there is nothing to remember."""
+    candidate.records.forget()
+    seat.on_close()
