@@ -94,7 +94,6 @@ def test_plain_output_tells_the_story_even_if_time_is_over_before_the_node_is_ba
         "2 nodes read Alice",
         "is killed: SIGKILL",
         "1 goes on without node 1: the ",
-        "detect 0 → ",
         "node 1 is started again",
         "node 1 is back as rank 1, with ",
         "one node alone now takes the batches of all",

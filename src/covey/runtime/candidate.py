@@ -39,6 +39,8 @@ WRONG_KEY_SECONDS: Final = 4.0
 """After this much hanging up by all seeds, believe that the secret is wrong."""
 RUNNING_LOOK_SECONDS: Final = 2.0
 """How often the folder of this host is looked at, once the run is going on."""
+REDIAL_SECONDS: Final = 1.5
+"""How long dialling a member again may take before it is tried anew."""
 EARLY_LIMIT_BYTES: Final = 1 << 20
 """Messages for a run that this node has not finished forming."""
 MESSAGE_BYTES: Final = 500
@@ -101,7 +103,9 @@ class Candidate(Gathering):
         while not (peer.excluded or peer.left or node.is_closing) and time.monotonic() < until:
             if someone.card.id in self.met:
                 return
-            await self._dial(contact.addresses, same_host=contact.host == self.card.contact.host)
+            with contextlib.suppress(TimeoutError):  # a lost first packet is repeated by a new dial sooner than by TCP
+                async with asyncio.timeout(REDIAL_SECONDS):
+                    await self._dial(contact.addresses, same_host=contact.host == self.card.contact.host)
             await asyncio.sleep(pause)
             pause = min(1.0, 1.5 * pause)
 

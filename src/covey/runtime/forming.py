@@ -32,6 +32,8 @@ HANG_UPS: Final = 5
 """Times in a row that a rank is hung up on before it believes that its key is wrong, and that nobody died."""
 HANG_UP_SECONDS: Final = 1.0
 """And for how long: a crowd at the door of rank 0 passes."""
+REDIAL_SECONDS: Final = 1.5
+"""How long dialling a rank again may take before it is tried anew: TCP repeats a lost first packet later than that."""
 EARLY_LIMIT: Final = 4096
 """Messages of a newcomer that has not been given its seat here."""
 
@@ -173,7 +175,8 @@ class Forming:
             peer.link is None and not (peer.excluded or peer.left or self._node.is_closing) and time.monotonic() < until
         ):
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
-                link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.gate, self.hello())
+                async with asyncio.timeout(REDIAL_SECONDS):
+                    link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.gate, self.hello())
                 if welcome.card.life != peer.life:
                     link.abort()
                     return  # started anew: it comes by itself, as a newcomer

@@ -247,7 +247,7 @@ class Generation:
                 f"{are_here} answer, which is no quorum. {missing} did not answer within {self.patience:g} s. More "
                 f"than half must be here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the "
                 "missing ones again and join anew, give patience= more time, or pass quorum='any' if two halves may "
-                "go on apart"
+                "go on apart" + (f". min_size={self.node.floor} is a floor, too" if self.node.floor > 1 else "")
             )
         # Groups that end with their first loss need no view to go on.
         self._end(Fault("QuorumLostError", text, effect.missing), only_pacts=True)

@@ -182,6 +182,22 @@ class Lanes:
         for key in keys:
             self._failed(key, error)
 
+    def link_lost(self, peer: int) -> None:
+        """What was said on the link with a peer may not have arrived. On the control loop."""
+        for key, (_, answer) in self._offers.items():
+            if key.peer == peer and not answer.done():
+                answer.set_exception(ConnectError("the link ended"))
+
+    def link_up(self, peer: int) -> None:
+        """There is a new link with a peer: ask again for what is waited for. On the control loop."""
+        with self._lock:
+            keys = [key for key, future in self._lanes.items() if key.peer == peer and not future.done()]
+        for key in keys:
+            if self._node.peers[peer].is_dialled:
+                self.dial(key)
+            else:
+                self._node.send(peer, messages.Dial(key.group, key.purpose, key.attempt))
+
     def stop_expecting(self) -> None:
         """Close what came of lanes that are not complete. On the control loop."""
         for lane in list(self._expected):
@@ -291,6 +307,8 @@ class Lanes:
 
     async def _make_offer(self, peer: Peer, offer: messages.Offer) -> None:
         """Say what lane is to come, and return when the peer expects it; RefusedError if it will not."""
+        if peer.link is None:
+            raise ConnectError("there is no link")
         answer = asyncio.get_running_loop().create_future()
         key = LaneKey(offer.group, peer.rank, offer.purpose, offer.attempt)
         self._offers[key] = offer.lane, answer

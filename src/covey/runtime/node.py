@@ -176,6 +176,7 @@ class Node:
             peer.gone = False
         if self._vigil is not None:
             self._vigil.link_up(peer)
+        self.lanes.link_up(peer.rank)
         for generation in self._generations.values():
             rank = generation.rank_of(peer.rank)
             if rank is not None:
@@ -337,11 +338,16 @@ class Node:
         self.spawn(self.keeper.keep())
 
     def _keeper_up(self) -> None:
-        if self.generation is not None and self.keeper is not None:
-            self.keeper.send(self.generation.founded)
-        for generation in self._generations.values():
+        for _, generation in sorted(self._generations.items()):
+            if self.keeper is not None:
+                self.keeper.send(generation.founded)
             if generation.founded.is_kept:
                 generation.council.link_up(len(generation.seats), b"")
+
+    def tell_keeper_of_survival(self) -> None:
+        """The program goes on after a loss although its groups end with one: the keeper must not stop the others."""
+        if self.keeper is not None and self.generation is not None:
+            self.keeper.send(messages.surviving(self.generation.founded))
 
     def _keeper_down(self) -> None:
         for generation in self._generations.values():
@@ -494,6 +500,7 @@ class Node:
                 self.spawn(self.forming.dial(peer))
             return
         self.events.phase("detect")
+        self.lanes.link_lost(rank)
         if self._vigil is not None:
             self._vigil.link_lost(rank)
         for generation in self._generations.values():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from covey.base.errors import ConfigError, PeerLostError
+from covey.runtime import loop as control
 from covey.runtime.engine import Engine
+from covey.runtime.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -46,6 +49,8 @@ class Assembly:
     def shrink(self, timeout: float | None) -> tuple[Group, int]:
         """Return a group of those who are left, and the last operation of the old one that returned on all of them."""
         engine = self._group._engine
+        if engine.node is not None:
+            control.soon(engine.node.tell_keeper_of_survival)
         returned = self._of_group().all_gather(np.array([engine.last_returned]), timeout=timeout)
         ranks = [rank for rank, number in enumerate(returned) if number is not None]
         return survivors(self._group, ranks, self._engine.sequence), int(min(returned[rank][0] for rank in ranks))
@@ -115,6 +120,15 @@ def restore(group: Group, state: MutableMapping[str, Any], **options: Any) -> Re
             except PeerLostError as error:
                 failure = error
             if way.agree(report is not None, timeout=options.get("timeout")) and report is not None:
+                _tell_of(report, engine)
                 return report
     assert failure is not None
     raise failure
+
+
+def _tell_of(report: RestoreReport, engine: Engine) -> None:
+    if report.receivers and engine.node is not None and engine.generation is not None:
+        generation, phases = engine.generation, {"restore": round(1e3 * report.seconds, 3)}
+        engine.node.events.add(
+            Event("restored", time.time(), generation.number, generation.view.number, report.receivers, phases=phases)
+        )

@@ -85,6 +85,8 @@ class _Watch:
         """The exit code of a failure that ends the run: the first."""
         self._failed: list[tuple[int, int, float]] = []
         """Ranks that failed, their codes, and by when to know whether the run survives that."""
+        self._condemned_for: tuple[int, int] | None = None
+        """The rank and exit code for which the others are about to be stopped."""
         self._has_finished = False
         """Some rank ended well."""
         self._lost_code = 0
@@ -157,7 +159,7 @@ class _Watch:
     def _patience(self, *times: float) -> float | None:
         """Return how long nothing is to be done, before any of these times too; None: for ever."""
         due = [*times, *(at for at, _ in self._steps)]
-        if self._failed:
+        if self._failed or self._condemned_for is not None:
             due.append(time.monotonic() + SETTLE_EVERY)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
@@ -191,6 +193,7 @@ class _Watch:
             del self._alive[rank]
             self._on_end(rank, code)
         self._settle()
+        self._reprieve()
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, signum = self._steps.pop(0)
             self._run.signal(signum)
@@ -232,9 +235,18 @@ class _Watch:
                 self._code = status
                 if self._told is None:
                     self._stop_at(by)
+                    self._condemned_for = (rank, status)
                 what = "; stopping the others" if self._alive else ""
             self._note(f"{self._run.noun} {rank} {how}{what}")
         self._failed.clear()
+
+    def _reprieve(self) -> None:
+        """Let the others go on after all: they have made a group of those who are left."""
+        if self._condemned_for is None or self._told is not None or not self._alive or not self._run.survives():
+            return
+        (rank, self._lost_code), self._condemned_for = self._condemned_for, None
+        self._code, self._steps = None, []
+        self._note(f"the others go on without {self._run.noun} {rank}")
 
     def _after_loss(self, rank: int) -> str:
         """Start a rank again if it may be; return what happens next, in words."""

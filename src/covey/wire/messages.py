@@ -307,6 +307,11 @@ class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
     """What the members do when one of them is lost: `raise` or `continue`."""
 
 
+def surviving(founded: Founded) -> Founded:
+    """Return the same generation, whose members go on when somebody is lost."""
+    return msgspec.structs.replace(founded, on_loss="continue")
+
+
 class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
     """A member of a generation."""
 

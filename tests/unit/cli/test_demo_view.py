@@ -80,7 +80,7 @@ def alone_for(size: int, rounds: int, *, planned: int | None = None, last_loss: 
 def lose_node_1(run: Progress, *, step: int) -> None:
     run.record(1, Killed("SIGKILL"))
     for node, seconds in ((0, 0.058), (2, 0.061)):
-        run.record(node, Recovered(step, "step", 0, 1, (1,), 2, seconds, PHASES))
+        run.record(node, Recovered(step, "step", 0, (1,), 2, seconds, PHASES))
 
 
 def bring_node_1_back(run: Progress, *, step: int) -> None:
@@ -118,7 +118,7 @@ def rendered(content: RenderableType, width: int = 80) -> str:
     [
         Waiting(),
         Joined(1, 3, 61, "shm", 8, 99, 4.1, (0, 2), 4711, 0.25),
-        Recovered(61, "step", 0, 1, (1, 2), 2, 0.125, PHASES),
+        Recovered(61, "step", 0, (1, 2), 2, 0.125, PHASES),
         Round(40, 20, 640, 3.2, 3.1, 0.5, 0.25),
         Finished("ab", True, 'she said "oh"\n'),
     ],
@@ -179,8 +179,8 @@ def test_a_loss_and_a_return_are_remembered_with_all_that_was_told_of_them() -> 
 
 def test_ranks_of_a_later_generation_are_taken_for_the_right_nodes() -> None:
     run = disturbed()
-    run.record(0, Recovered(10 * ROUND, "wait", 1, 1, (1,), 2, 0.05, PHASES))  # rank 1 is node 2 by now
-    assert run.recoveries[1, 1].nodes == (2,)
+    run.record(0, Recovered(10 * ROUND, "wait", 1, (1,), 2, 0.05, PHASES))  # rank 1 is node 2 by now
+    assert run.recoveries[1, (1,)].nodes == (2,)
 
 
 def test_the_story_tells_of_the_loss_the_recovery_and_the_return_in_order() -> None:
@@ -195,8 +195,24 @@ def test_the_story_tells_of_the_loss_the_recovery_and_the_return_in_order() -> N
     assert trained(3, 2).story == []
 
 
+def test_who_is_killed_on_the_way_back_was_lost_once() -> None:
+    run = Progress(3, 10 * ROUND)
+    start(run)
+    do_round(run, 1, 0, 1, 2)
+    lose_node_1(run, step=ROUND + 1)
+    for report in (Started(8001), Waiting(), Killed("SIGTERM"), Started(8002), Waiting()):
+        run.record(1, report)
+    assert run.losses == 1
+    assert run.is_away(1)
+    bring_node_1_back(run, step=2 * ROUND)
+    assert not run.is_away(1)
+    finish(run)
+    assert all(check.holds for check in summary.checks(run, None, victim=1))
+
+
 def test_several_are_named_as_people_do() -> None:
-    assert [story.named("node", nodes) for nodes in ([4], [1, 2], [0, 1, 3])] == [
+    assert [story.named("node", nodes) for nodes in ([], [4], [1, 2], [0, 1, 3])] == [
+        "some node",
         "node 4",
         "nodes 1 and 2",
         "nodes 0, 1 and 3",

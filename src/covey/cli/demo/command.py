@@ -20,7 +20,7 @@ from covey.cli.demo.progress import Point, Progress
 from covey.cli.demo.reports import ROUND
 from covey.cli.demo.summary import as_data, checks, summary
 
-ALONE_PATIENCE = 3.0
+ALONE_PATIENCE = 1.5
 """How many times the team's `--seconds` one node alone gets for the same samples."""
 PAINT_EVERY = 0.1
 SAY_EVERY = 1.0

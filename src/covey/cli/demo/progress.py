@@ -99,8 +99,8 @@ class Progress:
     rows: list[Row] = field(init=False)
     curve: list[Point] = field(default_factory=list)
     """One point per round, from the first node that told of it; the first one is from before training."""
-    recoveries: dict[tuple[int, int], Recovery] = field(default_factory=dict)
-    """By generation and view."""
+    recoveries: dict[tuple[int, tuple[int, ...]], Recovery] = field(default_factory=dict)
+    """By generation and the ranks that were lost."""
     returns: list[Return] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
     """What happened to the members, in sentences."""
@@ -129,7 +129,7 @@ class Progress:
             case Joined():
                 self._enter(node, report)
             case Killed():
-                row.turn("lost", self.reached)
+                row.turn("killed" if self.is_away(node) else "lost", self.reached)
             case Recovered():
                 self._survive(node, report)
             case Round():
@@ -151,7 +151,7 @@ class Progress:
 
     def _enter(self, node: int, report: Joined) -> None:
         row = self.rows[node]
-        if row.losses > sum(back.node == node for back in self.returns):
+        if self.is_away(node):
             came = report.donors, report.received_bytes, report.restore_seconds
             self.returns.append(Return(node, report.rank, report.step, *came))
         row.turn("training", report.step)
@@ -165,7 +165,7 @@ class Progress:
         """Note what one of those who go on tells of a loss, and exactly when it was."""
         seats = {(report.generation, rank) for rank in report.lost}
         lost = tuple(other for other, row in enumerate(self.rows) if row.seat in seats)
-        recovery = self.recoveries.setdefault((report.generation, report.view), Recovery(lost, {}))
+        recovery = self.recoveries.setdefault((report.generation, report.lost), Recovery(lost, {}))
         recovery.reports[node] = report
         for row in (self.rows[other] for other in lost):
             if row.state == "lost":
@@ -187,6 +187,10 @@ class Progress:
         """How often a node was lost."""
         return sum(row.losses for row in self.rows)
 
+    def is_away(self, node: int) -> bool:
+        """Whether a node was lost and is not back yet."""
+        return self.rows[node].losses > sum(back.node == node for back in self.returns)
+
     @property
     def last(self) -> Point:
         """The latest point of the curve; before there is one, a point without a loss."""
@@ -200,7 +204,7 @@ class Progress:
     @property
     def step_seconds(self) -> tuple[float, float]:
         """Return seconds of compute and of sync in a step, averaged over the nodes that have told of a round."""
-        rows = [row for row in self.rows if row.loss is not None and row.state != "lost"]
+        rows = [row for row in self.rows if row.loss is not None and row.state not in ("lost", "killed")]
         count = len(rows) or 1
         return sum(row.compute for row in rows) / count, sum(row.sync for row in rows) / count
 

@@ -42,7 +42,6 @@ class Recovered(msgspec.Struct, tag="recovered"):
     during: str
     """What was finished without them: "step", "evaluation" or "wait"."""
     generation: int
-    view: int
     lost: tuple[int, ...]
     """Their ranks."""
     left: int

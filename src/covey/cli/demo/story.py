@@ -22,7 +22,7 @@ def sentences(run: Progress, node: int, report: Report) -> list[str]:
             return _survived(run, report)
         case Started() if row.losses:
             return [_at(run.reached, f"node {node} is started again (pid {report.pid})")]
-        case Waiting() if row.losses > len([back for back in run.returns if back.node == node]):
+        case Waiting() if run.is_away(node):
             return [_at(run.reached, f"node {node} waits to be let in")]
         case Joined() if run.returns and (run.returns[-1].node, run.returns[-1].rank) == (node, report.rank):
             return [_at(report.step, f"node {node} is back as rank {report.rank}, with {run.returns[-1].gift}")]
@@ -30,13 +30,16 @@ def sentences(run: Progress, node: int, report: Report) -> list[str]:
 
 
 def _survived(run: Progress, report: Recovered) -> list[str]:
-    recovery = run.recoveries[report.generation, report.view]
+    recovery = run.recoveries[report.generation, report.lost]
     if len(recovery.reports) < report.left:
         return []
     usual = f", as a rule {1e3 * sum(run.step_seconds):.0f}" if report.during == "step" else ""
     others = f"{report.left} go on" if report.left > 1 else "1 goes on"
     words = f"{others} without {named('node', recovery.nodes)}: the {report.during} took {recovery.milliseconds:.0f} ms"
-    return [_at(report.step, words + usual), f"{'':11}{timeline(recovery.phases)}"]
+    told = [_at(report.step, words + usual)]
+    if recovery.phases:
+        told.append(f"{'':11}{timeline(recovery.phases)}")
+    return told
 
 
 def timeline(phases: dict[str, float]) -> str:
@@ -45,7 +48,9 @@ def timeline(phases: dict[str, float]) -> str:
 
 
 def named(noun: str, numbers: Sequence[int]) -> str:
-    """Return "node 2" or "nodes 0, 1 and 3"."""
+    """Return "node 2" or "nodes 0, 1 and 3"; "some node" where it is not known which."""
+    if not numbers:
+        return f"some {noun}"
     *others, last = map(str, numbers)
     return f"{noun}s {', '.join(others)} and {last}" if others else f"{noun} {last}"
 

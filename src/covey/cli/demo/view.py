@@ -201,7 +201,7 @@ def _row_cells(row: Row, longest: float) -> list[RenderableType]:
     state = Text(row.state, style=STATE_STYLES.get(row.state, "red"))
     pid = str(row.pid or "")
     rank = str(row.seat[1]) if row.seat and row.state in ("training", "done") else ""
-    if row.loss is None or row.state == "lost":
+    if row.loss is None or row.state in ("lost", "killed"):
         return [pid, rank, "", "", "", "", "", state]
     numbers = f"{row.loss:.2f}", f"{row.samples_per_second:,.0f}", f"{1e3 * row.compute:.1f}", f"{1e3 * row.sync:.1f}"
     computing, whole = (round(BAR_CELLS * seconds / longest) for seconds in (row.compute, row.compute + row.sync))

@@ -188,10 +188,12 @@ class _Node:
         lost = tuple(rank for rank in self._there if rank not in group.contributors)
         if lost:
             self._there = group.contributors
-            event = [event for event in group.events() if event.kind == "lost"][-1]
+            phases: dict[str, float] = {}
+            for event in group.events():
+                if event.generation == group.generation and event.kind == "lost" and set(event.ranks) & set(lost):
+                    phases = dict(event.phases)
             left = len(group.contributors)
-            where = self.state["step"], during, event.generation, event.view
-            self._tell(Recovered(*where, lost, left, seconds, dict(event.phases)))
+            self._tell(Recovered(self.state["step"], during, group.generation, lost, left, seconds, phases))
 
 
 def _tell(report: Told) -> None:
