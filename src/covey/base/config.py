@@ -55,6 +55,8 @@ CLUSTER_VARIABLES: Final = (
     "COVEY_HOME",
 )
 """Which cluster, and where it may be found."""
+OTHER_VARIABLES: Final = ("COVEY_DEBUG", "COVEY_EVENTS")
+"""Tracebacks for the command line; a file to which events are added."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +130,7 @@ def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
 
 def refuse_unknown(env: Mapping[str, str]) -> None:
     """Raise ConfigError for a COVEY_ variable that nobody reads: most likely a typing error."""
-    known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, *RUN_VARIABLES, *CLUSTER_VARIABLES, "COVEY_DEBUG", "COVEY_EVENTS"}
+    known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, *RUN_VARIABLES, *CLUSTER_VARIABLES, *OTHER_VARIABLES}
     for key in sorted(env):
         if key.startswith("COVEY_") and key not in known:
             import difflib  # rarely needed, and slow to load

@@ -203,14 +203,18 @@ class Generation:
             self.view, self._is_frozen = view, False
             self._waiting.clear()
             pacts = list(self._pacts.values())
-        is_present = self.node.generation is self
+        if self.node.generation is not self:  # an earlier one, of which only votes are needed
+            for pact in pacts:
+                pact.install(view)
+            return
         for rank in lost:
-            if is_present:
-                self.node.exclude(self.seats[rank])
+            self.node.exclude(self.seats[rank])
+        self._tell_of(view, lost)
         for pact in pacts:
             pact.install(view)
-        if not is_present:
-            return  # an earlier one, of which only votes are needed
+
+    def _tell_of(self, view: View, lost: tuple[int, ...]) -> None:
+        """Leave an event, and a line for people."""
         have_left = all(self.node.peers[self.seats[rank]].left or self.council.is_leaving(rank) for rank in lost)
         names = tuple(self._name((rank,)) for rank in lost)
         kind = "view" if not lost else "left" if have_left else "lost"

@@ -42,7 +42,7 @@ KNOWN_VARIABLES: Final = (
     *settings.CLUSTER_VARIABLES,
     *settings.RUN_VARIABLES,
     *settings.LAUNCHER_VARIABLES,
-    "COVEY_DEBUG",
+    *settings.OTHER_VARIABLES,
 )
 
 
