@@ -84,11 +84,14 @@ class Candidate(Gathering):
             self._recognise(self._node, someone)
 
     def _recognise(self, node: Node, someone: Acquaintance) -> None:
-        """Someone may have been in the run before: it is back, or a later life of it is, which can only vote."""
+        """Someone may have been in the run before: it is back; or it can only vote, and hear what was decided.
+
+        That is a member without which the others went on, or a later life of one.
+        """
         for seat, peer in node.peers.items():
-            if peer.id != someone.card.id or peer.excluded:
+            if peer.id != someone.card.id:
                 continue
-            if peer.life == someone.card.life:
+            if peer.life == someone.card.life and not peer.excluded:
                 someone.rank = seat
                 _tell_how_to_reach(peer, someone)
                 node.relinked(peer)
@@ -97,10 +100,10 @@ class Candidate(Gathering):
                 node.voter_up(seat, someone.card.life, someone.send)
 
     async def _find_again(self, node: Node, someone: Acquaintance) -> None:
-        """Link again with a member whose links have ended, for as long as it is in the view."""
+        """Link again with a member whose links have ended; if the others went on without it, it should hear so."""
         peer, contact = node.peers[someone.rank], someone.card.contact
         until, pause = time.monotonic() + 2 * self.config.patience, 0.05
-        while not (peer.excluded or peer.left or node.is_closing) and time.monotonic() < until:
+        while not (peer.left or node.is_closing) and time.monotonic() < until:
             if someone.card.id in self.met:
                 return
             with contextlib.suppress(TimeoutError):  # a lost first packet is repeated by a new dial sooner than by TCP

@@ -169,11 +169,12 @@ class Forming:
         self.settle()
 
     async def redial(self, peer: Peer) -> None:
-        """Link again with a process that is still in the view: a connection can end without either end."""
+        """Link again with a process: a connection can end without either end.
+
+        If the others went on without it, it should hear so.
+        """
         pause, until = 0.02, time.monotonic() + 2 * self._node.config.patience
-        while (
-            peer.link is None and not (peer.excluded or peer.left or self._node.is_closing) and time.monotonic() < until
-        ):
+        while peer.link is None and not (peer.left or self._node.is_closing) and time.monotonic() < until:
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
                 async with asyncio.timeout(REDIAL_SECONDS):
                     link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.gate, self.hello())
