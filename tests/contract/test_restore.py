@@ -397,7 +397,7 @@ def restore_then_lose_a_donor(nbytes: int, on_loss: str) -> None:
             give_one_chunk(group, mine, 2)
             os.kill(os.getpid(), signal.SIGKILL)
         told = attempt(lambda: restore(group, mine, fresh=group.rank == 2, timeout=30).receivers)
-        say("again", whole=bool((mine["w"] == right).all()), live=group.live, **told)
+        say("again", whole=bool((mine["w"] == right).all()), who=group.contributors, **told)
 
 
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
@@ -415,4 +415,4 @@ def test_a_donor_that_is_killed_ends_the_restore_or_is_done_without(on_loss: str
                 assert (again["error"], again["rank"]) == ("PeerLostError", 0)
             else:
                 assert again["error"] is None, again
-                assert (again["result"], again["whole"], again["live"]) == ([2], True, [1, 2])
+                assert (again["result"], again["whole"], again["who"]) == ([2], True, [1, 2])

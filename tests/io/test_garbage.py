@@ -156,7 +156,7 @@ class Crew:
                 self._groups[rank].result()
             for node in list(node_module._nodes):
                 contact = node.card.contact
-                if node.rank == rank and contact.socket.startswith(self.folder) and node._formed is not None:
+                if node.rank == rank and contact.socket.startswith(self.folder) and node.forming._formed is not None:
                     return [contact.socket, *((address.ip, address.port) for address in contact.addresses)]
             threading.Event().wait(0.005)
         raise AssertionError("rank does not listen")
@@ -364,7 +364,7 @@ def test_those_who_hold_the_key_and_say_no_more_are_forgotten_in_time(
             pass_the_door(sock, crew.gate, purpose)
             send(sock, bytes(number))
     assert crew.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
-    entrance = next(node._entrance for node in list(node_module._nodes) if node.rank == 0)
+    entrance = next(node.entrance for node in list(node_module._nodes) if node.rank == 0)
     wait_until(lambda: not entrance._guests)
 
 

@@ -251,7 +251,7 @@ def launched(
 
 @contextlib.contextmanager
 def forming(node: Node) -> Iterator[None]:
-    future = control.start(node._form(within=DEADLINE))
+    future = control.start(node.forming._form(within=DEADLINE))
     try:
         yield
     finally:
@@ -277,7 +277,7 @@ def test_a_dialled_rank_that_turns_out_to_be_another_is_not_taken_for_it() -> No
         led_astray = messages.Contact(one.host, (messages.Address(*proxy.address),), "")
         two, _ = launched(cluster, 2, 3, {0: led_astray})
         with forming(two):
-            until(lambda: proxy.connections() and (two.peers[0].link or two._complaint or two._refusal))
+            until(lambda: proxy.connections() and (two.peers[0].link or two.forming._complaint or two.forming._refusal))
             assert two.peers[0].link is None
 
 

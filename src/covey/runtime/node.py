@@ -395,7 +395,7 @@ class Node:
         if self._vigil is not None:
             self._vigil.heard(rank)
 
-    def _silent(self, seat: int, reason: str) -> None:
+    def _silent(self, seat: int, reason: str, is_cut_off: bool) -> None:
         peer = self.peers[seat]
         peer.reason = reason
         self.events.phase("detect")
@@ -403,14 +403,18 @@ class Node:
             rank = generation.rank_of(seat)
             if rank is not None:
                 generation.council.judged(rank, is_dead=True)
-        if self.config.on_loss == "raise":
+        is_over = self.config.on_loss == "raise"
+        if is_over:
             logger.warning("rank %d is given up: %s", seat, reason)
+        if peer.link is None:
+            if is_over and not peer.gone:
+                self._give_up(peer)
+        elif is_over or is_cut_off:
+            # TCP repeats itself less and less often; a new link is there soon after the network is.
             if self.on_silent is not None:
                 self.on_silent(seat)
-            elif peer.link is not None:
+            else:
                 peer.link.abort()
-            elif not peer.gone:
-                self._give_up(peer)
 
     def _trusted(self, seat: int) -> None:
         self.peers[seat].reason = ""

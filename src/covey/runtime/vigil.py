@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 class Vigil:
     """Judges the other processes of a run."""
 
-    def __init__(self, node: Node, lost: Callable[[int, str], None], trusted: Callable[[int], None]) -> None:
-        """`lost(seat, reason)` is called for one that should be given up, `trusted(seat)` for one that is back."""
+    def __init__(self, node: Node, lost: Callable[[int, str, bool], None], trusted: Callable[[int], None]) -> None:
+        """`lost(seat, reason, is_cut_off)` is called for one that should be given up, `trusted(seat)` when it is back.
+
+        Who is cut off cannot be heard on the link there is, even if the network comes back soon.
+        """
         self._node, self._lost, self._trusted = node, lost, trusted
         self._health = health.Health(node.host, time.monotonic())
         self._pings: dict[int, tuple[int, float]] = {}
@@ -115,9 +118,10 @@ class Vigil:
             match effect:
                 case health.Ping():
                     self._ping(peer)
-                case health.Dead(_, _, reason):
+                case health.Dead(_, cause, reason):
                     self._given_up.add(seat)
-                    self._lost(seat, reason.replace(f"host {_host(peer)}", peer.host_name or "host"))
+                    reason = reason.replace(f"host {_host(peer)}", peer.host_name or "host")
+                    self._lost(seat, reason, cause is health.Cause.HOST_SILENT)
                 case health.Trust() if seat in self._given_up:
                     self._given_up.discard(seat)
                     self._trusted(seat)

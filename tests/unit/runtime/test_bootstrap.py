@@ -401,7 +401,7 @@ def test_what_covey_run_tells_is_used_where_the_program_says_nothing() -> None:
         "COVEY_RUN_MAX_SIZE": "5",
         "COVEY_JOIN_TIMEOUT": "2.5",
     }
-    assert find_run(env, {}) == WantedRun("told", "p.py", size=None, min_size=3, max_size=5, timeout=2.5)
+    assert find_run(env, {}) == WantedRun("told", "p.py", size=None, min_size=3, max_size=5, timeout=2.5, floor=3)
     asked = {"run": "asked", "size": 4, "timeout": 9}
     assert find_run(env, asked) == WantedRun("asked", "p.py", size=4, min_size=4, max_size=4, timeout=9.0)
     exact = {"COVEY_RUN": "told", "COVEY_RUN_PROGRAM": "p.py", "COVEY_RUN_SIZE": "4"}
