@@ -13,7 +13,7 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not alone'
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not alone'
 	$(BIN)/python -m pytest -q -m alone
 
 format: $(VENV)/.dev

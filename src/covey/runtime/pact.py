@@ -45,7 +45,8 @@ class Pact:
         self._node, self._generation = engine.node, generation
         self._ranks_of = generation.ranks_of(engine.members)
         """By rank of the group: rank of the generation."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._bell = Bell(descriptors)
         self._kept = Kept()
         self._is_executing = False
@@ -96,7 +97,8 @@ class Pact:
             CoveyError: the group is over, for all.
         """
         step: Step | None
-        with self._changed:
+        engine = self._engine
+        with self._lock:
             step = self._commit.start(-1 if root < 0 else self._ranks_of[root])
             self._is_executing = type(step) is Run
         result = None
@@ -106,22 +108,22 @@ class Pact:
                     step = self._await_view()
                 if type(step) is Run:
                     if self._strikes:
-                        self._engine.check_deadline(self._trouble)
+                        engine.check_deadline(self._trouble)
                     self._kept.restore()
-                    step, result = self._attempt(step, body)
+                    step, result = self._attempt(engine, step, body)
                 elif type(step) is Returned:
                     self._kept.forget()
                     self._strikes = 0
-                    self._engine.returned(self._ranks(step.contributors))
+                    engine.returned(self._ranks(step.contributors))
                     if isinstance(result, DisagreedError):
-                        self._engine.end(Fault("MismatchError", str(result)))
+                        engine.end(Fault("MismatchError", str(result)))
                         raise result.error
                     return result
                 elif type(step) is Raised:
-                    raise self._engine.root_lost(root)
+                    raise engine.root_lost(root)
                 elif step is not None:
-                    self._engine.end(self._revocation(self._engine))
-                    self._engine.check()
+                    engine.end(self._revocation(engine))
+                    engine.check()
         except BaseException:
             self._kept.restore()
             self._stop_executing()
@@ -133,16 +135,16 @@ class Pact:
             self._told = places, tuple(map(self._ranks_of.index, places))
         return self._told[1]
 
-    def _attempt(self, run: Run, body: Callable[[Circle], Any]) -> tuple[Step | None, Any]:
+    def _attempt(self, engine: Engine, run: Run, body: Callable[[Circle], Any]) -> tuple[Step | None, Any]:
         """Try once; return what came of it, None if a view has to tell, and the result as far as there is one."""
         circle, result = self.circle, None
-        circle.begin(knows_change=self._engine.knows_change)
+        circle.begin(knows_change=engine.knows_change)
         try:
             try:
                 result = body(circle)
             except DisagreedError as disagreement:
                 result = disagreement
-            with self._changed:
+            with self._lock:
                 if not self._commit.completed(run.attempt):
                     raise HaltedError
             if circle.size > 1:
@@ -150,7 +152,7 @@ class Pact:
         except HaltedError:
             self._stop_executing()
             return None, result
-        with self._changed:
+        with self._lock:
             step = self._commit.passed(run.attempt, circle.knows_change)
             self._rest()
             return step, result
@@ -158,7 +160,7 @@ class Pact:
     def _await_view(self) -> Step:
         """Return what the next view says about the operation in progress."""
         give_up_at = time.monotonic() + self._generation.patience + SURPLUS_SECONDS
-        with self._changed:
+        with self._lock:
             while self._step is None:
                 self._engine.check()
                 left = give_up_at - time.monotonic()
@@ -171,7 +173,7 @@ class Pact:
             return step
 
     def _stop_executing(self) -> None:
-        with self._changed:
+        with self._lock:
             self._rest()
 
     def _rest(self) -> None:
@@ -193,7 +195,7 @@ class Pact:
 
     def give_up(self, fault: Fault) -> None:
         """Ask all to end the operation in progress, or the next, and with it the group. On any thread."""
-        with self._changed:
+        with self._lock:
             self._reason = self._reason or fault
             self._commit.give_up()
             self.circle.is_stopped = True
@@ -205,12 +207,12 @@ class Pact:
 
     def note_reason(self, fault: Fault) -> None:
         """Somebody gives up: what to say if the view says so, too."""
-        with self._changed:
+        with self._lock:
             self._reason = self._reason or fault
 
     def halt(self, number: int) -> State | None:
         """Stop what is being executed; return how far it is, or None: then `Generation.halted` is told."""
-        with self._changed:
+        with self._lock:
             if not self._is_executing:
                 if type(self._step) is Run:
                     self._step = None  # nobody has begun it, and nobody may
@@ -228,7 +230,7 @@ class Pact:
         engine = self._owner()
         if engine is None or self._node is None:
             return  # dropped just now
-        with self._changed:
+        with self._lock:
             self._halt_number = -1
             step = self._commit.install(view)
             # None: the operation is over, by this view or by one whose word was not fetched yet.
@@ -251,12 +253,12 @@ class Pact:
         """The group has failed: let whoever waits see it."""
         self.circle.is_stopped = True
         self._bell.ring()
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def close(self) -> None:
         """Take no more part; if others go on, they are told that this rank does not."""
-        with self._changed:
+        with self._lock:
             self._commit.give_up()
             state = self._commit.freeze()
         self._generation.dismiss(self.group, state)
@@ -265,5 +267,6 @@ class Pact:
 
     def forked(self) -> None:
         """Another thread may have held the locks in the process that this one was forked from."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._bell.forked()
