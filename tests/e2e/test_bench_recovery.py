@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 DEADLINE = 90.0
 
 
+@pytest.mark.alone
 def test_three_kills_give_a_whole_distribution_of_right_results() -> None:
     command = [sys.executable, "-m", "covey", "bench", "recovery", "-n", "3", "--kills", "3", "--size", "4M", "--json"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVEY_")}
