@@ -119,6 +119,7 @@ def run(work: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) 
     asyncio.run(bounded())
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of stopped processes")
 def test_everybody_hears_how_the_processes_of_a_keeper_are() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:

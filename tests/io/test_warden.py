@@ -221,6 +221,7 @@ def test_a_killed_process_is_told_of_as_exited_at_once(warden: Warden) -> None:
     run(work)
 
 
+@pytest.mark.alone
 @linux
 def test_a_stopped_process_is_told_of_and_so_is_its_going_on(warden: Warden) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
@@ -313,6 +314,7 @@ def test_nonsense_cuts_off_who_says_it_and_nobody_else(warden: Warden, caplog: p
     assert sum("was cut off by its keeper" in record.getMessage() for record in caplog.records) == 5
 
 
+@pytest.mark.alone
 def test_the_keeper_decides_views_until_one_is_left(warden: Warden) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         ranks = [await Rank.come(stack, warden) for _ in range(4)]
@@ -335,6 +337,7 @@ def test_the_keeper_decides_views_until_one_is_left(warden: Warden) -> None:
     run(work)
 
 
+@pytest.mark.alone
 @linux
 def test_a_stopped_member_is_excluded_within_a_second_and_hears_so_when_it_wakes(warden: Warden) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:

@@ -202,6 +202,7 @@ def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote
         alone[0].end()
 
 
+@pytest.mark.alone
 def test_keepers_tell_other_machines_of_stopped_and_killed_processes_and_vouch_for_busy_ones() -> None:
     with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()

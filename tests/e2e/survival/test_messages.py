@@ -101,6 +101,7 @@ def wait_for_anybody(victim: int) -> Any:
         return None
 
 
+@pytest.mark.alone
 def test_who_waits_for_anybody_hears_of_a_loss() -> None:
     with Members(3, wait_for_anybody, 1) as ranks:
         ranks.hear("ready", [0])

@@ -46,6 +46,7 @@ def lose_and_shrink(victims: list[int]) -> Any:
         }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "by hand"])
 def test_those_who_are_left_agree_and_shrink_to_a_group_of_their_own(is_kept: bool) -> None:
     victims, others = (1, 2, 4), (0, 3, 5, 6)
@@ -94,6 +95,7 @@ def wait_until_revoked() -> Any:
         }
 
 
+@pytest.mark.alone
 def test_revoke_ends_everything_pending_on_all_ranks_and_nothing_else() -> None:
     with Members(4, wait_until_revoked) as ranks:
         [revoking] = ranks.hear("revoking", [1])
