@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from covey.base.config import GroupConfig
+    from covey.runtime.council import Council
     from covey.runtime.entrance import Entrance
     from covey.runtime.fault import Fault
     from covey.runtime.greet import Gate, Where
@@ -177,27 +178,26 @@ class Node:
         if self._vigil is not None:
             self._vigil.link_up(peer)
         self.lanes.link_up(peer.rank)
-        for generation in self._generations.values():
-            rank = generation.rank_of(peer.rank)
-            if rank is not None:
-                generation.council.link_up(rank, peer.life)
+        for council, rank in self._councils(peer.rank):
+            council.link_up(rank, peer.life)
+
+    def _councils(self, seat: int) -> list[tuple[Council, int]]:
+        """Return the councils in which a process has a place, and the place."""
+        places = ((each.council, each.rank_of(seat)) for each in self._generations.values())
+        return [(council, rank) for council, rank in places if rank is not None]
 
     def voter_up(self, seat: int, life: bytes, vote: Callable[[messages.Control], None]) -> None:
         """A node was started anew: it is no member any more, but it votes."""
         self.peers[seat].vote = vote
-        for generation in self._generations.values():
-            rank = generation.rank_of(seat)
-            if rank is not None:
-                generation.council.link_up(rank, life)
+        for council, rank in self._councils(seat):
+            council.link_up(rank, life)
 
     def voter_down(self, seat: int) -> None:
         """A node that was started anew is gone again."""
         peer = self.peers[seat]
         peer.vote = None
-        for generation in self._generations.values():
-            rank = generation.rank_of(seat)
-            if rank is not None and peer.link is None:
-                generation.council.link_down(rank)
+        for council, rank in self._councils(seat) if peer.link is None else ():
+            council.link_down(rank)
 
     def heard_frame(self, peer: Peer, body: bytes) -> None:
         """Take what came over the link with a process."""
@@ -399,10 +399,8 @@ class Node:
         peer = self.peers[seat]
         peer.reason = reason
         self.events.phase("detect")
-        for generation in self._generations.values():
-            rank = generation.rank_of(seat)
-            if rank is not None:
-                generation.council.judged(rank, is_dead=True)
+        for council, rank in self._councils(seat):
+            council.judged(rank, is_dead=True)
         is_over = self.config.on_loss == "raise"
         if is_over:
             logger.warning("rank %d is given up: %s", seat, reason)
@@ -418,10 +416,8 @@ class Node:
 
     def _trusted(self, seat: int) -> None:
         self.peers[seat].reason = ""
-        for generation in self._generations.values():
-            rank = generation.rank_of(seat)
-            if rank is not None:
-                generation.council.judged(rank, is_dead=False)
+        for council, rank in self._councils(seat):
+            council.judged(rank, is_dead=False)
 
     def exclude(self, seat: int) -> None:
         """The members go on without a process: it may live, but what it says about their work is not heard."""
@@ -507,10 +503,8 @@ class Node:
         self.lanes.link_lost(rank)
         if self._vigil is not None:
             self._vigil.link_lost(rank)
-        for generation in self._generations.values():
-            place = generation.rank_of(rank)
-            if place is not None:
-                generation.council.link_down(place)
+        for council, place in self._councils(rank):
+            council.link_down(place)
         if self.config.on_loss == "raise" or self.generation is None:
             self._give_up(peer)
         if self.generation is not None and peer.is_dialled and not peer.left and self.forming is not None:
