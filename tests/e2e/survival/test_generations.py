@@ -264,6 +264,7 @@ def hold_the_state(count: int) -> Any:
     return state["step"]
 
 
+@pytest.mark.alone  # to catch an operation that runs once, the test must not be kept waiting
 def test_donors_and_newcomers_may_die_while_the_state_is_restored() -> None:
     with Members(3, hold_the_state, 4 << 20) as ranks:
         for rank in range(3):

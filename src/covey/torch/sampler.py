@@ -1,0 +1,156 @@
+"""An order of samples that does not care how many ranks share it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from covey.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class ElasticSampler:
+    """The samples 0 to `length` - 1 of every epoch, each exactly once, whatever becomes of the size of the group.
+
+    The order depends on `seed` and `epoch` alone, and `position` counts the samples that all ranks together were
+    given; so a group of another size goes on where the last one stopped, and nothing is lost or seen twice. Every
+    rank holds one and makes the same calls.
+
+        while sampler.remaining:
+            batch = dataset[sampler.take(32)]
+
+    It is also a sampler for `torch.utils.data.DataLoader`: a loop over it yields this rank's samples up to the end of
+    the epoch and then turns the epoch. A loader with workers fetches ahead of what was trained on: `seek()` to the
+    samples that were really used before you save the state.
+
+    With `drop_last` the samples at the end that do not fill a batch of all ranks are left out.
+    """
+
+    def __init__(self, length: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> None:
+        if length < 0:
+            raise ConfigError(f"a data set cannot have {length} samples")
+        self._length, self._shuffle, self._seed, self._drop_last = length, shuffle, seed, drop_last
+        self._epoch, self._position = 0, 0
+        self._order: torch.Tensor | None = None  # of this epoch; made when first needed
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many samples of this epoch the ranks were given, all together."""
+        return self._position
+
+    @property
+    def remaining(self) -> int:
+        """How many samples of this epoch nobody was given yet."""
+        return self._length - self._position
+
+    def take(self, counts: int | Sequence[int], *, rank: int | None = None, size: int | None = None) -> list[int]:
+        """Return this rank's share of the next batch of all ranks: `counts` samples, or `counts[rank]` of a sequence.
+
+        The last batch of an epoch may be short. Then it is shared in the same proportions, and a rank may get nothing;
+        with `drop_last` all ranks get nothing. Rank and size are those of torch's default group unless given.
+
+        Raises:
+            ConfigError: a count is negative, all are 0, or there is not one for each rank.
+        """
+        rank, size = _place(rank, size)
+        shares = [counts] * size if isinstance(counts, int) else list(counts)
+        if len(shares) != size:
+            raise ConfigError(f"{len(shares)} counts for {size} ranks; give one for each rank, or a single number")
+        whole = sum(shares)
+        if min(shares) < 0 or whole == 0:
+            raise ConfigError(f"cannot take {counts} samples; give counts that are not negative, and one above 0")
+        start, batch = self._position, min(whole, self.remaining)
+        self._position += batch
+        if batch < whole and self._drop_last:
+            return []
+        before = sum(shares[:rank])
+        first, end = batch * before // whole, batch * (before + shares[rank]) // whole
+        return self._indices(start + first, start + end)
+
+    def next_epoch(self) -> None:
+        """Begin the next epoch, in its own order."""
+        self._turn_to(self._epoch + 1, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`, or stay where we are if that is the present one.
+
+        So a loop that calls this at the start of every epoch, as training loops do, keeps a position it resumed.
+        """
+        if epoch != self._epoch:
+            self._turn_to(epoch, 0)
+
+    def seek(self, position: int) -> None:
+        """Go to where all ranks together have been given `position` samples of this epoch, back or forth."""
+        self._turn_to(self._epoch, position)
+
+    def __iter__(self) -> Iterator[int]:
+        while self.remaining:
+            yield from self.take(1)
+        self.next_epoch()
+
+    def __len__(self) -> int:
+        """Return how many samples a loop over this would yield on this rank."""
+        rank, size = _place(None, None)
+        rounds, rest = divmod(self.remaining, size)
+        return rounds + (0 if self._drop_last else rest * (rank + 1) // size - rest * rank // size)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "length": self._length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where the sampler was that gave this state; the seed becomes its seed.
+
+        Raises:
+            ConfigError: it was a sampler of another number of samples, so its positions mean nothing here.
+        """
+        if state["length"] != self._length:
+            raise ConfigError(
+                f"the state is of a data set with {state['length']} samples and this one has {self._length}; "
+                "make a new sampler for new data"
+            )
+        if state["seed"] != self._seed:
+            self._seed, self._order = state["seed"], None
+        self._turn_to(state["epoch"], state["position"])
+
+    def _turn_to(self, epoch: int, position: int) -> None:
+        if epoch < 0 or not 0 <= position <= self._length:
+            raise ConfigError(f"no sample {position} in epoch {epoch} of a data set with {self._length} samples")
+        if epoch != self._epoch:
+            self._order = None
+        self._epoch, self._position = epoch, position
+
+    def _indices(self, start: int, end: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(start, end))
+        if self._order is None:
+            self._order = _permutation(self._length, self._seed, self._epoch)
+        indices: list[int] = self._order[start:end].tolist()
+        return indices
+
+
+def _permutation(length: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the order of an epoch; the seed is a digest, so that (1, 2) and (2, 1) have nothing in common."""
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+    return torch.randperm(length, generator=generator)
+
+
+def _place(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return rank and size, from torch's default group where they are not given; alone without one."""
+    grouped = dist.is_available() and dist.is_initialized()
+    if size is None:
+        size = dist.get_world_size() if grouped else 1
+    if rank is None:
+        rank = dist.get_rank() if grouped else 0
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} of {size} does not exist; ranks go from 0 to {size - 1}")
+    return rank, size

@@ -1,0 +1,118 @@
+"""A training state taken apart into its tensors, by name, and the structure around them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from covey.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor was, in a structure."""
+
+    key: str
+    """The keys and indices that lead to it, with dots between them."""
+
+
+def holder_of(value: Any) -> Any:
+    """Return what has the state of `value`: the model inside a DistributedDataParallel, else `value` itself.
+
+    So the names in a checkpoint do not depend on how the model was trained.
+    """
+    return value.module if isinstance(value, DistributedDataParallel) else value
+
+
+def state_of(value: Any) -> Any:
+    """Return the state of something that can be loaded again, and other values as they are."""
+    holder = holder_of(value)
+    return holder.state_dict() if hasattr(holder, "load_state_dict") else holder
+
+
+def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return `state` with a slot for each tensor, and the tensors by the keys of their slots.
+
+    Raises:
+        ConfigError: two tensors would have the same key, or a module or an optimizer is deep inside the state.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def visit(value: Any, path: tuple[str, ...]) -> Any:
+        match value:
+            case torch.Tensor():
+                key = ".".join(path)
+                if key in tensors:
+                    raise ConfigError(
+                        f"two tensors of the state are called {key}; rename an entry with a dot in its name"
+                    )
+                tensors[key] = value
+                return Slot(key)
+            case dict():
+                changed = copy.copy(value)  # keeps what a state_dict carries besides its entries
+                for key, inner in value.items():
+                    changed[key] = visit(inner, (*path, str(key)))
+                return changed
+            case list():
+                return [visit(inner, (*path, str(index))) for index, inner in enumerate(value)]
+            case tuple():
+                parts = [visit(inner, (*path, str(index))) for index, inner in enumerate(value)]
+                return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if hasattr(value, "load_state_dict"):
+            raise ConfigError(
+                f"{'.'.join(path)} is a {type(value).__name__}; put it at the top of the state, where it can be loaded"
+            )
+        return value
+
+    return {key: visit(value, (str(key),)) for key, value in state.items()}, tensors
+
+
+def put_together(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the structure with its tensors in place: the inverse of `take_apart`."""
+    match structure:
+        case Slot(key):
+            return tensors[key]
+        case dict():
+            changed = copy.copy(structure)
+            for key, inner in structure.items():
+                changed[key] = put_together(inner, tensors)
+            return changed
+        case list():
+            return [put_together(inner, tensors) for inner in structure]
+        case tuple():
+            parts = [put_together(inner, tensors) for inner in structure]
+            return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+    return structure
+
+
+def slots(structure: Any) -> Iterator[str]:
+    """Yield the keys of the tensors in a structure."""
+    match structure:
+        case Slot(key):
+            yield key
+        case dict():
+            for inner in structure.values():
+                yield from slots(inner)
+        case list() | tuple():
+            for inner in structure:
+                yield from slots(inner)
+
+
+def parameters_by_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the parameters that the optimizers in `state` train, by the key under which their states are saved.
+
+    An optimizer that has made no step has no state yet that could say how it is sharded; its parameters can.
+    """
+    return {
+        f"{name}.state.{index}": parameter
+        for name, optimizer in state.items()
+        if isinstance(optimizer, torch.optim.Optimizer)
+        for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }

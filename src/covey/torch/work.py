@@ -1,0 +1,148 @@
+"""torch's handle of started operations, around covey's, and the threads that tell those who wait for its future."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.work import Work
+
+IDLE_SECONDS: Final = 10.0
+"""How long a thread without work stays."""
+CLOSE_SECONDS: Final = 5.0
+"""How long callbacks that are running may take when a group is closed."""
+
+
+class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by the type checker
+    """The operations of one call, in issue order, and the tensors that they fill. Without any, it is done."""
+
+    def __init__(self, works: list[Work[Any]], tensors: list[torch.Tensor], notices: Notices) -> None:
+        super().__init__()
+        self._works, self._tensors, self._notices = works, tensors, notices
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def is_completed(self) -> bool:
+        """Tell whether it ended, well or not."""
+        return all(work.done() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Tell whether it ended well."""
+        return self.is_completed() and self._error() is None
+
+    def exception(self) -> BaseException | None:
+        """Return what ended it, if it has ended and something did."""
+        return self._error() if self.is_completed() else None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return once it ended well; raise what ended it. A timeout of 0 is none."""
+        seconds = timeout.total_seconds()
+        until = time.monotonic() + seconds if seconds > 0 else None
+        for work in self._works:
+            work.wait(None if until is None else max(0.0, until - time.monotonic()))
+        return True
+
+    def synchronize(self) -> None:
+        """Return once it ended well; raise what ended it."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors, once they are filled."""
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return who sent what a receive got."""
+        return int(self._works[0].wait()) if self._works else -1
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of the tensors.
+
+        C++ reads an exception that was set from Python as a value, and crashes; one that a callback raised it
+        understands. So the future that is given out is that of a callback.
+        """
+        if self._future is None:
+            raw: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = raw.then(_unwrapped)
+            if self.is_completed():
+                raw.set_result(self._outcome())
+            else:
+                self._works[-1].add_done_callback(lambda _: self._notices.call(lambda: raw.set_result(self._outcome())))
+        return self._future
+
+    def _outcome(self) -> list[torch.Tensor] | BaseException:
+        return self._error() or self._tensors
+
+    def _error(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+
+def _unwrapped(ended: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    outcome: list[torch.Tensor] | BaseException = ended.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+class Notices:
+    """Calls those who wait for futures, each on a thread that nobody else needs.
+
+    A callback may wait for other operations, and so for their callbacks: there must always be another thread. All of
+    them have ended before the interpreter does, which otherwise aborts in the middle of one.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[Callable[[], None]] = []
+        self._idle = 0
+        self._threads: set[threading.Thread] = set()
+        self._is_closing = False
+
+    def call(self, notice: Callable[[], None]) -> None:
+        """Call `notice`, soon, on a thread that is free; here, once the threads have ended."""
+        with self._changed:
+            if not self._is_closing:
+                self._waiting.append(notice)
+                if self._idle >= len(self._waiting):
+                    self._changed.notify()
+                    return
+                thread = threading.Thread(target=self._serve, name="covey-torch-notice", daemon=True)
+                self._threads.add(thread)
+                thread.start()
+                return
+        notice()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                if not self._waiting and not self._is_closing:
+                    self._changed.wait(IDLE_SECONDS)
+                self._idle -= 1
+                if not self._waiting:
+                    self._threads.discard(threading.current_thread())
+                    return
+                notice = self._waiting.pop(0)
+            notice()
+            del notice  # it may hold large tensors; do not keep them while waiting for the next
+
+    def close(self) -> None:
+        """Let all that wait be called, and the threads end. Closing twice is fine."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))

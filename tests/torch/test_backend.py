@@ -1,0 +1,91 @@
+"""torch on covey: what gloo has no like of, training, failures, meeting, and the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+from tests.torch import programs
+from tests.torch.crew import Lost, run_crew
+
+from covey.runtime.torch_env import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("program", "size"),
+    [
+        (programs.beyond_gloo, 1),
+        (programs.beyond_gloo, 3),
+        (programs.messages, 3),
+        (programs.groups, 3),
+        (programs.train_ddp, 2),
+        (programs.train_sharded, 2),
+        (programs.come_late, 3),
+        (programs.abort_pending, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_ranks_find_what_they_expect(program: object, size: int) -> None:
+    run_crew(size, program)
+
+
+def test_a_rank_killed_in_backward_is_named_by_the_others_within_two_seconds() -> None:
+    *survivors, lost = run_crew(3, programs.lose_one)
+    assert lost is Lost
+    for kind, text, seconds in survivors:
+        assert kind in ("RuntimeError", "PeerLostError")
+        assert "rank 2" in text
+        assert float(seconds) < 2
+
+
+def test_ranks_meet_again_and_again_over_one_store() -> None:
+    first, second = run_crew(2, programs.again_and_again, "127.0.0.1", free_port())
+    assert first == second
+    assert len(first) == 3
+
+
+SCRIPT = """
+    import sys
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("covey")
+    print(f"{dist.get_rank()} of {dist.get_world_size()}")
+    x = torch.ones(1000)
+    future = dist.all_reduce(x, async_op=True).get_future()
+    future.then(lambda ended: ended.value()[0].sum().item()).wait()
+    assert x[0] == dist.get_world_size()
+    if sys.argv[1:] == ["destroy"]:
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["destroy", "just exit"])
+def test_an_installed_covey_needs_no_import_and_ends_cleanly_under_covey_run(tmp_path: Path, end: str) -> None:
+    installed = tmp_path / "path" / "imagined-1.dist-info"
+    installed.mkdir(parents=True)
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch.backends"]
+    lines = [f"{name} = {target}\n" for name, target in points.items()]
+    (installed / "entry_points.txt").write_text("[torch.backends]\n" + "".join(lines))
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: imagined\nVersion: 1\n")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    run = subprocess.run(
+        [sys.executable, "-m", "covey", "run", "-n", "2", "--torch-env", str(script), end],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT / 'src'}:{installed.parent}", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "0 of 2" in run.stdout
+    assert "1 of 2" in run.stdout
+    assert "rror" not in run.stderr

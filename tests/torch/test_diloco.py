@@ -1,0 +1,231 @@
+"""DiLoCo over gloo against the same mathematics written out in one process."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.torch.gloo_ranks import be_a_rank, run_ranks
+
+from covey.base.errors import ConfigError
+from covey.torch.diloco import BLOCK, DiLoCo, _cuts, pack_int8, unpack_int8
+
+EVERY, STEPS, RESUME = 6, 20, 10
+FRAGMENTS = {
+    1: [["0.weight", "0.bias", "2.weight", "2.bias"]],
+    2: [["0.weight"], ["0.bias", "2.weight", "2.bias"]],
+    3: [["0.weight"], ["0.bias"], ["2.weight", "2.bias"]],
+}
+CASES: list[dict[str, Any]] = [
+    {},
+    {"fragments": 2},
+    {"fragments": 3, "overlap": True},
+    {"overlap": True},
+    {"fragments": 2, "compress": "int8"},
+    {"fragments": 2, "overlap": True, "compress": "int8"},
+]
+
+
+def model_of(rank: int) -> torch.nn.Module:
+    torch.manual_seed(rank)
+    return torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 7)).double()
+
+
+def inner_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: torch.nn.Module, inner: torch.optim.Optimizer, rank: int, step: int) -> None:
+    """One inner step on data that no other rank and no other step has."""
+    data = torch.randn(6, 20, generator=torch.Generator().manual_seed(1000 * rank + step), dtype=torch.float64)
+    inner.zero_grad()
+    (model(data) - rank).square().mean().backward()
+    inner.step()
+
+
+def numbers(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def body(rank: int) -> dict[Any, Any]:
+    groups = {2: dist.new_group([0, 1]), 3: dist.group.WORLD}
+    results: dict[Any, Any] = {}
+    for size, group in groups.items():
+        if rank >= size:
+            continue
+        for number, case in enumerate(CASES):
+            for resumes in (False, True):
+                model = model_of(rank)
+                inner = inner_of(model)
+                diloco = DiLoCo(model, inner, every=EVERY, process_group=group, **case)
+                taken = []
+                for step in range(1, STEPS + 1):
+                    train(model, inner, rank, step)
+                    gradients = [parameter.grad for parameter in model.parameters()]
+                    taken.append(diloco.step())
+                    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+                    if resumes and step == RESUME:
+                        saved = through_a_file([model.state_dict(), inner.state_dict(), diloco.state_dict()])
+                        diloco.finish()
+                        model = model_of(5)
+                        inner = inner_of(model)
+                        diloco = DiLoCo(model, inner, every=EVERY, process_group=group, **case)
+                        for part, state in zip((model, inner, diloco), saved, strict=True):
+                            part.load_state_dict(state)
+                        with pytest.raises(ConfigError, match=r"in 4 fragments, here are 4 in \d; they must be"):
+                            diloco.load_state_dict(saved[2] | {"fragments": [["a"], ["b"], ["c"], ["d"]]})
+                unfinished = numbers(model)
+                assert diloco.finish() == bool(case.get("overlap"))
+                results[size, number, resumes] = taken, unfinished, numbers(model)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks("tests.torch.test_diloco", 3, tmp_path_factory.mktemp("diloco"))
+
+
+def round_to_int8(row: np.ndarray) -> np.ndarray:
+    """What int8 makes of a row, one block after the other."""
+    rounded = np.zeros_like(row)
+    for start in range(0, len(row), BLOCK):
+        block = row[start : start + BLOCK]
+        scale = np.float32(np.abs(block).max()) / np.float32(127)
+        rounded[start : start + BLOCK] = np.round(block / np.float64(scale)) * np.float64(scale)
+    return rounded
+
+
+class Reference:
+    """All ranks of a DiLoCo in one process."""
+
+    def __init__(self, size: int, *, fragments: int = 1, overlap: bool = False, compress: str | None = None) -> None:
+        self.overlap, self.compress, self.fragments = overlap, compress, FRAGMENTS[fragments]
+        self.models = [model_of(0) for _ in range(size)]
+        self.inners = [inner_of(model) for model in self.models]
+        self.anchor, self.momentum = numbers(self.models[0]), {}
+        self.remainder: dict[Any, Any] = {}
+        self.waiting: tuple[list[str], list[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None
+
+    def run(self) -> list[bool]:
+        taken = []
+        for step in range(1, STEPS + 1):
+            for rank, (model, inner) in enumerate(zip(self.models, self.inners, strict=True)):
+                train(model, inner, rank, step)
+            outer_steps = 0
+            for k, names in enumerate(self.fragments):
+                if step % EVERY == (k + 1) * EVERY // len(self.fragments) % EVERY:
+                    outer_steps += self.outer_step()
+                    self.waiting = names, [numbers(model) for model in self.models], self.mean(k, names)
+                    if not self.overlap:
+                        outer_steps += self.outer_step()
+            taken.append(outer_steps > 0)
+        return taken
+
+    def mean(self, k: int, names: list[str]) -> dict[str, np.ndarray]:
+        rows = []
+        for rank, model in enumerate(self.models):
+            now = numbers(model)
+            row = np.concatenate([(self.anchor[name] - now[name]).ravel() for name in names])
+            if self.compress:
+                row = row + self.remainder.get((rank, k), 0)
+                self.remainder[rank, k] = row - round_to_int8(row)
+                row = round_to_int8(row)
+            rows.append(row)
+        mean, result, start = sum(rows) / len(rows), {}, 0
+        for name in names:
+            shape = self.anchor[name].shape
+            result[name] = mean[start : start + self.anchor[name].size].reshape(shape)
+            start += self.anchor[name].size
+        return result
+
+    def outer_step(self) -> bool:
+        if self.waiting is None:
+            return False
+        (names, then, gradient), self.waiting = self.waiting, None
+        for name in names:
+            self.momentum[name] = 0.9 * self.momentum.get(name, 0) + gradient[name]
+            self.anchor[name] = self.anchor[name] - 0.7 * (gradient[name] + 0.9 * self.momentum[name])
+            for rank, model in enumerate(self.models):
+                parameter = dict(model.named_parameters())[name]
+                since = parameter.detach().numpy() - then[rank][name]
+                parameter.data.copy_(torch.from_numpy(self.anchor[name] + since))
+        return True
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
+def test_ranks_compute_what_one_process_computes(results: list[Any], size: int, number: int) -> None:
+    reference = Reference(size, **CASES[number])
+    expected = reference.run()
+    for finished in (False, True):
+        if finished:
+            reference.outer_step()
+        for rank in range(size):
+            taken, *models = results[rank][size, number, False]
+            assert taken == expected
+            for name, parameter in numbers(reference.models[rank]).items():
+                np.testing.assert_allclose(models[finished][name], parameter, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
+def test_resuming_gives_the_same_numbers_to_the_last_bit(results: list[Any], size: int, number: int) -> None:
+    for rank in range(size):
+        (_, *straight), (_, *resumed) = (results[rank][size, number, resumes] for resumes in (False, True))
+        for one, other in zip(straight, resumed, strict=True):
+            assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_int8_is_off_by_half_a_level_at_most_and_shows_what_is_not_finite() -> None:
+    row = torch.randn(3 * BLOCK + 17, generator=torch.Generator().manual_seed(3)) * torch.logspace(
+        -6, 3, 3 * BLOCK + 17
+    )
+    row[BLOCK : 2 * BLOCK] = 0
+    packed = pack_int8(row)
+    assert packed.dtype == torch.uint8
+    assert packed.numel() == 4 * (BLOCK + 4)
+    back = unpack_int8(packed, row)
+    for start in range(0, row.numel(), BLOCK):
+        block = slice(start, start + BLOCK)
+        assert (back[block] - row[block]).abs().max() <= row[block].abs().max() / 254 * 1.001
+    for trouble in (torch.nan, torch.inf, -torch.inf):
+        row[5] = trouble
+        assert not unpack_int8(pack_int8(row), row)[:BLOCK].isfinite().any()
+
+
+def test_fragments_are_of_about_equal_size_and_none_is_empty() -> None:
+    assert _cuts([5, 5, 5, 5], 2) == [(0, 2), (2, 4)]
+    assert _cuts([100, 1, 1], 3) == [(0, 1), (1, 2), (2, 3)]
+    assert _cuts([1, 1, 100], 3) == [(0, 1), (1, 2), (2, 3)]
+    assert _cuts([1, 1, 1, 1, 100], 2) == [(0, 4), (4, 5)]
+    assert _cuts([3], 1) == [(0, 1)]
+
+
+def test_nonsense_is_refused() -> None:
+    model = model_of(0)
+    inner = inner_of(model)
+    with pytest.raises(ConfigError, match="fragments=5, every=9, 4 parameters"):
+        DiLoCo(model, inner, every=9, fragments=5)
+    with pytest.raises(ConfigError, match="fragments=1, every=0"):
+        DiLoCo(model, inner, every=0)
+    with pytest.raises(ConfigError, match="compress='fp4'"):
+        DiLoCo(model, inner, every=9, compress="fp4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="trains 4 parameters that are not the model's"):
+        DiLoCo(model, torch.optim.SGD([*model.parameters(), *model_of(1).parameters()]), every=9)
+    with pytest.raises(ConfigError, match="exactly the parameters"):
+        DiLoCo(model, inner, torch.optim.SGD(list(model.parameters())[1:]), every=9)
+
+
+if __name__ == "__main__":
+    be_a_rank(body)
