@@ -153,11 +153,14 @@ def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_nobody_else() -> Non
         own, other = await add(stack, cluster, keeper=warden.id), await add(stack, cluster)
         founded = messages.Founded(0, b"l" * 16, False, (messages.SeatedMember(0, own.card),), "continue")
         for node in (other, own):
-            await node.until(lambda node=node: bool(node.keepers))
             assert not warden.survives
-            node.keepers[0].send(founded)
-            node.keepers[0].send(messages.Ask())  # answered after what came before was heard
-            await node.keepers[0].answers.get()
+            while True:  # of two links that were opened at once one is closed, and what was said there is lost
+                await node.until(lambda node=node: bool(node.keepers))
+                keeper = node.keepers[-1]
+                keeper.send(founded)
+                with contextlib.suppress(TimeoutError):
+                    await keeper.ask(messages.Ask(), 0.5)  # answered after what came before was heard
+                    break
             await asyncio.to_thread(warden.catch_up)
         assert warden.survives
 
