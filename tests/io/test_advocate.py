@@ -146,6 +146,21 @@ def test_everybody_hears_how_the_processes_of_a_keeper_are() -> None:
     run(work)
 
 
+def test_the_last_word_of_a_keeper_is_how_its_processes_ended() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        cluster, process = new_cluster(), sleeper(stack)
+        warden = opened(stack, cluster)
+        own = await add(stack, cluster, keeper=warden.id, pid=process.pid)
+        other = await add(stack, cluster)
+        await other.until(lambda: other.standing(own.card) == Vouch.BUSY)
+        process.kill()
+        process.wait(DEADLINE)
+        await asyncio.to_thread(warden.close)
+        await other.until(lambda: other.standing(own.card) == Vouch.EXITED)
+
+    run(work)
+
+
 def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_nobody_else() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster = new_cluster()

@@ -218,7 +218,7 @@ def test_keepers_tell_other_machines_of_stopped_and_killed_processes_and_vouch_f
         at = killed.kill()
         left.remove(killed)
         for known_at in agree_on_loss(left, 1):
-            assert known_at - at < 1.5
+            assert known_at - at < 1.0
         stopped.signal(signal.SIGCONT)
         assert stopped.said("error")["kind"] == "GroupChangedError"
         left[0].ask_to_end()

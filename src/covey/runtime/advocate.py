@@ -44,6 +44,7 @@ class Advocate(Gathering):
         self._rounds.look()
 
     async def close(self) -> None:
+        self._rounds.look()  # a keeper ends when its last process has: the others should hear why
         self._rounds.close()
         await super().close()
 
