@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Tests start a thousand processes, which would compile every module anew each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test format clean
 .DEFAULT_GOAL := test
 
@@ -13,7 +16,7 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not alone'
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'
 	$(BIN)/python -m pytest -q -m alone
 
 format: $(VENV)/.dev

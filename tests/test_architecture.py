@@ -21,7 +21,7 @@ BELOW = {
     "proto": {"wire", "base"},
     "net": {"wire", "base"},
     "runtime": {"net", "proto", "plan", "wire", "base"},
-    "cli": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
+    "cli": {"covey", "torch", "runtime", "net", "proto", "plan", "wire", "base"},
     "torch": {"runtime", "net", "proto", "plan", "wire", "base"},
     "testing": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
     "__init__": {"runtime", "net", "proto", "plan", "wire", "base"},

@@ -28,7 +28,7 @@ PUBLIC = {
 }
 GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),
-    *("change_pending", "shrink", "agree", "revoke", "on_change", "events", "leave", "restore"),
+    *("change_pending", "shrink", "agree", "revoke", "on_change", "events", "leave", "restore", "who_is_late"),
     *("all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "sync_gradients"),
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
@@ -42,7 +42,9 @@ MODULES = sorted(
 
 
 def public_members(thing: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(thing).items() if not name.startswith("_")}
+    """Return what a class of ours offers, with all that it inherits from others of ours."""
+    ours = [each for each in reversed(inspect.getmro(thing)) if each.__module__.startswith("covey.")]
+    return {name: value for each in ours for name, value in vars(each).items() if not name.startswith("_")}
 
 
 def test_the_package_offers_exactly_these_names() -> None:

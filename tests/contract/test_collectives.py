@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.contract.values import LANES, around_thresholds, combined, everyone, same, values
+from tests.contract.values import LANES, around_thresholds, combined, everyone, same, total, values
 
 from covey import ConfigError
 from covey.plan import choose
@@ -26,9 +26,9 @@ MIB = 1 << 20
 def test_all_reduce_combines_in_place_and_returns_its_argument(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         assert set(group.lanes().values()) <= {lanes}
-        for count in around_thresholds(size, 4):
+        for count in around_thresholds(size, 4, parts=size):
             x = values(group.rank, count, np.float32, seed=count)
-            sums = combined("sum", everyone(size, count, np.float32, seed=count))
+            sums = total("sum", size, count, np.float32, seed=count)
             assert group.all_reduce(x) is x
             same(x, sums)
             group.all_reduce(x, "mean")
@@ -49,7 +49,7 @@ def test_every_all_reduce_algorithm_gives_the_same_numbers(size: int, lanes: str
                             group.all_reduce(x, op, algorithm=algorithm)
                         continue
                     group.all_reduce(x, op, algorithm=algorithm)
-                    same(x, combined(op, everyone(size, count, np.float64, seed=count)))
+                    same(x, total(op, size, count, np.float64, seed=count))
 
     run_threads(size, body, lanes=lanes)
 
@@ -57,13 +57,13 @@ def test_every_all_reduce_algorithm_gives_the_same_numbers(size: int, lanes: str
 @with_crews
 def test_reduce_changes_the_root_only(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
-        for seed, count in enumerate(around_thresholds(size, 8)):
+        for seed, count in enumerate(around_thresholds(size, 8, parts=1)):
             root = seed % size
             for op in ("sum", "mean"):
                 x = values(group.rank, count, np.int64 if op == "sum" else np.float64, seed)
                 before = x.copy()
                 assert group.reduce(x, root, op) is x
-                same(x, combined(op, everyone(size, count, x.dtype, seed)) if group.rank == root else before)
+                same(x, total(op, size, count, x.dtype, seed) if group.rank == root else before)
 
     run_threads(size, body, lanes=lanes)
 
@@ -71,7 +71,7 @@ def test_reduce_changes_the_root_only(size: int, lanes: str) -> None:
 @with_crews
 def test_broadcast_copies_the_root_to_everyone(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
-        for seed, count in enumerate(around_thresholds(size, 4)):
+        for seed, count in enumerate(around_thresholds(size, 4, parts=1)):
             root = seed % size
             x = values(group.rank, count, np.int32, seed)
             assert group.broadcast(x, root) is x
@@ -92,7 +92,7 @@ def test_rooted_algorithms_agree_for_every_root(size: int, lanes: str) -> None:
                     same(x, values(root, count, np.float32, seed=root))
                     x = values(group.rank, count, np.float32, seed=root)
                     group.reduce(x, root, algorithm=algorithm)
-                    sums = combined("sum", everyone(size, count, np.float32, seed=root))
+                    sums = total("sum", size, count, np.float32, seed=root)
                     same(x, sums if group.rank == root else values(group.rank, count, np.float32, seed=root))
 
     run_threads(size, body, lanes=lanes)
@@ -174,12 +174,12 @@ def test_reduce_scatter_returns_the_own_rows_and_leaves_the_argument(size: int, 
             for op in ("sum", "mean"):
                 x = values(me, shape, np.float64, seed)
                 before = x.copy()
-                expected = np.array_split(combined(op, everyone(size, shape, np.float64, seed)), size)
+                expected = np.array_split(total(op, size, shape, np.float64, seed), size)
                 same(group.reduce_scatter(x, op), expected[me])
                 same(x, before)
         counts = [(3 * rank) % 4 for rank in range(size)]
         x = values(me, (sum(counts), 2), np.int32)
-        rows = np.split(combined("sum", everyone(size, x.shape, np.int32)), np.cumsum(counts)[:-1])
+        rows = np.split(total("sum", size, x.shape, np.int32), np.cumsum(counts)[:-1])
         same(group.reduce_scatter(x, counts=counts), rows[me])
         same(group.reduce_scatter(x, counts=np.array(counts)), rows[me])
         for wrong in ([1] * (size + 1), [*counts[:-1], counts[-1] + 1], [-1, *counts[1:]]):
@@ -199,9 +199,8 @@ def test_scan_and_exscan_return_the_combination_of_the_ranks_before(size: int, l
             for op, neutral in (("sum", 0), ("prod", 1), ("max", -128), ("min", 127), ("and", -1), ("xor", 0)):
                 x = values(me, (count, 1), np.int8, seed=count)
                 before = x.copy()
-                contributions = everyone(size, (count, 1), np.int8, seed=count)
-                same(group.scan(x, op), combined(op, contributions[: me + 1]))
-                expected = combined(op, contributions[:me]) if me else np.full_like(x, neutral)
+                same(group.scan(x, op), total(op, me + 1, (count, 1), np.int8, seed=count))
+                expected = total(op, me, (count, 1), np.int8, seed=count) if me else np.full_like(x, neutral)
                 same(group.exscan(x, op), expected)
                 same(x, before)
         for call in (group.scan, group.exscan):

@@ -305,6 +305,13 @@ def test_if_no_donor_keeps_its_word_all_ranks_raise_and_the_group_goes_on() -> N
     run_threads(2, body)
 
 
+def lose_a_rank(group: Group, mine: dict[str, Any], *, fresh: bool, lost: int) -> None:
+    """Take part in a restore in which a rank is lost."""
+    with pytest.raises(PeerLostError) as caught:
+        restore(group, mine, fresh=fresh, timeout=SECONDS)
+    assert caught.value.rank == lost
+
+
 def test_what_a_donor_that_leaves_has_not_given_comes_from_the_others() -> None:
     """The group is one that fails when a rank is missing, so it ends in an error; but the state is whole by then."""
     right = bits(4, 6 * CHUNK_BYTES)
@@ -314,9 +321,7 @@ def test_what_a_donor_that_leaves_has_not_given_comes_from_the_others() -> None:
         if group.rank == 0:
             give_one_chunk(group, mine, 2)
             return
-        with pytest.raises(PeerLostError) as caught:
-            restore(group, mine, fresh=group.rank == 2, timeout=SECONDS)
-        assert caught.value.rank == 0
+        lose_a_rank(group, mine, fresh=group.rank == 2, lost=0)
         check(mine, {"w": right})
 
     run_threads(3, body)
@@ -330,9 +335,7 @@ def test_if_the_only_donor_leaves_the_receiver_says_so_and_keeps_what_it_has() -
             give_one_chunk(group, {"w": right.copy()}, 1)
             return
         mine: dict[str, Any] = {}
-        with pytest.raises(PeerLostError) as caught:
-            restore(group, mine, fresh=True, timeout=SECONDS)
-        assert caught.value.rank == 0
+        lose_a_rank(group, mine, fresh=True, lost=0)
         assert (mine["w"][:CHUNK_BYTES] == right[:CHUNK_BYTES]).all()
         assert not mine["w"][CHUNK_BYTES:].any()
 
@@ -347,9 +350,7 @@ def test_a_receiver_that_leaves_does_not_keep_the_donors_from_the_others() -> No
         if group.rank == 1:
             leave_before_receiving(group)
             return
-        with pytest.raises(PeerLostError) as caught:
-            restore(group, mine, fresh=group.rank == 2, timeout=SECONDS)
-        assert caught.value.rank == 1
+        lose_a_rank(group, mine, fresh=group.rank == 2, lost=1)
         check(mine, {"w": right})
 
     run_threads(3, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +55,22 @@ def everyone(size: int, shape: int | tuple[int, ...], dtype: Any = np.float64, s
     return [values(rank, shape, dtype, seed) for rank in range(size)]
 
 
+def total(op: str, size: int, shape: int | tuple[int, ...], dtype: Any = np.float64, seed: int = 0) -> Array:
+    """Return what `op` makes of the `values` of the ranks below `size`: to look at, not to change."""
+    with _one_at_a_time:  # the ranks of a test are threads, and ask at the same moment
+        return _total(op, size, shape, np.dtype(dtype), seed)
+
+
+_one_at_a_time = threading.Lock()
+
+
+@functools.lru_cache(maxsize=24)  # all ranks of a test compare with the same array
+def _total(op: str, size: int, shape: int | tuple[int, ...], dtype: np.dtype[Any], seed: int) -> Array:
+    result = combined(op, [_numbers(rank, shape, dtype, seed) for rank in range(size)])
+    result.flags.writeable = False
+    return result
+
+
 def same(actual: Any, expected: Array) -> None:
     """Fail unless `actual` is an array of the same dtype, shape and elements."""
     assert isinstance(actual, np.ndarray)
@@ -67,14 +84,12 @@ def same(actual: Any, expected: Array) -> None:
         )
 
 
-def around_thresholds(size: int, itemsize: int) -> list[int]:
-    """Element counts where the choice of a plan, or the number of its segments, changes."""
-    segment = choose.SEGMENT_BYTES // itemsize
+def around_thresholds(size: int, itemsize: int, *, parts: int) -> list[int]:
+    """Element counts where the choice of a plan, or the number of segments of one of its `parts`, changes."""
     edges = [
         choose.DOUBLING_BYTES // itemsize,
         choose.TREE_BYTES // itemsize,
         choose.EXCHANGE_BYTES // itemsize,
-        segment,
-        size * segment,
+        parts * choose.SEGMENT_BYTES // itemsize,
     ]
     return sorted({0, 1, max(0, size - 1), size, 2 * size + 1, 1001, *edges, *(edge + 1 for edge in edges)})

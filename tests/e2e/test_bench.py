@@ -176,7 +176,7 @@ def test_every_operation_works_on_every_opponent_in_other_dtypes(bench: Bench) -
 
 @needs_opponents
 def test_a_killed_rank_ends_the_bench_with_its_name_and_nothing_left(bench: Bench) -> None:
-    process = bench.start(*ENDLESS, "--lanes", "", "--against", "gloo,mpi")
+    process = bench.start(*ENDLESS, "--lanes", "", "--against", "gloo")
     bench.wait_for_line("all_reduce 4 B")
     os.kill(bench.ranks("gloo")[1], signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
@@ -199,7 +199,7 @@ def test_a_killed_mpi_rank_ends_the_bench_with_mpiruns_words_and_nothing_left(be
 @needs_opponents
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_bench_leaves_nothing_behind(bench: Bench, signum: signal.Signals) -> None:
-    process = bench.start(*ENDLESS, "--lanes", "", "--against", "gloo,mpi")
+    process = bench.start(*ENDLESS, "--lanes", "shm", "--against", "mpi")
     bench.wait_for_line("all_reduce 4 B")
     process.send_signal(signum)
     process.communicate(timeout=DEADLINE)
@@ -209,7 +209,7 @@ def test_an_interrupted_bench_leaves_nothing_behind(bench: Bench, signum: signal
 
 @needs_opponents
 def test_a_killed_bench_takes_its_ranks_with_it(bench: Bench) -> None:
-    process = bench.start(*ENDLESS, "--lanes", "", "--against", "gloo,mpi")
+    process = bench.start(*ENDLESS, "--lanes", "shm", "--against", "mpi")
     bench.wait_for_line("all_reduce 4 B")
     process.kill()
     process.communicate(timeout=DEADLINE)

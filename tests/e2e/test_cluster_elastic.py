@@ -14,6 +14,8 @@ import pytest
 from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard, new_lab
 from tests.netns.members import ELASTIC, PRELUDE, STEADY, Member, agree_on_loss, by_rank, check_same_end, together
 
+from covey.net.identity import NodeIdentity
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -78,6 +80,16 @@ def test_when_all_nodes_die_at_once_those_who_are_started_again_form_the_run_ane
         assert time.monotonic() - began < QUICKLY
         for member in members:
             assert [line for line in member.warnings if "waits since" not in line] == []
+    members[0].ask_to_end()
+    check_same_end(members)
+
+
+def test_a_run_that_begins_with_one_member_takes_in_a_second(lab) -> None:
+    first, second = places_of(lab, 2)
+    members = [first.start(min_size=1)]
+    assert together(members)["number"] == 0
+    members.append(second.start(min_size=1))
+    assert together(members)["number"] > 0
     members[0].ask_to_end()
     check_same_end(members)
 
@@ -179,3 +191,22 @@ def test_keepers_bring_a_killed_tie_breaker_back_whose_vote_lets_the_other_go_on
     assert first.process.wait(DEADLINE) == 0
     other.process.send_signal(signal.SIGTERM)
     assert other.process.wait(DEADLINE) == 0
+
+
+def test_a_newcomer_whom_one_of_the_members_denies_is_in_no_generation(lab) -> None:
+    *settled, denied, welcome = places_of(lab, 4)
+    with NodeIdentity.acquire(denied.machine.home / "identities") as identity:
+        assert settled[1].machine.covey("deny", identity.id.hex()).returncode == 0
+    members = [place.start(min_size=2) for place in settled]
+    before = together(members)
+    outcast = denied.start(min_size=2)
+    until = time.monotonic() + DEADLINE
+    while not any("is denied on" in line for line in outcast.warnings):  # the other member has let it wait
+        assert time.monotonic() < until, outcast.story()
+        time.sleep(0.05)
+    members.append(welcome.start(min_size=2))
+    assert sorted(together(members, after=before["number"])["hosts"]) == [0, 1, 3]
+    assert all(denied.index not in said["hosts"] for member in members for said in member.all_said("generation"))
+    members[0].ask_to_end()
+    check_same_end(members)
+    assert outcast.all_said("generation") == []

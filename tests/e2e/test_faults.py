@@ -19,7 +19,7 @@ from tests.e2e.ranks import LANES, Ranks, attempt, await_go, run_ranks, say
 import covey
 from covey.testing import run_threads
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 VICTIM = 1
 SURVIVORS = (0, 2)
@@ -94,6 +94,7 @@ def work_side_by_side(names: list[str], victim: int) -> dict[str, Any]:
         return {"idle": (attempt(group.barrier), attempt(group.barrier)), **reports}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("lanes", LANES)
 def test_everyone_hears_of_a_killed_rank_in_every_operation(lanes: str) -> None:
     with Ranks(3, work_side_by_side, list(OPERATIONS), VICTIM, lanes=lanes) as ranks:
@@ -148,6 +149,7 @@ def leave_children_and_work(victim: int) -> Any:
         return attempt(loop)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("lanes", LANES)
 def test_living_children_of_a_killed_rank_do_not_hide_its_death(lanes: str) -> None:
     with Ranks(3, leave_children_and_work, VICTIM, lanes=lanes) as ranks:
@@ -226,6 +228,7 @@ def wait_for_the_stopped(victim: int, timeout: float) -> Any:
         return {**reports, "after": attempt(groups["barrier"].barrier)}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_stopped_rank_is_named_at_the_deadline_on_all_others(lanes: str) -> None:
     victim, others = 2, (0, 1, 3)
@@ -281,6 +284,7 @@ def end_early(how: str, leaver: int) -> Any:
         raise
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "lanes", "code", "reason"),
     [
@@ -303,6 +307,7 @@ def test_others_learn_why_a_rank_ended_early(how: str, lanes: str, code: int, re
         ranks.await_exit(SURVIVORS)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-C in recv"])
 def test_ctrl_c_ends_a_blocked_operation_there_and_everywhere(how: str, lanes: str) -> None:
@@ -445,6 +450,7 @@ def split_many_times(count: int) -> Any:
         return growth, descriptors, time.process_time() - idle
 
 
+@pytest.mark.alone
 def test_64_split_groups_cost_little_and_idle_for_free() -> None:
     for growth, descriptors, idle_seconds in run_ranks(4, split_many_times, 64, lanes="shm", timeout=60.0):
         assert growth < 200 << 20

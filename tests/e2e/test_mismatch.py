@@ -19,7 +19,7 @@ from covey.testing import run_threads
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 SIZE = 3
 AT_ONCE = 8

@@ -85,7 +85,13 @@ def covey_run(tmp_path: Path, runtime: Path) -> Iterator[Callable[..., Keeper]]:
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], str]:
     """Write a script that knows its rank and return its name."""
-    prelude = "import os, signal, subprocess, sys, time\nrank = int(os.environ['COVEY_RANK'])\n"
+    prelude = """
+import os, signal, subprocess, sys, time
+rank = int(os.environ['COVEY_RANK'])
+def wait_for_signals():
+    while True:
+        time.sleep(0.05)  # not pause(), which would not see one that comes just before it
+"""
 
     def write(body: str) -> str:
         (tmp_path / "job.py").write_text(prelude + textwrap.dedent(body))
@@ -200,8 +206,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(covey_run, script) -> None:
         print(os.getpid())
         if rank == 0:
             sys.exit(5)
-        while True:
-            signal.pause()
+        wait_for_signals()
     """)
     code, out, _ = covey_run("-n", "2", job).finish()
     assert code == 5
@@ -217,8 +222,7 @@ def test_a_signal_reaches_every_rank_once(covey_run, script, runtime, signum, ex
             sys.exit(0)
         signal.signal({int(signum)}, on_signal)
         print("ready")
-        while True:
-            signal.pause()
+        wait_for_signals()
     """)
     keeper = covey_run("-n", "3", job)
     ready = [keeper.process.stdout.readline() for _ in range(3)]
@@ -235,8 +239,7 @@ def test_a_rank_that_sigterm_kills_is_not_a_good_end(covey_run, script) -> None:
         if rank == 1:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         print("ready")
-        while True:
-            signal.pause()
+        wait_for_signals()
     """)
     keeper = covey_run("-n", "2", job)
     assert sorted(keeper.process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
@@ -250,8 +253,7 @@ def test_a_second_ctrl_c_kills_ranks_that_ignore_the_first(covey_run, script) ->
     job = script("""
         signal.signal(signal.SIGINT, lambda *_: print("not now"))
         print(os.getpid())
-        while True:
-            signal.pause()
+        wait_for_signals()
     """)
     keeper = covey_run("-n", "2", job)
     pids = [int(keeper.process.stdout.readline()[4:]) for _ in range(2)]
@@ -266,8 +268,7 @@ def test_a_second_ctrl_c_kills_ranks_that_ignore_the_first(covey_run, script) ->
 def test_ranks_die_with_a_keeper_that_is_killed(covey_run, script) -> None:
     job = script("""
         print(os.getpid())
-        while True:
-            signal.pause()
+        wait_for_signals()
     """)
     keeper = covey_run("-n", "3", job)
     pids = [int(keeper.process.stdout.readline()[4:]) for _ in range(3)]
@@ -458,16 +459,6 @@ def test_what_cannot_be_run_is_refused_in_one_line_and_a_remedy(
     assert remedy == "what to do: correct the call or the setting"
     assert "Traceback" in covey_run(*words, env={"COVEY_DEBUG": "1"}).finish()[2]
     assert list(runtime.iterdir()) == []
-
-
-def test_an_empty_script_on_four_ranks_takes_less_than_a_second_and_a_half(covey_run, script) -> None:
-    job = script("")
-    for _ in range(5):  # once in five is enough: what else the machine does is none of our business
-        began = time.monotonic()
-        assert covey_run("-n", "4", job).finish()[0] == 0
-        if time.monotonic() - began < 1.5:
-            return
-    pytest.fail("took longer every time")
 
 
 def test_help_lists_every_command_and_imports_none() -> None:

@@ -23,8 +23,9 @@ from covey.base.config import GroupConfig
 from covey.base.errors import RemoteProtocolError
 from covey.runtime import lanes
 from covey.runtime import node as node_module
-from covey.runtime.bootstrap import Place, join_at
+from covey.runtime.bootstrap import join_at
 from covey.runtime.greet import GREETING_SECONDS, Gate
+from covey.runtime.places import Place
 from covey.wire import door, frame, greeting, header, message_header, messages
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ with covey.join(sys.argv[2], **json.loads(sys.argv[3])) as group:
             x[:] = group.rank
             group.all_reduce(x)
             assert (x == 1.0).all()
-            time.sleep(0.01)
+            time.sleep(0.05)
     except covey.PeerLostError as error:
         print(json.dumps([group.rank, error.rank, str(error)]), flush=True)
 """

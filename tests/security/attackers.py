@@ -23,10 +23,10 @@ from covey.net.clusters import Cluster
 from covey.net.identity import NodeIdentity
 from covey.net.tls import Credentials
 from covey.runtime import loop as control
-from covey.runtime.bootstrap import ClusterOptions, WantedRun
 from covey.runtime.candidate import Candidate
 from covey.runtime.joining import join_run
 from covey.runtime.node import Node
+from covey.runtime.places import ClusterOptions, WantedRun
 from covey.runtime.seat import cluster_seat
 from covey.testing.proxy import Proxy
 from covey.wire import door, frame, messages

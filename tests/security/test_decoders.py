@@ -19,8 +19,8 @@ from covey.net import clusters, neighbours
 from covey.net.identity import NodeIdentity
 from covey.net.interfaces import to_dial, usable_interfaces
 from covey.net.neighbours import Neighbours
-from covey.wire import beacon, door, formation, frame, messages
-from covey.wire.seal import ForgedError, Opener, Sealer, record_length
+from covey.wire import beacon, board, door, formation, frame, messages
+from covey.wire.seal import RECORD_LIMIT, ForgedError, Opener, Sealer, record_length
 from covey.wire.secret import decode_join_code, encode_join_code
 
 if TYPE_CHECKING:
@@ -61,6 +61,23 @@ VALID: list[Any] = [
     messages.Agreeing(1, b"x"),
     messages.Vouch(((bytes(16), 1),)),
     messages.Founded(1, bytes(16), True, (messages.SeatedMember(0, CARD),)),
+    messages.Posting(1, 2, b"x"),
+    board.Put((("key", b"value"),)),
+    board.Get(("key",)),
+    board.Await(("key",)),
+    board.Check(("key",)),
+    board.Add("key", 1),
+    board.Swap("key", b"", b"value"),
+    board.Append("key", b"value"),
+    board.Delete("key"),
+    board.Names(),
+    board.Count(),
+    board.Push("key", b"value"),
+    board.Pop("key", True),
+    board.Length("key"),
+    board.Withdraw(),
+    board.Done((b"value",), 1),
+    board.Refused("no"),
     CARD,
     formation.Here(TERMS, MEMBER, (bytes(16),), formation.Phase.GATHERING),
     formation.Propose(bytes(16), (MEMBER,)),
@@ -84,6 +101,7 @@ DECODERS: list[Callable[[bytes], Any]] = [
     messages.decode_greeting,
     messages.decode_control,
     formation.decode_formation,
+    board.decode_body,
 ]
 
 
@@ -174,7 +192,7 @@ def test_no_record_opens_but_the_one_that_was_sealed(data: bytes) -> None:
     with contextlib.suppress(ForgedError):
         if len(data) >= 4:
             length = record_length(data)
-            assert 0 < length <= 1 << 18
+            assert 0 < length <= RECORD_LIMIT
     forged = bytearray(sealed)
     for at, byte in enumerate(data[:70]):
         forged[at] ^= byte
@@ -266,6 +284,6 @@ def test_addresses_of_others_are_numbers_and_never_names_to_look_up(addresses: l
 
 def test_every_message_is_in_the_fuzz() -> None:
     known = {type(value) for value in VALID}
-    for union in (messages.Greeting, messages.Control, formation.Formation):
+    for union in (messages.Greeting, messages.Control, formation.Formation, board.Body):
         assert set(typing.get_args(union)) <= known
     assert all(isinstance(value, msgspec.Struct) for value in VALID)

@@ -7,13 +7,16 @@ import contextlib
 import logging
 import random
 import secrets
+import threading
 import typing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.security.attackers import (
     BROKEN,
+    DEADLINE,
     Insider,
+    Victim,
     call_on_loop,
     new_cluster,
     nonsense,
@@ -24,18 +27,17 @@ from tests.security.attackers import (
     welcomes_members,
 )
 
-from covey.base.errors import ConnectError, CoveyError
+from covey.base.errors import ConnectError, CoveyError, PeerLostError
 from covey.net import clusters
 from covey.net.clusters import Cluster
 from covey.net.identity import NodeIdentity
+from covey.proto.health import Vouch
 from covey.runtime import loop as control
 from covey.wire import formation, frame, messages
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tests.security.attackers import Victim
 
     from covey.runtime.group import Group
 
@@ -341,6 +343,38 @@ def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatc
     finally:
         call_on_loop(jam.over.set)
     assert 1 <= jam.begun < 500
+
+
+def test_a_keeper_is_believed_only_about_those_who_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    named, stranger, cluster = NodeIdentity.ephemeral(), NodeIdentity.ephemeral(), new_cluster()
+    monkeypatch.setenv("COVEY_KEEPER_ID", named.id.hex())
+    over = threading.Event()
+
+    def attack(group: Group) -> None:
+        group.barrier()
+        if group.rank == 1:
+            group.barrier()
+            assert over.wait(DEADLINE)
+            return
+        node = group._engine.node
+        assert node is not None
+        address = ("127.0.0.1", node.card.contact.addresses[0].port)
+        prey = Victim(cluster, None, node, address)  # type: ignore[arg-type]
+        death = messages.Vouch(((node.peers[1].life, Vouch.EXITED),))
+        try:
+            for purpose, identity in (("keeper", stranger), ("candidate", stranger), ("visitor", named)):
+                with Insider(prey, identity, purpose=purpose) as liar:
+                    liar.say(death)
+                    liar.ping()
+            group.barrier()
+            with Insider(prey, named, purpose="keeper") as keeper:
+                keeper.say(death)
+                with pytest.raises(PeerLostError, match="rank 1"):
+                    group.barrier()
+        finally:
+            over.set()
+
+    run_nodes(cluster, attack)
 
 
 def test_offers_that_nobody_follows_up_take_little_memory() -> None:

@@ -22,7 +22,7 @@ from tests.security.attackers import DEADLINE, LOOPBACK, new_cluster, run_nodes
 from covey.base.errors import CoveyError
 from covey.net import clusters
 from covey.net.identity import NodeIdentity, id_text, node_name
-from covey.runtime.bootstrap import ClusterOptions
+from covey.runtime.places import ClusterOptions
 from covey.runtime.seat import cluster_seat
 from covey.testing.netns import Lan, require_namespaces
 from covey.wire import messages

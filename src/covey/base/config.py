@@ -43,6 +43,7 @@ RUN_VARIABLES: Final = (
     "COVEY_JOIN_TIMEOUT",
     "COVEY_SECRET_FD",
     "COVEY_TORCH_ENV",
+    "COVEY_TORCHRUN",
     "COVEY_KEEPER_ID",
 )
 """What `covey run` tells the programs that it starts about the run they are to join in the cluster."""

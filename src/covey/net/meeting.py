@@ -2,7 +2,7 @@
 
 A meeting is a folder that only its owner may enter. Rank r listens at `r.sock` in it and holds a lock on `r.lock`
 for as long as it lives, so a second process with the same rank is noticed, and what a killed one left behind is
-taken over.
+taken over. What is left of a meeting whose processes were all killed goes when the next one begins.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class Meeting(LockHolder):
         self.path = socket_path(folder, rank)
         with _closed_door(self._door):
             if self._door is not None:
+                _remove_abandoned_beside(folder)
                 _own_folder(folder)
             self._lock = _take_seat(self._lock_path, rank)
             try:
@@ -116,6 +117,14 @@ class Meeting(LockHolder):
 def _closed_door(folder: Path | None) -> contextlib.AbstractContextManager[None]:
     """Let one process at a time come into or leave the meetings below `folder`."""
     return only_one(folder / "door", setting="TMPDIR") if folder is not None else contextlib.nullcontext()
+
+
+def _remove_abandoned_beside(folder: Path) -> None:
+    """Remove other meetings whose processes were all killed. Behind a closed door."""
+    for token in folder.parent.glob("*/token"):
+        meeting = token.parent
+        if meeting != folder and not any(_is_taken(path) for path in meeting.glob("*.lock")):
+            shutil.rmtree(meeting, ignore_errors=True)
 
 
 def _take_seat(path: Path, rank: int) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from covey.base.dtypes import BFLOAT16, dtype_code
+from covey.base.dtypes import BFLOAT16, DTYPES, dtype_code
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
+
+BYTES: Final = dtype_code(np.dtype(np.uint8))
+"""How objects travel, on the wire."""
 
 
 class Operand(NamedTuple):
@@ -25,6 +27,11 @@ class Operand(NamedTuple):
     strided: Array | None = None
     """The argument, if it is not contiguous: then `flat` stands in for it between `load` and `store`."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether `flat` is the argument's own memory."""
+        return self.strided is None
+
     def load(self) -> Array:
         """Return `flat` with what the argument holds now. An operation may run long after it was issued."""
         if self.strided is not None:
@@ -36,13 +43,20 @@ class Operand(NamedTuple):
         if self.strided is not None:
             self.strided[...] = self.flat.reshape(self.shape)
 
+    def deliver(self, result: Any) -> Any:
+        """Return the result of an operation, once the argument shows what `flat` holds."""
+        self.store()
+        return result
+
 
 def writable(x: Any) -> Operand:
-    """See `x` as an operand that an operation changes in place.
+    """See `x` as an operand that an operation changes in place; one that is made already is taken as it is.
 
     Raises:
         TypeError: it is no array, cannot be written, or has a dtype that covey does not move.
     """
+    if isinstance(x, Operand):
+        return x
     array = as_array(x)
     if not array.flags.writeable:
         raise TypeError("the array is read-only; pass a copy: x = x.copy()")
@@ -51,6 +65,8 @@ def writable(x: Any) -> Operand:
 
 def readable(x: Any) -> Operand:
     """See `x` as an operand that an operation only reads; numbers and lists are taken as arrays too."""
+    if isinstance(x, Operand):
+        return x
     is_plain = isinstance(x, list | tuple | int | float | complex | np.generic)
     return _operand(np.asarray(x) if is_plain else as_array(x))
 
@@ -86,22 +102,44 @@ def as_array(x: Any) -> Array:
     return np.asarray(view)
 
 
+class _TensorMemory:
+    """A tensor's memory as numpy takes it. `Tensor.numpy()` would forbid torch to resize the storage ever after."""
+
+    __slots__ = ("__array_interface__", "owner")
+    __array_interface__: dict[str, Any]
+    owner: Any
+
+
+_numpy_dtypes: dict[Any, np.dtype[Any]] = {}
+"""By torch's, as they are met."""
+
+
 def _tensor_memory(tensor: Any) -> Array:
-    """Return an array over a CPU tensor's memory, found by its pointer: bfloat16 and requires_grad work too."""
+    """Return an array over a CPU tensor's memory, which it keeps alive; bfloat16 and requires_grad work too."""
     if tensor.device.type != "cpu" or tensor.layout is not sys.modules["torch"].strided:
         raise TypeError(f"the tensor is {tensor.layout} on {tensor.device}; move it to the CPU first: x.cpu()")
-    name = str(tensor.dtype).removeprefix("torch.")
-    try:
-        dtype = BFLOAT16 if name == "bfloat16" else np.dtype(name)
-    except TypeError:
-        raise TypeError(f"covey cannot move tensors of {tensor.dtype}") from None
+    dtype = _numpy_dtypes.get(tensor.dtype) or _numpy_dtype(tensor.dtype)
     shape = tuple(tensor.shape)
-    if tensor.numel() == 0:
+    if not tensor.numel():
         return np.empty(shape, dtype)
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError("the tensor is a lazy conjugate or negative view; call x.resolve_conj().resolve_neg() first")
-    strides = tuple(step * dtype.itemsize for step in tensor.stride())
-    extent = dtype.itemsize + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
-    memory = (ctypes.c_char * extent).from_address(tensor.data_ptr())
-    memory._covey_owner = tensor  # the memory must outlive the array
-    return np.ndarray(shape, dtype, memory, strides=strides)
+    memory = _TensorMemory()
+    memory.owner = tensor
+    memory.__array_interface__ = {
+        "version": 3,
+        "shape": shape,
+        "typestr": "<i2" if dtype is BFLOAT16 else dtype.str,
+        "data": (tensor.data_ptr(), False),
+        "strides": None if tensor.is_contiguous() else tuple(step * dtype.itemsize for step in tensor.stride()),
+    }
+    array = np.asarray(memory)
+    return array.view(BFLOAT16) if dtype is BFLOAT16 else array
+
+
+def _numpy_dtype(torch_dtype: Any) -> np.dtype[Any]:
+    name = str(torch_dtype).removeprefix("torch.")
+    dtype = next((dtype for dtype in DTYPES if dtype.name == name), None)
+    if dtype is None:
+        raise TypeError(f"covey cannot move tensors of {torch_dtype}")
+    return _numpy_dtypes.setdefault(torch_dtype, dtype)

@@ -48,6 +48,12 @@ def place_id(place: int) -> bytes:
     return place.to_bytes(32, "big")
 
 
+def seats_of(founded: messages.Founded) -> list[wire.Seat]:
+    """Return who has which place in a generation, as its records name them."""
+    cards = (member.card for member in founded.members)
+    return [wire.Seat(card.id or place_id(rank), card.life) for rank, card in enumerate(cards)]
+
+
 class Council:
     """One node's part in the views of a generation. Places are the generation's ranks; the keeper's comes after."""
 

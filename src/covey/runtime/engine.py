@@ -11,10 +11,8 @@ With `on_loss="raise"` the first fault ends the group. With `on_loss="continue"`
 from __future__ import annotations
 
 import contextvars
-import functools
 import logging
 import os
-import queue
 import select
 import threading
 import time
@@ -29,29 +27,30 @@ from covey.base.errors import (
     ClosedError,
     ConnectError,
     CoveyError,
-    DeadlineError,
     PeerLostError,
     RemoteProtocolError,
 )
 from covey.runtime import loop as control
+from covey.runtime.backlog import Backlog
 from covey.runtime.bell import Bell
 from covey.runtime.circle import Circle, DisagreedError
 from covey.runtime.fault import Fault
-from covey.runtime.ledger import OPERATIONS, Call, Ledger
-from covey.runtime.work import Work
+from covey.runtime.ledger import OPERATIONS, Call
+from covey.runtime.post import Post
+from covey.runtime.rollcall import ANSWER_SECONDS, RollCall
 from covey.wire import messages
 from covey.wire.header import unpack
 
 if TYPE_CHECKING:
-    import socket
+    import queue
     from collections.abc import Callable
 
     from covey.base.config import GroupConfig
     from covey.net.lane import LaneClosedError
     from covey.runtime.generation import Generation
-    from covey.runtime.messenger import Messenger
     from covey.runtime.node import Node
     from covey.runtime.pact import Pact
+    from covey.runtime.rollcall import Late
 
 logger = logging.getLogger("covey")
 
@@ -61,12 +60,10 @@ WARN_SECONDS: Final = 30.0
 """A stall this long is told to the person who waits, with the names of the late."""
 CAUSE_SECONDS: Final = 0.2
 """How long a broken lane waits for the news that tells why."""
-ANSWER_SECONDS: Final = 0.15
-"""How long a rank that found a contradiction collects what the others called."""
 FLUSH_SECONDS: Final = 5.0
 """How long closing a group may take to hand messages over that were sent already."""
-QUEUE_LIMIT: Final = 10_000
-"""Asynchronous operations that may wait; the next one is an error, since something is running away."""
+END_SECONDS: Final = 5.0
+"""How long closing a group waits for an operation that is told to end."""
 CARRIERS: Final = frozenset(OPERATIONS.index(name) for name in ("all_reduce", "barrier"))
 """Operations in which every rank hears from every other, so that all know of a waiting change after the same one."""
 MESSAGES: Final = Call(0, 0, 0, "a message")
@@ -104,8 +101,9 @@ class Engine:
         self.quiet = contextvars.Context()
         """Where infinities and nans are numbers like others and not worth a warning; cheaper than np.errstate."""
         self.quiet.run(np.seterr, all="ignore")
-        self._ranks_by_member = {member: rank for rank, member in enumerate(members)}
-        self._ledger = Ledger()
+        self.ranks_by_member = {member: rank for rank, member in enumerate(members)}
+        self._roll = RollCall(self)
+        self._ledger = self._roll.ledger
         self._timeout = self._deadline = 0.0
         self._announced = False
         self._warn_at = 0.0
@@ -115,25 +113,19 @@ class Engine:
         self._fault: Fault | None = None
         self._first_error: BaseException | None = None
         self._fault_lock = threading.Lock()
-        self._comparing = False
         self._closed = False
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Operations for the worker thread, each with its engine: the thread itself keeps none alive. None ends it."""
-        self._counting = threading.Lock()
-        self._unfinished = 0
-        self._worker: threading.Thread | None = None
-        self._running: Work[Any] | None = None
+        self._backlog = Backlog(name)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         host = node.host if node is not None else ""
         same_host = 1 + sum(1 for peer in self._peers() if peer.contact is not None and peer.contact.host == host)
         self.may_spin = same_host <= cores
-        self._messenger: Messenger | None = None
-        self._messenger_lock = threading.Lock()
         self._descriptors: list[int] = []
         self._bell = Bell(self._descriptors)
+        self.post = Post(self, self._bell)
+        """What sends and receives this group's messages."""
         self._pact: Pact | None = None
         self._dropped = weakref.finalize(
-            self, _drop, node, generation, group_id, members, self._descriptors, self._queue
+            self, _drop, node, generation, group_id, members, self._descriptors, self._backlog.queue
         )
         if generation is not None and config.on_loss == "continue":
             from covey.runtime.pact import Pact  # of no use to groups that end with their first loss
@@ -191,6 +183,11 @@ class Engine:
         """Whether the group was closed or has failed."""
         return self._closed or self._fault is not None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the group was closed."""
+        return self._closed
+
     def lane_kind(self, rank: int) -> str:
         """Return the kind of lane to a rank, from facts that both ends know."""
         assert self.node is not None
@@ -225,18 +222,18 @@ class Engine:
             )
         try:
             if self._fault is not None or self._closed:
-                self._refuse(call)
+                self.refuse(call)
             limit = self.config.timeout if timeout is None else check_timeout(timeout)
-            if not async_op and not self._unfinished:
-                return self._perform(call, body, then, limit, root)
-            if not async_op and threading.current_thread() is self._worker:
+            if not async_op and not self._backlog.unfinished:
+                return self.perform(call, body, then, limit, root)
+            if not async_op and self._backlog.is_on_this_thread:
                 raise BusyError(f"{call.text} would wait for operations that wait for this callback; use async_op=True")
-            work = self._enqueue(call, body, then, limit, root)
+            work = self._backlog.add(self, call, body, then, limit, root)
             return work if async_op else work.wait()
         finally:
             self._issuing.release()
 
-    def _perform(
+    def perform(
         self,
         call: Call,
         body: Callable[[Circle], Any],
@@ -244,6 +241,7 @@ class Engine:
         limit: float,
         root: int,
     ) -> Any:
+        """Do an operation now, on this thread; see `run`. One thread at a time may."""
         self.sequence = sequence = self.sequence + 1
         self._ledger.enter(sequence, call)
         self.call = call
@@ -284,15 +282,20 @@ class Engine:
     def check_deadline(self, trouble: str) -> None:
         """Give up if the time of the current operation is over; `trouble` is what keeps it from going on."""
         if time.monotonic() >= self._deadline:
-            late = self._late(())
-            names = f"{self._name_ranks(late)} did not come; " if late else ""
+            late = self._roll.late(())
+            names = f"{self.name_ranks(late)} did not come; " if late else ""
             text = f"{self._what()} did not finish within {self._timeout:g} s; {names}the last trouble was: {trouble}"
             self.fail(Fault("DeadlineError", text, late))
 
     def root_lost(self, root: int) -> PeerLostError:
         """Return what to raise for an operation whose root is lost; the group goes on."""
-        text = f"{self._name_ranks((root,))} is lost, and {self._what()} means nothing without it"
+        text = f"{self.name_ranks((root,))} is lost, and {self._what()} means nothing without it"
         return PeerLostError(text, rank=root, host=self._host(root), operation=self.call.text, sequence=self.sequence)
+
+    def part_lost(self, rank: int) -> PeerLostError:
+        """Return what to raise where a lost rank's part of the result is missed; the group goes on."""
+        text = f"{self.name_ranks((rank,))} is lost, and its part of {self._what()} with it"
+        return PeerLostError(text, rank=rank, host=self._host(rank), operation=self.call.text, sequence=self.sequence)
 
     def _gave_up(self, error: BaseException) -> None:
         """The current operation ended with `error`: the others must know, whatever it was."""
@@ -310,7 +313,7 @@ class Engine:
         if self._first_error is None:
             self._first_error = error
 
-    def _refuse(self, call: Call) -> None:
+    def refuse(self, call: Call) -> None:
         """Raise what keeps `call` from running."""
         if self._fault is None:
             raise ClosedError(f"{call.text}: group {self.name!r} is closed")
@@ -324,38 +327,7 @@ class Engine:
     def require_open(self) -> None:
         """Raise what keeps messages from being sent or received, if anything does."""
         if self._fault is not None or self._closed:
-            self._refuse(MESSAGES)
-
-    # The worker thread
-
-    def _enqueue(self, call: Call, body: Any, then: Any, limit: float, root: int) -> Work[Any]:
-        work: Work[Any] = Work(f"{call.text} of group {self.name!r}")
-        with self._counting:
-            if self._unfinished >= QUEUE_LIMIT:
-                raise BusyError(f"{QUEUE_LIMIT} operations of group {self.name!r} wait already; wait for some of them")
-            self._unfinished += 1
-        self._queue.put((self, work, call, body, then, limit, root))
-        if self._worker is None:
-            self._worker = threading.Thread(target=_work, args=(self._queue,), name=f"covey-{self.name}", daemon=True)
-            self._worker.start()
-        return work
-
-    def run_queued(self, work: Work[Any], call: Call, body: Any, then: Any, limit: float, root: int) -> None:
-        """Perform an operation on the worker thread."""
-        self._running = work
-        result, error = None, None
-        try:
-            if self._fault is not None or self._closed:
-                self._refuse(call)
-            result = self._perform(call, body, then, limit, root)
-            work.contributors = self.contributors
-        except BaseException as failure:
-            error = failure
-        self._running = None
-        with self._counting:
-            self._unfinished -= 1
-        work.conclude(result, error)
-        work.notify()
+            self.refuse(MESSAGES)
 
     # What an execution asks
 
@@ -368,30 +340,30 @@ class Engine:
         """Nothing moved since `since`; say so where it helps, raise if time is up, return when to call again."""
         now = time.monotonic()
         if now >= self._deadline:
-            self._announce(self.sequence)  # once more: who could not answer before may do so now, and is not to blame
+            self._roll.call(self.sequence)  # once more: who could not answer before may do so now, and is not to blame
             self._await_fault(ANSWER_SECONDS)
             circle.check()
-            late = self._late(waiting_for)
-            text = f"{self._what()} did not finish within {self._timeout:g} s; {self._name_ranks(late)} did not come"
+            late = self._roll.late(waiting_for)
+            text = f"{self._what()} did not finish within {self._timeout:g} s; {self.name_ranks(late)} did not come"
             self.fail(Fault("DeadlineError", text, late))
             circle.check()
         if not self._announced and now >= since + ANNOUNCE_SECONDS:
             self._announced = True
-            self._announce(self.sequence)
+            self._roll.call(self.sequence)
         if not self._warn_at:
             self._warn_at = now + WARN_SECONDS
         elif now >= self._warn_at:
             self._warn_at = now + WARN_SECONDS
             waited = now - (self._deadline - self._timeout)
             logger.warning("rank %d waits in %s since %.0f s for %s", self.rank, self._what(), waited,
-                           self._name_ranks(self._late(waiting_for)))  # fmt: skip
+                           self.name_ranks(self._roll.late(waiting_for)))  # fmt: skip
         moments = (self._deadline, self._warn_at, since + ANNOUNCE_SECONDS)
         return min(moments[:2] if self._announced else moments)
 
     def lane_closed(self, circle: Circle, peer: int, error: LaneClosedError | ConnectError) -> None:
         """The lane to a rank ended; raise what ended it."""
         if self._pact is not None:
-            self._pact.disturbed(circle, f"the lane to {self._name_ranks((peer,))}: {error}")
+            self._pact.disturbed(circle, f"the lane to {self.name_ranks((peer,))}: {error}")
         text = self._why_closed(peer, str(error))
         self.fail(Fault("PeerLostError", text, (peer,)))
         self.check()
@@ -404,7 +376,7 @@ class Engine:
         why = f"closed the group, or the connection broke ({symptom})"
         if other.left or other.excluded:
             why = "left the group" if other.left else f"is lost{f': {other.reason}' if other.reason else ''}"
-        return f"{self._name_ranks((peer,))} {why}"
+        return f"{self.name_ranks((peer,))} {why}"
 
     def _await_fault(self, seconds: float, or_else: Callable[[], bool] = lambda: False) -> None:
         poll = select.poll()
@@ -422,7 +394,7 @@ class Engine:
             self.fail(Fault("RemoteProtocolError", f"rank {peer} sent {error}", (peer,)))
             circle.check()
             raise
-        self._announce(min(theirs.sequence, ours.sequence))
+        self._roll.call(min(theirs.sequence, ours.sequence))
         self._await_fault(4 * ANSWER_SECONDS)
         operation = OPERATIONS[theirs.operation] if theirs.operation < len(OPERATIONS) else "something else"
         text = (
@@ -492,7 +464,17 @@ class Engine:
             return self.node.card.host_name if self.node is not None else ""
         return str(self.node.peers[self.members[rank]].host_name)
 
-    def _name_ranks(self, ranks: tuple[int, ...]) -> str:
+    def whereabouts(self, rank: int) -> tuple[str, int]:
+        """Return the name of a rank's host, and the number of its process there."""
+        peer = self.node.peers.get(self.members[rank]) if self.node is not None else None
+        return self._host(rank), os.getpid() if peer is None else peer.pid
+
+    def who_is_late(self, seconds: float) -> list[Late]:
+        """Return the ranks that are behind the others, or do not answer."""
+        return self._roll.who_is_late(seconds)
+
+    def name_ranks(self, ranks: tuple[int, ...]) -> str:
+        """Say who these are."""
         if self.node is None:
             return ""
         names = []
@@ -501,23 +483,10 @@ class Engine:
             names.append(f"rank {rank}" + (f" ({peer.host_name}, process {peer.pid})" if peer is not None else ""))
         return " and ".join(names)
 
-    def _late(self, waiting_for: tuple[int, ...]) -> tuple[int, ...]:
-        """Return who keeps this operation waiting: those who never came to it, or else those it waits for."""
-        return self._ledger.late(self.sequence, self.circle.ranks, self.rank) or tuple(sorted(set(waiting_for)))
-
     # What the control loop reports
 
-    def _announce(self, sequence: int) -> None:
-        call = self._ledger.at(sequence)
-        if self.node is None:
-            return
-        message = messages.Announce(
-            self.id, sequence, call.fingerprint if call else 0, call.text[:2000] if call else ""
-        )
-        self.node.tell((member for member in self.members if member != self.node.rank), message)
-
     def heard(self, peer: int, message: messages.Announce | messages.Position | messages.Revoke) -> None:
-        rank = self._ranks_by_member.get(peer)
+        rank = self.ranks_by_member.get(peer)
         if rank is None or self.node is None:
             return
         if isinstance(message, messages.Revoke):
@@ -528,140 +497,56 @@ class Engine:
             else:
                 self.end(fault)
             return
-        if isinstance(message, messages.Announce):
-            if self._fault is not None:  # the news may have come before the asker knew of the group
-                self.node.tell((peer,), self._revocation(self._fault))
-            mine = self._ledger.at(message.sequence)
-            answer = messages.Position(
-                self.id,
-                self._ledger.entered,
-                message.sequence,
-                mine.fingerprint if mine else 0,
-                mine.text[:2000] if mine else "",
-            )
-            self.node.tell((peer,), answer)
-        entered = message.entered if isinstance(message, messages.Position) else message.sequence
-        differs = self._ledger.heard(rank, entered, message.sequence, message.fingerprint, message.call)
-        if differs and not self._comparing:
-            self._comparing = True
-            self._announce(message.sequence)
-            control.control_loop().call_later(ANSWER_SECONDS, self._compare, message.sequence)
-
-    def _compare(self, sequence: int, *, is_last: bool = False) -> None:
-        """Everyone had time to say what it called at `sequence`; at least one differs from us."""
-        if not is_last and not self._ledger.heard_all(sequence, self.circle.ranks, self.rank):
-            self._announce(sequence)  # who had not come to it then may have come to it by now
-            control.control_loop().call_later(ANSWER_SECONDS, functools.partial(self._compare, sequence, is_last=True))
-            return
-        story = self._ledger.story(sequence, self.circle.ranks, self.rank)
-        text = f"ranks of group {self.name!r} called different things as operation {sequence}: {story}"
-        self.fail(Fault("MismatchError", text))
+        if isinstance(message, messages.Announce) and self._fault is not None:
+            # The news may have come before the asker knew of the group.
+            self.node.tell((peer,), self._revocation(self._fault))
+        self._roll.heard(rank, message)
 
     def peer_gone(self, peer: int, *, left: bool) -> None:
-        rank = self._ranks_by_member.get(peer)
+        rank = self.ranks_by_member.get(peer)
         if rank is not None and self._pact is not None:
-            with self._messenger_lock:
-                messenger = self._messenger
-            if messenger is not None:
-                messenger.peer_lost(rank)
+            self.post.peer_lost(rank)
         elif rank is not None and not left:
             reason = self.node.peers[peer].reason if self.node is not None else ""
             why = f"is gone: {reason}" if reason else "is gone"
-            self.fail(Fault("PeerLostError", f"{self._name_ranks((rank,))} {why}", (rank,)))
+            self.fail(Fault("PeerLostError", f"{self.name_ranks((rank,))} {why}", (rank,)))
 
     def lane_arrived(self, peer: int, purpose: str) -> None:
         if purpose == "messages":
-            with self._messenger_lock:
-                messenger = self._messenger
-            if messenger is not None:
-                messenger.adopt(self._ranks_by_member[peer], self._message_socket(self._ranks_by_member[peer]))
-
-    # Messages
-
-    def messenger(self) -> Messenger:
-        """Return what sends and receives this group's messages, opened on first use."""
-        from covey.runtime.messenger import Messenger
-
-        with self._messenger_lock:
-            if self._messenger is None:
-                if self._closed:
-                    self._refuse(MESSAGES)
-                self._bell.open()
-                self._messenger = Messenger(
-                    self.rank,
-                    self.size,
-                    open_lane=self._message_socket,
-                    wake_fd=self._bell.fd,
-                    fault=self.fault_error,
-                    lost=self.lost_error,
-                    name=self.name,
-                )
-                arrived = self.node.lanes.arrived(self.id, "messages") if self.node is not None else []
-                for member in arrived:
-                    rank = self._ranks_by_member[member]
-                    self._messenger.adopt(rank, self._message_socket(rank))
-            return self._messenger
-
-    def _message_socket(self, rank: int, deadline: float | None = None) -> socket.socket:
-        """Return the socket that carries messages to and from `rank`; the same one every time."""
-        assert self.node is not None
-        deadline = time.monotonic() + self.config.timeout if deadline is None else deadline
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                sock = self.node.lanes.open(self.id, self.members[rank], "messages", min(1.0, left))
-                return sock  # type: ignore[no-any-return]
-            except DeadlineError:
-                if (fault := self.fault_error()) is not None:
-                    raise fault from None
-            except (ConnectError, ClosedError) as error:
-                raise self.lost_error(rank) from error
-        raise DeadlineError(f"no lane for messages to {self._name_ranks((rank,))} opened in time", late=(rank,))
+            self.post.lane_arrived(self.ranks_by_member[peer])
 
     def forked(self) -> None:
         self._issuing = threading.Lock()
-        self._counting = threading.Lock()
         self._fault_lock = threading.Lock()
-        self._messenger_lock = threading.Lock()
         self._bell.forked()
         if self._pact is not None:
             self._pact.forked()
-        self._worker = None
         self._dropped.detach()
         text = f"group {self.name!r} belongs to the process that joined; this one was forked from it and cannot use it"
         self._fault, self._first_error = Fault("ClosedError", text), None
         self.node = None
-        works = [self._running]
-        while not self._queue.empty():
-            if (item := self._queue.get()) is not None:
-                works.append(item[1])
-        if self._messenger is not None:
-            works += self._messenger.pending()
-            self._messenger = None
-        for work in works:
-            if work is not None and not work.done():
+        for work in self._backlog.forked() + self.post.forked():
+            if not work.done():
                 work.fail(ClosedError(text))
 
     # The end
 
     def close(self) -> None:
         """Free lanes, thread and descriptors. Closing twice is fine."""
-        with self._messenger_lock:  # no messenger is made from here on
+        with self.post.lock:  # no messenger is made from here on
             if self._closed:
                 return
             self._closed = True
-        if self._messenger is not None:
-            self._messenger.close(time.monotonic() + FLUSH_SECONDS)
-        if self._unfinished or self._issuing.locked():
+        self.post.close(time.monotonic() + FLUSH_SECONDS)
+        if self._backlog.unfinished or self._issuing.locked():
             text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"
             fault = Fault("ClosedError", text, (self.rank,))
             if self._pact is not None:
                 self.end(fault)
             else:
                 self.fail(fault)
-        self._queue.put(None)
-        if self._worker is not None and self._worker is not threading.current_thread():
-            self._worker.join(5.0)
-        if self._issuing.acquire(timeout=5.0):  # another thread's operation ends before its lanes do
+        self._backlog.end(END_SECONDS)
+        if self._issuing.acquire(timeout=END_SECONDS):  # another thread's operation ends before its lanes do
             self._issuing.release()
         if self._pact is not None:
             self._pact.close()
@@ -671,14 +556,6 @@ class Engine:
             self.node.forget(self.id, self.sequence)
         self._bell.close()
         _close_all(self._descriptors)
-
-
-def _work(work_queue: queue.SimpleQueue[Any]) -> None:
-    """Perform queued operations, one after the other, until there comes a None."""
-    while (item := work_queue.get()) is not None:
-        engine, *operation = item
-        engine.run_queued(*operation)
-        del item, engine, operation  # they may hold large arrays; do not keep them while waiting for the next
 
 
 def _drop(

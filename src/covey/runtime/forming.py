@@ -22,6 +22,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     import socket
 
+    from covey.runtime.greet import Where
     from covey.runtime.link import Link
     from covey.runtime.node import Node
     from covey.runtime.peers import Peer
@@ -129,7 +130,7 @@ class Forming:
         pause, hang_ups, hung_up_at = 0.005, 0, 0.0
         while peer.link is None and not peer.ready and not self._node.is_closing:
             try:
-                link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.gate, self.hello())
+                link, welcome, where = await self._call(peer)
             except HungUpError as error:
                 hang_ups += 1
                 hung_up_at = hung_up_at or time.monotonic()
@@ -151,12 +152,14 @@ class Forming:
                     link.abort()
                     self._complain(AuthError(problem))
                     return
-                if not isinstance(where, str):
-                    peer.way = where
-                self._node.linked(peer, link, welcome.card)
+                self._reached(peer, link, welcome, where)
                 return
             await asyncio.sleep(pause)
             pause = min(0.1, pause * 1.5)
+
+    async def _call(self, peer: Peer) -> tuple[Link, messages.Welcome, Where]:
+        link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.gate, self.hello())
+        return link, welcome, where
 
     def _wrong_peer(self, peer: Peer, welcome: messages.Welcome) -> str:
         """Return why who answered is not the one that was dialled, or not wanted, or nothing."""
@@ -177,16 +180,20 @@ class Forming:
         while peer.link is None and not (peer.left or self._node.is_closing) and time.monotonic() < until:
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
                 async with asyncio.timeout(REDIAL_SECONDS):
-                    link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.gate, self.hello())
+                    link, welcome, where = await self._call(peer)
                 if welcome.card.life != peer.life:
                     link.abort()
                     return  # started anew: it comes by itself, as a newcomer
-                if not isinstance(where, str):
-                    peer.way = where
-                self._node.linked(peer, link, welcome.card)
+                self._reached(peer, link, welcome, where)
                 return
             await asyncio.sleep(pause)
             pause = min(0.5, pause * 1.5)
+
+    def _reached(self, peer: Peer, link: Link, welcome: messages.Welcome, where: Where) -> None:
+        """A process that was dialled has answered, there."""
+        if not isinstance(where, str):
+            peer.way = where
+        self._node.linked(peer, link, welcome.card)
 
     async def greet(self, sock: socket.socket, said: bytes) -> None:
         admitted = await admit(sock, self._node.gate, said, self._judge)

@@ -18,10 +18,10 @@ from covey.base.errors import BusyError
 from covey.proto.ballot import first_record
 from covey.proto.views import is_quorum
 from covey.runtime import loop as control
-from covey.runtime.council import Council, place_id
+from covey.runtime.council import Council, seats_of
 from covey.runtime.events import Event
 from covey.runtime.fault import Fault
-from covey.wire.membership import MAX_GROUPS, Seat, State
+from covey.wire.membership import MAX_GROUPS, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,11 +74,7 @@ class Generation:
         self.fault: Fault | None = None
         """Why."""
         self._left = threading.Event()
-        record = first_record(
-            [Seat(member.card.id or place_id(rank), member.card.life) for rank, member in enumerate(founded.members)],
-            founded.lineage,
-            has_keeper=founded.is_kept,
-        )
+        record = first_record(seats_of(founded), founded.lineage, has_keeper=founded.is_kept)
         self.view = record.view
         self.council = Council(
             self.number,
@@ -109,11 +105,6 @@ class Generation:
     def rank_of(self, seat: int) -> int | None:
         """Return the rank of a seat, if it has one here."""
         return self._ranks.get(seat)
-
-    @property
-    def live(self) -> frozenset[int]:
-        """The seats that are in the view."""
-        return frozenset(self.seats[rank] for rank in self.view.ranks)
 
     # Groups, on any thread
 

@@ -24,7 +24,7 @@ from covey.wire.formation import Terms
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.clusters import Cluster
-    from covey.runtime.bootstrap import ClusterOptions, WantedRun
+    from covey.runtime.places import ClusterOptions, WantedRun
     from covey.runtime.seat import Seat
 
 CLOSE_SECONDS: Final = 5.0

@@ -42,11 +42,6 @@ class KeeperLink:
         self._link: Link | None = None
         self._ended = asyncio.Event()
 
-    @property
-    def is_up(self) -> bool:
-        """Whether the keeper can be spoken to."""
-        return self._link is not None
-
     def send(self, message: messages.Control) -> None:
         """Tell the keeper, if it is there."""
         if self._link is not None:

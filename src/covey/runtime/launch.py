@@ -259,7 +259,8 @@ def _serve(parent: int, place: dict[str, Any], on_loss: str | None, call: bytes,
 
 def _call(place: dict[str, Any], on_loss: str | None, call: bytes) -> _Report:
     try:
-        from covey.runtime.bootstrap import Place, join_as  # the parent has no use for what this brings in
+        from covey.runtime.bootstrap import join_as  # the parent has no use for what this brings in
+        from covey.runtime.places import Place
 
         fn, args = _unpickle_call(call)
         with join_as(Place(**place), on_loss=on_loss) as group:

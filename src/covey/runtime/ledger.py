@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.dtypes import DTYPES
@@ -70,6 +71,8 @@ class Ledger:
         self.entered = 0
         self._calls: list[tuple[int, Call] | None] = [None] * KEPT
         self._others: dict[int, Heard] = {}
+        self.words: Counter[int] = Counter()
+        """How often each other rank has said anything."""
 
     def enter(self, sequence: int, call: Call) -> None:
         """This rank starts operation `sequence`."""
@@ -83,6 +86,7 @@ class Ledger:
 
     def heard(self, rank: int, entered: int, sequence: int, fingerprint: int, text: str) -> bool:
         """Note what `rank` said; tell whether it contradicts what this rank called."""
+        self.words[rank] += 1
         known = self._others.get(rank)
         calls = known.calls if known is not None else {}
         if text:
@@ -93,6 +97,11 @@ class Ledger:
         self._others[rank] = Heard(max(entered, known.entered), max(sequence, known.spoke_of), calls)
         mine = self.at(sequence)
         return bool(text) and mine is not None and mine.fingerprint != fingerprint
+
+    def last_of(self, rank: int) -> tuple[int, str]:
+        """Return the last operation that another rank is known to have entered, and what it called then, if known."""
+        heard = self._others.get(rank, Heard(0, 0, {}))
+        return heard.entered, heard.calls.get(heard.entered, (0, ""))[1]
 
     def late(self, sequence: int, ranks: Sequence[int], me: int) -> tuple[int, ...]:
         """Return the ranks that keep `sequence` waiting: those who do not even answer, else those furthest behind."""

@@ -41,6 +41,15 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
 
+def run(coroutine: Coroutine[Any, Any, T], within: float) -> T:
+    """Run a coroutine on the loop and return what it returns; it ends with a TimeoutError if it takes longer."""
+    future = start(coroutine)
+    try:
+        return future.result(within)
+    finally:
+        future.cancel()
+
+
 def soon(function: Callable[..., object], *args: Any) -> None:
     """Call `function` on the loop, soon."""
     control_loop().call_soon_threadsafe(function, *args)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import socket
 
     from covey.base.config import GroupConfig
-    from covey.runtime.bootstrap import Place
     from covey.runtime.link import Link
+    from covey.runtime.places import Place
     from covey.runtime.seat import Seat
 
 logger = logging.getLogger("covey")

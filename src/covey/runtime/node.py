@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from covey.base.errors import ConnectError, CoveyError
 from covey.proto.changes import Quorum
 from covey.runtime import loop as control
+from covey.runtime.boards import Boards
 from covey.runtime.events import Event, Events
 from covey.runtime.forming import Forming
 from covey.runtime.generation import Generation
@@ -124,6 +125,7 @@ class Node:
         }
         self._groups: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self.lanes = Lanes(self)
+        self.boards = Boards(self)
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._vigil: Vigil | None = None
@@ -178,6 +180,7 @@ class Node:
         if self._vigil is not None:
             self._vigil.link_up(peer)
         self.lanes.link_up(peer.rank)
+        self.boards.link_up(peer.rank)
         for council, rank in self._councils(peer.rank):
             council.link_up(rank, peer.life)
 
@@ -255,7 +258,7 @@ class Node:
     def begin(self, lineage: bytes = b"") -> None:
         """The run is formed: watch over the others, and found its first generation."""
         self._vigil = Vigil(self, self._silent, self._trusted)
-        if self.size <= messages.MAX_MEMBERS and self.size > 1:
+        if self.size <= messages.MAX_MEMBERS:
             cards = [self.card if seat == self.rank else self._card_of(seat) for seat in range(self.size)]
             lives = b"".join(card.life for card in cards)
             digest = hashlib.blake2b(lives, digest_size=16, key=self.run.encode()[:64]).digest()
@@ -437,6 +440,7 @@ class Node:
     def _give_up(self, peer: Peer) -> None:
         peer.gone = True
         self.lanes.abandon(lambda key: key.peer == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
+        self.boards.peer_gone(peer.rank)
         for group in self.groups():
             group.peer_gone(peer.rank, left=peer.left)
 
@@ -475,6 +479,8 @@ class Node:
                 self.lanes.expected(rank, lane)
             case messages.NoLane(group, purpose, reason, attempt):
                 self.lanes.refused(LaneKey(group, rank, purpose, attempt), reason)
+            case messages.Posting():
+                self.boards.heard(rank, message)
             case messages.Announce() | messages.Position() | messages.Revoke():
                 member = self._groups.get(message.group)
                 if member is not None:
@@ -501,6 +507,7 @@ class Node:
             return
         self.events.phase("detect")
         self.lanes.link_lost(rank)
+        self.boards.link_down(rank)
         if self._vigil is not None:
             self._vigil.link_lost(rank)
         for council, place in self._councils(rank):
@@ -577,6 +584,7 @@ class Node:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.lanes.stop_expecting()
+        self.boards.close()
         for generation in self._generations.values():
             generation.close()
         for newcomer in self.lobby:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.net.clusters import Cluster
     from covey.net.identity import NodeIdentity
     from covey.net.neighbours import Neighbours
-    from covey.runtime.bootstrap import Place
+    from covey.runtime.places import Place
 
 PORT_OFFSET: Final = 1
 """Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""

@@ -20,7 +20,7 @@ from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.net.meeting import host_token
 from covey.proto.ballot import first_record
 from covey.proto.health import Vouch
-from covey.runtime.council import Council, place_id
+from covey.runtime.council import Council, seats_of
 from covey.runtime.entrance import Entrance
 from covey.runtime.greet import Gate, admit
 from covey.runtime.link import printable
@@ -28,7 +28,6 @@ from covey.runtime.warden import keeper_path
 from covey.runtime.wards import Rounds, Wards
 from covey.wire import messages
 from covey.wire.formation import ID_BYTES, LIFE_BYTES, PROPOSAL_BYTES
-from covey.wire.membership import Seat
 
 if TYPE_CHECKING:
     import socket
@@ -54,7 +53,7 @@ class _Generation:
         cards = [member.card for member in founded.members]
         self.number, self.lineage, self.is_kept = founded.generation, founded.lineage, founded.is_kept
         self.lives = [card.life for card in cards]
-        self.seats = [Seat(card.id or place_id(rank), card.life) for rank, card in enumerate(cards)]
+        self.seats = seats_of(founded)
         self.places = {card.life: rank for rank, card in enumerate(cards)}
         are_whole = all(len(seat.id) == ID_BYTES and len(seat.life) == LIFE_BYTES for seat in self.seats)
         if not are_whole or len(self.places) < len(cards) or len(founded.lineage) != PROPOSAL_BYTES:

@@ -16,19 +16,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 
-def torch_variables(
-    *, rank: int, size: int, local_rank: int, local_size: int, master: str, port: int
-) -> dict[str, str]:
-    """Return what torchrun would export for a rank; the first one's store is at `master`, `port`."""
-    values = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": master,
-        "MASTER_PORT": port,
-    }
+def rank_variables(*, rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """Return how torchrun would tell a rank who it is."""
+    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
     return {name: str(value) for name, value in values.items()}
+
+
+def torch_variables(*, master: str, port: int, **own: int) -> dict[str, str]:
+    """Return what torchrun would export for a rank; the first one's store is at `master`, `port`."""
+    return rank_variables(**own) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+
+
+def own_variables(group: Group) -> dict[str, str]:
+    """Return how torchrun would tell this process who it is in a group of all ranks."""
+    return rank_variables(rank=group.rank, size=group.size, local_rank=group.local_rank, local_size=_local_size(group))
+
+
+def _local_size(group: Group) -> int:
+    """Return how many ranks of the group are on this host."""
+    node = group._engine.node
+    if node is None:
+        return 1
+    contacts = [node.peers[seat].contact for seat in group._engine.members if seat != node.rank]
+    return 1 + sum(contact is not None and contact.host == node.host for contact in contacts)
 
 
 def free_port() -> int:
@@ -43,12 +53,9 @@ def export_torch_env(group: Group, node: Node | None) -> None:
     `node` is None for a group of one.
     """
     port = int(group.broadcast_object(free_port() if group.rank == 0 else None, type=int))
-    peers = list(node.peers.values()) if node is not None else []
-    host = node.host if node is not None else ""
-    here = [peer for peer in peers if peer.contact is not None and peer.contact.host == host]
     master = "127.0.0.1"
-    if node is not None and len(here) < len(peers):
-        master = _address_of_first(node)
+    if node is not None and _local_size(group) < group.size:
+        master = address_of_first(node)
         if group.local_rank == 0:
             logger.warning(
                 "torch's store at %s, port %d, is neither encrypted nor authenticated: whoever is on that network can "
@@ -56,17 +63,10 @@ def export_torch_env(group: Group, node: Node | None) -> None:
                 master,
                 port,
             )
-    os.environ |= torch_variables(
-        rank=group.rank,
-        size=group.size,
-        local_rank=group.local_rank,
-        local_size=len(here) + 1,
-        master=master,
-        port=port,
-    )
+    os.environ |= own_variables(group) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
 
 
-def _address_of_first(node: Node) -> str:
+def address_of_first(node: Node) -> str:
     """Return by which address this node reaches the host of rank 0."""
     if node.rank == 0:
         ips = [address.ip for address in node.card.contact.addresses]

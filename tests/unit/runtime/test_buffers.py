@@ -120,3 +120,11 @@ def test_tensors_of_every_dtype_and_layout_are_seen_in_place() -> None:
     weight = torch.ones(3, requires_grad=True)
     writable(weight).flat[0] = 5
     assert weight.tolist() == [5, 1, 1]
+
+
+def test_a_tensor_that_was_moved_can_still_be_resized() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(4, requires_grad=True)
+    as_array(tensor)
+    tensor.untyped_storage().resize_(0)  # FSDP frees parameters so
+    assert tensor.untyped_storage().size() == 0

@@ -44,6 +44,7 @@ CONTROLS: list[Any] = [
     messages.Agreeing(3, b"anything"),
     messages.Vouch(((b"l" * 16, 2), (b"m" * 16, 3))),
     messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(7, CARD),), "continue"),
+    messages.Posting(1, 2, b"body"),
 ]
 
 
@@ -62,7 +63,8 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
     assert names == {"Hello": 1, "Welcome": 2, "Refusal": 3, "Roster": 4, "Ready": 5, "Goodbye": 6, "Dial": 7,
                      "Announce": 8, "Position": 9, "Revoke": 10, "NoLane": 11, "Offer": 12, "Expect": 13, "Known": 14,
                      "Ping": 15, "Pong": 16, "Forming": 17, "Ask": 18, "Tell": 19, "Reach": 20, "Reached": 21,
-                     "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26}  # fmt: skip
+                     "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26,
+                     "Posting": 27}  # fmt: skip
     assert set(names) == {kind.__name__ for union in (messages.Greeting, messages.Control) for kind in get_args(union)}
 
 

@@ -1,0 +1,255 @@
+"""A board without I/O: entries and queues, and who waits for them.
+
+Whoever asks is known by a number, and numbers its questions. Time is no matter here: who does not want to wait any
+longer withdraws its question.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Final, NamedTuple
+
+from covey.wire import board as wire
+
+ENTRIES_LIMIT: Final = 1 << 16
+BYTES_LIMIT: Final = 1 << 26
+"""Of all keys and values."""
+WAITING_LIMIT: Final = 1 << 20
+"""Bytes of the questions of one asker that wait for their answer."""
+OVERHEAD_BYTES: Final = 128
+"""What an entry costs beside its key and value, and a question for each of its keys."""
+
+
+class Reply(NamedTuple):
+    """An answer, and whose question it answers."""
+
+    asker: int
+    number: int
+    answer: wire.Answer
+
+
+class RefusedError(Exception):
+    """A question that cannot be answered; the text says why."""
+
+
+class Board:
+    """Entries and queues of a run. What members can make of it is bounded; beyond that they are refused."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}
+        self._bytes = self._queued = 0
+        self._waiting: dict[tuple[int, int], wire.Get | wire.Await | wire.Pop] = {}
+        """In the order they came: who waits first for a queue is served first."""
+        self._missing: dict[tuple[int, int], set[str]] = {}
+        self._wanted: dict[str, dict[tuple[int, int], None]] = {}
+        """By key, the questions that wait for it: `g` before entries, `q` before queues."""
+        self._waits_of: Counter[int] = Counter()
+        """By asker, the bytes of its questions that wait."""
+
+    def ask(self, asker: int, number: int, question: wire.Question) -> list[Reply]:
+        """Take a question; return the answers that there are now, to it and to those that waited for it.
+
+        One that waits already is put again.
+        """
+        self.withdraw(asker, number)
+        try:
+            answer, changed = self._answer(question)
+            if answer is None:
+                self._wait(asker, number, question)
+        except RefusedError as refusal:
+            answer, changed = wire.Refused(str(refusal)[:1000]), []
+        replies = [] if answer is None else [Reply(asker, number, _fitting(answer))]
+        for key in changed:
+            replies += self._arrived(key)
+        return replies
+
+    def withdraw(self, asker: int, number: int) -> None:
+        """Forget a question that waits."""
+        self._settle((asker, number))
+
+    def forget(self, asker: int) -> None:
+        """Forget all questions of one who is gone."""
+        for who in [who for who in self._waiting if who[0] == asker]:
+            self._settle(who)
+
+    # Answers
+
+    def _answer(self, question: wire.Question) -> tuple[wire.Answer | None, list[str]]:
+        """Return the answer, or None if there is none yet, and the keys that may have been waited for."""
+        match question:
+            case wire.Put(entries):
+                self._afford({key: len(value) for key, value in entries})
+                for key, value in entries:
+                    self._set(key, value)
+                return wire.Done(), ["g" + key for key, _ in entries]
+            case wire.Get(keys) | wire.Await(keys):
+                if any(key not in self._entries for key in keys):
+                    return None, []
+                return self._found(question), []
+            case wire.Check(keys):
+                return wire.Done(number=int(all(key in self._entries for key in keys))), []
+            case wire.Add(key, amount):
+                total = self._number(key) + amount
+                if not -(1 << 63) <= total < 1 << 63:
+                    raise RefusedError(f"{total} does not fit into 64 bits")
+                return wire.Done(number=total), self._change(key, b"%d" % total)
+            case wire.Swap(key, expected, desired):
+                value = self._entries.get(key, b"")
+                if value != expected:
+                    return wire.Done((value if key in self._entries else expected,)), []
+                return wire.Done((desired,)), self._change(key, desired)
+            case wire.Append(key, more):
+                if len(value := self._entries.get(key, b"") + more) > wire.VALUE_LIMIT:
+                    raise RefusedError(f"the value of {key!r} would have {len(value)} of {wire.VALUE_LIMIT} bytes")
+                return wire.Done(), self._change(key, value)
+            case wire.Delete(key):
+                return wire.Done(number=int(self._remove(key))), []
+            case wire.Names():
+                return wire.Done(tuple(key.encode() for key in self._entries)), []
+            case wire.Count():
+                return wire.Done(number=len(self._entries)), []
+            case wire.Push(key, value):
+                if self._is_full(_cost(key, value), entries=1):
+                    raise RefusedError(self._fullness())
+                self._queues.setdefault(key, deque()).append(value)
+                self._bytes += _cost(key, value)
+                self._queued += 1
+                return wire.Done(), ["q" + key]
+            case wire.Pop(key, waits):
+                if key in self._queues:
+                    return wire.Done((self._pop(key),)), []
+                return (None if waits else wire.Done()), []
+            case wire.Length(key):
+                return wire.Done(number=len(self._queues.get(key, ()))), []
+
+    def _found(self, question: wire.Get | wire.Await) -> wire.Done:
+        keys = question.keys if isinstance(question, wire.Get) else ()
+        return wire.Done(tuple(self._entries[key] for key in keys))
+
+    def _number(self, key: str) -> int:
+        text = self._entries.get(key, b"0")
+        try:
+            return int(text) if len(text) <= 20 else int("not a number")
+        except ValueError:
+            raise RefusedError(f"the value of {key!r} is not a number") from None
+
+    # Entries
+
+    def _change(self, key: str, value: bytes) -> list[str]:
+        self._afford({key: len(value)})
+        self._set(key, value)
+        return ["g" + key]
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._remove(key)
+        self._entries[key] = value
+        self._bytes += _cost(key, value)
+
+    def _remove(self, key: str) -> bool:
+        value = self._entries.pop(key, None)
+        if value is None:
+            return False
+        self._bytes -= _cost(key, value)
+        return True
+
+    def _pop(self, key: str) -> bytes:
+        queue = self._queues[key]
+        value = queue.popleft()
+        if not queue:
+            del self._queues[key]
+        self._bytes -= _cost(key, value)
+        self._queued -= 1
+        return value
+
+    def _afford(self, sizes: dict[str, int]) -> None:
+        """Refuse entries of these sizes if there is no room for all of them."""
+        more, new = 0, 0
+        for key, size in sizes.items():
+            before = self._entries.get(key)
+            more += size - len(before) if before is not None else _cost(key) + size
+            new += before is None
+        if self._is_full(more, entries=new):
+            raise RefusedError(self._fullness())
+
+    def _is_full(self, more: int, *, entries: int) -> bool:
+        count = len(self._entries) + self._queued
+        return (more > 0 and self._bytes + more > BYTES_LIMIT) or (entries > 0 and count + entries > ENTRIES_LIMIT)
+
+    def _fullness(self) -> str:
+        count = len(self._entries) + self._queued
+        return (
+            f"the store is full: it has {count} entries of {self._bytes} bytes, and may have {ENTRIES_LIMIT} "
+            f"of {BYTES_LIMIT}; delete what nobody needs"
+        )
+
+    # Waiting
+
+    def _wait(self, asker: int, number: int, question: wire.Question) -> None:
+        who = asker, number
+        assert isinstance(question, wire.Get | wire.Await | wire.Pop)
+        cost = _waiting_cost(question)
+        if self._waits_of[asker] + cost > WAITING_LIMIT:
+            raise RefusedError("too many questions of this process wait already; wait for fewer keys at a time")
+        if isinstance(question, wire.Pop):
+            wanted = {"q" + question.key}
+        else:
+            wanted = {"g" + key for key in question.keys if key not in self._entries}
+        self._waiting[who], self._missing[who] = question, wanted
+        self._waits_of[asker] += cost
+        for key in wanted:
+            self._wanted.setdefault(key, {})[who] = None
+
+    def _settle(self, who: tuple[int, int]) -> None:
+        question = self._waiting.pop(who, None)
+        if question is None:
+            return
+        self._waits_of[who[0]] -= _waiting_cost(question)
+        if not self._waits_of[who[0]]:
+            del self._waits_of[who[0]]
+        for key in self._missing.pop(who):
+            self._want_no_more(key, who)
+
+    def _want_no_more(self, key: str, who: tuple[int, int]) -> None:
+        del self._wanted[key][who]
+        if not self._wanted[key]:
+            del self._wanted[key]
+
+    def _arrived(self, key: str) -> list[Reply]:
+        """Return the answers to those for whom `key` was the last thing missing."""
+        replies = []
+        for who in list(self._wanted.get(key, ())):
+            question = self._waiting[who]
+            if isinstance(question, wire.Pop):
+                if question.key not in self._queues:
+                    break
+                self._settle(who)
+                replies.append(Reply(*who, wire.Done((self._pop(question.key),))))
+                continue
+            self._missing[who].discard(key)
+            self._want_no_more(key, who)
+            if self._missing[who]:
+                continue
+            if gone := {"g" + each for each in question.keys if each not in self._entries}:
+                self._missing[who] = gone  # it was there, and was deleted before the others came
+                for each in gone:
+                    self._wanted.setdefault(each, {})[who] = None
+                continue
+            self._settle(who)
+            replies.append(Reply(*who, _fitting(self._found(question))))
+        return replies
+
+
+def _cost(key: str, value: bytes = b"") -> int:
+    return OVERHEAD_BYTES + 4 * len(key) + len(value)
+
+
+def _waiting_cost(question: wire.Get | wire.Await | wire.Pop) -> int:
+    keys = (question.key,) if isinstance(question, wire.Pop) else question.keys
+    return sum(map(_cost, keys))
+
+
+def _fitting(answer: wire.Answer) -> wire.Answer:
+    if isinstance(answer, wire.Done) and sum(len(value) + 8 for value in answer.values) > wire.BODY_LIMIT - 64:
+        return wire.Refused("the answer is too long for one message; ask for fewer keys at a time")
+    return answer

@@ -1,0 +1,101 @@
+"""The messages of one group: who sends and receives them, and the sockets that carry them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from covey.base.errors import ClosedError, ConnectError, DeadlineError
+
+if TYPE_CHECKING:
+    import socket
+
+    from covey.runtime.bell import Bell
+    from covey.runtime.engine import Engine
+    from covey.runtime.messenger import Messenger
+    from covey.runtime.work import Work
+
+
+class Post:
+    """The messenger of a group on this rank, which is there once it is needed."""
+
+    def __init__(self, engine: Engine, bell: Bell) -> None:
+        self._owner, self._bell = weakref.ref(engine), bell  # groups that are dropped go at once
+        self._messenger: Messenger | None = None
+        self.lock = threading.Lock()
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._owner()
+        assert engine is not None
+        return engine
+
+    def messenger(self) -> Messenger:
+        """Return what sends and receives this group's messages, opened on first use."""
+        from covey.runtime.messenger import Messenger
+
+        engine = self._engine
+        with self.lock:
+            if self._messenger is None:
+                if engine.is_closed:
+                    engine.require_open()
+                self._bell.open()
+                self._messenger = Messenger(
+                    engine.rank,
+                    engine.size,
+                    open_lane=self._socket,
+                    wake_fd=self._bell.fd,
+                    fault=engine.fault_error,
+                    lost=engine.lost_error,
+                    name=engine.name,
+                )
+                arrived = engine.node.lanes.arrived(engine.id, "messages") if engine.node is not None else []
+                for member in arrived:
+                    rank = engine.ranks_by_member[member]
+                    self._messenger.adopt(rank, self._socket(rank))
+            return self._messenger
+
+    def _socket(self, rank: int, deadline: float | None = None) -> socket.socket:
+        """Return the socket that carries messages to and from `rank`; the same one every time."""
+        engine = self._engine
+        assert engine.node is not None
+        deadline = time.monotonic() + engine.config.timeout if deadline is None else deadline
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                sock = engine.node.lanes.open(engine.id, engine.members[rank], "messages", min(1.0, left))
+                return sock  # type: ignore[no-any-return]
+            except DeadlineError:
+                if (fault := engine.fault_error()) is not None:
+                    raise fault from None
+            except (ConnectError, ClosedError) as error:
+                raise engine.lost_error(rank) from error
+        raise DeadlineError(f"no lane for messages to {engine.name_ranks((rank,))} opened in time", late=(rank,))
+
+    def lane_arrived(self, rank: int) -> None:
+        """Another rank has opened the lane for messages. On the control loop."""
+        messenger = self._current()
+        if messenger is not None:
+            messenger.adopt(rank, self._socket(rank))
+
+    def peer_lost(self, rank: int) -> None:
+        """A rank is lost, and the group goes on. On the control loop."""
+        messenger = self._current()
+        if messenger is not None:
+            messenger.peer_lost(rank)
+
+    def _current(self) -> Messenger | None:
+        with self.lock:
+            return self._messenger
+
+    def forked(self) -> list[Work[Any]]:
+        """Forget what belongs to the parent; return what will never end here."""
+        self.lock = threading.Lock()
+        messenger, self._messenger = self._messenger, None
+        return [] if messenger is None else messenger.pending()
+
+    def close(self, deadline: float) -> None:
+        """Hand over what was sent already, until then."""
+        if self._messenger is not None:
+            self._messenger.close(deadline)

@@ -1,0 +1,144 @@
+"""What is said about a board: entries and queues that one process keeps for all of its run.
+
+Whoever asks numbers its questions; the answer bears the same number. Tags and fields are only ever added, at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from covey.base.errors import RemoteProtocolError
+from covey.wire.frame import CONTROL_LIMIT
+
+KEY_LIMIT: Final = 1000
+"""Characters of a key."""
+KEYS_LIMIT: Final = 4096
+"""Keys in one question."""
+VALUE_LIMIT: Final = 1 << 18
+"""Bytes of a value."""
+BODY_LIMIT: Final = CONTROL_LIMIT - 64
+"""Bytes of a question or an answer: it travels in one frame."""
+
+Key = Annotated[str, msgspec.Meta(max_length=KEY_LIMIT)]
+Keys = Annotated[tuple[Key, ...], msgspec.Meta(max_length=KEYS_LIMIT)]
+Value = Annotated[bytes, msgspec.Meta(max_length=VALUE_LIMIT)]
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class Put(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Set entries."""
+
+    entries: Annotated[tuple[tuple[Key, Value], ...], msgspec.Meta(max_length=KEYS_LIMIT)]
+
+
+class Get(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Wait until all of these are there, and tell their values."""
+
+    keys: Keys
+
+
+class Await(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Wait until all of these are there."""
+
+    keys: Keys
+
+
+class Check(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Are all of these there?"""
+
+    keys: Keys
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Add to a number, which is 0 if it is not there, and tell the sum."""
+
+    key: Key
+    amount: Number
+
+
+class Swap(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Set an entry if it is as expected, and tell what it is now; one that is not there is as an empty one."""
+
+    key: Key
+    expected: Value
+    desired: Value
+
+
+class Append(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Add bytes at the end of a value."""
+
+    key: Key
+    value: Value
+
+
+class Delete(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Remove an entry, and tell whether it was there."""
+
+    key: Key
+
+
+class Names(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Which entries are there?"""
+
+
+class Count(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """How many entries are there?"""
+
+
+class Push(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Add a value at the end of a queue."""
+
+    key: Key
+    value: Value
+
+
+class Pop(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Take the first value of a queue."""
+
+    key: Key
+    waits: bool
+    """Until there is one; else the answer to an empty queue has no value."""
+
+
+class Length(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """How many values are in a queue?"""
+
+    key: Key
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Whoever asked the question of this number waits for the answer no more."""
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """The answer."""
+
+    values: tuple[Value, ...] = ()
+    number: Number = 0
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """There is no answer, and why."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+Question = Put | Get | Await | Check | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length
+Answer = Done | Refused
+Body = Question | Withdraw | Answer
+
+REPEATABLE: Final = (Put, Get, Await, Check, Delete, Names, Count, Length)
+"""What may be asked again if it is not known whether it was heard: twice is as once."""
+
+_bodies: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
+encode_body = msgspec.msgpack.Encoder().encode
+
+
+def decode_body(data: bytes) -> Body:
+    """Decode what is said about a board; RemoteProtocolError for anything else."""
+    try:
+        return _bodies.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not about a board: {error}") from error
