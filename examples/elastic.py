@@ -1,37 +1,67 @@
-"""A loop that goes on when a process dies, and takes it in again when it comes back.
+"""Training that goes on: `covey run -n 3 --restarts 1 examples/elastic.py`, or on each machine of a cluster, or alone.
 
-covey run -n 3 --restarts 1 examples/elastic.py
+One rank kills itself after a while, the others go on with its samples, and when it comes back it gets model,
+optimizer and place in the data from them. Every sample is trained on once an epoch all the same. There is no process
+group of torch here: it could not change its size.
 """
 
+import argparse
 import os
 import signal
 import time
 
-import numpy as np
+import torch
+from torch import nn
 
-import covey
+import covey.torch
 
-STEPS = 150
-truth = np.arange(1.0, 6.0)
-state = {"weights": np.zeros(5), "step": 0}  # all that a newcomer has to know
 
-for group in covey.generations():
-    try:
-        group.restore(state)  # newcomers get the state of the others
-        print(f"generation {group.generation}: rank {group.rank} of {group.size} goes on at step {state['step']}")
-        rng = np.random.default_rng([group.generation, group.rank])  # every rank draws other samples
-        while state["step"] < STEPS and not group.change_pending:
-            if group.generation == 0 and group.rank == 1 and state["step"] == 20:
-                os.kill(os.getpid(), signal.SIGKILL)  # a power cut
-            inputs = rng.normal(size=(64, 5))
-            errors = inputs @ state["weights"] - (inputs @ truth + 0.1 * rng.normal(size=64))
-            gradient = 2 * inputs.T @ errors / len(inputs)
-            group.all_reduce(gradient, op="mean")  # finished by those who are left, from their gradients
-            state["weights"] -= 0.05 * gradient
-            state["step"] += 1
-            time.sleep(0.02)  # as if the model were larger
-    except covey.GroupChangedError:
-        continue  # this process was stopped or cut off, and the others went on: it is a newcomer now
-    if state["step"] == STEPS:
-        print(f"rank {group.rank} of {group.size} found {np.round(state['weights'], 1)} in {STEPS} steps")
-        break
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=10)
+    epochs = parser.parse_args().epochs
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+    inputs = 4 * torch.rand(2000, 2) - 2
+    targets = (inputs[:, :1] * inputs[:, 1:]).tanh()
+    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    elastic = covey.torch.Elastic(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+        sampler=covey.torch.ElasticSampler(len(inputs)),
+        batch=100,  # of all ranks together
+        epochs=epochs,
+    )
+
+    generation = epoch = -1
+    before = nn.functional.mse_loss(model(inputs), targets).item()
+    for indices in elastic:  # this rank's share of the next 100 samples
+        if elastic.generation != generation:
+            generation = elastic.generation
+            print(f"generation {generation}: rank {elastic.rank} of {elastic.size} begins at sample {elastic.samples}")
+        if elastic.epoch != epoch:
+            epoch = elastic.epoch
+            if elastic.rank == 0:
+                print(f"epoch {epoch}   loss {nn.functional.mse_loss(model(inputs), targets).item():.4f}")
+        if generation == 0 and elastic.rank == 1 and elastic.samples == 1000:
+            os.kill(os.getpid(), signal.SIGKILL)  # a power cut
+        nn.functional.mse_loss(model(inputs[indices]), targets[indices]).backward()
+        elastic.step()
+        time.sleep(0.03)  # as if the model were larger
+
+    if not elastic.done:
+        return  # SIGTERM told this process to leave, or it came back too late
+    after = nn.functional.mse_loss(model(inputs), targets).item()
+    if elastic.rank == 0:
+        print(f"{elastic.samples} samples, {elastic.lost} of them given out a second time; loss {after:.4f}")
+    if elastic.samples != epochs * len(inputs):
+        raise SystemExit(f"{elastic.samples} samples were trained on, not {epochs * len(inputs)}")
+    if after > before / 2:
+        raise SystemExit(f"the loss did not fall: {before} before, {after} after")
+
+
+if __name__ == "__main__":
+    main()

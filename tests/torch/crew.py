@@ -23,7 +23,11 @@ DEADLINE = 90.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
+        "pytest",
         "torch.distributed",
+        "torch.distributed.checkpoint",
+        "torch.distributed.optim",
+        "torch.distributed.pipelining",
         "torch.nn.parallel",
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
@@ -77,10 +81,14 @@ def _rank(
     process = _context.Process(target=_serve, args=(there, rank, size, store, program, args), daemon=True)
     try:
         process.start()
-        there.close()
-        yield process, here
+    except BaseException:
+        here.close()
+        raise
     finally:
         there.close()
+    try:
+        yield process, here
+    finally:
         here.close()
         process.kill()
         process.join()

@@ -8,24 +8,20 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from tests.torch.equality import batch, share, small_model, start, train
+from torch.distributed.device_mesh import init_device_mesh
 
 import covey
 import covey.torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-STEPS = 4
-
-
-def start(rank: int, size: int, store: str, **options: Any) -> None:
-    dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size, **options)
 
 
 @contextlib.contextmanager
@@ -73,9 +69,22 @@ def beyond_gloo(rank: int, size: int, store: str) -> None:
     dist.broadcast(grid[:, 0], 0)
     assert grid.tolist() == [[0.0, *[sum(everyone) + size] * 2]] * 4
 
+    # Dtypes that gloo does not move, or does not reckon with.
     eight = torch.full((5,), float(rank)).to(torch.float8_e4m3fn)
+    eights = [torch.zeros_like(eight) for _ in everyone]
+    dist.all_gather(eights, eight)
+    assert [one.float().tolist() for one in eights] == [[float(other)] * 5 for other in everyone]
     dist.broadcast(eight, size - 1)
     assert eight.float().tolist() == [size - 1.0] * 5
+    with raises(TypeError, "float8_e4m3fn"):
+        dist.all_reduce(eight)
+    mine = torch.full((2,), complex(rank, -rank))
+    outs = [torch.zeros_like(mine) for _ in everyone]
+    dist.gather(mine, outs if rank == 0 else None)
+    assert rank or [out.tolist() for out in outs] == [[complex(other, -other)] * 2 for other in everyone]
+    short = torch.tensor([rank, 1, -3], dtype=torch.int16)
+    dist.all_reduce(short)
+    assert short.tolist() == [sum(everyone), size, -3 * size]
 
     flags = torch.tensor([rank == 0, True, False])
     dist.all_reduce(flags, dist.ReduceOp.BOR)
@@ -84,6 +93,13 @@ def beyond_gloo(rank: int, size: int, store: str) -> None:
     x = torch.full((3,), rank + 1.0)
     dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
     assert x.tolist() == [0.5 * (sum(everyone) + size)] * 3
+    part = torch.zeros(2)
+    dist.reduce_scatter_single(part, torch.full((2 * size,), rank + 1.0), dist._make_nccl_premul_sum(0.5))
+    assert part.tolist() == [0.5 * (sum(everyone) + size)] * 2
+
+    rows = torch.zeros(1, 2 * size)  # as SyncBatchNorm has it: what counts is the order in memory
+    dist.all_gather_single(rows, torch.full((1, 2), float(rank)))
+    assert rows.tolist() == [[float(other) for other in everyone for _ in range(2)]]
 
     half = torch.full((3,), float(rank), dtype=torch.bfloat16)
     dist.all_reduce(half, dist.ReduceOp.AVG)
@@ -140,17 +156,9 @@ def messages(rank: int, size: int, store: str) -> None:
 
 
 def groups(rank: int, size: int, store: str) -> None:
-    """Many groups, made and destroyed again, meshes, and threads that use them at the same time."""
+    """Groups of some ranks, of all of them again, of pairs, in meshes, by one name; and beside another backend's."""
     start(rank, size, store)
-    from torch.distributed.device_mesh import init_device_mesh
-
     pair = dist.new_group([0, 1])
-    for _ in range(12):
-        fleeting = dist.new_group(list(range(size)))
-        x = torch.ones(3)
-        dist.all_reduce(x, group=fleeting)
-        assert x.tolist() == [size] * 3
-        dist.destroy_process_group(fleeting)
     if rank < 2:
         x = torch.full((2,), float(rank))
         dist.all_reduce(x, group=pair)
@@ -160,11 +168,21 @@ def groups(rank: int, size: int, store: str) -> None:
             dist.all_reduce(x, group=local)
             dist.destroy_process_group(local)
         assert x.tolist() == [4.0, 4.0]
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    mine, every = dist.new_subgroups(group_size=2)
+    assert [dist.get_process_group_ranks(each) for each in every] == [[0, 1], [2, 3]]
     x = torch.full((2,), float(rank))
-    dist.all_reduce(x, group=mesh.get_group("replicate"))
-    dist.all_reduce(x, group=mesh.get_group("shard"))
-    assert x.tolist() == [sum(range(size))] * 2
+    dist.all_reduce(x, group=mine)
+    assert x.tolist() == [1.0 if rank < 2 else 5.0] * 2
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+    x = torch.full((2,), 2.0**rank)
+    dist.all_reduce(x, group=mesh.get_group("row"))
+    assert x.tolist() == [5.0 if rank % 2 == 0 else 10.0] * 2
+    dist.all_reduce(x, group=mesh.get_group("column"))
+    assert x.tolist() == [15.0] * 2
+    flat = mesh._flatten()
+    dist.all_reduce(x, group=flat.get_group())
+    assert x.tolist() == [60.0] * 2
 
     split = dist.group.WORLD.split_group([1, 0])
     assert (split is None) == (rank > 1)
@@ -176,165 +194,104 @@ def groups(rank: int, size: int, store: str) -> None:
     with raises(covey.ConfigError, "merge"):
         dist.group.WORLD.merge_remote_group(None, 1)
 
-    # Two threads on two groups, and two on one: as long as all ranks issue in one order, nothing is refused.
-    mine = [dist.new_group(list(range(size))) for _ in range(2)]
-    sums: list[list[float]] = [[], []]
-
-    def work(index: int) -> None:
-        for step in range(20):
-            x = torch.full((1000,), float(step + index))
-            dist.all_reduce(x, group=mine[index])
-            sums[index].append(x[7].item())
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sums == [[float(size * (step + index)) for step in range(20)] for index in range(2)]
-    same = [threading.Thread(target=lambda: dist.all_reduce(torch.ones(1000))) for _ in range(4)]
-    for thread in same:
-        thread.start()
-    for thread in same:
-        thread.join()
+    other = dist.new_group([0, 2], backend="gloo")  # both in the middle of something
+    if rank in (0, 2):
+        x, y = torch.ones(2), torch.ones(3)
+        works = [dist.all_reduce(x, group=other, async_op=True), dist.irecv(y, 2 - rank)]
+        dist.send(torch.full((3,), 7.0 + rank), 2 - rank)
+        for work in works:
+            work.wait()
+        assert (x.tolist(), y.tolist()) == ([2.0] * 2, [9.0 - rank] * 3)
+        dist.destroy_process_group(other)
     dist.barrier()
 
 
-# Training
+def inside_and_across(rank: int, size: int, store: str) -> None:
+    """Another backend has the group of all; covey has some of them, and then each of two columns."""
+    start(rank, size, store, backend="gloo")
+    some = dist.new_group([1, 2, 3], backend="covey")
+    columns = [dist.new_group([column, column + 2], backend="covey") for column in (0, 1)]
+    x = torch.full((2,), 2.0**rank)
+    if rank:
+        dist.all_reduce(x, group=some)
+        assert x.tolist() == [14.0] * 2
+    dist.all_reduce(x, group=columns[rank % 2])
+    assert x.tolist() == [28.0 if rank % 2 else 15.0] * 2
+    dist.all_reduce(x)
+    assert x.tolist() == [86.0] * 2
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+def _census() -> tuple[int, list[str]]:
+    """Return how many descriptors are open, and the names of the threads."""
+    return len(os.listdir("/proc/self/fd")), sorted(thread.name for thread in threading.enumerate())
 
 
-def _batch(step: int) -> torch.Tensor:
-    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
-
-
-def _train(model: nn.Module, share: slice) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(_batch(step)[share]).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def _close(one: nn.Module, other: nn.Module) -> None:
-    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
-        full = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
-        torch.testing.assert_close(full, theirs, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def train_ddp(rank: int, size: int, store: str) -> None:
-    """DDP: plain, with hooks, with accumulation and unused parameters, with sparse gradients, on uneven inputs."""
+def dozens(rank: int, size: int, store: str) -> None:
+    """Many groups at once, all of them at work, leave nothing behind."""
     start(rank, size, store)
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    share, wrap = slice(rank, None, size), nn.parallel.DistributedDataParallel
-    alone = _model()
-    _train(alone, slice(None))
+    def use(group: Any, number: int) -> None:
+        x, y = torch.full((300,), float(rank + number)), torch.zeros(3)
+        future = dist.all_reduce(x, group=group, async_op=True).get_future()
+        receiving = dist.irecv(y, (rank - 1) % size, group=group)
+        dist.send(torch.full((3,), float(number)), (rank + 1) % size, group=group)
+        receiving.wait()
+        assert future.wait()[0][7].item() == sum(range(size)) + size * number
+        assert y.tolist() == [number] * 3
 
-    plain = wrap(_model(), bucket_cap_mb=0.0005)
-    _train(plain, share)
-    _close(plain.module, alone)
+    def live(count: int) -> tuple[int, list[str]]:
+        made = [dist.new_group(list(range(size))) for _ in range(count)]
+        for number, group in enumerate(made):
+            use(group, number)
+        peak = _census()
+        for group in made:
+            dist.destroy_process_group(group)
+        return peak
 
-    hooked = wrap(_model())
-    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
-    _train(hooked, share)
-    _close(hooked.module, alone)
-
-    powered = wrap(_model())
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    powered.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    losses = _train(powered, share)
-    assert losses[-1] < losses[0]
-
-    accumulated, reference = wrap(_model(), find_unused_parameters=True), _model()
-    with accumulated.no_sync():
-        accumulated.module[:3](_batch(0)[share]).square().mean().backward()
-    accumulated(_batch(1)[share]).square().mean().backward()
-    reference[:3](_batch(0)).square().mean().backward()
-    reference(_batch(1)).square().mean().backward()
-    for mine, theirs in zip(accumulated.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-
-    table = wrap(nn.Embedding(6, 3, sparse=True))
-    table(torch.tensor([rank, 5])).sum().backward()
-    assert table.module.weight.grad.to_dense()[:, 0].tolist() == [
-        1 / size if row < size else float(row == 5) for row in range(6)
-    ]
-
-    uneven = wrap(_model())
-    with uneven.join():
-        for _ in range(1 + rank):
-            uneven(_batch(0)[share]).sum().backward()
-
-    zero = wrap(_model())
-    optimizer = ZeroRedundancyOptimizer(zero.parameters(), torch.optim.AdamW, lr=0.01)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        zero(_batch(step)[share]).square().mean().backward()
-        optimizer.step()
-    _close(zero.module, alone)
+    live(2)  # what the first groups open for all
+    dist.barrier()
+    before = _census()
+    peak = live(36)
+    dist.barrier()
+    assert _census() == before
+    assert len(peak[1]) > len(before[1])
 
 
-def train_sharded(rank: int, size: int, store: str) -> None:
-    """FSDP2, HSDP, tensor parallel, and DTensor in all directions."""
+def threads(rank: int, size: int, store: str) -> None:
+    """A thread for each of several groups, all at once; and several on one, as long as all ranks issue in one order."""
     start(rank, size, store)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    count, steps = 6, 10
+    mine = [dist.new_group(list(range(size))) for _ in range(count)]
+    sums: list[list[float]] = [[] for _ in mine]
 
-    alone = _model()
-    _train(alone, slice(None))
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
-    two = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
-    for each in (mesh, two):
-        model = _model()
-        for index in (0, 2, 4):
-            fully_shard(model[index], mesh=each)
-        fully_shard(model, mesh=each)
-        _train(model, slice(rank, None, size))
-        _close(model, alone)
+    def work(index: int) -> None:
+        for step in range(steps):
+            x, y = torch.full((1000,), float(step + index)), torch.zeros(size)
+            dist.all_reduce(x, group=mine[index], async_op=step % 2 == 0)
+            dist.all_gather_single(y, torch.full((1,), float(rank + index)), group=mine[index])
+            sums[index].append(x[7].item() + y[-1].item())
 
-    split = parallelize_module(_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    _train(split, slice(None))
-    _close(split, alone)
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    workers += [threading.Thread(target=lambda: dist.all_reduce(torch.ones(1000))) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert sums == [[size * (step + index) + size - 1.0 + index for step in range(steps)] for index in range(count)]
 
-    whole = torch.arange(24.0).reshape(6, 4)
-    for before in (Replicate(), Shard(0), Shard(1)):
-        for after in (Replicate(), Shard(0), Shard(1)):
-            moved = distribute_tensor(whole, mesh, [before]).redistribute(mesh, [after])
-            torch.testing.assert_close(moved.full_tensor(), whole)
-    summed = distribute_tensor(whole, mesh, [Shard(0)]).sum(0)
-    assert summed.placements[0] == Partial() or size == 1
-    for after in (Replicate(), Shard(0)):
-        torch.testing.assert_close(summed.redistribute(mesh, [after]).full_tensor(), whole.sum(0))
+
+def detailed(rank: int, size: int, store: str) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: torch looks closer, and everything works as before."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    start(rank, size, store)
+    model = torch.nn.parallel.DistributedDataParallel(small_model(), find_unused_parameters=True)
+    train(model, rows=share(rank, size)).close_to(train(small_model()))
+    rows = [torch.zeros(12 // size, 8) for _ in range(size)]
+    dist.all_gather(rows, batch(0)[share(rank, size)])
+    torch.testing.assert_close(rows[1], batch(0)[share(1, size)])
 
 
 # Failures
-
-
-def lose_one(rank: int, size: int, store: str) -> list[str]:
-    """The last rank is killed in the middle of backward; return what the others say, and within what time."""
-    start(rank, size, store)
-    model = nn.parallel.DistributedDataParallel(_model(), bucket_cap_mb=0.0005)
-    _train(model, slice(rank, None, size))
-    if rank == size - 1:
-        model.module[2].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    began = time.monotonic()
-    try:
-        model(_batch(0)).sum().backward()
-    except Exception as error:
-        return [type(error).__name__, str(error), f"{time.monotonic() - began:.3f}"]
-    return ["nothing", "", "0"]
 
 
 def come_late(rank: int, size: int, store: str) -> None:
@@ -371,10 +328,29 @@ def come_late(rank: int, size: int, store: str) -> None:
                 dist.send(torch.ones(1), other)
     else:
         waiting.wait()
-    # Different calls are named, on all ranks.
-    wrong = dist.new_group(list(range(size)))
-    with raises(covey.MismatchError, "int64[3]" if rank else "float32[3]"):
-        dist.all_reduce(torch.ones(3, dtype=torch.int64 if rank else torch.float32), group=wrong)
+    dist.barrier()
+
+
+def disagree(rank: int, size: int, store: str) -> None:
+    """Rank 2 calls something else than the others: all of them are told who called what."""
+    start(rank, size, store)
+    x, y, halves = torch.ones(3), torch.ones(4), torch.ones(3, dtype=torch.bfloat16)
+    usual = partial(dist.all_reduce, x)
+    for other, usually, words in (
+        (partial(dist.all_reduce, halves), usual, "bfloat16[3]"),
+        (partial(dist.all_reduce, y), usual, "float32[4]"),
+        (partial(dist.all_reduce, x, dist.ReduceOp.MAX), usual, "op=max"),
+        (partial(dist.barrier), usual, "barrier()"),
+        (partial(dist.broadcast, x, 0), partial(dist.broadcast, x, 1), "root=0"),
+    ):
+        group = dist.new_group(list(range(size)))
+
+        def differ(group: Any = group, call: Any = other if rank == 2 else usually) -> None:
+            call(group=group)
+            dist.barrier(group)  # who has only to send may have returned already
+
+        with raises(covey.CoveyError, "rank 2 called", words):
+            differ()
     dist.barrier()
 
 
@@ -412,3 +388,36 @@ def again_and_again(rank: int, size: int, store: str, host: str, port: int) -> l
     if rank == 0:  # who has the store leaves last
         kept.wait([f"done/{other}" for other in range(size)])
     return kinds
+
+
+def ask_who_is_late(rank: int, size: int, store: str) -> list[Any]:
+    """Rank 2 does something else, and rank 3 is stopped: rank 0 finds out while rank 1 waits, and then all go on."""
+    start(rank, size, store, timeout=timedelta(seconds=60))
+    own, gate = dist.new_group([1, 2, 3, 0]), dist.new_group(list(range(size)))
+    x = torch.ones(3)
+    dist.all_reduce(x, group=own)
+    assert covey.torch.who_is_late() == []
+    pids: list[Any] = [None] * size
+    dist.all_gather_object(pids, os.getpid(), group=gate)
+    found: list[Any] = []
+    if rank < 2:
+        work = dist.broadcast(x, src=1, group=own, async_op=True)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 0:
+        until = time.monotonic() + 30
+        # Who is behind answers at once; who is stopped does not.
+        while [(late.rank, late.answers) for late in found] != [(2, True), (3, False)]:
+            assert time.monotonic() < until, found
+            found = covey.torch.who_is_late(own, timeout=0.5)
+        os.kill(pids[3], signal.SIGCONT)
+    if rank < 2:
+        dist.barrier(group=gate)
+        work.wait()
+    else:
+        dist.barrier(group=gate)
+        dist.broadcast(x, src=1, group=own)
+    if rank == 1:
+        with raises(covey.ConfigError, "not"):
+            covey.torch.who_is_late(dist.new_group([1], backend="gloo", use_local_synchronization=True))
+    return [str(late) for late in found]

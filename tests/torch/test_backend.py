@@ -1,4 +1,4 @@
-"""torch on covey: what gloo has no like of, training, failures, meeting, and the end."""
+"""torch on covey: what gloo has no like of, groups, failures, meeting, and the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.torch import programs
-from tests.torch.crew import Lost, run_crew
+from tests.torch.crew import run_crew
 
 from covey.runtime.torch_env import free_port
 
@@ -23,10 +23,13 @@ ROOT = Path(__file__).parents[2]
         (programs.beyond_gloo, 1),
         (programs.beyond_gloo, 3),
         (programs.messages, 3),
-        (programs.groups, 3),
-        (programs.train_ddp, 2),
-        (programs.train_sharded, 2),
+        (programs.groups, 4),
+        (programs.inside_and_across, 4),
+        (programs.dozens, 3),
+        (programs.threads, 3),
+        (programs.detailed, 2),
         (programs.come_late, 3),
+        (programs.disagree, 3),
         (programs.abort_pending, 2),
     ],
     ids=lambda value: getattr(value, "__name__", value),
@@ -35,13 +38,13 @@ def test_ranks_find_what_they_expect(program: object, size: int) -> None:
     run_crew(size, program)
 
 
-def test_a_rank_killed_in_backward_is_named_by_the_others_within_two_seconds() -> None:
-    *survivors, lost = run_crew(3, programs.lose_one)
-    assert lost is Lost
-    for kind, text, seconds in survivors:
-        assert kind in ("RuntimeError", "PeerLostError")
-        assert "rank 2" in text
-        assert float(seconds) < 2
+def test_a_rank_that_waits_can_ask_who_is_late() -> None:
+    first, *_ = run_crew(4, programs.ask_who_is_late)
+    behind, silent = first
+    assert "rank 2 (" in behind
+    assert behind.endswith("is 1 operation behind; it last entered all_reduce(float32[3], op=sum)")
+    assert "rank 3 (" in silent
+    assert silent.endswith("does not answer")
 
 
 def test_ranks_meet_again_and_again_over_one_store() -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.torch.gloo_ranks import be_a_rank, run_ranks
 
 from covey.base.errors import ConfigError
-from covey.torch.diloco import BLOCK, DiLoCo, _cuts, pack_int8, unpack_int8
+from covey.torch.codec import BLOCK, pack_int8, unpack_int8
+from covey.torch.diloco import DiLoCo, _cuts
 
 EVERY, STEPS, RESUME = 6, 20, 10
 FRAGMENTS = {

@@ -84,7 +84,7 @@ def test_a_data_loader_yields_an_epoch_and_goes_on_after_a_break() -> None:
         if len(used) == 8:
             break
     saved = sampler.state_dict()
-    assert saved == {"epoch": 0, "position": 8, "seed": 4, "length": 23}
+    assert saved == {"epoch": 0, "position": 8, "owed": [], "seed": 4, "length": 23}
     again = ElasticSampler(23)
     again.load_state_dict(saved)
     assert len(again) == 15
@@ -104,6 +104,26 @@ def test_going_back_gives_the_samples_of_a_failed_step_again() -> None:
     assert sampler.position == 4  # the present epoch: stays
 
 
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(1, 120), batches=BATCHES, data=st.data())
+def test_what_lost_ranks_give_back_is_given_again_before_the_epoch_ends(
+    length: int, batches: list[list[int]], data: st.DataObject
+) -> None:
+    sampler = ElasticSampler(length, seed=5)
+    trained: list[int] = []
+    step = 0
+    while sampler.remaining:
+        shares = sampler.deal(batches[step % len(batches)])
+        lost = data.draw(st.sets(st.integers(0, len(shares) - 1))) if step < 20 else set()
+        sampler.give_back([index for rank in sorted(lost) for index in shares[rank]])
+        trained += [index for rank, share in enumerate(shares) if rank not in lost for index in share]
+        again = ElasticSampler(length)
+        again.load_state_dict(sampler.state_dict())
+        assert again.remaining == sampler.remaining == length - len(trained)
+        sampler, step = again, step + 1
+    assert sorted(trained) == list(range(length))
+
+
 def test_calls_that_cannot_work_are_refused() -> None:
     sampler = ElasticSampler(10)
     with pytest.raises(ConfigError, match="3 counts for 2 ranks"):
@@ -114,6 +134,8 @@ def test_calls_that_cannot_work_are_refused() -> None:
         sampler.take([-1, 2], rank=0, size=2)
     with pytest.raises(ConfigError, match="no sample 11"):
         sampler.seek(11)
+    with pytest.raises(ConfigError, match="1 samples to give back, but only 0"):
+        sampler.give_back([3])
     with pytest.raises(ConfigError, match="11 samples and this one has 10"):
         sampler.load_state_dict(ElasticSampler(11).state_dict())
     assert sampler.position == 0

@@ -15,6 +15,7 @@ import typer.core
 
 from covey.base.errors import ConfigError
 from covey.runtime.keeper import ClusterRun, LocalRun
+from covey.runtime.places import ClusterOptions, find_run
 from covey.runtime.watch import keep
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -95,7 +96,10 @@ def run(
     ] = 0,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
     torch_env: Annotated[
-        bool, typer.Option("--torch-env", help="Also export RANK, WORLD_SIZE, MASTER_ADDR and so on, for torch.")
+        bool,
+        typer.Option(
+            "--torch-env", help="Also export RANK, MASTER_ADDR and so on, for torch's own store (in clear text)."
+        ),
     ] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="With -n alone: allow connections beyond this machine in clear text.")
@@ -105,7 +109,7 @@ def run(
 
     In a cluster, type the same on each machine: covey run train.py
 
-    Nodes of one run find each other when the script calls covey.join(), and agree on their ranks.
+    Nodes of one run find each other when the script calls covey.join() or, with torch, init_process_group("covey").
 
     Lines of output start with the number of their process. When one fails, the others here are stopped.
 
@@ -160,7 +164,6 @@ def share_of_run(processes: int, variables: dict[str, str]) -> functools.partial
     """
     from covey.base.config import GroupConfig
     from covey.net.interfaces import parse_pattern
-    from covey.runtime.bootstrap import ClusterOptions, find_run  # brings in numpy, which a keeper has no use for
     from covey.runtime.warden import ClusterWarden
 
     env = {**os.environ, **variables}

@@ -17,7 +17,7 @@ from covey.cli.init import current_seeds
 from covey.cli.status.command import look_around
 from covey.net import clusters
 from covey.net.identity import short_id
-from covey.runtime.bootstrap import ClusterOptions
+from covey.runtime.places import ClusterOptions
 from covey.runtime.visit import visiting
 from covey.wire import messages
 from covey.wire.secret import encode_join_code

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 
 from covey.base.errors import ConfigError
-from covey.torch.local_sgd import copy_from_first, flat, parts, whole_parameters
+from covey.torch.codec import pack_int8, unpack_int8
+from covey.torch.local_sgd import copy_from_first, flat, parameters_of, parts, trained_by, which_train
+from covey.torch.lost import gather_rows, there
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-BLOCK = 256
-"""Elements that share one scale when outer gradients go as int8: 1.6 % on top of their bytes."""
 
 
 class DiLoCo:
@@ -65,7 +64,8 @@ class DiLoCo:
     ) -> None:
         if compress not in (None, "int8"):
             raise ConfigError(f"compress={compress!r}: outer gradients go as they are (None) or as 'int8'")
-        self._parameters = _trained_by(inner, model)
+        self._parameters = trained_by(inner, model)
+        self._inner, self._trains = inner, which_train(inner)
         names = list(self._parameters)
         if not 1 <= fragments <= min(every, len(names)):
             raise ConfigError(
@@ -74,7 +74,7 @@ class DiLoCo:
             )
         self.outer = outer or torch.optim.SGD(self._parameters.values(), lr=0.7, momentum=0.9, nesterov=True)
         """The outer optimizer: give it a schedule if you like."""
-        if {id(p) for p in _parameters_of(self.outer)} != {id(p) for p in self._parameters.values()}:
+        if {id(p) for p in parameters_of(self.outer)} != {id(p) for p in self._parameters.values()}:
             raise ConfigError("the outer optimizer must have exactly the parameters that the inner one trains")
         self._group, self._overlap, self._compress = process_group, overlap, compress
         self._every, self._steps = every, 0
@@ -86,7 +86,13 @@ class DiLoCo:
         self._flying: _Flight | None = None
 
     def step(self) -> bool:
-        """Count one inner step; return whether an outer step was taken after it."""
+        """Count one inner step; return whether an outer step was taken after it.
+
+        Raises:
+            ConfigError: other parameters are trained now than at the start.
+        """
+        if which_train(self._inner) != self._trains:
+            raise ConfigError("parameters were frozen, thawed or added since DiLoCo was made; make a new one")
         self._steps += 1
         fragment = self._due()
         if fragment is None:
@@ -136,7 +142,7 @@ class DiLoCo:
         self.outer.load_state_dict(state["outer"])
         self._remainders = {fragment: row.clone() for fragment, row in state["remainders"].items()}
         if (flying := state["flying"]) is not None:
-            self._flying = _Flight(flying["fragment"], flying["left"].clone(), None, [flying["mean"].clone()], 1)
+            self._flying = _Flight(flying["fragment"], flying["left"].clone(), None, flying["mean"].clone())
 
     def _due(self) -> int | None:
         """Return the fragment whose turn it is after this step: the k-th of n at the (k + 1) / n of every period."""
@@ -151,18 +157,16 @@ class DiLoCo:
         names = self._fragments[fragment]
         left = flat([self._parameters[name] for name in names])
         gone = flat([self._anchors[name] for name in names]) - left
-        size = dist.get_world_size(self._group)
         if self._compress is None:
             work = dist.all_reduce(gone, group=self._group, async_op=True)
-            self._flying = _Flight(fragment, left, work, [gone], size)
+            self._flying = _Flight(fragment, left, work, gone, self._group)
             return
         if fragment in self._remainders:
             gone += self._remainders[fragment]
         packed = pack_int8(gone)
         self._remainders[fragment] = gone - unpack_int8(packed, gone)
-        rows = [torch.empty_like(packed) for _ in range(size)]
-        work = dist.all_gather(rows, packed, group=self._group, async_op=True)
-        self._flying = _Flight(fragment, left, work, rows, size)
+        rows, work = gather_rows(packed, self._group)
+        self._flying = _Flight(fragment, left, work, rows, self._group)
 
     def _land(self) -> bool:
         """Take the outer step of the fragment on its way, and put the inner steps made meanwhile on top of it."""
@@ -203,55 +207,19 @@ class _Flight:
     """Where this rank's parameters were when it set out."""
     work: Any
     """What torch gave us to wait for; None once it has been waited for."""
-    rows: list[torch.Tensor]
-    """The sum of all ranks, or what each of them packed."""
-    size: int
+    sent: torch.Tensor
+    """Becomes the sum of all ranks, or what each of them packed; and then the mean."""
+    group: Any = None
 
     def mean(self) -> torch.Tensor:
         """Wait, and return the mean outer gradient."""
         if self.work is not None:
             self.work.wait()
-            total = self.rows[0]
+            total = self.sent
             if total.dtype == torch.uint8:
-                total = sum((unpack_int8(row, self.left) for row in self.rows), torch.zeros_like(self.left))
-            self.rows, self.work = [total / self.size], None
-        return self.rows[0]
-
-
-def pack_int8(row: torch.Tensor) -> torch.Tensor:
-    """Return a row of floats as bytes: an int8 an element, then a float32 scale a block of `BLOCK` elements.
-
-    A block with an element that is not finite unpacks to nothing finite, so that trouble shows.
-    """
-    blocks = _blocks(row)
-    scales = blocks.abs().amax(dim=1, keepdim=True).to(torch.float32) / 127
-    levels = torch.where(scales > 0, blocks / scales, 0).round().clamp(-127, 127).to(torch.int8)
-    return torch.cat([levels.view(-1).view(torch.uint8), scales.view(-1).view(torch.uint8)])
-
-
-def unpack_int8(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the row that `pack_int8` packed, in the length and dtype of `like`."""
-    count = -(-like.numel() // BLOCK)
-    levels, scales = packed.split([count * BLOCK, count * 4])
-    blocks = levels.view(torch.int8).view(count, BLOCK).to(like.dtype) * scales.clone().view(torch.float32).view(-1, 1)
-    return blocks.view(-1)[: like.numel()].to(like.dtype)
-
-
-def _blocks(row: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(row, (0, -row.numel() % BLOCK)).view(-1, BLOCK)
-
-
-def _trained_by(inner: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of `model` that `inner` trains, by name, in the order of the model."""
-    trained = {id(parameter) for parameter in _parameters_of(inner)}
-    found = whole_parameters((name, p) for name, p in model.named_parameters() if id(p) in trained)
-    if strangers := len(trained - {id(parameter) for parameter in model.parameters()}):
-        raise ConfigError(f"the inner optimizer trains {strangers} parameters that are not the model's")
-    return found
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                total = sum((unpack_int8(row, self.left) for row in self.sent), torch.zeros_like(self.left))
+            self.sent, self.work = total / there(self.work, self.group), None
+        return self.sent
 
 
 def _cuts(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:

@@ -1,10 +1,21 @@
-"""How torch learns that there is a backend "covey": at `import torch`, or when `covey.torch` is imported."""
+"""How torch learns that there is a backend "covey", and `covey://`: at `import torch`, or with `covey.torch`."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 NAME: Final = "covey"
+
+TORCHRUN: Final = "COVEY_TORCHRUN"
+"""The variable by which agents of torchrun that met on covey tell their workers to meet there, too, and as what."""
+exported: Final[dict[str, str]] = {}
+"""What covey wrote into the environment, for scripts that look there."""
 
 
 def register() -> None:
@@ -14,11 +25,43 @@ def register() -> None:
     """
     import torch.distributed as dist
 
-    if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    if not dist.is_available() or NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    rendezvous = import_module("torch.distributed.rendezvous")  # which a function of the same name hides
+    rendezvous.register_rendezvous_handler(NAME, _meet)
+    handlers = rendezvous._rendezvous_handlers
+    handlers["env"] = _meet_as_launched(handlers["env"])
+
+
+def is_launched() -> bool:
+    """Tell whether `covey run` started this process."""
+    return "COVEY_RANK" in os.environ or "COVEY_RUN" in os.environ
+
+
+def _has_joined() -> bool:
+    bootstrap = sys.modules.get("covey.runtime.bootstrap")  # who has not loaded it has not joined
+    return bootstrap is not None and bootstrap.joined() is not None
 
 
 def _create(options: Any, _pg_options: Any) -> Any:
     from covey.torch.backend import create
 
     return create(options)
+
+
+def _meet(url: str, **options: Any) -> Iterator[Any]:
+    from covey.torch.rendezvous import meet
+
+    return meet(url, **options)
+
+
+def _meet_as_launched(torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Return a handler of env:// that covey takes over if it knows who the ranks are, and no other launcher does."""
+
+    def handler(url: str, **options: Any) -> Iterator[Any]:
+        is_told = os.environ.get("RANK") != exported.get("RANK")
+        is_ours = TORCHRUN in os.environ or (not is_told and (is_launched() or _has_joined()))
+        return (_meet if is_ours else torchs)(url, **options)
+
+    return handler

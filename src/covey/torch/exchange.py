@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.base.arithmetic import reduction
+from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError
 from covey.plan import choose, direct
 from covey.runtime import movements
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
 
 class TensorGroup(Group):
-    """A group whose ranks know the sizes of what they get. Ranks that were lost leave their places as they were."""
+    """A group whose ranks know the sizes of what they get.
+
+    With `on_loss="continue"` an output that a lost rank should have filled is an error on those who have it: torch has
+    no way to say that something is missing, and whoever reads the output would take what was there for the truth. The
+    group goes on.
+    """
 
     def all_gather_into(
         self, outs: Sequence[Any], x: Any, *, timeout: float | None = None, async_op: bool = False
@@ -34,13 +40,14 @@ class TensorGroup(Group):
         lengths = tuple(target.flat.size for target in targets)
         call = self._call("all_gather", own.code, None, lengths=_compact(lengths))
 
-        def body(circle: Circle) -> None:
+        def body(circle: Circle) -> tuple[int, ...]:
             blocks = circle.chosen([target.flat for target in targets])
             blocks[circle.rank][...] = own.load()
             plan = choose.all_gather(circle.rank, tuple(circle.chosen(lengths)), circle.lane_family, None)
             circle.execute(plan, blocks)
+            return circle.ranks
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=_stores(targets))
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=self._stores(targets))
 
     def gather_into(
         self, outs: Sequence[Any] | None, x: Any, root: int, *, timeout: float | None = None, async_op: bool = False
@@ -53,7 +60,7 @@ class TensorGroup(Group):
             _check_alike([targets[root], own], "the own input and its place in the output")
         call = self._call("gather", own.code, None, root=root)
 
-        def body(circle: Circle) -> None:
+        def body(circle: Circle) -> tuple[int, ...]:
             if targets:
                 blocks = circle.chosen([target.flat for target in targets])
                 blocks[circle.rank][...] = own.load()
@@ -62,8 +69,10 @@ class TensorGroup(Group):
                 blocks[circle.rank] = own.load()
             lengths = [block.size for block in blocks]
             circle.execute(direct.gather(circle.rank, circle.position(root), lengths), blocks)
+            return circle.ranks
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=_stores(targets), root=root)
+        then = self._stores(targets)
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
 
     def scatter_into(
         self, out: Any, xs: Sequence[Any] | None, root: int, *, timeout: float | None = None, async_op: bool = False
@@ -79,14 +88,18 @@ class TensorGroup(Group):
         def body(circle: Circle) -> None:
             if parts:
                 blocks = circle.chosen([part.load() for part in parts])
-                target.flat[...] = parts[root].flat
             else:
                 blocks = [self._engine.nothing] * circle.size
                 blocks[circle.rank] = target.flat
             lengths = [block.size for block in blocks]
             circle.execute(direct.scatter(circle.rank, circle.position(root), lengths), blocks)
+            if parts:
+                target.flat[...] = parts[root].flat  # only now: it may be where another rank's part was
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=_stores([target]), root=root)
+        def deliver(_: None) -> None:
+            target.store()
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver, root=root)
 
     def all_to_all_into(
         self, outs: Sequence[Any], ins: Sequence[Any], *, timeout: float | None = None, async_op: bool = False
@@ -97,14 +110,15 @@ class TensorGroup(Group):
         _check_alike([targets[self.rank], parts[self.rank]], "what this rank has for itself and the room for it")
         call = self._call("all_to_all", parts[0].code, None)
 
-        def body(circle: Circle) -> None:
+        def body(circle: Circle) -> tuple[int, ...]:
             outgoing = circle.chosen([part.load() for part in parts])
             incoming = circle.chosen([target.flat for target in targets])
             incoming[circle.rank][...] = outgoing[circle.rank]
             plan = direct.all_to_all(circle.rank, [block.size for block in outgoing], [room.size for room in incoming])
             circle.execute(plan, [*outgoing, *incoming])
+            return circle.ranks
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=_stores(targets))
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=self._stores(targets))
 
     def reduce_scatter_into(
         self, out: Any, xs: Sequence[Any], op: str, *, timeout: float | None = None, async_op: bool = False
@@ -171,13 +185,17 @@ class TensorGroup(Group):
             raise ConfigError(f"the output list must have a tensor for each of the {self.size} ranks, not {got}")
         return [writable(out) for out in outs]
 
+    def _stores(self, targets: list[Operand]) -> Callable[[tuple[int, ...]], None]:
+        """Return what delivers the outputs, once it is known which ranks filled theirs."""
 
-def _stores(targets: list[Operand]) -> Callable[[Any], None]:
-    def store(_: Any) -> None:
-        for target in targets:
-            target.store()
+        def store(ranks: tuple[int, ...]) -> None:
+            if targets and len(ranks) < self.size:
+                lost = next(rank for rank in range(self.size) if rank not in ranks)
+                raise self._engine.part_lost(lost)
+            for target in targets:
+                target.store()
 
-    return store
+        return store
 
 
 def _compact(lengths: tuple[int, ...]) -> Any:
@@ -192,5 +210,6 @@ def _check_alike(operands: list[Operand], what: str) -> None:
 
 
 def _check_dtypes(operands: list[Operand]) -> None:
-    if len(found := {operand.flat.dtype.name for operand in operands}) > 1:
-        raise TypeError(f"tensors of one operation must have one dtype, not {', '.join(sorted(found))}")
+    if len(found := {operand.code for operand in operands}) > 1:
+        names = sorted(DTYPES[code].name for code in found)
+        raise TypeError(f"tensors of one operation must have one dtype, not {', '.join(names)}")

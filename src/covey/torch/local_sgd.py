@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from covey.base.errors import ConfigError
+from covey.torch.lost import there
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,18 +33,19 @@ class LocalSGD:
         if every < 1:
             raise ConfigError(f"every={every}: give the number of steps between two averages, 1 or more")
         self._every, self._group, self._steps = every, process_group, 0
-        self._parameters = whole_parameters(model.named_parameters())
-        copy_from_first(list(self._parameters.values()), process_group)
+        self._model = model
+        copy_from_first(list(whole_parameters(model.named_parameters()).values()), process_group)
 
     def step(self) -> bool:
         """Count one step of the optimizer; return whether the parameters were averaged after it."""
         self._steps += 1
         if self._steps % self._every:
             return False
-        parameters = list(self._parameters.values())
+        parameters = list(whole_parameters(self._model.named_parameters()).values())
         mean = flat(parameters)
-        dist.all_reduce(mean, group=self._group)
-        mean /= dist.get_world_size(self._group)
+        work = dist.all_reduce(mean, group=self._group, async_op=True)
+        work.wait()
+        mean /= there(work, self._group)
         with torch.no_grad():
             for parameter, part in zip(parameters, parts(mean, parameters), strict=True):
                 parameter.copy_(part)
@@ -67,10 +69,32 @@ def whole_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[st
     for name, parameter in trained.items():
         if isinstance(parameter, DTensor) or parameter.is_complex():
             kind = "complex" if parameter.is_complex() else "sharded"
-            raise ConfigError(f"{name} is {kind}; averaging between steps needs whole, real parameters on every rank")
+            raise ConfigError(f"{name} is {kind}; averaging over ranks needs whole, real parameters on each")
     if not trained:
         raise ConfigError("no parameter of the model requires a gradient")
     return trained
+
+
+def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of `model` that `optimizer` trains, by name, in the order of the model.
+
+    Raises:
+        ConfigError: the optimizer trains others too, or one is sharded or complex.
+    """
+    trained = {id(parameter) for parameter in parameters_of(optimizer)}
+    if strangers := len(trained - {id(parameter) for parameter in model.parameters()}):
+        raise ConfigError(f"the optimizer trains {strangers} parameters that are not the model's")
+    return whole_parameters((name, p) for name, p in model.named_parameters() if id(p) in trained)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters that an optimizer trains, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def which_train(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Tell of each parameter of an optimizer whether it is trained now; layers are frozen and thawed."""
+    return [parameter.requires_grad for parameter in parameters_of(optimizer)]
 
 
 def copy_from_first(tensors: Sequence[torch.Tensor], group: Any) -> None:

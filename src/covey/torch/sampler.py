@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,9 @@ class ElasticSampler:
     samples that were really used before you save the state.
 
     With `drop_last` the samples at the end that do not fill a batch of all ranks are left out.
+
+    Samples that were given to a rank which did not live to train on them go back with `give_back`: they are owed, and
+    given out again before new ones.
     """
 
     def __init__(self, length: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> None:
@@ -36,6 +40,7 @@ class ElasticSampler:
             raise ConfigError(f"a data set cannot have {length} samples")
         self._length, self._shuffle, self._seed, self._drop_last = length, shuffle, seed, drop_last
         self._epoch, self._position = 0, 0
+        self._owed: list[int] = []
         self._order: torch.Tensor | None = None  # of this epoch; made when first needed
 
     @property
@@ -44,13 +49,13 @@ class ElasticSampler:
 
     @property
     def position(self) -> int:
-        """How many samples of this epoch the ranks were given, all together."""
+        """How far in the order of this epoch the ranks are, all together; what is owed lies before it."""
         return self._position
 
     @property
     def remaining(self) -> int:
-        """How many samples of this epoch nobody was given yet."""
-        return self._length - self._position
+        """How many samples of this epoch nobody was given yet, or were given back."""
+        return self._length - self._position + len(self._owed)
 
     def take(self, counts: int | Sequence[int], *, rank: int | None = None, size: int | None = None) -> list[int]:
         """Return this rank's share of the next batch of all ranks: `counts` samples, or `counts[rank]` of a sequence.
@@ -65,16 +70,30 @@ class ElasticSampler:
         shares = [counts] * size if isinstance(counts, int) else list(counts)
         if len(shares) != size:
             raise ConfigError(f"{len(shares)} counts for {size} ranks; give one for each rank, or a single number")
-        whole = sum(shares)
-        if min(shares) < 0 or whole == 0:
+        return self.deal(shares)[rank]
+
+    def deal(self, counts: Sequence[int]) -> list[list[int]]:
+        """Return the shares of all ranks in the next batch, `counts[rank]` samples each; see `take`."""
+        whole = sum(counts)
+        if not counts or min(counts) < 0 or whole == 0:
             raise ConfigError(f"cannot take {counts} samples; give counts that are not negative, and one above 0")
-        start, batch = self._position, min(whole, self.remaining)
-        self._position += batch
-        if batch < whole and self._drop_last:
-            return []
-        before = sum(shares[:rank])
-        first, end = batch * before // whole, batch * (before + shares[rank]) // whole
-        return self._indices(start + first, start + end)
+        batch = self._draw(min(whole, self.remaining))
+        if len(batch) < whole and self._drop_last:
+            return [[] for _ in counts]
+        ends = [len(batch) * end // whole for end in accumulate(counts, initial=0)]
+        return [batch[start:end] for start, end in pairwise(ends)]
+
+    def give_back(self, samples: Sequence[int]) -> None:
+        """Owe these samples of this epoch again: they come first in the next batches."""
+        if len(self._owed) + len(samples) > self._position:
+            raise ConfigError(f"{len(samples)} samples to give back, but only {self._position} of this epoch are given")
+        self._owed += samples
+
+    def _draw(self, count: int) -> list[int]:
+        """Return the next samples: first those that are owed, then in the order of the epoch."""
+        owed, self._owed = self._owed[:count], self._owed[count:]
+        start, self._position = self._position, self._position + count - len(owed)
+        return owed + self._indices(start, self._position)
 
     def next_epoch(self) -> None:
         """Begin the next epoch, in its own order."""
@@ -89,7 +108,7 @@ class ElasticSampler:
             self._turn_to(epoch, 0)
 
     def seek(self, position: int) -> None:
-        """Go to where all ranks together have been given `position` samples of this epoch, back or forth."""
+        """Go to where all ranks together have been given `position` samples of this epoch; none is owed then."""
         self._turn_to(self._epoch, position)
 
     def __iter__(self) -> Iterator[int]:
@@ -103,8 +122,14 @@ class ElasticSampler:
         rounds, rest = divmod(self.remaining, size)
         return rounds + (0 if self._drop_last else rest * (rank + 1) // size - rest * rank // size)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "length": self._length}
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "owed": list(self._owed),
+            "seed": self._seed,
+            "length": self._length,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where the sampler was that gave this state; the seed becomes its seed.
@@ -120,13 +145,14 @@ class ElasticSampler:
         if state["seed"] != self._seed:
             self._seed, self._order = state["seed"], None
         self._turn_to(state["epoch"], state["position"])
+        self._owed = list(state.get("owed", ()))
 
     def _turn_to(self, epoch: int, position: int) -> None:
         if epoch < 0 or not 0 <= position <= self._length:
             raise ConfigError(f"no sample {position} in epoch {epoch} of a data set with {self._length} samples")
         if epoch != self._epoch:
             self._order = None
-        self._epoch, self._position = epoch, position
+        self._epoch, self._position, self._owed = epoch, position, []
 
     def _indices(self, start: int, end: int) -> list[int]:
         if not self._shuffle:

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -103,6 +104,52 @@ def slots(structure: Any) -> Iterator[str]:
         case list() | tuple():
             for inner in structure:
                 yield from slots(inner)
+
+
+def to_plain(structure: Any, path: str = "the state") -> Any:
+    """Return a structure as plain lists that say what they were, equal for equal structures.
+
+    Raises:
+        ConfigError: there is something in it besides slots, dicts, lists, tuples, numbers, strings, bytes and None.
+    """
+    match structure:
+        case Slot(key):
+            return ["slot", key]
+        case dict():
+            pairs = [(to_plain(key), to_plain(inner, f"{path}.{key}")) for key, inner in structure.items()]
+            return ["dict", [each for pair in pairs for each in pair]]
+        case list() | tuple():
+            kind = "list" if isinstance(structure, list) else "tuple"
+            return [kind, [to_plain(inner, f"{path}.{index}") for index, inner in enumerate(structure)]]
+        case int() if structure.bit_length() > 63:  # as in the states of some generators of random numbers
+            return ["int", str(structure)]
+        case None | bool() | int() | float() | str() | bytes() | np.generic() | np.ndarray():
+            return structure
+    raise ConfigError(
+        f"{path} is a {type(structure).__name__}, which does not travel to newcomers; make it numbers, strings, lists, "
+        "tuples, dicts or tensors in state_dict()"
+    )
+
+
+def from_plain(plain: Any, like: Any = None) -> Any:
+    """Return the structure that `to_plain` was given; dicts become what they are in `like`, where that has one."""
+    match plain:
+        case ["slot", key]:
+            return Slot(key)
+        case ["int", digits]:
+            return int(digits)
+        case ["list" | "tuple" as kind, inners]:
+            likes = like if isinstance(like, list | tuple) and len(like) == len(inners) else [None] * len(inners)
+            made = [from_plain(*pair) for pair in zip(inners, likes, strict=True)]
+            return made if kind == "list" else tuple(made)
+        case ["dict", flat]:
+            own: dict[Any, Any] = like if isinstance(like, dict) else {}
+            changed = copy.copy(own)  # a Counter stays one
+            changed.clear()
+            for key, inner in zip(map(from_plain, flat[::2]), flat[1::2], strict=True):
+                changed[key] = from_plain(inner, own.get(key))
+            return changed
+    return plain
 
 
 def parameters_by_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

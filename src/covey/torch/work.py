@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from covey.torch.devices import order, settle
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -24,10 +26,26 @@ CLOSE_SECONDS: Final = 5.0
 class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by the type checker
     """The operations of one call, in issue order, and the tensors that they fill. Without any, it is done."""
 
-    def __init__(self, works: list[Work[Any]], tensors: list[torch.Tensor], notices: Notices) -> None:
+    def __init__(
+        self,
+        works: list[Work[Any]],
+        tensors: list[torch.Tensor],
+        notices: Notices,
+        contributors: list[int] | None = None,
+    ) -> None:
+        """`contributors` are ranks that what is done already was made from."""
         super().__init__()
         self._works, self._tensors, self._notices = works, tensors, notices
+        self._contributors = contributors or []
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    @property
+    def contributors(self) -> list[int]:
+        """The ranks of the group whose input is in the result; once a collective is done.
+
+        With `on_loss="continue"`, ranks that were lost are not among them.
+        """
+        return [rank for rank in self._contributors if all(rank in work.contributors for work in self._works)]
 
     def is_completed(self) -> bool:
         """Tell whether it ended, well or not."""
@@ -42,11 +60,15 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
         return self._error() if self.is_completed() else None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return once it ended well; raise what ended it. A timeout of 0 is none."""
+        """Return once it ended well; raise what ended it. A timeout of 0 is none.
+
+        Tensors on a device may still be on their way there: the caller's stream waits for them, not the caller.
+        """
         seconds = timeout.total_seconds()
         until = time.monotonic() + seconds if seconds > 0 else None
         for work in self._works:
             work.wait(None if until is None else max(0.0, until - time.monotonic()))
+        order(self._tensors)
         return True
 
     def synchronize(self) -> None:
@@ -81,7 +103,10 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
         return self._future
 
     def _outcome(self) -> list[torch.Tensor] | BaseException:
-        return self._error() or self._tensors
+        error = self._error()
+        if error is None:
+            settle(self._tensors)  # whoever is called back may be on any stream
+        return error or self._tensors
 
     def _error(self) -> BaseException | None:
         return next((error for work in self._works if (error := work.exception()) is not None), None)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from covey.base.errors import ConfigError
-from covey.cli.bench.crew import require_opponents
+from covey.cli.bench.crew import require_libraries, require_torch
 from covey.cli.bench.machine import machine_facts
 from covey.cli.bench.measure import Advanced, CaseDone, Started, Starting, measure
 from covey.cli.bench.plot import draw
@@ -40,6 +40,7 @@ def bench(
     lanes: Annotated[str, typer.Option(help="covey's lanes: shm, unix, tcp, secure.")] = "shm,tcp",
     dtype: Annotated[str, typer.Option(help="Element type.")] = "float32",
     against: Annotated[str, typer.Option(help="Opponents, interleaved: gloo, mpi, mpi-tcp.")] = "",
+    torch: Annotated[bool, typer.Option("--torch", help="Call covey through torch.distributed.")] = False,
     busy: Annotated[bool, typer.Option("--busy", help="Add a busy Python thread to every rank of every side.")] = False,
     reps: Annotated[int | None, typer.Option(help="Rounds of each contender.", show_default="7")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter rounds.")] = False,
@@ -59,8 +60,9 @@ def bench(
         repetitions=(3 if quick else 7) if reps is None else reps,
         round_seconds=0.03 if quick else 0.1,
         busy=busy,
+        through_torch=torch,
     )
-    require_opponents(sweep.opponents)
+    require_libraries(sweep)
     for path in (json_file, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {path.absolute().parent}")
@@ -114,6 +116,29 @@ def recovery(
     if wrong:
         typer.echo(f"{wrong} of {kills} results were wrong", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def ddp(
+    ranks: Annotated[int, typer.Option("-n", metavar="N", help="Ranks.")] = 2,
+    parameters: Annotated[int, typer.Option(help="Of the model, in millions.")] = 25,
+    rounds: Annotated[int, typer.Option(help="Turns of each side, three steps each.")] = 7,
+    lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "shm",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Train with PyTorch's DistributedDataParallel on covey and on gloo, in turns: how long does a step take?"""
+    from covey.cli.bench import ddp as trials
+
+    require_torch("covey bench ddp")
+    trial = trials.Trial(size=ranks, parameters=parameters * 1_000_000, rounds=rounds, lanes=lanes)
+    console, facts = Console(stderr=as_json), machine_facts()
+    with console.status("training", spinner="dots") if console.is_terminal else nullcontext():
+        outcomes = trials.measure(trial)
+    if as_json:
+        print(json.dumps(trials.as_json(trial, outcomes, facts)))
+    else:
+        console.print(f"{parameters} M parameters, {ranks} ranks, {lanes}", highlight=False)
+        console.print(trials.table(outcomes))
 
 
 def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[str, str]]:
@@ -178,5 +203,6 @@ def cleaning_up_on(*signums: signal.Signals) -> Iterator[None]:
 def headline(facts: dict[str, Any], sweep: Sweep) -> str:
     """Say in one line where and when this was measured."""
     busy = ", one busy thread a rank" if sweep.busy else ""
+    busy += ", covey through torch.distributed" if sweep.through_torch else ""
     when = str(facts["date"])[:16].replace("T", " ")
     return f"{facts['cpu']}, {facts['usable_cores']} cores, {facts['system']} {facts['kernel']}, {when}{busy}"

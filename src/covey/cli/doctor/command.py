@@ -21,7 +21,7 @@ from covey.cli.doctor.findings import findings
 from covey.cli.doctor.machine import examine_machine, known_part
 from covey.cli.doctor.report import as_json, as_text
 from covey.net.interfaces import parse_pattern, usable_interfaces
-from covey.runtime.bootstrap import ClusterOptions
+from covey.runtime.places import ClusterOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ from covey.base.version import __version__
 from covey.cli.doctor.facts import Machine, PrivatePath, Setting
 from covey.net import clusters
 from covey.net.identity import node_name
-from covey.runtime.bootstrap import CLUSTER_JOIN_SECONDS, DEFAULT_MIN_SIZE
+from covey.runtime.places import CLUSTER_JOIN_SECONDS, DEFAULT_MIN_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

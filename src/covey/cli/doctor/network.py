@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError
@@ -19,7 +19,7 @@ from covey.runtime.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from covey.runtime.gathering import Gathering
     from covey.runtime.greet import Where
     from covey.runtime.visit import Visit
-
-T = TypeVar("T")
 
 LOOK_SECONDS: Final = 2.5
 """How long to look for others: multicast DNS asks twice more within the first second, and answers take one at most."""
@@ -79,7 +77,7 @@ class Search:
         """Fill in the facts, in about nine seconds at most."""
         ear = Ear(self._own)
         try:
-            _on_loop(ear.open(), LATE_SECONDS)
+            control.run(ear.open(), LATE_SECONDS)
             with visiting(self._cluster, self._config) as visit:
                 self._tell("looking for others")
                 visit.look(LOOK_SECONDS)
@@ -115,7 +113,7 @@ class Search:
         self.people = tuple(self._measure(gathering, person, way) for person, way in people)
         closed = knocking.result(PROBE_SECONDS + LATE_SECONDS)
         self.interfaces = look_at_interfaces(self._config.interfaces, observations, ear)
-        problems, hung_up = _on_loop(_problems(gathering), LATE_SECONDS)
+        problems, hung_up = control.run(_problems(gathering), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
         self.seeds = tuple(
             Seed(
@@ -175,7 +173,7 @@ class Search:
         if way is None or self._until - time.monotonic() < seconds:
             return person
         flow = throughput(way, gathering.seat.gate, FLOW_BYTES, seconds)
-        return replace(person, bytes_per_second=_on_loop(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
+        return replace(person, bytes_per_second=control.run(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
 
     async def _knock(self, gathering: Gathering, ear: Ear, observations: Iterable[Observation]) -> dict[str, str]:
         """Return the machines that announce nodes, ours as far as we know, and whose ports give no sign of life.
@@ -301,12 +299,3 @@ def _doctors_at(seeds: tuple[str, ...]) -> Iterator[str]:
             yield seed.removesuffix(str(PORTS[0])) + str(PORTS[-1])
         elif ":" not in seed:
             yield f"{seed}:{PORTS[-1]}"
-
-
-def _on_loop(coroutine: Coroutine[Any, Any, T], within: float) -> T:
-    """Run something on the control loop; TimeoutError if it takes longer."""
-    future = control.start(coroutine)
-    try:
-        return future.result(within)
-    finally:
-        future.cancel()

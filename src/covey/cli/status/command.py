@@ -18,7 +18,7 @@ from covey.base.config import check_timeout, group_config
 from covey.cli.status.picture import as_json as to_json
 from covey.cli.status.picture import picture
 from covey.cli.status.view import nobody, view
-from covey.runtime.bootstrap import ClusterOptions
+from covey.runtime.places import ClusterOptions
 from covey.runtime.visit import visiting
 from covey.wire import messages
 

@@ -1,0 +1,42 @@
+"""`covey bench --torch` and `covey bench ddp` as people run them: both sides are right, and told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+
+def bench(*arguments: str) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("COVEY_")}
+    command = [sys.executable, "-m", "covey", "bench", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_operation_is_right_through_torch(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    bench("--torch", "--op=all", "--sizes=4K", "--lanes=shm", "--against=gloo", "--quick", "--reps=1", f"--json={file}")
+    report = json.loads(file.read_text())
+    assert report["settings"]["through_torch"]
+    assert {"covey", "torch"} <= {*report["versions"]}
+    assert {(row["contender"], row["lanes"]) for row in report["results"]} == {("covey shm", "shm"), ("gloo", "")}
+
+
+def test_ddp_trains_to_the_same_parameters_on_both_sides() -> None:
+    report = json.loads(bench("ddp", "--parameters=1", "--rounds=1", "--lanes=tcp", "--json"))
+    assert {name: len(seconds) for name, seconds in report["seconds"].items()} == {
+        "no communication": 1,
+        "covey": 3,
+        "gloo": 3,
+    }

@@ -1,0 +1,124 @@
+"""Checkpoints on covey groups, torch's own and covey's: from one number of ranks to another."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.torch.crew import run_crew
+from tests.torch.equality import adam, batch, moments, share, small_model, start, whole
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import covey.torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for index in (0, 2, 4):
+        fully_shard(model[index], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rows: slice) -> None:
+    optimizer.zero_grad()
+    model(batch(step)[rows]).square().mean().backward()
+    optimizer.step()
+
+
+def go_on(rank: int, size: int, store: str, folder: str, turn: int, kind: str) -> None:
+    """Go on from what the ranks of the turn before left, make a step, and leave it to those of the next."""
+    start(rank, size, store)
+    warnings.simplefilter("ignore", FutureWarning)
+    reference = small_model()
+    optimizer = adam(reference)
+    for step in range(turn):
+        step_on(reference, optimizer, step, slice(None))
+
+    model = sharded(small_model()) if kind == "sharded" else DistributedDataParallel(small_model())
+    ours = adam(model)
+    if turn:
+        with torch.no_grad():  # nothing of what is loaded is there already
+            for parameter in model.parameters():
+                parameter.fill_(rank)
+        _load(model, ours, f"{folder}/{turn - 1}")
+        torch.testing.assert_close(
+            [*map(whole, model.parameters()), *moments(ours)],
+            [*map(whole, reference.parameters()), *moments(optimizer)],
+            rtol=1e-4,
+            atol=1e-5,
+        )
+    step_on(model, ours, turn, share(rank, size))
+    _save(model, ours, f"{folder}/{turn}", is_async=turn % 2 == 1)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def _load(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _save(model: nn.Module, optimizer: torch.optim.Optimizer, path: str, *, is_async: bool) -> None:
+    """Save; in the background the ranks go on with their own operations while the writers have theirs."""
+    if not is_async:
+        dcp.save(_state(model, optimizer), checkpoint_id=path)
+        return
+    writers = dist.new_group(list(range(dist.get_world_size())))
+    saving = dcp.async_save(_state(model, optimizer), checkpoint_id=path, process_group=writers)
+    for step in range(5):
+        step_on(model, optimizer, step, slice(None))
+    saving.result(timeout=30)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [[(2, "sharded"), (4, "sharded"), (1, "sharded")], [(2, "whole"), (3, "sharded"), (2, "whole")]],
+    ids=["sharded", "whole"],
+)
+def test_torch_loads_on_any_number_of_ranks_what_others_saved(tmp_path: Path, turns: list[tuple[int, str]]) -> None:
+    for turn, (size, kind) in enumerate(turns):
+        run_crew(size, go_on, str(tmp_path), turn, kind)
+
+
+def wrapped(rank: int, size: int, store: str, folder: str, turn: int) -> None:
+    """The same with covey.torch.save and load, in the background."""
+    start(rank, size, store)
+    reference, model = small_model(), sharded(small_model())
+    state = {"model": model, "optimizer": adam(model), "steps": turn}
+    if turn:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(rank)
+        assert covey.torch.load(state, folder) == state["steps"] == turn
+    optimizer = adam(reference)
+    for step in range(turn + 1):
+        step_on(reference, optimizer, step, slice(None))
+    step_on(model, state["optimizer"], turn, share(rank, size))
+    torch.testing.assert_close(
+        [*map(whole, model.parameters()), *moments(state["optimizer"])],
+        [*map(whole, reference.parameters()), *moments(optimizer)],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    saving = covey.torch.save(state | {"steps": turn + 1}, folder, step=turn + 1, async_=True)
+    dist.all_reduce(torch.ones(3))
+    saving.wait(30)
+
+
+def test_a_state_saved_by_covey_is_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
+    for turn, size in enumerate((2, 4)):
+        run_crew(size, wrapped, str(tmp_path / "kept"), turn)

@@ -1,0 +1,391 @@
+"""Training goes on while ranks are killed, stopped, and asked to leave: every sample counts once an epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import traceback
+from collections import Counter
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from tests.torch.crew import _context
+
+from covey.base.errors import ConfigError
+from covey.runtime.keeper import LocalRun
+from covey.torch.elastic import Elastic
+from covey.torch.sampler import ElasticSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+DEADLINE = 60.0
+SAMPLES, BATCH, EPOCHS = 62, 10, 3  # the last batch of an epoch has two samples: not enough for three ranks
+
+
+class Net(torch.nn.Module):
+    """A model with a parameter that few samples need, one that nobody needs, and a buffer that each rank changes."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1).double()
+        self.rare, self.never = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+        self.narrow = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+        self.register_buffer("seen", torch.zeros(SAMPLES), persistent=False)
+
+    def forward(self, indices: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen[indices] += 1
+        hidden = torch.tanh(self.first(INPUTS[indices])) * self.narrow.float()
+        result = self.last(hidden.double())[:, 0]
+        return result + (torch.tensor(indices) == 7) * self.rare.sum() if 7 in indices else result
+
+
+INPUTS = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+TARGETS = (INPUTS @ torch.tensor([1.0, -2.0, 3.0, 0.5])).double()
+
+
+class Training:
+    """One process's loop, which tells what it did."""
+
+    def __init__(self, slot: int, tell: Callable[..., None], dtype: torch.dtype = torch.float32) -> None:
+        self.tell, self.model = tell, Net(slot, dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [5, 9], gamma=0.5)
+        self.extra = torch.nn.Linear(2, 2)
+        self.elastic = Elastic(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            sampler=ElasticSampler(SAMPLES, seed=3),
+            batch=BATCH,
+            epochs=EPOCHS,
+            extra={"extra": self.extra},
+            timeout=DEADLINE,
+        )
+
+    def run(self, before_step: Callable[[], None] = lambda: None, *, clips: bool = False) -> None:
+        elastic = self.elastic
+        for indices in elastic:
+            epoch = elastic.epoch
+            for part in (indices[:2], indices[2:]):  # gradients add up
+                if part:
+                    error = (self.model(part) - TARGETS[part]).square().sum() / len(indices)
+                    error.backward()
+            before_step()
+            if clips:
+                elastic.sync()
+                assert self.model.never.grad is None
+                assert self.model.first.weight.grad is not None
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 2.0)
+            if elastic.step():
+                self.tell("trained", (epoch, indices))
+
+    def state(self) -> dict[str, Any]:
+        """All numbers that must be equal on all ranks at the end."""
+        moments = self.optimizer.state_dict()["state"]
+        tensors = {**self.model.state_dict(), "seen": self.model.seen, **self.extra.state_dict()}
+        tensors |= {f"{place}.{name}": value for place, state in moments.items() for name, value in state.items()}
+        return {
+            "tensors": {name: tensor.double().numpy().copy() for name, tensor in tensors.items()},
+            "schedule": {name: value for name, value in self.scheduler.state_dict().items() if name != "_is_initial"},
+            "rest": [self.elastic.samples, self.elastic.lost, self.elastic.epoch],
+        }
+
+    def loss(self) -> float:
+        with torch.no_grad():
+            return float((self.model(list(range(SAMPLES))) - TARGETS).square().mean())
+
+
+def single(**options: Any) -> Training:
+    """The same training by one process."""
+    training = Training(0, lambda *_: None)
+    training.run(**options)
+    assert training.elastic.done
+    return training
+
+
+# Processes
+
+
+class Party:
+    """Processes of one run, forked from one that has imported torch, whose keeper is this process."""
+
+    def __init__(self, size: int, program: Callable[..., Any]) -> None:
+        self._run, self._program = LocalRun(size), program
+        self._processes: list[BaseProcess] = []
+        self._ends: dict[Connection, int] = {}
+        self.heard: list[tuple[int, str, Any]] = []
+        """Who said what, in the order it came: everything that was told, and `returned` or `gone`."""
+
+    def start(self, slot: int, *, restart: int = 0) -> int:
+        """Start a process; return its id."""
+        here, there = _context.Pipe(duplex=False)
+        place = {name: str(value) for name, value in self._run.place(slot).items()} | {"COVEY_RESTART": str(restart)}
+        args = (there, slot, place, self._run.token, self._program)
+        process = _context.Process(target=_serve, args=args, daemon=True)
+        process.start()
+        there.close()
+        self._ends[here] = slot
+        self._processes.append(process)
+        assert process.pid is not None
+        return process.pid
+
+    def await_heard(self, kind: str, slot: int | None = None) -> Any:
+        """Return the next thing of this kind that is heard from now on; other things are kept."""
+        until = time.monotonic() + DEADLINE
+        while True:
+            ready = wait(list(self._ends), max(0.0, until - time.monotonic()))
+            assert ready, f"no {kind!r} from {slot} in time; heard {self.heard[-20:]}"
+            for end in ready:
+                came = self._listen(end)
+                if came[1] == kind and slot in (None, came[0]):
+                    return came[2]
+
+    def await_all(self) -> dict[int, Any]:
+        """Return what all processes returned that are left."""
+        until = time.monotonic() + DEADLINE
+        while self._ends:
+            ready = wait(list(self._ends), max(0.0, until - time.monotonic()))
+            assert ready, f"{list(self._ends.values())} did not end; heard {self.heard[-20:]}"
+            for end in ready:
+                self._listen(end)
+        return {slot: value for slot, kind, value in self.heard if kind == "returned"}
+
+    def _listen(self, end: Connection) -> tuple[int, str, Any]:
+        slot = self._ends[end]
+        try:
+            kind, value = end.recv()
+        except EOFError:
+            kind, value = "gone", None
+            del self._ends[end]
+            end.close()
+        assert kind != "failed", f"process {slot}: {value}"
+        self.heard.append((slot, kind, value))
+        return self.heard[-1]
+
+    def counts(self) -> dict[int, Counter[int]]:
+        """How often each sample was trained on, by epoch."""
+        counts: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(EPOCHS)}
+        for _, kind, value in self.heard:
+            if kind == "trained":
+                counts[value[0]].update(value[1])
+        return counts
+
+    def __enter__(self) -> Party:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._run.__exit__)
+            for end in self._ends:
+                stack.callback(end.close)
+            for process in self._processes:
+                process.kill()
+                process.join()
+                process.close()
+
+
+def _serve(there: Connection, slot: int, place: dict[str, str], token: bytes, program: Callable[..., Any]) -> None:
+    torch.set_num_threads(1)
+    here, writer = os.pipe()
+    os.write(writer, token)
+    os.close(writer)
+    os.environ |= place | {"COVEY_TOKEN_FD": str(here)}
+    try:
+        there.send(("returned", program(slot, lambda kind, value=None: there.send((kind, value)))))
+    except BaseException:
+        there.send(("failed", traceback.format_exc()))
+
+
+def await_newcomer(elastic: Elastic) -> None:
+    """Wait until this rank knows that somebody wants to get in."""
+    until = time.monotonic() + DEADLINE
+    while not elastic.group._engine.knows_change:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+# A rank is killed, another is stopped; both come back
+
+
+def survive(slot: int, tell: Callable[..., None]) -> Any:
+    training = Training(slot, tell, torch.bfloat16)
+    elastic, torn = training.elastic, []
+
+    def before_step() -> None:
+        if elastic.generation == 0 and elastic.samples >= 2 * BATCH:
+            if slot == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if elastic.lost:
+                await_newcomer(elastic)
+        if elastic.generation == 1 and elastic.epoch == 1:
+            if slot == 2 and not torn:
+                torn.append(elastic.lost)
+                os.kill(os.getpid(), signal.SIGSTOP)  # the others go on, and it finds out when it is continued
+            if torn and elastic.lost > torn[0]:
+                tell("torn")
+                await_newcomer(elastic)
+            torn.append(elastic.lost)
+
+    training.run(before_step)
+    return elastic.done, training.state(), training.loss(), torch.rand(1).item()
+
+
+def test_every_sample_counts_once_an_epoch_though_ranks_are_killed_and_cut_off_and_come_back() -> None:
+    with Party(3, survive) as party:
+        pids = [party.start(slot) for slot in range(3)]
+        party.await_heard("gone", 1)
+        party.start(1, restart=1)
+        party.await_heard("torn")
+        os.kill(pids[2], signal.SIGCONT)
+        returned = party.await_all()
+        assert party.counts() == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
+    assert all(done for done, *_ in returned.values())
+    states = [state for _, state, *_ in returned.values()]
+    assert states[0]["rest"][0] == EPOCHS * SAMPLES
+    assert states[0]["rest"][1] > 3
+    for state in states[1:]:
+        assert state["rest"] == states[0]["rest"]
+        assert state["schedule"] == states[0]["schedule"]
+        for name, tensor in states[0]["tensors"].items():
+            np.testing.assert_array_equal(state["tensors"][name], tensor, err_msg=name)
+    assert len({number for *_, number in returned.values()}) == 3  # everyone draws numbers of its own
+    assert returned[0][2] == pytest.approx(single().loss(), rel=0.2)
+
+
+# A rank is asked to leave
+
+
+def leave(slot: int, tell: Callable[..., None]) -> Any:
+    training = Training(slot, tell)
+
+    def before_step() -> None:
+        if slot == 1 and training.elastic.samples == 3 * BATCH:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    training.run(before_step, clips=True)
+    return training.elastic.done, training.state()
+
+
+def test_ranks_that_share_a_batch_compute_what_one_process_computes_and_one_may_leave() -> None:
+    with Party(3, leave) as party:
+        for slot in range(3):
+            party.start(slot)
+        returned = party.await_all()
+        assert party.counts() == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
+    assert [returned[slot][0] for slot in range(3)] == [True, False, True]
+    alone = single(clips=True).state()
+    for slot in (0, 2):
+        state = returned[slot][1]
+        assert state["rest"] == alone["rest"]
+        assert state["schedule"] == alone["schedule"]
+        for name in alone["tensors"].keys() - {"seen"}:
+            expected = alone["tensors"][name]
+            np.testing.assert_allclose(state["tensors"][name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+# One is slow, and both thaw a layer
+
+
+def hurry(slot: int, tell: Callable[..., None]) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)).requires_grad_(False)
+    model[0].requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = ElasticSampler(20 * 12)
+    elastic = Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=20, balance=True)
+    shares = []
+    for indices in elastic:
+        model[1].requires_grad_(len(shares) > 5)
+        model(torch.full((len(indices), 1), slot + 1.0)).mean().backward()
+        time.sleep((0.002 if slot else 0.008) * len(indices))
+        elastic.step()
+        shares.append(len(indices))
+    return shares, [parameter.item() for parameter in model.parameters()]
+
+
+def test_a_slow_rank_gets_fewer_samples_and_a_thawed_layer_is_averaged() -> None:
+    with Party(2, hurry) as party:
+        for slot in range(2):
+            party.start(slot)
+        returned = party.await_all()
+    (slow, mine), (fast, theirs) = returned[0], returned[1]
+    assert [sum(pair) for pair in zip(slow, fast, strict=True)] == [20] * 12
+    assert slow[0] == 10
+    assert 1 <= np.mean(slow[-6:]) <= 7.5  # a fifth, and some for a machine that is busy
+    assert mine == theirs
+
+
+# Alone
+
+
+def test_one_process_alone_trains_as_a_plain_loop_does_and_resumes_from_a_state() -> None:
+    expected = Net(0)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    sampler = ElasticSampler(SAMPLES, drop_last=True)
+    for _ in range(2):
+        while indices := sampler.take(7):
+            (expected(indices) - TARGETS[indices]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sampler.next_epoch()
+
+    def elastic_of(seed: int) -> tuple[Net, Elastic]:
+        model = Net(seed)
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = ElasticSampler(SAMPLES, drop_last=True)
+        return model, Elastic(model=model, optimizer=own, sampler=sampler, batch=7, epochs=2)
+
+    model, elastic = elastic_of(0)
+    for indices in elastic:
+        (model(indices) - TARGETS[indices]).square().mean().backward()
+        assert elastic.step()
+        if elastic.samples == 35:
+            break
+    other, resumed = elastic_of(1)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(elastic.state_dict())
+    for indices in resumed:
+        (other(indices) - TARGETS[indices]).square().mean().backward()
+        resumed.step()
+    assert resumed.done
+    assert resumed.samples == 2 * (SAMPLES - SAMPLES % 7)
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(parameter, dict(expected.named_parameters())[name], rtol=0, atol=0)
+
+
+def test_calls_that_cannot_work_are_refused() -> None:
+    model = Net(0)
+    optimizer = torch.optim.SGD(model.parameters())
+    sampler = ElasticSampler(SAMPLES)
+    with pytest.raises(ConfigError, match="batch=0, epochs=1"):
+        Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=0)
+    with pytest.raises(ConfigError, match="trains 7 parameters that are not the model's"):
+        Elastic(model=torch.nn.Linear(1, 1), optimizer=optimizer, sampler=sampler, batch=4)
+    with pytest.raises(ConfigError, match="extra has model, optimizer"):
+        Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=4, extra={"optimizer": 1, "model": 2})
+    elastic = Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=4)
+    with pytest.raises(ConfigError, match="no group before the loop"):
+        _ = elastic.rank
+    with pytest.raises(ConfigError, match="no batch to step for"):
+        elastic.step()
+    with pytest.raises(ConfigError, match=r"step\(\) was not called"):
+        for _ in elastic:
+            pass
+    embedding = torch.nn.Embedding(SAMPLES, 2, sparse=True)
+    elastic = Elastic(
+        model=embedding, optimizer=torch.optim.SparseAdam(embedding.parameters()), sampler=sampler, batch=4
+    )
+    for indices in elastic:
+        embedding(torch.tensor(indices)).sum().backward()
+        with pytest.raises(ConfigError, match="gradient of weight is sparse"):
+            elastic.step()
+        break

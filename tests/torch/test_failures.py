@@ -1,0 +1,56 @@
+"""Ranks on covey that are killed, late or at odds: the others say who it was, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests.torch.crew import Lost, run_crew
+from tests.torch.equality import batch, share, small_model, start, train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+def replicated(model: nn.Module, _size: int) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=0.0005)
+
+
+def sharded(model: nn.Module, size: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", (size,))
+    for index in (0, 2, 4):
+        fully_shard(model[index], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def lose_one(rank: int, size: int, store: str, wrap: Any) -> tuple[str, str, float]:
+    """The last rank is killed in the middle of backward; return what the others say, and within what time."""
+    start(rank, size, store)
+    model = wrap(small_model(), size)
+    train(model, rows=share(rank, size))
+    middle = getattr(model, "module", model)[2]
+    if rank == size - 1:
+        middle.register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        model(batch(0)).sum().backward()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", 0.0
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("wrap", [replicated, sharded], ids=lambda wrap: wrap.__name__)
+def test_a_rank_killed_in_backward_is_named_by_the_others_within_two_seconds(wrap: Any) -> None:
+    *survivors, lost = run_crew(3, lose_one, wrap)
+    assert lost is Lost
+    for kind, text, seconds in survivors:
+        assert kind in ("RuntimeError", "PeerLostError")
+        assert "rank 2" in text
+        assert seconds < 2

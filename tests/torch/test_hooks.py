@@ -1,0 +1,248 @@
+"""DDP with communication hooks against what one process computes, on covey and gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.torch.crew import Lost, run_crew
+from torch.nn.parallel import DistributedDataParallel
+
+from covey.base.errors import ConfigError
+from covey.torch.hooks import compress_hook, rescale_hook, weighted_hook
+
+SIZE, STEPS = 3, 6
+COUNTS = [[3, 1, 4], [5, 0, 2], [1, 6, 1]]  # samples by step and rank
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 7))
+
+
+def samples(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(COUNTS[step][rank], 20, generator=generator)
+
+
+def numbers(model: torch.nn.Module) -> list[np.ndarray]:
+    return [parameter.detach().double().numpy().copy() for parameter in model.parameters()]
+
+
+class Terms(torch.nn.Module):
+    """Parameters whose gradients are what one likes; the order in which they come is not that of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Parameter(torch.zeros(count)) for count in (300, 35, 513))
+
+    def forward(self, wanted: list[torch.Tensor]) -> torch.Tensor:
+        a, b, c = wanted
+        return (self.a * a).sum() + (self.c * c).sum() + (self.b * b).sum()
+
+
+def wanted(step: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(count, generator=generator) * torch.logspace(-3, 2, count, base=2) for count in (300, 35, 513)]
+
+
+# In a rank
+
+
+def every_hook(rank: int, size: int, store: str, backend: str) -> dict[str, Any]:
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    results: dict[str, Any] = {}
+    results["weighted"] = weighted(rank)
+    hook = weighted_hook()
+    hook.samples = 257 + rank  # a number that bfloat16 has not
+    results["weighted bf16"] = averages(rank, hook, torch.bfloat16)
+    results["rescaled"] = [averages(rank, None), averages(rank, rescale_hook())]
+    for codec in ("fp16", "bf16", "int8"):
+        for cap in (25.0, 0.001):
+            results[f"{codec} {cap}"] = compressed(rank, codec, cap)
+        results[f"{codec} infinite"] = with_an_infinity(rank, codec)
+    results["no feedback"] = averages(rank, hook := compress_hook("int8", feedback=False)), hook.state_dict()
+    results["converged"] = converge(rank)
+    hook = weighted_hook()
+    with pytest.raises(ConfigError, match=r"samples=None; set hook\.samples"):
+        averages(rank, hook)
+    return results
+
+
+def weighted(rank: int) -> list[np.ndarray]:
+    model = net()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    hook = weighted_hook()
+    ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(len(COUNTS)):
+        hook.samples = COUNTS[step][rank]
+        ddp(samples(step, rank)).square().mean().backward()  # of nothing, that is not a number
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers(model)
+
+
+def averages(rank: int, hook: Any, dtype: torch.dtype = torch.float32) -> list[list[np.ndarray]]:
+    """What DDP makes of the gradients of some steps."""
+    ddp = DistributedDataParallel(Terms().to(dtype))
+    if hook is not None:
+        ddp.register_comm_hook(dist.group.WORLD, hook)
+    return [average(ddp, rank, step) for step in range(STEPS)]
+
+
+def average(ddp: DistributedDataParallel, rank: int, step: int) -> list[np.ndarray]:
+    ddp.zero_grad()
+    ddp(wanted(step, rank)).backward()
+    return [parameter.grad.double().numpy().copy() for parameter in ddp.parameters()]
+
+
+def compressed(rank: int, codec: str, cap: float) -> tuple[list[list[np.ndarray]], dict[int, np.ndarray]]:
+    """The averages, and what is owed at the end, by the length of the parameter; half way all begins anew."""
+    got, state = [], None
+    for steps in (range(STEPS // 2), range(STEPS // 2, STEPS)):
+        ddp, hook = DistributedDataParallel(Terms(), bucket_cap_mb=cap), compress_hook(codec)
+        ddp.register_comm_hook(None, hook)
+        if state is not None:
+            hook.load_state_dict(state)
+        got += [average(ddp, rank, step) for step in steps]
+        state = hook.state_dict()
+    return got, {len(row): row.double().numpy() for row in state["remainders"].values()}
+
+
+def with_an_infinity(rank: int, codec: str) -> list[bool]:
+    ddp = DistributedDataParallel(Terms())
+    ddp.register_comm_hook(None, compress_hook(codec))
+    finite = []
+    for step in range(3):
+        terms = wanted(step, rank)
+        if step == 1 and rank == 2:
+            terms[1][3] = torch.inf
+        ddp.zero_grad()
+        ddp(terms).backward()
+        finite.append(all(bool(parameter.grad.isfinite().all()) for parameter in ddp.parameters()))
+    return finite
+
+
+def converge(rank: int) -> float:
+    """How far from the best a model ends that pulls every rank elsewhere."""
+    model = torch.nn.Linear(50, 6, bias=False)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, compress_hook("int8"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    goals = torch.randn(SIZE, 6, 50, generator=torch.Generator().manual_seed(9))
+    for _ in range(80):
+        optimizer.zero_grad()
+        (ddp(torch.eye(50)) - goals[rank].t()).square().sum().div(2).backward()
+        optimizer.step()
+    return float((model.weight - goals.mean(0)).abs().max())
+
+
+# The tests
+
+
+@pytest.fixture(scope="module", params=["covey", "gloo"])
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_crew(SIZE, every_hook, request.param)
+
+
+def test_unequal_batches_are_trained_on_as_one_process_trains_on_all_of_them(results: list[dict[str, Any]]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(len(COUNTS)):
+        optimizer.zero_grad()
+        model(torch.cat([samples(step, rank) for rank in range(SIZE)])).square().mean().backward()
+        optimizer.step()
+    for result in results:
+        for got, expected in zip(result["weighted"], numbers(model), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_exact_where_gradients_are_narrow(results: list[dict[str, Any]]) -> None:
+    weights = np.arange(257, 257 + SIZE)
+    for step, average in enumerate(results[1]["weighted bf16"]):
+        for place in range(3):
+            rows = [wanted(step, rank)[place].bfloat16().double().numpy() for rank in range(SIZE)]
+            expected = torch.from_numpy(np.average(rows, axis=0, weights=weights)).bfloat16().double().numpy()
+            np.testing.assert_allclose(average[place], expected, rtol=2**-7)
+
+
+def test_rescaling_changes_nothing_while_all_are_there(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        for plain, rescaled in zip(*result["rescaled"], strict=True):
+            assert all(np.array_equal(one, other) for one, other in zip(plain, rescaled, strict=True))
+
+
+@pytest.mark.parametrize("cap", [25.0, 0.001])
+@pytest.mark.parametrize(
+    ("codec", "error", "rounding"), [("fp16", 2e-3, 1e-3), ("bf16", 2e-2, 8e-3), ("int8", 1e-5, 4e-3)]
+)
+def test_what_rounding_takes_is_small_and_comes_later(
+    results: list[dict[str, Any]], codec: str, cap: float, error: float, rounding: float
+) -> None:
+    for place, count in enumerate((300, 35, 513)):
+        given = [[wanted(step, rank)[place].double().numpy() / SIZE for step in range(STEPS)] for rank in range(SIZE)]
+        sent = np.sum([step[place] for step in results[0][f"{codec} {cap}"][0]], axis=0)
+        owed = [result[f"{codec} {cap}"][1][count] for result in results]
+        largest = max(float(np.abs(rows).max()) for rows in given)
+        # Halves are rounded once more when they are added up, which no rank can know of.
+        np.testing.assert_allclose(sent + sum(owed), np.sum(given, axis=(0, 1)), atol=error * largest * STEPS)
+        assert all(0 < np.abs(rows).max() <= rounding * 3 * largest for rows in owed)
+    for result in results[1:]:
+        for one, other in zip(results[0][f"{codec} {cap}"][0], result[f"{codec} {cap}"][0], strict=True):
+            assert all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def test_without_feedback_nothing_is_owed_and_every_step_stands_alone(results: list[dict[str, Any]]) -> None:
+    averages, state = results[0]["no feedback"]
+    assert state == {"remainders": {}}
+    for step, average in enumerate(averages):
+        for place in range(3):
+            expected = sum(wanted(step, rank)[place].double().numpy() for rank in range(SIZE)) / SIZE
+            np.testing.assert_allclose(average[place], expected, atol=np.abs(expected).max() / 40)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+def test_an_infinity_shows_in_its_step_and_no_longer(results: list[dict[str, Any]], codec: str) -> None:
+    assert all(result[f"{codec} infinite"] == [True, False, True] for result in results)
+
+
+def test_int8_finds_the_optimum(results: list[dict[str, Any]]) -> None:
+    assert all(result["converged"] < 1e-3 for result in results)
+
+
+def lose_one(rank: int, size: int, store: str) -> Any:
+    os.environ["COVEY_ON_LOSS"] = "continue"
+    dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size)
+    results = {}
+    for name, hook in (("plain", None), ("rescale", rescale_hook()), ("int8", compress_hook("int8"))):
+        ddp = DistributedDataParallel(Terms())
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        results[name] = ddp, [average(ddp, rank, 0)]
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {name: [*got, average(ddp, rank, 1)] for name, (ddp, got) in results.items()}
+
+
+def test_after_a_loss_gradients_are_the_mean_over_those_who_are_left() -> None:
+    returned = run_crew(SIZE, lose_one)
+    assert returned[1] is Lost
+    for rank in (0, 2):
+        for place in range(3):
+            rows = [wanted(1, each)[place].double().numpy() for each in (0, 2)]
+            expected = np.mean(rows, axis=0)
+            got = {name: steps[1][place] for name, steps in returned[rank].items()}
+            np.testing.assert_allclose(got["plain"], expected * 2 / SIZE, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(got["rescale"], expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(got["int8"], expected, atol=np.abs(rows).max() / 60)
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(ConfigError, match="codec='fp4'"):
+        compress_hook("fp4")

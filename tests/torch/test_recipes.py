@@ -1,0 +1,29 @@
+"""The recipes of the guide train on covey: its code, as it stands there, with the real packages, on two ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.torch import recipe_ranks
+from tests.torch.test_examples import run
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "recipes.md"
+RECIPES = ("Hugging Face Accelerate", "Hugging Face Trainer", "Lightning")
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What two ranks said about each recipe."""
+    folder = tmp_path_factory.mktemp("recipes")
+    beginning, *programs = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    for title, program in zip(("beginning", *RECIPES), (beginning, *programs), strict=True):
+        (folder / title).write_text(program)
+    return run("covey", "run", "-n", "2", recipe_ranks.__file__, "beginning", *RECIPES, cwd=folder)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_recipe_trains_one_model_on_covey(recipe: str, output: str) -> None:
+    for rank in (0, 1):
+        assert f"[{rank}] {recipe}: covey, 2 ranks, one model, a loss that fell" in output, output

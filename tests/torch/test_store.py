@@ -1,0 +1,279 @@
+"""The store on covey's control plane, beside torch's own: the same answers, from Python and from C++."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.torch.crew import Lost, run_crew
+
+from covey.base.config import group_config
+from covey.base.errors import ConfigError, ConnectError, CoveyError, DeadlineError, PeerLostError
+from covey.net.meeting import meeting_folder
+from covey.runtime import loop as control
+from covey.runtime.boards import Desk
+from covey.runtime.bootstrap import join_at
+from covey.runtime.places import Place
+from covey.torch.store import CoveyStore, open_store
+from covey.wire import board as wire
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from covey.base.config import GroupConfig
+    from covey.runtime.group import Group
+
+MOMENT = timedelta(milliseconds=200)
+CALLS: list[tuple[str, Callable[[Any], Any]]] = [
+    ("set", lambda store: store.set("k", "text")),
+    ("get", lambda store: store.get("k")),
+    ("bytes", lambda store: (store.set("b", b"\xff\x00"), store.get("b"))),
+    ("empty", lambda store: (store.set("e", ""), store.get("e"))),
+    ("add", lambda store: (store.add("n", 5), store.add("n", -7), store.get("n"))),
+    ("no number", lambda store: store.add("k", 1)),
+    ("check", lambda store: (store.check(["k", "n"]), store.check(["k", "missing"]))),
+    ("wait", lambda store: (store.wait(["k", "n"]), store.wait(["k"], MOMENT))),
+    ("wait in vain", lambda store: store.wait(["missing"], MOMENT)),
+    ("get in vain", lambda store: store.get("missing")),
+    ("swap missing", lambda store: store.compare_set("c", "expected", "new")),
+    ("swap in", lambda store: store.compare_set("c", "", "new")),
+    ("swap wrong", lambda store: store.compare_set("c", "other", "newer")),
+    ("swap right", lambda store: (store.compare_set("c", "new", "newer"), store.get("c"))),
+    ("append", lambda store: (store.append("a", "one"), store.append("a", "two"), store.get("a"))),
+    ("several", lambda store: (store.multi_set(["x", "y"], ["1", "2"]), store.multi_get(["y", "x"]))),
+    ("delete", lambda store: (store.delete_key("x"), store.delete_key("x"), store.check(["x"]))),
+    ("extended", lambda store: store.has_extended_api()),
+    ("clone", lambda store: store.clone().get("k")),
+    ("timeout", lambda store: (store.set_timeout(MOMENT), store.timeout)),
+]
+
+
+def outcomes(store: Any) -> list[Any]:
+    """Return what came of each call: the result, or that it failed."""
+    store.set_timeout(MOMENT)
+    found: list[Any] = []
+    for name, call in CALLS:
+        try:
+            found.append((name, call(store)))
+        except (RuntimeError, ValueError):
+            found.append((name, "failed"))
+    return found
+
+
+@contextlib.contextmanager
+def store_of(
+    rank: int, size: int, path: str, timeout: float = 30, config: GroupConfig | None = None
+) -> Iterator[tuple[Group, CoveyStore]]:
+    place = Place(rank=rank, size=size, name=path, folder=str(meeting_folder(path)) if size > 1 else "")
+    with join_at(place, config, timeout=30) as group:
+        yield group, open_store(group, timedelta(seconds=timeout))
+
+
+def use(rank: int, size: int, path: str) -> None:
+    with store_of(rank, size, path) as (group, store):
+        expected = outcomes(dist.HashStore())
+        nested = dist.PrefixStore("outer", dist.PrefixStore(f"rank {rank}", store))
+        assert outcomes(nested) == expected
+        group.barrier()
+        store.set_timeout(timedelta(seconds=30))
+        assert store.num_keys() == nested.num_keys() == size * 7
+        assert f"rank {size - 1}/outer/k" in store.list_keys()
+        group.barrier()
+        wake_each_other(rank, size, store)
+        push_and_pop(rank, size, store)
+        refuse_what_is_too_large(rank, store)
+        if rank == size - 1:
+            interrupt_a_wait(store)
+        group.barrier()
+        assert store.get("still") == b"here"
+        if size > 1:
+            carry_gloo(rank, size, store)
+
+
+def wake_each_other(rank: int, size: int, store: CoveyStore) -> None:
+    """Several threads wait, each for another rank's key; nobody sets one before all of its threads wait or run."""
+    found: dict[int, bytes] = {}
+
+    def get(other: int) -> None:
+        found[other] = store.get(f"of {other}")
+
+    threads = [threading.Thread(target=get, args=(other,)) for other in range(size)]
+    for thread in threads:
+        thread.start()
+    store.set(f"of {rank}", f"{rank * 10}")
+    for thread in threads:
+        thread.join(30)
+    assert found == {other: b"%d" % (other * 10) for other in range(size)}
+    store.barrier("everyone", size)
+
+
+def push_and_pop(rank: int, size: int, store: CoveyStore) -> None:
+    """Rank 0 gets what the others push, in the order of each."""
+    for number in range(3):
+        store.queue_push("letters", f"{rank}.{number}")
+    if rank == 0:
+        letters = [store.queue_pop("letters").decode() for _ in range(3 * size)]
+        assert sorted(letters) == [f"{other}.{number}" for other in range(size) for number in range(3)]
+        assert [letter for letter in letters if letter.startswith("0.")] == ["0.0", "0.1", "0.2"]
+        with pytest.raises(dist.QueueEmptyError, match="letters"):
+            store.queue_pop("letters", block=False)
+        store.set("popped", "")
+    store.wait(["popped"])
+    assert store.queue_len("letters") == 0
+
+
+def refuse_what_is_too_large(rank: int, store: CoveyStore) -> None:
+    """What the keeper would take for nonsense does not get as far as that, and ends no link."""
+    for call in (
+        lambda: store.set("k" * (wire.KEY_LIMIT + 1), ""),
+        lambda: store.set("k", bytes(wire.VALUE_LIMIT + 1)),
+        lambda: store.add("k", 2**70),
+        lambda: store.multi_set([f"{number}" for number in range(8)], [bytes(wire.VALUE_LIMIT)] * 8),
+    ):
+        with pytest.raises(ConfigError, match="store"):
+            call()
+    store.set(f"large of {rank}", bytes([rank]) * wire.VALUE_LIMIT)
+    assert store.get(f"large of {rank}") == bytes([rank]) * wire.VALUE_LIMIT
+    store.set("still", "here")
+
+
+def interrupt_a_wait(store: CoveyStore) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        dist.PrefixStore("through C++", store).get("never")
+    assert time.monotonic() - began < 10
+
+
+def carry_gloo(rank: int, size: int, store: CoveyStore) -> None:
+    """gloo asks from C++, on threads of its own."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        x = torch.tensor([10.0**rank])
+        dist.all_reduce(x)
+        assert x.item() == int("1" * size)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_it_answers_as_torchs_own_stores_do_and_carries_gloo(size: int) -> None:
+    run_crew(size, use)
+
+
+def lose_the_keeper(rank: int, size: int, path: str) -> tuple[str, int, float]:
+    with store_of(rank, size, path) as (_, store):
+        store.barrier("here", size)
+        if rank == 0:
+            store.wait(["waiting 1", "waiting 2"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.set(f"waiting {rank}", "")
+        began = time.monotonic()
+        with pytest.raises(PeerLostError) as raised:
+            dist.PrefixStore("through C++", store).get("never")
+        seconds = time.monotonic() - began
+        with pytest.raises(PeerLostError):
+            store.set("too", "late")
+        return str(raised.value), raised.value.rank, seconds
+
+
+def test_when_rank_0_is_killed_all_who_wait_are_told_so_at_once() -> None:
+    lost, *others = run_crew(3, lose_the_keeper)
+    assert lost is Lost
+    for text, rank, seconds in others:
+        assert "rank 0" in text
+        assert "keeps the store" in text
+        assert rank == 0
+        assert seconds < 5
+
+
+def failure(call: Callable[..., Any], *args: Any) -> BaseException | None:
+    try:
+        call(*args)
+    except CoveyError as error:
+        return error
+    return None
+
+
+def break_links(rank: int, size: int, path: str) -> None:
+    """Under on_loss="continue" a link that breaks is made anew, and who waits is none the wiser."""
+    config = group_config({}, on_loss="continue")
+    with store_of(rank, size, path, config=config) as (group, store):
+        node = group._engine.node
+        assert node is not None
+        store.barrier("here", size)
+        if rank == 0:
+            assert store.queue_pop("broken") == b""  # what was in the middle of it has failed on rank 1
+            store.set("late", "came")
+            store.wait(["got it"])
+        else:
+            outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            waits = threading.Thread(target=lambda: outcomes.put(store.get("late")))
+            pops = threading.Thread(target=lambda: outcomes.put(failure(store.queue_pop, "never")))
+            for thread in (waits, pops):
+                thread.start()
+            until = time.monotonic() + 30
+            while len([asked for asked in list(node.boards._asked.values()) if asked.is_sent]) < 2:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            link = node.peers[0].link
+            assert link is not None
+            control.soon(link.abort)
+            failed = outcomes.get(timeout=30)
+            assert isinstance(failed, ConnectError)
+            assert "in the middle of pop()" in str(failed)
+            store.queue_push("broken", "")
+            assert outcomes.get(timeout=30) == b"came"
+            store.set("got it", "")
+            for thread in (waits, pops):
+                thread.join(30)
+
+
+def test_who_waits_is_answered_over_another_link_when_one_breaks() -> None:
+    run_crew(2, break_links)
+
+
+def talk_nonsense(rank: int, size: int, path: str) -> None:
+    with store_of(rank, size, path) as (group, store):
+        engine = group._engine
+        assert engine.node is not None
+        stranger = Desk(engine.node.boards, 4711, engine.members[0])
+        with pytest.raises(ConfigError, match="closed"):
+            stranger.ask(wire.Count(), 30)
+        store.barrier("here", size)
+        if rank == 1:
+            engine.node.tell((0,), messages.Posting(1, 2, b"\xc1 no msgpack"))
+            with pytest.raises(PeerLostError):
+                store.get("never")
+            return
+        until = time.monotonic() + 30
+        while rank == 0 and 1 in group.live:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        if rank == 0:
+            store.set("goes on", "")
+            store.wait(["and on"])
+        else:
+            store.wait(["goes on"])
+            store.set("and on", "")
+
+
+def test_a_member_that_talks_nonsense_is_cut_off_and_the_others_are_served() -> None:
+    run_crew(3, talk_nonsense)
+
+
+@pytest.mark.parametrize("kind", [dist.DistStoreError, DeadlineError])
+def test_a_wait_in_vain_is_torchs_error_and_coveys(kind: type[Exception]) -> None:
+    with store_of(0, 1, "alone", timeout=0.001) as (_, store), pytest.raises(kind, match=r"get\(missing\)"):
+        store.get("missing")

@@ -1,0 +1,66 @@
+"""`on_loss="continue"` under torch: steps finish among those who are left, and what is missing is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.torch import surviving
+from tests.torch.crew import Lost, run_crew
+
+ALL, LEFT = [0, 1, 2], [0, 1]
+
+
+def is_close(got: list[Any], want: list[Any]) -> bool:
+    return all(torch.allclose(*map(torch.tensor, pair), atol=1e-6) for pair in zip(got, want, strict=True))
+
+
+def test_ddp_finishes_the_step_in_which_a_rank_is_killed_and_goes_on() -> None:
+    *survivors, lost = run_crew(3, surviving.lose_one_in_ddp)
+    assert lost is Lost
+    (first, _), (second, _) = survivors
+    assert first == second
+    # The last layer's bucket may have gone out before: whose gradients are in it depends on when the kill came.
+    wanted = [surviving.train_alone([ALL, LEFT, LEFT, LEFT], 1, layers) for layers in ([], [2])]
+    assert any(is_close(first, want) for want in wanted)
+    assert max(seconds for _, seconds in survivors) < 5
+
+
+def test_fsdp2_finishes_the_step_in_which_a_replica_is_killed_and_goes_on() -> None:
+    *survivors, third, fourth = run_crew(4, surviving.lose_a_replica)
+    assert third is fourth is Lost
+    (first, _), (second, _) = survivors
+    assert first == second
+    want = surviving.train_alone([[0, 1, 2, 3], [0, 1], [0, 1], [0, 1]], 1, [])
+    assert is_close(first, want)
+    assert max(seconds for _, seconds in survivors) < 5
+
+
+def test_fsdp2_without_replicas_is_told_which_shard_is_lost() -> None:
+    *survivors, lost = run_crew(3, surviving.lose_a_shard)
+    assert lost is Lost
+    for text, seconds, total in survivors:
+        assert "rank 2" in text
+        assert "its part of all_gather" in text
+        assert seconds < 5
+        assert total == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("size", [3])
+def test_what_means_something_without_the_lost_finishes_and_the_rest_names_them(size: int) -> None:
+    first, lost, last = run_crew(size, surviving.name_the_missing)
+    assert lost is Lost
+    for rank, said in ((0, first), (2, last)):
+        assert said["sum"] == [2.0, 2.0]
+        assert said["contributors"] == [0, 2]
+        assert said["mean"] == [1.0, 1.0]
+        assert {said[name] for name in ("all_gather", "all_gather_object", "all_to_all", "broadcast", "send")} == {1}
+        assert said["gather"] == (1 if rank == 0 else "fine")
+        assert said["scattered"] == [2.0 * rank] * 3
+
+
+def test_rare_meetings_average_over_those_who_are_left() -> None:
+    *survivors, lost = run_crew(3, surviving.meet_rarely)
+    assert lost is Lost
+    assert survivors == [[pytest.approx(-0.5)] * 3] * 2
