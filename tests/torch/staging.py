@@ -48,13 +48,16 @@ class LaggingDevice:
         copied = self._leaving.submit(self._copy, tensor, room.view(tensor.shape))
         return lambda: copied.result(30)
 
-    def put(self, room: torch.Tensor, tensor: torch.Tensor) -> None:
+    def mark(self, device: torch.device) -> None:
+        return None
+
+    def put(self, room: torch.Tensor, tensor: torch.Tensor, mark: None) -> None:
         with self._lock:
             self.put_back += 1
             self._last = self._coming.submit(self._copy, room.view(tensor.shape), tensor)
 
     @contextmanager
-    def writing(self, device: torch.device) -> Iterator[None]:
+    def writing(self, device: torch.device, mark: None) -> Iterator[None]:
         self.settle(device)
         yield
 
@@ -143,6 +146,14 @@ def keep_streams_in_order(rank: int, size: int, store: str) -> dict[str, float]:
         x.zero_()
         assert bool((doubled == 2 * step * sum(range(1, size + 1))).all()), doubled[:5]
     times["other still runs"] = float(not other.query())
+    for _ in range(3):  # what is only written waits for what used its memory before
+        whole, own = torch.zeros(size * 1000, device="cuda"), torch.full((1000,), rank + 1.0, device="cuda")
+        torch.cuda._sleep(int(0.1 * cycles))
+        whole.fill_(-1.0)
+        dist.all_gather_into_tensor(whole, own.clone())
+        dist.broadcast(own.zero_() if rank else own, src=0)
+        assert whole.view(size, 1000).mean(1).tolist() == [float(other) for other in range(1, size + 1)]
+        assert own.mean().item() == 1.0
     future = dist.all_reduce(torch.full((5,), 2.0, device="cuda"), async_op=True).get_future()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import threading
 from collections import deque
 from datetime import timedelta
@@ -15,13 +17,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from covey.base.errors import ConfigError
 from covey.proto.matching import ANY
-from covey.torch.devices import EIGHT_BITS, KINDS, adapter_of, blocks_of, operand_of, operands_of, piece_length
+from covey.torch.devices import EIGHT_BITS, KINDS, blocks_of, operand_of, operands_of, piece_length, writing_to
 from covey.torch.entry import NAME
 from covey.torch.work import Notices, TorchWork
 from covey.torch.world import World, close_world, world_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
 
     from covey.runtime.work import Work
     from covey.torch.exchange import TensorGroup
@@ -179,15 +182,14 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
             raise ConfigError(f"op={op!r} has no meaning for sparse tensors; they can be summed")
         calls = []
         for tensor in tensors:
-            entries = tensor.detach().coalesce()
+            entries, writing = tensor.detach().coalesce(), writing_to(tensor)
 
-            def combine(pairs: list[tuple[Any, Any]], tensor: torch.Tensor = tensor) -> None:
+            def combine(pairs: list[tuple[Any, Any]], tensor: torch.Tensor = tensor, writing: Any = writing) -> None:
                 indices = torch.cat([_tensor(where) for where, _ in pairs], dim=1)
                 values = torch.cat([_tensor(what) for _, what in pairs])
                 # What came from others is checked: indices beyond the shape would be written to, wherever that is.
                 total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).coalesce()
-                adapter = adapter_of(tensor)
-                with torch.no_grad(), contextlib.nullcontext() if adapter is None else adapter.writing(tensor.device):
+                with torch.no_grad(), writing():
                     tensor.copy_(total.to(tensor.device))
 
             calls.append((operand_of(entries.indices()), operand_of(entries.values()), combine))
@@ -316,17 +318,23 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
         (tensor,) = tensors
-        work = self._group.send(operand_of(tensor), dst, tag, timeout=self._seconds, async_op=True)
-        return TorchWork([work], tensors, self._notices)
+        is_async = not _is_waited_for(sys._getframe())
+        work = self._group.send(operand_of(tensor), dst, tag, timeout=self._seconds, async_op=is_async)
+        return TorchWork([work] if is_async else [], tensors, self._notices)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
-        (tensor,) = tensors
-        target = operand_of(tensor, is_read=False)
-        work = self._group.recv_into(target, src, tag, timeout=self._seconds, async_op=True)
-        return TorchWork([work], tensors, self._notices)
+        return self._receive(tensors, src, tag, is_async=not _is_waited_for(sys._getframe()))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
-        return self.recv(tensors, ANY, tag)
+        return self._receive(tensors, ANY, tag, is_async=not _is_waited_for(sys._getframe()))
+
+    def _receive(self, tensors: Tensors, src: int, tag: int, *, is_async: bool) -> TorchWork:
+        (tensor,) = tensors
+        target = operand_of(tensor, is_read=False)
+        outcome = self._group.recv_into(target, src, tag, timeout=self._seconds, async_op=is_async)
+        if is_async:
+            return TorchWork([outcome], tensors, self._notices)
+        return TorchWork([], tensors, self._notices, source=outcome)
 
     # Groups of groups
 
@@ -430,6 +438,19 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         if self._world.has_devices:
             return list(whole.view(size, whole.numel() // size).unbind())
         return blocks_of(whole, size)
+
+
+_WAITING: Final = frozenset(inspect.unwrap(each).__code__ for each in (dist.send, dist.recv))
+
+
+def _is_waited_for(called: FrameType) -> bool:
+    """Tell whether `dist.send` or `dist.recv` called a method, and will wait at once: then it may as well be over.
+
+    torch gives them and `isend` the same work, which another thread would have to carry out: that takes five times as
+    long. Whoever else calls gets a work, and nothing but time is lost.
+    """
+    frame = called.f_back
+    return frame is not None and frame.f_back is not None and frame.f_back.f_code in _WAITING
 
 
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, Any]:

@@ -21,6 +21,7 @@ import shutil
 import threading
 import warnings
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+APART_SECONDS = 300.0
+"""How long a save in the background waits for the other ranks."""
 MANIFEST, STRUCTURE = "manifest.json", "structure.pickle"
 NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 """A step, and the how manieth checkpoint of that step it is; the highest counts."""
@@ -115,9 +118,15 @@ def save(
         last.settle()
     if step < 0 or (keep is not None and keep < 1):
         raise ConfigError(f"step={step}, keep={keep}: a step is 0 or more, and 1 or more are kept")
-    structure, tensors = take_apart({key: state_of(value) for key, value in state.items()})
-    frozen = pickle.dumps(structure)
     ranks = _Ranks(process_group)
+    frozen, tensors = b"", dict[str, Any]()
+
+    def freeze() -> None:
+        nonlocal frozen, tensors
+        structure, tensors = take_apart({key: state_of(value) for key, value in state.items()})
+        frozen = pickle.dumps(structure)
+
+    ranks.each(freeze)
     future: Future[Path] = Future()
     if not async_:
         future.set_result(_write(frozen, tensors, Path(folder), step, keep, ranks))
@@ -242,7 +251,15 @@ class _Ranks:
         if self._group not in _apart:
             backend = "gloo" if dist.get_backend(self._group) == "nccl" else None  # what is saved is in host memory
             ranks = dist.get_process_group_ranks(self._group)
-            _apart[self._group] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            # torch names a group of all ranks by a number that all of them count alike. That of some is named by its
+            # ranks and how many groups this one is in: they may disagree, and then this timeout says so.
+            is_whole = len(ranks) == dist.get_world_size()
+            _apart[self._group] = dist.new_group(
+                None if is_whole else ranks,
+                timeout=timedelta(seconds=APART_SECONDS),
+                backend=backend,
+                use_local_synchronization=not is_whole,
+            )
         return _Ranks(_apart[self._group])
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -30,11 +31,14 @@ class DeviceAdapter(Protocol):
     def fetch(self, tensor: torch.Tensor, room: torch.Tensor) -> Callable[[], None]:
         """Start to copy `tensor`, after what the caller's stream was given so far; return what waits for the end."""
 
-    def put(self, room: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Start to copy `room` back into `tensor`."""
+    def mark(self, device: torch.device) -> Any:
+        """Return a mark behind what the caller's stream was given so far."""
 
-    def writing(self, device: torch.device) -> AbstractContextManager[None]:
-        """Make what happens inside part of what is put."""
+    def writing(self, device: torch.device, mark: Any) -> AbstractContextManager[None]:
+        """Make what happens inside part of what is put, after the mark: the memory may be in use until then."""
+
+    def put(self, room: torch.Tensor, tensor: torch.Tensor, mark: Any) -> None:
+        """Start to copy `room` back into `tensor`, after the mark."""
 
     def order(self, device: torch.device) -> None:
         """Let the caller's stream go on only after everything that was put so far; nobody waits here."""
@@ -72,15 +76,20 @@ class StreamAdapter:
         wait: Callable[[], None] = copied.synchronize
         return wait
 
-    def put(self, room: torch.Tensor, tensor: torch.Tensor) -> None:
-        with self.writing(tensor.device):
-            tensor.copy_(room.view(tensor.shape), non_blocking=True)
-        tensor.record_stream(self._of(tensor.device).coming)
+    def mark(self, device: torch.device) -> Any:
+        return self._module.current_stream(device).record_event()
 
     @contextmanager
-    def writing(self, device: torch.device) -> Iterator[None]:
-        with self._module.stream(self._of(device).coming):
+    def writing(self, device: torch.device, mark: Any) -> Iterator[None]:
+        coming = self._of(device).coming
+        coming.wait_event(mark)
+        with self._module.stream(coming):
             yield
+
+    def put(self, room: torch.Tensor, tensor: torch.Tensor, mark: Any) -> None:
+        with self.writing(tensor.device, mark):
+            tensor.copy_(room.view(tensor.shape), non_blocking=True)
+        tensor.record_stream(self._of(tensor.device).coming)
 
     def order(self, device: torch.device) -> None:
         self._module.current_stream(device).wait_stream(self._of(device).coming)
@@ -106,11 +115,14 @@ class BlockingAdapter:
         room.view(tensor.shape).copy_(tensor)
         return lambda: None
 
-    def put(self, room: torch.Tensor, tensor: torch.Tensor) -> None:
-        tensor.copy_(room.view(tensor.shape))
+    def mark(self, device: torch.device) -> Any:
+        return None
 
-    def writing(self, device: torch.device) -> AbstractContextManager[None]:
+    def writing(self, device: torch.device, mark: Any) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def put(self, room: torch.Tensor, tensor: torch.Tensor, mark: Any) -> None:
+        tensor.copy_(room.view(tensor.shape))
 
     def order(self, device: torch.device) -> None:
         """Nothing is under way."""
@@ -145,6 +157,14 @@ def adapter_of(tensor: torch.Tensor) -> DeviceAdapter | None:
     return _adapters.setdefault(kind, adapter)
 
 
+def writing_to(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """Return in what `tensor` may be written later, when the caller's stream is done with what it was given so far."""
+    adapter = adapter_of(tensor)
+    if adapter is None:
+        return nullcontext
+    return functools.partial(adapter.writing, tensor.device, adapter.mark(tensor.device))
+
+
 def any_here() -> bool:
     """Tell whether this process has a device whose tensors are not in host memory."""
     if _adapters["cpu"] is not None:
@@ -158,6 +178,7 @@ class StagedOperand(Operand):
     _tensor: torch.Tensor
     _room: torch.Tensor
     _adapter: DeviceAdapter
+    _mark: Any
     _is_read: bool
     _arrival: Callable[[], None] | None
 
@@ -169,6 +190,7 @@ class StagedOperand(Operand):
         memory = writable(room)
         made = cls(memory.flat, tuple(source.shape), memory.code)
         made._tensor, made._room, made._adapter, made._is_read = source, room, adapter, is_read
+        made._mark = adapter.mark(source.device)
         made._arrival = adapter.fetch(source, room) if is_read else None
         return made
 
@@ -187,7 +209,7 @@ class StagedOperand(Operand):
 
     def store(self) -> None:
         """Start to bring `flat` to the tensor."""
-        self._adapter.put(self._room, self._tensor)
+        self._adapter.put(self._room, self._tensor, self._mark)
 
 
 class _LastOperand(Operand):
@@ -257,10 +279,10 @@ def operands_of(
         whole = whole.contiguous() if is_read else torch.empty_like(whole, memory_format=torch.contiguous_format)
     pieces = [operand_of(piece, is_read=is_read) for piece in whole.view(-1).split(length)]
     if is_written and not tensor.is_contiguous():
-        last, target, adapter = pieces[-1], tensor.detach(), adapter_of(tensor)
+        last, target, writing = pieces[-1], tensor.detach(), writing_to(tensor)
 
         def deliver() -> None:
-            with nullcontext() if adapter is None else adapter.writing(target.device):
+            with writing():
                 target.copy_(whole)
 
         pieces[-1] = _LastOperand.of(last if isinstance(last, Operand) else writable(last), deliver)

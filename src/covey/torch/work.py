@@ -32,11 +32,12 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
         tensors: list[torch.Tensor],
         notices: Notices,
         contributors: list[int] | None = None,
+        source: int = -1,
     ) -> None:
-        """`contributors` are ranks that what is done already was made from."""
+        """`contributors` are ranks that what is done already was made from; `source` sent what was received."""
         super().__init__()
         self._works, self._tensors, self._notices = works, tensors, notices
-        self._contributors = contributors or []
+        self._contributors, self._source = contributors or [], source
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     @property
@@ -82,7 +83,7 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
 
     def source_rank(self) -> int:
         """Return who sent what a receive got."""
-        return int(self._works[0].wait()) if self._works else -1
+        return int(self._works[0].wait()) if self._works else self._source
 
     def _source_rank(self) -> int:
         return self.source_rank()
