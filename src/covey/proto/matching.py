@@ -125,6 +125,10 @@ class Matcher:
             self._posted.setdefault((source, tag), deque()).append(receive)
         return receive
 
+    def has_failed(self, peer: int) -> bool:
+        """Tell whether `peer` is gone."""
+        return peer in self._failures
+
     def has_match(self, source: int, tag: int) -> bool:
         """Tell whether a receive would get its message now."""
         return self._earliest(source, tag) is not None

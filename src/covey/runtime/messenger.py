@@ -144,8 +144,8 @@ class Messenger:
             is_here = self._matcher.has_match(src, tag)
         if not is_here:
             for peer in range(self._size) if src == ANY else (src,):
-                if peer != self._rank and 0 <= peer < self._size:
-                    self._open(peer, deadline)
+                if peer != self._rank and 0 <= peer < self._size and not self._matcher.has_failed(peer):
+                    self._open_to_receive(peer, deadline)
         with self._lock:
             operation = self._matcher.receive(src, tag, out, expect)
             names = ("any rank" if src == ANY else f"rank {src}", "any tag" if tag == ANY else f"tag {tag}")
@@ -322,6 +322,14 @@ class Messenger:
                 sock = self._open_lane(peer, deadline)
                 with self._lock:
                     self._add_lane(peer, sock)
+
+    def _open_to_receive(self, peer: int, deadline: float | None) -> None:
+        """Open the lane to a rank that may send something; if it is lost, receives hear of it as of any other loss."""
+        try:
+            self._open(peer, deadline)
+        except PeerLostError as error:
+            with self._lock:
+                self._matcher.fail(peer, error)
 
     def _add_lane(self, peer: int, sock: socket.socket) -> None:
         if peer in self._lanes:

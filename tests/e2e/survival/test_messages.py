@@ -85,19 +85,25 @@ def test_messages_between_survivors_go_on_and_those_of_the_lost_are_delivered_fi
 
 
 def wait_for_anybody(victim: int) -> Any:
-    """Rank 0 waits for a message of whoever sends one while somebody is lost."""
+    """Rank 0 waits for a message of whoever sends one while somebody is lost, and then in a group without lanes yet."""
     with covey.join(on_loss="continue") as group:
+        other = group.split(0)
         group.barrier()
         if group.rank == 0:
             work = group.recv(async_op=True)
             say("ready")
             first = attempt(work.wait)
             group.barrier()
-            return first, group.recv(src=2, tag=4, timeout=5).tolist()
+            second = group.recv(src=2, tag=4, timeout=5).tolist()
+            third = attempt(lambda: other.recv(timeout=5))
+            group.barrier()
+            return first, second, third, other.recv(timeout=5).tolist()
         if group.rank == victim:
             threading.Event().wait()
         group.barrier()
         group.send(values(2, 3), dst=0, tag=4)
+        group.barrier()
+        other.send(values(2, 2), dst=0)
         return None
 
 
@@ -106,8 +112,10 @@ def test_who_waits_for_anybody_hears_of_a_loss() -> None:
     with Members(3, wait_for_anybody, 1) as ranks:
         ranks.hear("ready", [0])
         killed_at = ranks.kill(1)
-        first, second = ranks.results((0, 2))[0]
+        first, second, third, fourth = ranks.results((0, 2))[0]
         assert (first["error"], first["rank"]) == ("PeerLostError", 1), first
         assert first["at"] - killed_at < 1.0
         assert second == [16.0, 32.0, 48.0]
+        assert (third["error"], third["rank"]) == ("PeerLostError", 1), third  # once, and then those who are left
+        assert fourth == [16.0, 32.0]
         ranks.await_exit((0, 2))
