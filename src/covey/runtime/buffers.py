@@ -116,7 +116,7 @@ _numpy_dtypes: dict[Any, np.dtype[Any]] = {}
 
 def _tensor_memory(tensor: Any) -> Array:
     """Return an array over a CPU tensor's memory, which it keeps alive; bfloat16 and requires_grad work too."""
-    if tensor.device.type != "cpu" or tensor.layout is not sys.modules["torch"].strided:
+    if not tensor.is_cpu or tensor.layout is not sys.modules["torch"].strided:
         raise TypeError(f"the tensor is {tensor.layout} on {tensor.device}; move it to the CPU first: x.cpu()")
     dtype = _numpy_dtypes.get(tensor.dtype) or _numpy_dtype(tensor.dtype)
     shape = tuple(tensor.shape)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 STEP_ASIDE_SECONDS: Final = 5.0
 """What a thread that drives has to notice that the messenger closes."""
+SPIN_SECONDS: Final = 100e-6
+"""How long who waits for a message looks before it sleeps."""
 _MAX_POLL_MS: Final = 2**31 - 1
 
 
@@ -50,6 +52,7 @@ class Messenger:
         fault: Callable[[], BaseException | None],
         lost: Callable[[int], BaseException | None],
         name: str,
+        may_spin: bool = False,
     ) -> None:
         """Nothing is opened until a message needs it.
 
@@ -60,7 +63,9 @@ class Messenger:
             fault: why the group failed, or None.
             lost: why a rank whose lane ended is gone, or None if that is not known; may take its time.
             name: the group's, for messages to people.
+            may_spin: whether there are enough cores for those who wait to look again and again.
         """
+        self._may_spin = may_spin
         self._rank, self._size, self._name = rank, size, name
         self._open_lane, self._wake_fd, self._fault, self._lost = open_lane, wake_fd, fault, lost
         self._matcher = Matcher(rank, size)
@@ -400,7 +405,7 @@ class Messenger:
                     self._driver = this_thread
             try:
                 while may_drive and not work.done() and not self._is_closing:
-                    self._turn(deadline)
+                    self._turn(deadline, spins=self._may_spin)
                     if _left(deadline) == 0:
                         break
             finally:
@@ -421,14 +426,16 @@ class Messenger:
             elif self._pending or self._matcher.ready:
                 self._call_background()
 
-    def _turn(self, deadline: float | None) -> None:
-        """Wait until something happens, or the deadline; and deal with it."""
+    def _turn(self, deadline: float | None, *, spins: bool = False) -> None:
+        """Wait until something happens, or the deadline, and deal with it; who `spins` looks a while before sleeping."""
         with self._lock:
             while self._expiring and self._expiring[0][2].done():
                 heapq.heappop(self._expiring)
             expiry = self._expiring[0][0] if self._expiring else math.inf
         left = max(0.0, min(math.inf if deadline is None else deadline, expiry) - time.monotonic())
-        events = self._poll.poll(math.ceil(min(left * 1000, _MAX_POLL_MS)))
+        events = self._look(min(left, SPIN_SECONDS)) if spins else []
+        if not events:
+            events = self._poll.poll(math.ceil(min(left * 1000, _MAX_POLL_MS)))
         has_fault = False
         with self._lock:
             for descriptor, event in events:
@@ -451,6 +458,13 @@ class Messenger:
                     return
                 work = heapq.heappop(self._expiring)[2]
             self._abandon(work, None)
+
+    def _look(self, seconds: float) -> list[tuple[int, int]]:
+        """Return what happens within some time; being woken takes as long as a short message does."""
+        until = time.perf_counter() + seconds
+        while not (events := self._poll.poll(0)) and time.perf_counter() < until:
+            pass
+        return events
 
     def _fail_all(self) -> None:
         if (fault := self._fault()) is None:

@@ -50,6 +50,7 @@ class Post:
                     fault=engine.fault_error,
                     lost=engine.lost_error,
                     name=engine.name,
+                    may_spin=engine.may_spin,
                 )
                 arrived = engine.node.lanes.arrived(engine.id, "messages") if engine.node is not None else []
                 for member in arrived:

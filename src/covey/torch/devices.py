@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from covey.runtime.buffers import Operand, writable
+from covey.runtime.buffers import Operand, as_array, writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -145,6 +145,8 @@ def adapter_of(tensor: torch.Tensor) -> DeviceAdapter | None:
     Raises:
         TypeError: covey takes no tensors of such devices.
     """
+    if tensor.is_cpu:
+        return _adapters["cpu"]
     kind = tensor.device.type
     try:
         return _adapters[kind]
@@ -236,14 +238,14 @@ class _LastOperand(Operand):
         self._after()
 
 
-def operand_of(tensor: torch.Tensor | Operand, *, is_read: bool = True) -> torch.Tensor | Operand:
-    """Return what covey's operations take for `tensor`: itself, where its memory can be used in place."""
+def operand_of(tensor: torch.Tensor | Operand, *, is_read: bool = True) -> Array | Operand:
+    """Return what covey's operations take for `tensor`: its memory, where that can be used in place."""
     if isinstance(tensor, Operand):
         return tensor
     if tensor.dtype in EIGHT_BITS:
         tensor = tensor.view(torch.uint8)
     adapter = adapter_of(tensor)
-    return tensor if adapter is None else StagedOperand.of(tensor, adapter, is_read=is_read)
+    return as_array(tensor) if adapter is None else StagedOperand.of(tensor, adapter, is_read=is_read)
 
 
 EIGHT_BITS: Final = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
@@ -270,7 +272,7 @@ def piece_length(tensors: Sequence[torch.Tensor]) -> int:
 
 def operands_of(
     tensor: torch.Tensor, length: int, *, is_read: bool = True, is_written: bool = True
-) -> list[torch.Tensor | Operand]:
+) -> list[Array | Operand]:
     """Return the operands of the pieces that a tensor is cut into, of `length` elements; 0 leaves it whole."""
     if not length:
         return [operand_of(tensor, is_read=is_read)]
@@ -302,5 +304,8 @@ def settle(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _one_per_device(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, DeviceAdapter]]:
-    found = {tensor.device: (tensor, adapter) for tensor in tensors if (adapter := adapter_of(tensor)) is not None}
+    found = {}
+    for tensor in tensors:
+        if (adapter := adapter_of(tensor)) is not None:
+            found[tensor.device] = tensor, adapter
     return list(found.values())

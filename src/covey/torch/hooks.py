@@ -36,7 +36,8 @@ class WeightedHook(_Hook):
     """Makes gradients the mean over all samples instead of over ranks, for batches that are not equal.
 
     Set `samples` before backward(): how many samples the loss of this rank is the mean over, or tokens, or any other
-    weight. It stays until it is set again; with 0 this rank's gradients are not looked at.
+    weight. It stays until it is set again; with 0 this rank's gradients are not looked at. Under `DDP.join`, set it to
+    0 after the last batch.
     """
 
     def __init__(self) -> None:
