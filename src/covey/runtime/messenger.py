@@ -427,7 +427,7 @@ class Messenger:
                 self._call_background()
 
     def _turn(self, deadline: float | None, *, spins: bool = False) -> None:
-        """Wait until something happens, or the deadline, and deal with it; who `spins` looks a while before sleeping."""
+        """Wait until something happens, or the deadline, and deal with it; who `spins` looks before it sleeps."""
         with self._lock:
             while self._expiring and self._expiring[0][2].done():
                 heapq.heappop(self._expiring)
