@@ -76,6 +76,68 @@ class LaggingDevice:
             target.copy_(source)
 
 
+class QueuedDevice(LaggingDevice):
+    """One that is given its work in advance: what reads and writes tensors runs when its turn comes, on a thread."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._kernels = ThreadPoolExecutor(1)
+        self._queued: Future[Any] | None = None
+
+    def launch(self, kernel: Callable[[], Any]) -> None:
+        """Queue work of the caller's stream; this does not wait for it."""
+        self._queued = self._kernels.submit(kernel)
+
+    def finish(self) -> None:
+        if self._queued is not None:
+            self._queued.result(30)
+
+    def mark(self, device: torch.device) -> Any:
+        return self._queued
+
+    def fetch(self, tensor: torch.Tensor, room: torch.Tensor) -> Callable[[], None]:
+        self._leaving.submit(self._wait_for, self._queued)
+        return super().fetch(tensor, room)
+
+    def put(self, room: torch.Tensor, tensor: torch.Tensor, mark: Any) -> None:
+        self._coming.submit(self._wait_for, mark)
+        super().put(room, tensor, None)
+
+    def order(self, device: torch.device) -> None:
+        last = self._last
+        self.launch(lambda: self._wait_for(last))
+
+    def _wait_for(self, queued: Future[Any] | None) -> None:
+        if queued is not None:
+            queued.result(30)
+
+
+def keep_queued_work_in_order(rank: int, size: int, store: str) -> list[Any]:
+    """Return what the device reads after operations on tensors that it was still about to write before them."""
+    device = devices._adapters["cpu"] = QueuedDevice(rank)
+    dist.init_process_group("cpu:covey", init_method=f"file://{store}", rank=rank, world_size=size)
+    seen: list[Any] = []
+    for _ in range(3):
+        whole, own, total = torch.zeros(2 * size), torch.zeros(2), torch.zeros(2)
+
+        def write(whole: torch.Tensor = whole, own: torch.Tensor = own, total: torch.Tensor = total) -> None:
+            time.sleep(0.1 * rank)  # rank 1 is only about to write what rank 0 sends it already
+            whole.fill_(-1.0)
+            own.fill_(rank + 7.0)
+            total.fill_(rank + 1.0)
+
+        def read(whole: torch.Tensor = whole, own: torch.Tensor = own, total: torch.Tensor = total) -> None:
+            seen.append([whole.tolist(), own.tolist(), total.tolist()])
+
+        device.launch(write)
+        dist.broadcast(own, src=0)
+        dist.all_reduce(total)
+        dist.all_gather_single(whole, own)
+        device.launch(read)
+    device.finish()
+    return seen
+
+
 def compare_lagging(rank: int, size: int, store: str, piece_bytes: int) -> dict[str, Any]:
     """Compare covey, through a device that lags, with gloo, which knows nothing of it; in pieces of `piece_bytes`."""
     device = devices._adapters["cpu"] = LaggingDevice(rank)

@@ -22,6 +22,12 @@ def test_what_goes_through_a_device_that_lags_is_what_gloo_gives(piece_bytes: in
         assert said["put"] > said["count"]
 
 
+def test_what_a_device_was_given_before_and_after_stays_before_and_after() -> None:
+    want = [[7.0] * 4, [7.0] * 2, [3.0] * 2]
+    for seen in run_crew(2, staging.keep_queued_work_in_order):
+        assert seen == [want] * 3
+
+
 def test_tensors_are_cut_into_pieces_that_together_fill_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "PIECE_BYTES", 16)
     assert devices.piece_length([torch.zeros(5), torch.zeros(5)]) == 4
