@@ -115,6 +115,8 @@ def _check_streams(streams: str | int) -> str:
 
 def check_timeout(timeout: float, what: str = "timeout") -> float:
     """Return `timeout` if it is a number of seconds above zero; no one waits for more than a year."""
+    if type(timeout) is float and 0.0 < timeout <= YEAR_SECONDS:  # the common case, kept short: this is paid per call
+        return timeout
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or math.isnan(timeout) or timeout <= 0:
         raise ConfigError(f"{what}={timeout!r} must be a number of seconds above 0")
     return min(float(timeout), YEAR_SECONDS)

@@ -110,36 +110,36 @@ class _TensorMemory:
     owner: Any
 
 
-_numpy_dtypes: dict[Any, np.dtype[Any]] = {}
-"""By torch's, as they are met."""
+_formats: dict[Any, tuple[np.dtype[Any], str]] = {}
+"""By torch's dtypes, as they are met: numpy's, and how it is written in an array interface."""
 
 
 def _tensor_memory(tensor: Any) -> Array:
     """Return an array over a CPU tensor's memory, which it keeps alive; bfloat16 and requires_grad work too."""
     if not tensor.is_cpu or tensor.layout is not sys.modules["torch"].strided:
-        raise TypeError(f"the tensor is {tensor.layout} on {tensor.device}; move it to the CPU first: x.cpu()")
-    dtype = _numpy_dtypes.get(tensor.dtype) or _numpy_dtype(tensor.dtype)
-    shape = tuple(tensor.shape)
+        raise TypeError(f"the tensor is {tensor.layout} on {tensor.device}; make it a plain one: x.to_dense().cpu()")
+    dtype, text = _formats.get(tensor.dtype) or _format(tensor.dtype)
     if not tensor.numel():
-        return np.empty(shape, dtype)
+        return np.empty(tuple(tensor.shape), dtype)
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError("the tensor is a lazy conjugate or negative view; call x.resolve_conj().resolve_neg() first")
     memory = _TensorMemory()
     memory.owner = tensor
-    memory.__array_interface__ = {
+    memory.__array_interface__ = interface = {
         "version": 3,
-        "shape": shape,
-        "typestr": "<i2" if dtype is BFLOAT16 else dtype.str,
+        "shape": tensor.shape,
+        "typestr": text,
         "data": (tensor.data_ptr(), False),
-        "strides": None if tensor.is_contiguous() else tuple(step * dtype.itemsize for step in tensor.stride()),
     }
+    if not tensor.is_contiguous():
+        interface["strides"] = tuple(step * dtype.itemsize for step in tensor.stride())
     array = np.asarray(memory)
     return array.view(BFLOAT16) if dtype is BFLOAT16 else array
 
 
-def _numpy_dtype(torch_dtype: Any) -> np.dtype[Any]:
+def _format(torch_dtype: Any) -> tuple[np.dtype[Any], str]:
     name = str(torch_dtype).removeprefix("torch.")
     dtype = next((dtype for dtype in DTYPES if dtype.name == name), None)
     if dtype is None:
         raise TypeError(f"covey cannot move tensors of {torch_dtype}")
-    return _numpy_dtypes.setdefault(torch_dtype, dtype)
+    return _formats.setdefault(torch_dtype, (dtype, "<i2" if dtype is BFLOAT16 else dtype.str))
