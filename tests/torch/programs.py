@@ -253,7 +253,11 @@ def dozens(rank: int, size: int, store: str) -> None:
     before = _census()
     peak = live(36)
     dist.barrier()
-    assert _census() == before
+    # A socket of the meeting may still have been closing when they were counted, or one of the last group's now.
+    until = time.monotonic() + 10
+    while (after := _census())[0] > before[0] or after[1] != before[1]:
+        assert time.monotonic() < until, (before, after)
+        time.sleep(0.01)
     assert len(peak[1]) > len(before[1])
 
 
