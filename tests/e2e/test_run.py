@@ -390,6 +390,18 @@ def test_ranks_join_the_group_of_all(covey_run, script, runtime, lanes) -> None:
     assert list(runtime.iterdir()) == []
 
 
+def test_a_rank_that_is_done_before_the_others_is_no_loss(covey_run, script) -> None:
+    job = script("""
+        import covey, time
+        with covey.join() as group:
+            first, _ = group.all_gather_object(os.getpid())
+            while rank == 1 and os.path.exists(f"/proc/{first}"):
+                time.sleep(0.01)
+            time.sleep(0.5 * rank)  # time to notice
+    """)
+    assert covey_run("-n", "2", job).finish() == (0, "", "")
+
+
 def test_survivors_of_a_killed_rank_speak_before_they_are_stopped(covey_run, script, runtime) -> None:
     job = script("""
         import covey, numpy as np

@@ -405,7 +405,7 @@ class Node:
         for council, rank in self._councils(seat):
             council.judged(rank, is_dead=True)
         is_over = self.config.on_loss == "raise"
-        if is_over:
+        if is_over and not peer.left:
             logger.warning("rank %d is given up: %s", seat, reason)
         if peer.link is None:
             if is_over and not peer.gone:
