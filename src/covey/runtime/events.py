@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey.events")
 
+LISTEN_SECONDS: Final = 1.0
+"""What listeners have to hear the last events when the run is left."""
 KEPT: Final = 1000
 """Events that are remembered; older ones are in the log."""
 VIEWS: Final = ("lost", "left", "view")
@@ -69,6 +71,7 @@ class Events:
         self._events: deque[Event] = deque(maxlen=KEPT)
         self._listeners: list[Callable[[Event], None]] = []
         self._queue: queue.Queue[Event | None] | None = None
+        self._thread: threading.Thread | None = None
         self._began = 0.0
         """When the first sign of trouble came, by the monotonic clock; 0: there is none."""
         self._sign = 0.0
@@ -92,7 +95,10 @@ class Events:
             self._listeners.append(listener)
             if self._queue is None:
                 self._queue = queue.Queue(KEPT)
-                threading.Thread(target=self._serve, args=(self._queue,), name="covey-events", daemon=True).start()
+                self._thread = threading.Thread(
+                    target=self._serve, args=(self._queue,), name="covey-events", daemon=True
+                )
+                self._thread.start()
 
     def _serve(self, events: queue.Queue[Event | None]) -> None:
         while (event := events.get()) is not None:
@@ -103,12 +109,15 @@ class Events:
                     logger.exception("a listener to %s failed", event.kind)
 
     def close(self) -> None:
-        """End the thread of the listeners, once they have heard everything."""
+        """End the thread of the listeners, once they have heard everything; they have a second for it."""
         with self._lock:
+            thread, self._thread = self._thread, None
             if self._queue is not None:
                 with contextlib.suppress(queue.Full):
                     self._queue.put_nowait(None)
                 self._queue = None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(LISTEN_SECONDS)  # the program may end with this, and the thread with it
 
     def phase(self, name: str) -> None:
         """A phase of a recovery has ended now; the first is `detect`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,3 +79,18 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkey
     monkeypatch.setenv("COVEY_EVENTS", str(tmp_path / "nowhere" / "events"))
     with pytest.raises(ConfigError, match=r"COVEY_EVENTS=.*nowhere"):
         Events()
+
+
+def test_listeners_have_heard_everything_when_the_run_is_left(path: Path) -> None:
+    events, heard = Events(), list[Event]()
+
+    def listen(event: Event) -> None:
+        time.sleep(0.05)
+        heard.append(event)
+
+    events.listen(listen)
+    told = [Event("lost", 1.5, 0, number, (number,), ("somebody",)) for number in range(3)]
+    for event in told:
+        events.add(event)
+    events.close()
+    assert heard == told
