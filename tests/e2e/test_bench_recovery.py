@@ -32,7 +32,10 @@ def test_three_kills_give_a_whole_distribution_of_right_results() -> None:
         assert abs(sum(kill["phases_ms"].values()) - kill["total_ms"]) < 100
     summary = report["summary_ms"]
     assert all(row["p50"] <= row["p95"] <= row["max"] for row in summary.values())
-    assert [*summary] == ["total", "detect", "freeze", "agree", "reconnect", "redo"]
+    # Survivors whose lanes are open before their view is known have nothing to reconnect.
+    seen = {phase for kill in report["kills"] for phase in kill["phases_ms"]}
+    phases = ("detect", "freeze", "agree", "reconnect", "redo")
+    assert [*summary] == ["total", *(phase for phase in phases if phase in seen)]
     assert summary["total"]["max"] == max(round(kill["total_ms"], 3) for kill in report["kills"])
 
 
