@@ -348,6 +348,7 @@ def test_one_process_alone_trains_as_a_plain_loop_does_and_resumes_from_a_state(
     for indices in elastic:
         (model(indices) - TARGETS[indices]).square().mean().backward()
         assert elastic.step()
+        assert elastic.is_first
         if elastic.samples == 35:
             break
     other, resumed = elastic_of(1)
@@ -372,6 +373,9 @@ def test_calls_that_cannot_work_are_refused() -> None:
         Elastic(model=torch.nn.Linear(1, 1), optimizer=optimizer, sampler=sampler, batch=4)
     with pytest.raises(ConfigError, match="extra has model, optimizer"):
         Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=4, extra={"optimizer": 1, "model": 2})
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ConfigError, match="step a scheduler that wants a loss yourself"):
+        Elastic(model=model, optimizer=optimizer, scheduler=plateau, sampler=sampler, batch=4)
     elastic = Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=4)
     with pytest.raises(ConfigError, match="no group before the loop"):
         _ = elastic.rank

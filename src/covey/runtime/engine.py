@@ -11,6 +11,7 @@ With `on_loss="raise"` the first fault ends the group. With `on_loss="continue"`
 from __future__ import annotations
 
 import contextvars
+import hashlib
 import logging
 import os
 import select
@@ -141,6 +142,19 @@ class Engine:
             for peer in self._peers():  # who went before anyone could tell this group
                 if peer.gone:
                     self.peer_gone(peer.rank, left=peer.left)
+
+    def beside(self, key: str, members: tuple[int, ...], name: str, config: GroupConfig | None = None) -> Engine:
+        """Return a group of some of the members, each of whom makes it by the same `key`. Nothing is sent."""
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        node = self.node if len(members) > 1 else None
+        return Engine(
+            node,
+            int.from_bytes(digest, "little"),
+            members if node is not None else (0,),
+            name,
+            self.config if config is None else config,
+            generation=self.generation if node is not None else None,
+        )
 
     @property
     def circle(self) -> Circle:
@@ -289,12 +303,14 @@ class Engine:
 
     def root_lost(self, root: int) -> PeerLostError:
         """Return what to raise for an operation whose root is lost; the group goes on."""
-        text = f"{self.name_ranks((root,))} is lost, and {self._what()} means nothing without it"
-        return PeerLostError(text, rank=root, host=self._host(root), operation=self.call.text, sequence=self.sequence)
+        return self._missed(root, f"{self._what()} means nothing without it")
 
     def part_lost(self, rank: int) -> PeerLostError:
         """Return what to raise where a lost rank's part of the result is missed; the group goes on."""
-        text = f"{self.name_ranks((rank,))} is lost, and its part of {self._what()} with it"
+        return self._missed(rank, f"its part of {self._what()} with it")
+
+    def _missed(self, rank: int, what: str) -> PeerLostError:
+        text = f"{self.name_ranks((rank,))} is lost, and {what}"
         return PeerLostError(text, rank=rank, host=self._host(rank), operation=self.call.text, sequence=self.sequence)
 
     def _gave_up(self, error: BaseException) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -11,7 +10,6 @@ import numpy as np
 from covey.base.config import check_timeout
 from covey.runtime import gradients, movements, survival
 from covey.runtime.buffers import readable
-from covey.runtime.engine import Engine
 from covey.runtime.fault import Fault
 from covey.runtime.issuer import whole_number
 from covey.runtime.messaging import Messages
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from covey.runtime.circle import Circle
+    from covey.runtime.engine import Engine
     from covey.runtime.events import Event
     from covey.runtime.restore import RestoreReport
     from covey.runtime.rollcall import Late
@@ -163,19 +162,8 @@ class Group(Reductions, Moves, Messages):
         chosen.sort(key=lambda rank: (int(choices[rank][2]), rank))
         members = tuple(engine.members[rank] for rank in chosen)
         name = f"{self.name}/{sequence}.{wanted}"
-        digest = hashlib.blake2b(f"{engine.id}/{sequence}/{wanted}".encode(), digest_size=8).digest()
-        node = engine.node if len(members) > 1 else None
-        return Group(
-            Engine(
-                node,
-                int.from_bytes(digest, "little"),
-                members if node else (0,),
-                name,
-                engine.config,
-                generation=engine.generation if node else None,
-            ),
-            local_rank=self._local_rank,
-        )
+        made = engine.beside(f"{engine.id}/{sequence}/{wanted}", members, name)
+        return Group(made, local_rank=self._local_rank)
 
     # Losses and changes
 

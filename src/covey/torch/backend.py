@@ -10,14 +10,22 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from covey.base.errors import ConfigError
 from covey.proto.matching import ANY
-from covey.torch.devices import EIGHT_BITS, KINDS, blocks_of, operand_of, operands_of, piece_length, writing_to
+from covey.torch.devices import (
+    EIGHT_BITS,
+    KINDS,
+    blocks_of,
+    operand_of,
+    operands_of,
+    piece_length,
+    tensor_over,
+    writing_to,
+)
 from covey.torch.entry import NAME
 from covey.torch.work import Notices, TorchWork
 from covey.torch.world import World, close_world, world_of
@@ -185,8 +193,8 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
             entries, writing = tensor.detach().coalesce(), writing_to(tensor)
 
             def combine(pairs: list[tuple[Any, Any]], tensor: torch.Tensor = tensor, writing: Any = writing) -> None:
-                indices = torch.cat([_tensor(where) for where, _ in pairs], dim=1)
-                values = torch.cat([_tensor(what) for _, what in pairs])
+                indices = torch.cat([tensor_over(where) for where, _ in pairs], dim=1)
+                values = torch.cat([tensor_over(what) for _, what in pairs])
                 # What came from others is checked: indices beyond the shape would be written to, wherever that is.
                 total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).coalesce()
                 with torch.no_grad(), writing():
@@ -434,7 +442,7 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         if length % size:
             raise ConfigError(f"a tensor of shape {list(whole.shape)} cannot be shared among {size} ranks")
         if not whole.is_contiguous():
-            return list(whole.chunk(size)) if length else [whole] * size
+            return list(whole.chunk(size))
         if self._world.has_devices:
             return list(whole.view(size, whole.numel() // size).unbind())
         return blocks_of(whole, size)
@@ -467,13 +475,6 @@ def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, Any]:
         factor = op.__getstate__()[1]
         return "sum", factor
     raise ConfigError(f"covey has no reduction {op}; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR")
-
-
-def _tensor(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
-    """Return a tensor over the memory of an array."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def _keep_from_dynamo(*classes: type) -> None:

@@ -291,6 +291,13 @@ def operands_of(
     return pieces
 
 
+def tensor_over(array: Array) -> torch.Tensor:
+    """Return a tensor over the memory of an array; numpy's bfloat16 is another than torch's."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 def order(tensors: Sequence[torch.Tensor]) -> None:
     """Let the caller's streams use the tensors only after they were filled; nobody waits here."""
     for tensor, adapter in _one_per_device(tensors):

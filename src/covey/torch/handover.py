@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.runtime import survival
+from covey.torch.devices import tensor_over
 from covey.torch.structure import from_plain, holder_of, put_together, state_of, take_apart, to_plain
 
 if TYPE_CHECKING:
@@ -70,8 +71,4 @@ def _fill(tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None
 
 def _tensor(value: Any) -> torch.Tensor:
     """Return a tensor over what landed, which is an array where this rank had nothing."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if value.dtype.name == "bfloat16":  # numpy's is another than torch's
-        return torch.from_numpy(value.view("int16")).view(torch.bfloat16)
-    return torch.from_numpy(value)
+    return value if isinstance(value, torch.Tensor) else tensor_over(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 from dataclasses import replace
@@ -22,7 +21,6 @@ from torch.distributed.elastic.rendezvous import (
 
 from covey.base.config import check_timeout
 from covey.base.errors import ClosedError, ConfigError, DeadlineError, PeerLostError
-from covey.runtime.engine import Engine
 from covey.runtime.fault import Fault
 from covey.runtime.generations import generations
 from covey.runtime.torch_env import address_of_first, free_port
@@ -32,6 +30,7 @@ from covey.torch.store import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from covey.runtime.engine import Engine
     from covey.runtime.group import Group
 
 _SETTINGS: Final = {"cluster": "COVEY_CLUSTER", "seeds": "COVEY_SEEDS", "interfaces": "COVEY_INTERFACES"}
@@ -182,6 +181,4 @@ def _side_group(group: Group, purpose: str) -> Engine | None:
     if top.node is None:
         return None
     name = f"{top.name}/{purpose}"
-    number = int.from_bytes(hashlib.blake2b(f"{top.id}/{name}".encode(), digest_size=8).digest(), "little")
-    config = replace(top.config, on_loss="raise")
-    return Engine(top.node, number, top.members, name, config, generation=top.generation)
+    return top.beside(f"{top.id}/{name}", top.members, name, replace(top.config, on_loss="raise"))

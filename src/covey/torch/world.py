@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import os
 import secrets
 import tempfile
@@ -18,7 +17,6 @@ from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.net.meeting import host_token, meeting_folder
 from covey.runtime.bootstrap import join, join_at, joined
-from covey.runtime.engine import Engine
 from covey.runtime.places import Place, find_place
 from covey.runtime.torch_env import free_port
 from covey.torch import devices
@@ -58,19 +56,10 @@ class World:
     def group(self, name: str, ranks: list[int]) -> TensorGroup:
         """Return a group of these ranks of the world; each of them makes it, as often and by the same name."""
         parent = self._top._engine
-        node = parent.node if len(ranks) > 1 else None
         self._made[name, *ranks] += 1
         words = f"torch/{self._nonce}/{name}/{ranks}/{self._made[name, *ranks]}"
-        digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
-        engine = Engine(
-            node,
-            int.from_bytes(digest, "little"),
-            tuple(parent.members[self._ranks[rank]] for rank in ranks) if node is not None else (0,),
-            name,
-            parent.config,
-            generation=parent.generation if node is not None else None,
-        )
-        return TensorGroup(engine, local_rank=self._top.local_rank)
+        members = tuple(parent.members[self._ranks[rank]] for rank in ranks)
+        return TensorGroup(parent.beside(words, members, name), local_rank=self._top.local_rank)
 
     def on_close(self, closer: Callable[[], None]) -> None:
         """Call `closer` before the run is left, unless it is forgotten before."""
