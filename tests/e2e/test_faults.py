@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from tests.e2e.ranks import LANES, Ranks, attempt, await_go, run_ranks, say
 
 import covey
+from covey.runtime import loop as control
 from covey.testing import run_threads
 
 pytestmark = pytest.mark.slow
@@ -379,6 +381,48 @@ def test_a_hundred_groups_end_right_after_their_last_operation(lanes: str) -> No
 
     for number in range(100):
         assert run_threads(3, work, number, lanes=lanes, timeout=20.0) == [1.0] * 3
+
+
+def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_nothing() -> None:
+    took: list[float] = []
+
+    def work(group: covey.Group) -> int:
+        pair = group.split(color=0)
+        if group.rank == 1:
+            pair.send(np.arange(5), dst=0)
+            group.barrier()
+            return 4
+        engine = pair._engine
+        arrived = engine.lane_arrived
+
+        def hear_of_it(*args: Any) -> None:
+            began = time.monotonic()
+            arrived(*args)
+            took.append(time.monotonic() - began)
+
+        held: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        engine.lane_arrived = lambda *args: held.put(args)  # type: ignore[method-assign]
+        message = pair.recv(src=1)
+        pair.close()
+        control.soon(hear_of_it, *held.get(timeout=5.0))
+        group.barrier()
+        return int(message[4])
+
+    assert run_threads(2, work, lanes="unix", timeout=20.0) == [4, 4]
+    assert took
+    assert max(took) < 0.5
+
+
+def test_groups_that_were_closed_while_the_control_loop_was_busy_leave_it_whole() -> None:
+    def work(group: covey.Group) -> float:
+        total = group.all_reduce(np.ones(3)).sum()
+        group.barrier()
+        if group.rank == 0:
+            control.soon(time.sleep, 3.0)  # closing does not wait for so long
+        return float(total)
+
+    for _ in range(2):
+        assert run_threads(3, work, timeout=20.0) == [9.0] * 3
 
 
 def count_what_is_left() -> Any:

@@ -527,9 +527,9 @@ class Engine:
             why = f"is gone: {reason}" if reason else "is gone"
             self.fail(Fault("PeerLostError", f"{self.name_ranks((rank,))} {why}", (rank,)))
 
-    def lane_arrived(self, peer: int, purpose: str) -> None:
+    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> None:
         if purpose == "messages":
-            self.post.lane_arrived(self.ranks_by_member[peer])
+            self.post.lane_arrived(self.ranks_by_member[peer], lane)
 
     def forked(self) -> None:
         self._issuing = threading.Lock()

@@ -137,14 +137,14 @@ class Lanes:
             self._failed(key, ConnectError(f"rank {peer} is gone"))
         return future
 
-    def arrived(self, group: int, purpose: str) -> list[int]:
-        """Return the peers whose lane of a group is open."""
+    def arrived(self, group: int, purpose: str) -> dict[int, Any]:
+        """Return the lanes of a group that are open, by peer."""
         with self._lock:
-            return [
-                key.peer
-                for key, lane in self._lanes.items()
-                if (key.group, key.purpose) == (group, purpose) and lane.done()
-            ]
+            return {
+                key.peer: future.result()
+                for key, future in self._lanes.items()
+                if (key.group, key.purpose) == (group, purpose) and future.done() and future.exception() is None
+            }
 
     def ended(self, group: int, sequence: int) -> bool:
         """Tell whether a group was closed here without taking part in operation `sequence`."""
@@ -473,13 +473,13 @@ class Lanes:
     def _opened(self, key: LaneKey, lane: Any) -> None:
         with self._lock:
             future = self._lanes.setdefault(key, Future())
-            if not future.done() and not self._node.is_closing and not self._is_over(key):
+            is_wanted = not future.done() and not self._node.is_closing and not self._is_over(key)
+            if is_wanted:
                 future.set_result(lane)
-                lane = None
-        if lane is not None:
-            lane.close()
+        if is_wanted:
+            self._node.lane_arrived(key, lane)
         else:
-            self._node.lane_arrived(key)
+            lane.close()
 
     def _failed(self, key: LaneKey, error: BaseException) -> None:
         with self._lock:

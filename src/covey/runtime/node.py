@@ -67,7 +67,7 @@ class Member(Protocol):
     @property
     def survives(self) -> bool: ...
 
-    def lane_arrived(self, peer: int, purpose: str) -> None: ...
+    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> None: ...
 
     def forked(self) -> None: ...
 
@@ -225,11 +225,11 @@ class Node:
             self._groups.pop(group_id, None)
         self.lanes.forget(group_id, sequence)
 
-    def lane_arrived(self, key: LaneKey) -> None:
+    def lane_arrived(self, key: LaneKey, lane: Any) -> None:
         """Tell the group, if it exists already, that a lane is open."""
         group = self._groups.get(key.group)
         if group is not None:
-            group.lane_arrived(key.peer, key.purpose)
+            group.lane_arrived(key.peer, key.purpose, lane)
 
     def tell(self, peers: Iterable[int], message: messages.Control) -> None:
         """Send a control message to some ranks of the run. Returns at once; the dead are skipped."""
@@ -565,12 +565,15 @@ class Node:
         if self.is_closing:
             return
         self.is_closing = True
+        closing = control.start(self._close())
         with contextlib.suppress(TimeoutError):
-            control.start(self._close()).result(2 * CLOSE_SECONDS)
+            closing.result(2 * CLOSE_SECONDS)
         self.lanes.close()
         self.events.close()
         _nodes.discard(self)
-        self._on_close()
+        # At once, unless the loop is kept busy: a socket that is closed while the loop has it leaves its number there,
+        # and the next one that gets this number is never heard.
+        closing.add_done_callback(lambda _: self._on_close())
 
     async def _close(self) -> None:
         if self.keeper is not None:

@@ -52,10 +52,9 @@ class Post:
                     name=engine.name,
                     may_spin=engine.may_spin,
                 )
-                arrived = engine.node.lanes.arrived(engine.id, "messages") if engine.node is not None else []
-                for member in arrived:
-                    rank = engine.ranks_by_member[member]
-                    self._messenger.adopt(rank, self._socket(rank))
+                if engine.node is not None:
+                    for member, sock in engine.node.lanes.arrived(engine.id, "messages").items():
+                        self._messenger.adopt(engine.ranks_by_member[member], sock)
             return self._messenger
 
     def _socket(self, rank: int, deadline: float | None = None) -> socket.socket:
@@ -74,11 +73,11 @@ class Post:
                 raise engine.lost_error(rank) from error
         raise DeadlineError(f"no lane for messages to {engine.name_ranks((rank,))} opened in time", late=(rank,))
 
-    def lane_arrived(self, rank: int) -> None:
+    def lane_arrived(self, rank: int, sock: socket.socket) -> None:
         """Another rank has opened the lane for messages. On the control loop."""
         messenger = self._current()
         if messenger is not None:
-            messenger.adopt(rank, self._socket(rank))
+            messenger.adopt(rank, sock)
 
     def peer_lost(self, rank: int) -> None:
         """A rank is lost, and the group goes on. On the control loop."""
