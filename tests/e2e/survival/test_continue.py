@@ -418,6 +418,7 @@ def give_up_in_many_ways() -> Any:
                 group.recv(src=0)
             reports["interrupted"] = group.all_reduce(values(rank, 3)).tolist()
             reports["live"] = group.live
+            group.barrier()
             if rank == 1:
                 raise ValueError("cannot divide the cake")
             reports["failed"] = group.all_reduce(values(rank, 3)).tolist()

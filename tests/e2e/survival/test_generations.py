@@ -360,8 +360,12 @@ def test_a_minority_without_a_keeper_says_who_is_missing_and_what_to_do() -> Non
     victims, others = (0, 2, 4), (1, 3)
     with Members(5, wait_for_a_quorum, victims, is_kept=False) as ranks:
         ranks.hear("ready")
+        for rank in others:  # else four might have agreed to go on before the others of them are killed
+            ranks.signal(rank, signal.SIGSTOP)
         for victim in victims:
             killed_at = ranks.kill(victim)
+        for rank in others:
+            ranks.signal(rank, signal.SIGCONT)
         ranks.hear("gave up", others)
         for rank in others:
             ranks.go(rank)
