@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -22,9 +23,10 @@ import torch
 import torch.distributed as dist
 from tests.torch.crew import Lost, run_crew
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.run import config_from_args, parse_args
 
 import covey
-from covey.base.errors import ConfigError, DeadlineError
+from covey.base.errors import ConfigError, DeadlineError, Remedy
 from covey.net.meeting import meeting_folder
 from covey.torch import entry
 from covey.torch.rendezvous import parse
@@ -194,10 +196,67 @@ def test_torchs_timeout_bounds_the_wait_for_the_others() -> None:
     assert "nobody" in text
 
 
-def be_an_agent(_process: int, size: int, _path: str, folder: str, secret: str) -> tuple[int, int, float]:
+@pytest.fixture
+def _put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what an agent tells its workers by the environment."""
+    for name in ("COVEY_CLUSTER", "COVEY_SEEDS", "COVEY_INTERFACES", "COVEY_RUN_PROGRAM"):
+        monkeypatch.setenv(name, "set, so that it is put back")
+        monkeypatch.delenv(name)
+
+
+def agent_of(*words: str) -> Any:
+    """Make an agent as torchrun makes one of its command line."""
+    argv = ["--rdzv-backend", "covey", "--rdzv-id", "r", "--nnodes", "2", *words, "train.py"]
+    config = config_from_args(parse_args(argv))[0]
+    return get_handler()(
+        RendezvousParameters(
+            config.rdzv_backend,
+            config.rdzv_endpoint,
+            config.run_id,
+            config.min_nodes,
+            config.max_nodes,
+            config.local_addr,
+            **config.rdzv_configs,
+        )
+    )
+
+
+@pytest.mark.usefixtures("_put_back")
+@pytest.mark.parametrize(
+    ("conf", "what"),
+    [
+        ("timeout=abc", "timeout=abc: give a number of seconds above 0"),
+        ("timeout=-1", "timeout=-1: give a number of seconds above 0"),
+        ("timeout=0", "timeout=0: give a number of seconds above 0"),
+        ("timeout=nan,interfaces=lo", "timeout=nan: give a number of seconds above 0"),
+        ("tiemout=3,cluster=home", "there is no 'tiemout'; there are cluster, seeds, interfaces, timeout"),
+    ],
+)
+def test_what_torchrun_is_told_wrong_is_refused_with_what_to_write_and_no_worker_hears_of_it(
+    conf: str, what: str
+) -> None:
+    before = dict(os.environ)
+    with pytest.raises(ConfigError, match=re.escape(f"--rdzv-conf: {what}")) as raised:
+        agent_of("--rdzv-conf", conf)
+    assert raised.value.remedy is Remedy.FIX
+    assert dict(os.environ) == before
+
+
+@pytest.mark.usefixtures("_put_back")
+def test_what_torchrun_is_told_reaches_the_workers_and_an_endpoint_is_a_seed() -> None:
+    agent_of("--rdzv-conf", "cluster=home,interfaces=eth*,seeds=a:1,timeout=2.5", "--rdzv-endpoint", "b:2")
+    names = ("COVEY_CLUSTER", "COVEY_INTERFACES", "COVEY_SEEDS")
+    assert [os.environ[name] for name in names] == ["home", "eth*", "a:1,b:2"]
+    # torch itself cuts at every comma.
+    with pytest.raises(ValueError, match="option 'b:2' must have a value"):
+        agent_of("--rdzv-conf", "seeds=a:1,b:2")
+
+
+def be_an_agent(process: int, size: int, _path: str, folder: str, secret: str) -> tuple[int, int, float, str, str]:
     """Two rounds; then the second agent waits for a third, and the first closes it all instead."""
     enter_cluster(folder, secret)
-    parameters = RendezvousParameters("covey", "", "agents", size, size, timeout="40")
+    address = f"127.0.0.{process + 7}"
+    parameters = RendezvousParameters("covey", "", "agents", size, size, local_addr=address, timeout="40")
     handler = get_handler()(parameters)
     assert (handler.get_backend(), handler.get_run_id(), handler.use_agent_store) == ("covey", "agents", False)
     first = handler.next_rendezvous()
@@ -226,14 +285,16 @@ def be_an_agent(_process: int, size: int, _path: str, folder: str, secret: str) 
     assert handler.is_closed()
     with pytest.raises(RendezvousClosedError):
         handler.next_rendezvous()
-    return second.rank, second.world_size, time.monotonic() - began
+    return second.rank, second.world_size, time.monotonic() - began, address, second.bootstrap_store_info.master_addr
 
 
 def test_an_agent_that_closes_the_run_closes_it_for_one_that_waits_for_the_next_round() -> None:
     with short_folder() as folder:
         found = run_crew(2, be_an_agent, folder, secrets.token_hex(32))
-    assert sorted((rank, size) for rank, size, _ in found) == [(0, 2), (1, 2)]
-    assert all(seconds < 20 for *_, seconds in found)
+    first, second = sorted(found)
+    assert [first[:2], second[:2]] == [(0, 2), (1, 2)]
+    assert max(first[2], second[2]) < 20
+    assert first[4] == second[4] == first[3]  # --local-addr of the first: its workers' first rank listens there
 
 
 # One host

@@ -55,10 +55,11 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         self._run, self._local_address = parameters.run_id, parameters.local_addr
         self._most = parameters.max_nodes
         told = dict(parameters.config)
+        seconds = told.pop("timeout", 600)
         try:
-            self._timeout = check_timeout(float(told.pop("timeout", 600)))
-        except ValueError as error:
-            raise ConfigError(f"--rdzv-conf: timeout must be a number of seconds: {error}") from None
+            self._timeout = check_timeout(float(seconds))
+        except ValueError:
+            raise ConfigError(f"--rdzv-conf: timeout={seconds}: give a number of seconds above 0") from None
         if unknown := told.keys() - _SETTINGS.keys():
             known = ", ".join((*_SETTINGS, "timeout"))
             raise ConfigError(f"--rdzv-conf: there is no {min(unknown)!r}; there are {known}")
