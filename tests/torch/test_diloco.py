@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.torch.crew import run_crew
 from tests.torch.gloo_ranks import be_a_rank, run_ranks
 
 from covey.base.errors import ConfigError
 from covey.torch.codec import BLOCK, pack_int8, unpack_int8
 from covey.torch.diloco import DiLoCo, _cuts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EVERY, STEPS, RESUME = 6, 20, 10
 FRAGMENTS = {
@@ -222,10 +227,61 @@ def test_nonsense_is_refused() -> None:
         DiLoCo(model, inner, every=0)
     with pytest.raises(ConfigError, match="compress='fp4'"):
         DiLoCo(model, inner, every=9, compress="fp4")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="trains 4 parameters that are not the model's"):
+    shapes = re.escape("(of shape [30, 20], [30], [7, 30], [7])")
+    with pytest.raises(ConfigError, match=f"trains 4 parameters {shapes} that are not the model's; make it of"):
         DiLoCo(model, torch.optim.SGD([*model.parameters(), *model_of(1).parameters()]), every=9)
-    with pytest.raises(ConfigError, match="exactly the parameters"):
-        DiLoCo(model, inner, torch.optim.SGD(list(model.parameters())[1:]), every=9)
+    with pytest.raises(ConfigError, match=r"exactly the parameters .* lacks 0\.weight, 2\.bias, and has none besides"):
+        DiLoCo(model, inner, torch.optim.SGD(list(model.parameters())[1:3]), every=9)
+    extra = torch.nn.Parameter(torch.zeros(2, 5))
+    with pytest.raises(ConfigError, match=r"lacks none, and has 1 parameter \(of shape \[2, 5\]\) besides"):
+        DiLoCo(model, inner, torch.optim.SGD([*model.parameters(), extra]), every=9)
+
+
+def change_what_is_trained(rank: int, size: int, store: str) -> None:
+    """All ranks freeze, thaw and add parameters; each time they are told which, before anything is sent."""
+    dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size)
+    model = model_of(rank)
+    model[0].weight.requires_grad_(False)
+    inner = torch.optim.SGD([*model[0].parameters(), model[2].weight], lr=0.1)
+    diloco = DiLoCo(model, inner, every=2)
+    assert not diloco.step()
+    started = numbers(model)
+    changes: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
+        (lambda: model[0].bias.requires_grad_(False), lambda: model[0].bias.requires_grad_(True), "0.bias was frozen"),
+        (
+            lambda: model[0].weight.requires_grad_(True),
+            lambda: model[0].weight.requires_grad_(False),
+            "0.weight was thawed or added",
+        ),
+        (
+            lambda: (model[0].requires_grad_(True), model[2].requires_grad_(False)),
+            lambda: (model[0].weight.requires_grad_(False), model[2].requires_grad_(True)),
+            "2.weight was frozen, and 0.weight was thawed or added",
+        ),
+        (
+            lambda: inner.add_param_group({"params": [model[2].bias, torch.nn.Parameter(torch.zeros(rank + 1))]}),
+            inner.param_groups.pop,
+            f"2.bias, 1 parameter (of shape [{rank + 1}]) that are not the model's was thawed or added",
+        ),
+    ]
+    for change, undo, words in changes:
+        change()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=re.escape(f"{words} since DiLoCo was made; make a new one")):
+                diloco.step()
+        undo()
+    inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3), requires_grad=False)]})  # trains nothing
+    with torch.no_grad():
+        model[2].weight -= rank
+    assert diloco.step()  # the second of two: what failed did not count
+    # The outer step: 0.7 * (1 + 0.9) of the mean way of 0, 1 and 2, back from where all began.
+    np.testing.assert_allclose(numbers(model)["2.weight"], started["2.weight"] - 1.33, rtol=1e-12)
+    for name in ("0.weight", "0.bias", "2.bias"):
+        np.testing.assert_array_equal(numbers(model)[name], numbers(model_of(0))[name], err_msg=name)
+
+
+def test_parameters_that_are_frozen_thawed_or_added_are_named_and_what_nobody_trains_is_rank_0s() -> None:
+    run_crew(3, change_what_is_trained)
 
 
 if __name__ == "__main__":

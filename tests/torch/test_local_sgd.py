@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.torch.crew import run_crew
 from tests.torch.gloo_ranks import be_a_rank, run_ranks
 
 from covey.base.errors import ConfigError
@@ -90,6 +91,57 @@ def test_nonsense_is_refused() -> None:
         LocalSGD(model_of(0), every=0)
     with pytest.raises(ConfigError, match="no parameter"):
         LocalSGD(model_of(0).requires_grad_(False), every=1)
+    complex_ = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ConfigError, match="weight is complex; averaging"):
+        LocalSGD(complex_, every=1)
+
+
+def change_what_is_trained(rank: int, size: int, store: str) -> dict[str, list[Any]]:
+    """Freeze, thaw and add parameters of many kinds between averages; return where each of them was after each."""
+    dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size)
+    model = torch.nn.Module()
+    model.trained = torch.nn.Parameter((torch.arange(6.0).view(2, 3) + rank).t())  # not contiguous
+    model.frozen = torch.nn.Parameter(torch.full((), rank + 5.0, dtype=torch.float64), requires_grad=False)
+    model.whole = torch.nn.Parameter(torch.tensor([2**40 + 3 + rank]), requires_grad=False)  # no float32 has it
+    model.spiral = torch.nn.Parameter(torch.tensor([complex(rank, 1 - rank)]), requires_grad=False)
+    model.register_buffer("own", torch.tensor(float(rank)))
+    local = LocalSGD(model, every=1)
+    found: dict[str, list[Any]] = {}
+
+    def note() -> None:
+        for name, tensor in model.state_dict().items():
+            found.setdefault(name, []).append(tensor.tolist())
+
+    note()
+    for turn in range(3):
+        if turn == 1:
+            model.frozen.requires_grad_(True)
+            model.trained.requires_grad_(False)
+        if turn == 2:
+            model.added = torch.nn.Parameter(torch.full((4,), 7.0 * rank))
+        with torch.no_grad():
+            for parameter in (model.trained, model.frozen):
+                parameter += rank
+        assert local.step()
+        note()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter of the model requires a gradient"):
+        local.step()
+    return found
+
+
+def test_all_begin_with_rank_0s_parameters_and_average_those_that_are_trained_at_the_moment() -> None:
+    for rank, found in enumerate(run_crew(SIZE, change_what_is_trained)):
+        moves = (0.0, 1.0, 1.0 + rank, 1.0 + 2 * rank)
+        assert found == {
+            "trained": [[[more, more + 3], [more + 1, more + 4], [more + 2, more + 5]] for more in moves],
+            "frozen": [5.0, 5.0 + rank, 7.0, 8.0],
+            "whole": [[2**40 + 3]] * 4,
+            "spiral": [[1j]] * 4,
+            "own": [rank] * 4,
+            "added": [[7.0] * 4],
+        }
 
 
 if __name__ == "__main__":

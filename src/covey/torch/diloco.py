@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from covey.base.errors import ConfigError
 from covey.torch.codec import pack_int8, unpack_int8
-from covey.torch.local_sgd import copy_from_first, flat, parameters_of, parts, trained_by, which_train
+from covey.torch.local_sgd import copy_from_first, flat, parameters_of, parts, strangers, trained_by, which_train
 from covey.torch.lost import gather_rows, there
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class DiLoCo:
 
     The outer gradient is the mean over the ranks of where the parameters were after the last outer step minus where
     they are now. `outer` is an optimizer of the same parameters, by default `SGD(lr=0.7, momentum=0.9,
-    nesterov=True)`. All ranks begin with rank 0's parameters.
+    nesterov=True)`. All ranks begin with rank 0's parameters, the frozen ones too.
 
     `fragments`: the parameters are cut into so many parts of about equal size, and each has its outer step at its own
     moment within the `every` steps, so that the network carries a little often rather than everything at once.
@@ -65,7 +65,7 @@ class DiLoCo:
         if compress not in (None, "int8"):
             raise ConfigError(f"compress={compress!r}: outer gradients go as they are (None) or as 'int8'")
         self._parameters = trained_by(inner, model)
-        self._inner, self._trains = inner, which_train(inner)
+        self._model, self._inner, self._trains = model, inner, which_train(inner)
         names = list(self._parameters)
         if not 1 <= fragments <= min(every, len(names)):
             raise ConfigError(
@@ -74,13 +74,19 @@ class DiLoCo:
             )
         self.outer = outer or torch.optim.SGD(self._parameters.values(), lr=0.7, momentum=0.9, nesterov=True)
         """The outer optimizer: give it a schedule if you like."""
-        if {id(p) for p in parameters_of(self.outer)} != {id(p) for p in self._parameters.values()}:
-            raise ConfigError("the outer optimizer must have exactly the parameters that the inner one trains")
+        held = {id(parameter) for parameter in parameters_of(self.outer)}
+        lacking = [name for name, parameter in self._parameters.items() if id(parameter) not in held]
+        others = strangers(parameters_of(self.outer), self._parameters.values())
+        if lacking or others:
+            raise ConfigError(
+                "the outer optimizer must have exactly the parameters that the inner one trains; "
+                f"it lacks {', '.join(lacking) or 'none'}, and has {others or 'none'} besides"
+            )
         self._group, self._overlap, self._compress = process_group, overlap, compress
         self._every, self._steps = every, 0
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._fragments = [names[start:end] for start, end in _cuts(sizes, fragments)]
-        copy_from_first(list(self._parameters.values()), process_group)
+        copy_from_first(model, process_group)
         self._anchors = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._remainders: dict[int, torch.Tensor] = {}
         self._flying: _Flight | None = None
@@ -89,10 +95,10 @@ class DiLoCo:
         """Count one inner step; return whether an outer step was taken after it.
 
         Raises:
-            ConfigError: other parameters are trained now than at the start.
+            ConfigError: other parameters are trained now than at the start; says which.
         """
-        if which_train(self._inner) != self._trains:
-            raise ConfigError("parameters were frozen, thawed or added since DiLoCo was made; make a new one")
+        if which_train(self._inner) != self._trains and (changes := self._changes()):
+            raise ConfigError(f"{changes} since DiLoCo was made; make a new one")
         self._steps += 1
         fragment = self._due()
         if fragment is None:
@@ -143,6 +149,18 @@ class DiLoCo:
         self._remainders = {fragment: row.clone() for fragment, row in state["remainders"].items()}
         if (flying := state["flying"]) is not None:
             self._flying = _Flight(flying["fragment"], flying["left"].clone(), None, flying["mean"].clone())
+
+    def _changes(self) -> str:
+        """Return in words which parameters are no longer trained, and which are now."""
+        held = [parameter for parameter in parameters_of(self._inner) if parameter.requires_grad]
+        ids = {id(parameter) for parameter in held}
+        trained = [name for name, parameter in self._model.named_parameters() if id(parameter) in ids]
+        frozen = [name for name in self._parameters if name not in trained]
+        added = [name for name in trained if name not in self._parameters]
+        if others := strangers(held, self._model.parameters()):
+            added.append(f"{others} that are not the model's")
+        changes = {"frozen": frozen, "thawed or added": added}
+        return ", and ".join(f"{', '.join(names)} was {what}" for what, names in changes.items() if names)
 
     def _due(self) -> int | None:
         """Return the fragment whose turn it is after this step: the k-th of n at the (k + 1) / n of every period."""

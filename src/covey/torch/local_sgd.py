@@ -23,10 +23,12 @@ class LocalSGD:
         optimizer.step()
         local.step()
 
-    All ranks begin with rank 0's parameters. Buffers, such as the statistics of a batch norm, stay each rank's own.
+    All ranks begin with rank 0's parameters, the frozen ones too. Buffers, such as the statistics of a batch norm, stay
+    each rank's own. An average is over the parameters that are trained at that moment: layers may be frozen, thawed and
+    added, by all ranks alike.
 
     Raises:
-        ConfigError: `every` is below 1, or a parameter is sharded (a DTensor) or complex.
+        ConfigError: `every` is below 1, no parameter is trained, one is sharded (a DTensor), or complex and trained.
     """
 
     def __init__(self, model: torch.nn.Module, *, every: int, process_group: Any = None) -> None:
@@ -34,10 +36,15 @@ class LocalSGD:
             raise ConfigError(f"every={every}: give the number of steps between two averages, 1 or more")
         self._every, self._group, self._steps = every, process_group, 0
         self._model = model
-        copy_from_first(list(whole_parameters(model.named_parameters()).values()), process_group)
+        whole_parameters(model.named_parameters())
+        copy_from_first(model, process_group)
 
     def step(self) -> bool:
-        """Count one step of the optimizer; return whether the parameters were averaged after it."""
+        """Count one step of the optimizer; return whether the parameters were averaged after it.
+
+        Raises:
+            ConfigError: no parameter is trained any more, or one that is has become sharded or complex.
+        """
         self._steps += 1
         if self._steps % self._every:
             return False
@@ -81,10 +88,21 @@ def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
     Raises:
         ConfigError: the optimizer trains others too, or one is sharded or complex.
     """
-    trained = {id(parameter) for parameter in parameters_of(optimizer)}
-    if strangers := len(trained - {id(parameter) for parameter in model.parameters()}):
-        raise ConfigError(f"the optimizer trains {strangers} parameters that are not the model's")
-    return whole_parameters((name, p) for name, p in model.named_parameters() if id(p) in trained)
+    trained = parameters_of(optimizer)
+    if shapes := strangers(trained, model.parameters()):
+        raise ConfigError(
+            f"the optimizer trains {shapes} that are not the model's; make it of the model's own, as they are now"
+        )
+    ids = {id(parameter) for parameter in trained}
+    return whole_parameters((name, p) for name, p in model.named_parameters() if id(p) in ids)
+
+
+def strangers(parameters: Iterable[torch.nn.Parameter], known: Iterable[torch.nn.Parameter]) -> str:
+    """Return in words those parameters that are not among the known, which have no names here; "" if there are none."""
+    ids = {id(parameter) for parameter in known}
+    shapes = [str(list(parameter.shape)) for parameter in parameters if id(parameter) not in ids]
+    shown = ", ".join(shapes[:5]) + (", ..." if len(shapes) > 5 else "")
+    return f"{len(shapes)} parameter{'s' if len(shapes) > 1 else ''} (of shape {shown})" if shapes else ""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -97,13 +115,22 @@ def which_train(optimizer: torch.optim.Optimizer) -> list[bool]:
     return [parameter.requires_grad for parameter in parameters_of(optimizer)]
 
 
-def copy_from_first(tensors: Sequence[torch.Tensor], group: Any) -> None:
-    """Give the tensors of every rank the values they have on the first rank of the group."""
-    row = flat(tensors)
-    dist.broadcast(row, group=group, group_src=0)
+def copy_from_first(model: torch.nn.Module, group: Any) -> None:
+    """Give the parameters of every rank, trained or frozen, the values they have on the first rank of the group.
+
+    Raises:
+        ConfigError: one is sharded.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(f"{name} is sharded; averaging over ranks needs whole, real parameters on each")
+    # In place where they are contiguous, and as bytes, which every backend moves.
+    rows = [parameter.detach().contiguous() for parameter in model.parameters()]
+    works = [dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=0, async_op=True) for row in rows]
     with torch.no_grad():
-        for tensor, part in zip(tensors, parts(row, tensors), strict=True):
-            tensor.copy_(part)
+        for parameter, row, work in zip(model.parameters(), rows, works, strict=True):
+            work.wait()
+            parameter.copy_(row)
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
