@@ -13,6 +13,7 @@ import re
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -32,6 +33,8 @@ SocketAddress: TypeAlias = tuple[str, int] | tuple[str, int, int, int]
 
 MOST_ADVERTISED: Final = 16
 MOST_DIALLED: Final = 64
+RECENT_SECONDS: Final = 0.5
+"""How old what `recent_interfaces` knows may be: asking the system takes milliseconds, and there are many to dial."""
 
 _PREFERENCE: Final = ("wired", "unknown", "wireless", "virtual", "loopback")
 _BRIDGES: Final = ("docker*", "br-*", "virbr*", "podman*", "cni*", "lxcbr*", "lxdbr*", "vmnet*", "vboxnet*")
@@ -118,8 +121,32 @@ def usable_interfaces(pattern: str = "") -> list[Interface]:
     Raises:
         ConfigError: `pattern` is not a pattern, or nothing here matches it; says what there is.
     """
-    chosen = parse_pattern(pattern)
-    there = all_interfaces()
+    return _usable(parse_pattern(pattern), all_interfaces())
+
+
+def recent_interfaces(pattern: str = "") -> list[Interface]:
+    """Return what `usable_interfaces` would have returned a moment ago; cheap enough to be asked for every dial.
+
+    Raises:
+        ConfigError: as `usable_interfaces`.
+    """
+    return _usable(parse_pattern(pattern), _recently())
+
+
+def _recently() -> list[Interface]:
+    global _known
+    seen_at, there = _known
+    if time.monotonic() > seen_at + RECENT_SECONDS:
+        there = all_interfaces()
+        _known = time.monotonic(), there
+    return there
+
+
+_known: tuple[float, list[Interface]] = -RECENT_SECONDS, []
+"""The interfaces, and when they were looked at."""
+
+
+def _usable(chosen: Pattern, there: list[Interface]) -> list[Interface]:
     allowed = [_restricted(interface, chosen) for interface in there if interface.is_up]
     allowed = sorted((interface for interface in allowed if interface.addresses), key=_preference)
     usable = [interface for interface in allowed if not interface.is_loopback]
@@ -128,7 +155,7 @@ def usable_interfaces(pattern: str = "") -> list[Interface]:
     has_others = any(interface.is_up and not interface.is_loopback for interface in there)
     if not usable and (chosen.only or (chosen.never and has_others)):
         inventory = "; ".join(_in_words(interface) for interface in there) or "no interface with an address"
-        raise ConfigError(f'interfaces="{pattern}" matches nothing that is up on this host. It has: {inventory}')
+        raise ConfigError(f'interfaces="{chosen.text}" matches nothing that is up on this host. It has: {inventory}')
     return usable
 
 
@@ -187,9 +214,9 @@ def to_dial(own: Sequence[Interface], theirs: Sequence[Address], same_host: bool
 
 
 def describe(ip: str) -> str:
-    """Return the name of the interface that has the address `ip`, or "" if none of this host has it."""
+    """Return the name of the interface that has the address `ip`, or "" if none of this host had it a moment ago."""
     wanted = ip.partition("%")[0]
-    return next((interface.name for interface in all_interfaces() if wanted in interface.addresses), "")
+    return next((interface.name for interface in _recently() if wanted in interface.addresses), "")
 
 
 def _parse_term(term: str, text: str) -> str | IpNetwork:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import AuthError, ConfigError, CoveyError
 from covey.net import clusters
 from covey.net.identity import LIFE_BYTES, short_id
-from covey.net.interfaces import advertised, describe, to_dial, usable_interfaces
+from covey.net.interfaces import advertised, describe, recent_interfaces, to_dial, usable_interfaces
 from covey.runtime.acquaintance import Acquaintance
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any, spell
 from covey.runtime.link import printable
@@ -188,7 +188,7 @@ class Gathering:
     async def _dial(self, addresses: tuple[messages.Address, ...], *, same_host: bool = False, seed: str = "") -> None:
         where = seed or ", ".join(spell((address.ip, address.port)) for address in addresses)
         try:
-            own = usable_interfaces(self.config.interfaces)
+            own = recent_interfaces(self.config.interfaces)
             is_loopback = any(address.ip.startswith("127.") or address.ip == "::1" for address in addresses)
             ways: list[Where] = list(to_dial(own, addresses, same_host or is_loopback))
             link, welcome, _, way = await dial_any(ways, self.seat.gate, self._hello())
@@ -407,7 +407,7 @@ class Gathering:
 
     async def _find_best_way(self, someone: Acquaintance, known: Where) -> None:
         """Measure every way to a node that we dial, and take the shortest for lanes."""
-        own = usable_interfaces(self.config.interfaces)
+        own = recent_interfaces(self.config.interfaces)
         contact = someone.card.contact
         ways: list[Where] = list(to_dial(own, contact.addresses, contact.host == self.card.contact.host))
         way, round_trip = await best_way(ways, self.seat.gate, known)
@@ -484,7 +484,7 @@ class Gathering:
 
     async def _reach(self, someone: Acquaintance, addresses: tuple[messages.Address, ...]) -> None:
         """Try the addresses that a visitor says it has."""
-        own = usable_interfaces(self.config.interfaces)
+        own = recent_interfaces(self.config.interfaces)
         results = await sound_each(addresses[:REACH_LIMIT], own, self.seat.gate)
         someone.is_probing = False
         round_trips = tuple(result.round_trip for result in results)

@@ -542,10 +542,10 @@ class Node:
         is_ours = self.gate.credentials is None or os.path.dirname(contact.socket) == self._socket_folder
         if by_socket and same_host and contact.socket and is_ours:
             return [contact.socket]
-        from covey.net.interfaces import to_dial, usable_interfaces  # of no use to ranks that share memory
+        from covey.net.interfaces import recent_interfaces, to_dial  # of no use to ranks that share memory
 
         ways: list[Where] = [peer.way] if peer.way is not None else []
-        own = usable_interfaces(self.config.interfaces)
+        own = recent_interfaces(self.config.interfaces)
         return ways + [way for way in to_dial(own, contact.addresses, same_host) if way not in ways]
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:

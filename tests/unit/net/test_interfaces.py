@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import time
 
+import ifaddr
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from covey.base.errors import ConfigError
 from covey.net.interfaces import (
     MOST_ADVERTISED,
     MOST_DIALLED,
+    RECENT_SECONDS,
     Interface,
     Kind,
     advertised,
@@ -19,6 +22,7 @@ from covey.net.interfaces import (
     describe,
     loopback_interfaces,
     parse_pattern,
+    recent_interfaces,
     to_dial,
     usable_interfaces,
 )
@@ -135,6 +139,32 @@ def test_a_pattern_that_selects_nothing_is_refused_with_what_there_is() -> None:
     with pytest.raises(ConfigError, match="nosuch") as caught:
         usable_interfaces("nosuch*")
     assert "127.0.0.1" in str(caught.value)
+
+
+def test_the_system_is_asked_for_interfaces_twice_a_second_however_many_are_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+    ask = ifaddr.get_adapters
+
+    def count() -> object:
+        asked.append(time.monotonic())
+        return ask()
+
+    monkeypatch.setattr(ifaddr, "get_adapters", count)
+    name, began = loopback_interfaces()[0].name, time.monotonic()
+    asked.clear()
+    for _ in range(300):
+        assert [each.name for each in recent_interfaces(name)] == [name]
+        assert recent_interfaces("127.0.0.0/8")[0].addresses == ("127.0.0.1",)
+        assert describe("127.0.0.1") == name
+    assert len(asked) <= 1 + (time.monotonic() - began) / RECENT_SECONDS
+    time.sleep(RECENT_SECONDS)
+    before = len(asked)
+    assert recent_interfaces() == usable_interfaces()
+    assert len(asked) == before + 2
+    with pytest.raises(ConfigError, match="nosuch"):
+        recent_interfaces("nosuch*")
 
 
 def test_others_are_told_every_address_that_they_could_reach_best_first() -> None:
