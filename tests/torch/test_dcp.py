@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,12 +19,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import covey.torch
+from covey.base.errors import ConfigError
+from covey.torch.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -122,3 +129,88 @@ def wrapped(rank: int, size: int, store: str, folder: str, turn: int) -> None:
 def test_a_state_saved_by_covey_is_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
     for turn, size in enumerate((2, 4)):
         run_crew(size, wrapped, str(tmp_path / "kept"), turn)
+
+
+class OddError(Exception):
+    """One that other processes cannot make again."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} in {where}")
+
+
+class Broken:
+    """What cannot tell its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OddError("a fuse", "the attic")
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+@contextlib.contextmanager
+def no_room_for(size: int) -> Iterator[None]:
+    """Have a disk that is full after `size` bytes of any file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fail_on_one(rank: int, size: int, store: str, folder: str) -> list[tuple[type, str]]:
+    """Save where something is wrong on one rank only; return what this one was told each time."""
+    start(rank, size, store)
+    kept = Path(folder) / "kept"
+    (Path(folder) / "file").touch()
+    mesh = init_device_mesh("cpu", (size,))
+    rows = torch.arange(size * 4096.0)
+
+    def state(step: int, **more: Any) -> dict[str, Any]:
+        return {"rows": distribute_tensor(rows * step, mesh, [Shard(0)]), "step": step, **more}
+
+    told: list[tuple[type, str]] = []
+
+    def fail(place: Any = kept, *, room: int | None = None, async_: bool = False, **more: Any) -> None:
+        limited = no_room_for(room) if room is not None else contextlib.nullcontext()
+        with limited, pytest.raises((ConfigError, CheckpointError, OSError)) as raised:
+            covey.torch.save(state(2, **more), place, step=2, async_=async_).wait(60)
+        told.append((type(raised.value), str(raised.value)))
+        dist.barrier()
+        assert os.listdir(kept) == ["step-0000000001"]
+        loaded = state(7)
+        assert covey.torch.load(loaded, kept) == loaded["step"] == 1
+        assert torch.equal(loaded["rows"].full_tensor(), rows)
+
+    covey.torch.save(state(1), kept, step=1)
+    for async_ in (False, True):
+        fail(value=(lambda: 0) if rank == 1 else None, async_=async_)
+        fail(value=Broken() if rank == 2 else None, async_=async_)
+        fail(kept if rank != 1 else Path(folder) / "file" / "below", async_=async_)
+        fail(room=8192 if rank == 2 else None, async_=async_)
+        fail(room=1000 if rank == 0 else None, async_=async_, value="long " * 1000)
+
+    saving = covey.torch.save(state(3), kept if rank != 1 else Path(folder) / "file", step=3, async_=True)
+    if rank == 0:
+        with pytest.raises(CheckpointError, match="step 3 could not be written: rank 1"):
+            saving.wait(60)
+    with pytest.raises(CheckpointError, match="step 3 could not be written: rank 1"):  # the others did not ask yet
+        covey.torch.save(state(4), kept, step=4)
+    covey.torch.save(state(4), kept, step=4)
+    assert sorted(os.listdir(kept)) == ["step-0000000001", "step-0000000004"]
+    return told
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_earlier_one_and_no_other(tmp_path: Path) -> None:
+    for told in run_crew(3, fail_on_one, str(tmp_path)):
+        assert told[5:] == told[:5]  # in the background as well
+        kinds = [ConfigError, CheckpointError, CheckpointError, CheckpointError, OSError]
+        assert [kind for kind, _ in told[:5]] == kinds
+        unpicklable, odd, in_the_way, full, full_at_once = (text for _, text in told[:5])
+        assert "value of the state cannot be saved: " in unpicklable
+        assert "<lambda>" in unpicklable
+        assert odd == "OddError: a fuse in the attic"
+        assert "the checkpoint of step 2 could not be written: rank 1: NotADirectoryError" in in_the_way
+        assert "the checkpoint of step 2 could not be written: rank 2: " in full
+        assert "File too large" in full_at_once

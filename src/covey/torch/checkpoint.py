@@ -106,40 +106,41 @@ def save(
     rank. Without a process group this process saves alone.
 
     `async_` returns as soon as the state is copied to host memory; a thread writes it, over a group of its own, and
-    the process does not end before that. The next save waits for it, and raises its error if nobody asked for it.
+    the process does not end before that. The next save waits for it, and raises its error if a rank did not ask for it.
+
+    What fails on one rank is raised on all of them, and what was written until then is removed.
 
     Raises:
         ConfigError: the state cannot be saved, or the ranks do not see the same folder.
         CheckpointError, OSError: it could not be written. Earlier checkpoints are as they were.
     """
-    global _last
-    if _last is not None:
-        last, _last = _last, None
-        last.settle()
-    if step < 0 or (keep is not None and keep < 1):
-        raise ConfigError(f"step={step}, keep={keep}: a step is 0 or more, and 1 or more are kept")
     ranks = _Ranks(process_group)
     frozen, tensors = b"", dict[str, Any]()
 
     def freeze() -> None:
         nonlocal frozen, tensors
+        _settle_last()
+        if step < 0 or (keep is not None and keep < 1):
+            raise ConfigError(f"step={step}, keep={keep}: a step is 0 or more, and 1 or more are kept")
         structure, tensors = take_apart({key: state_of(value) for key, value in state.items()})
-        frozen = pickle.dumps(structure)
+        frozen = _pickled(structure)
+        if async_:
+            tensors = BlockingAsyncStager().stage(tensors)
 
     ranks.each(freeze)
     future: Future[Path] = Future()
     if not async_:
         future.set_result(_write(frozen, tensors, Path(folder), step, keep, ranks))
         return Saving(future)
-    staged = BlockingAsyncStager().stage(tensors)
     apart = ranks.apart()
 
     def work() -> None:
         try:
-            future.set_result(_write(frozen, staged, Path(folder), step, keep, apart))
+            future.set_result(_write(frozen, tensors, Path(folder), step, keep, apart))
         except BaseException as error:
             future.set_exception(error)
 
+    global _last
     _last = Saving(future)
     threading.Thread(target=work, name="covey-save").start()
     return _last
@@ -216,6 +217,29 @@ _apart: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """For each group that saved asynchronously, a second group of the same ranks."""
 
 
+def _settle_last() -> None:
+    global _last
+    if _last is not None:
+        last, _last = _last, None
+        last.settle()
+
+
+def _pickled(structure: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps(structure)
+    except Exception as error:  # a reduction of somebody's own class may raise anything
+        raise ConfigError(f"{_unpicklable_in(structure)} of the state cannot be saved: {error}") from error
+
+
+def _unpicklable_in(structure: dict[str, Any]) -> str:
+    for name, value in structure.items():
+        try:
+            pickle.dumps(value)
+        except Exception:
+            return name
+    return "something"
+
+
 class _Ranks:
     """Those who save or load together: the ranks of a process group, or this process alone."""
 
@@ -231,12 +255,15 @@ class _Ranks:
         try:
             outcome = action(), None
         except Exception as error:
-            outcome = None, error
+            if self._alone:
+                raise
+            outcome = None, _portable(error)
         outcomes = [outcome] * self.size
         if not self._alone:
             dist.all_gather_object(outcomes, outcome, group=self._group)
-        for _, failure in outcomes:
+        for rank, (_, failure) in enumerate(outcomes):
             if failure is not None:
+                failure.add_note(f"raised on rank {rank}")
                 raise failure
         return [value for value, _ in outcomes]  # type: ignore[misc]
 
@@ -275,7 +302,29 @@ class _Ranks:
                 raise CheckpointError(f"{failure}: {'; '.join(reasons)}") from error
 
 
+def _portable(error: Exception) -> Exception:
+    """Return an error that other ranks can be told of: this one, or one with its words if it does not travel."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    return error
+
+
 def _write(structure: bytes, tensors: dict[str, Any], folder: Path, step: int, keep: int | None, ranks: _Ranks) -> Path:
+    """Write a checkpoint, and return its folder; if that fails on a rank, leave nothing of it."""
+    try:
+        return _write_hidden(structure, tensors, folder, step, keep, ranks)
+    except BaseException:
+        if ranks.rank == 0:
+            for rest in folder.glob(".step-*"):
+                shutil.rmtree(rest, ignore_errors=True)
+        raise
+
+
+def _write_hidden(
+    structure: bytes, tensors: dict[str, Any], folder: Path, step: int, keep: int | None, ranks: _Ranks
+) -> Path:
     """Write a checkpoint under a hidden name, bring it to the disk and rename it; return its folder."""
 
     def begin() -> str:
