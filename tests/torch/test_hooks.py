@@ -58,6 +58,7 @@ def every_hook(rank: int, size: int, store: str, backend: str) -> dict[str, Any]
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     results: dict[str, Any] = {}
     results["weighted"] = weighted(rank)
+    results["joined"] = joined(rank)
     hook = weighted_hook()
     hook.samples = 257 + rank  # a number that bfloat16 has not
     results["weighted bf16"] = averages(rank, hook, torch.bfloat16)
@@ -85,6 +86,23 @@ def weighted(rank: int) -> list[np.ndarray]:
         ddp(samples(step, rank)).square().mean().backward()  # of nothing, that is not a number
         optimizer.step()
         optimizer.zero_grad()
+    return numbers(model)
+
+
+def joined(rank: int) -> list[np.ndarray]:
+    """Rank r runs out of batches after r + 1 steps, and says so; those who are left go on."""
+    model = net()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    hook = weighted_hook()
+    ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ddp.join():
+        for step in range(rank + 1):
+            hook.samples = COUNTS[step][rank]
+            ddp(samples(step, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hook.samples = 0
     return numbers(model)
 
 
@@ -163,6 +181,18 @@ def test_unequal_batches_are_trained_on_as_one_process_trains_on_all_of_them(res
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_under_join_ranks_without_batches_do_not_count(results: list[dict[str, Any]]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(SIZE):
+        optimizer.zero_grad()
+        model(torch.cat([samples(step, rank) for rank in range(step, SIZE)])).square().mean().backward()
+        optimizer.step()
+    for result in results:
+        for got, expected in zip(result["joined"], numbers(model), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_weights_are_exact_where_gradients_are_narrow(results: list[dict[str, Any]]) -> None:
     weights = np.arange(257, 257 + SIZE)
     for step, average in enumerate(results[1]["weighted bf16"]):
@@ -220,7 +250,10 @@ def lose_one(rank: int, size: int, store: str) -> Any:
     os.environ["COVEY_ON_LOSS"] = "continue"
     dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size)
     results = {}
-    for name, hook in (("plain", None), ("rescale", rescale_hook()), ("int8", compress_hook("int8"))):
+    weighted = weighted_hook()
+    weighted.samples = rank + 1
+    codecs = {codec: compress_hook(codec) for codec in ("fp16", "bf16", "int8")}
+    for name, hook in {"plain": None, "rescale": rescale_hook(), "weighted": weighted, **codecs}.items():
         ddp = DistributedDataParallel(Terms())
         if hook is not None:
             ddp.register_comm_hook(None, hook)
@@ -240,7 +273,10 @@ def test_after_a_loss_gradients_are_the_mean_over_those_who_are_left() -> None:
             got = {name: steps[1][place] for name, steps in returned[rank].items()}
             np.testing.assert_allclose(got["plain"], expected * 2 / SIZE, rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(got["rescale"], expected, rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(got["int8"], expected, atol=np.abs(rows).max() / 60)
+            weighted = np.average(rows, axis=0, weights=[1, 3])
+            np.testing.assert_allclose(got["weighted"], weighted, rtol=1e-5, atol=1e-6)
+            for codec, part in (("fp16", 400), ("bf16", 50), ("int8", 60)):
+                np.testing.assert_allclose(got[codec], expected, atol=np.abs(rows).max() / part, err_msg=codec)
 
 
 def test_an_unknown_codec_is_refused() -> None:
