@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.alone
 
-SECONDS = 1.0
+SECONDS = 0.5
 HALF_OPEN = 1000
 BAD_PER_SECOND = 300
 GROWTH = 30 << 20
@@ -174,22 +174,20 @@ def test_a_flood_of_strangers_hardly_slows_a_group_and_keeps_no_member_out(
             each.wait_until_running()
         target = pair[0]
         prey = Victim(cluster, None, None, ("127.0.0.1", target.port))  # type: ignore[arg-type]
-        calm, stormy = list[float](), list[float]()
-        with Insider(prey, purpose="visitor") as member, decoy() as elsewhere:
-            memory, lines = resident_bytes(target.process.pid), len(target.log().splitlines())
-            for _ in range(2):
-                with Flood(elsewhere):
-                    calm += target.rates_for(SECONDS)
-                with Flood(prey.address) as flood:
-                    stormy += target.rates_for(SECONDS)
-                    began = time.monotonic()
-                    member.ping()
-                    assert time.monotonic() - began < 1.0
-                    assert isinstance(join_in_the_flood(prey), messages.Welcome)
-                assert flood.bad > BAD_PER_SECOND * SECONDS / 2
-            grown = resident_bytes(target.process.pid) - memory
-            member.ping()
-        assert median(stormy) > median(calm) / 2, f"{calm} reductions a second became {stormy}"
+        kept = list[float]()
+        memory, lines = resident_bytes(target.process.pid), len(target.log().splitlines())
+        for _ in range(3):  # the machine itself is faster and slower: what is compared lies close together
+            with decoy() as elsewhere, Flood(elsewhere):
+                calm = median(target.rates_for(SECONDS))
+            with Insider(prey, purpose="visitor") as member, Flood(prey.address) as flood:
+                kept.append(median(target.rates_for(SECONDS)) / calm)
+                began = time.monotonic()
+                member.ping()
+                assert time.monotonic() - began < 1.0
+                assert isinstance(join_in_the_flood(prey), messages.Welcome)
+            assert flood.bad > BAD_PER_SECOND * SECONDS / 2
+        grown = resident_bytes(target.process.pid) - memory
+        assert median(kept) > 0.5, f"of the reductions a second it kept {kept}"
         assert grown < GROWTH
         assert len(target.log().splitlines()) - lines <= 5, target.log()
     finally:
