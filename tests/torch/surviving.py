@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import covey
+import covey.torch
 from covey.torch import DiLoCo, LocalSGD
 from covey.torch.hooks import rescale_hook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def start(rank: int, size: int, store: str) -> None:
@@ -147,13 +151,7 @@ def name_the_missing(rank: int, size: int, store: str) -> Any:
         "broadcast": lambda: dist.broadcast(torch.ones(1), src=1),
         "send": lambda: dist.send(torch.ones(1), 1),
     }
-    for name, call in calls.items():
-        try:
-            call()
-            said[name] = "fine"
-        except covey.PeerLostError as error:
-            said[name] = error.rank
-    said["untouched"] = [out.item() for out in outs]
+    said |= {name: _lost_rank(call) for name, call in calls.items()}
     scattered = torch.zeros(3)
     dist.reduce_scatter(scattered, [torch.full((3,), float(place)) for place in range(size)])
     said["scattered"] = scattered.tolist()
@@ -184,3 +182,78 @@ def meet_rarely(rank: int, size: int, store: str) -> list[float]:
         helper.step()
         found.append(model.weight.item())
     return found
+
+
+def work_in_groups(rank: int, size: int, store: str, folder: str) -> dict[str, Any]:
+    """Rank 1 of four is killed: what groups of some ranks make of it, and a group of those who are left."""
+    start(rank, size, store)
+    lost_in, without, every = dist.new_group([1, 3]), dist.new_group([0, 2]), dist.new_group(list(range(size)))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said: dict[str, Any] = {}
+
+    def add_up(name: str, group: Any, op: Any = dist.ReduceOp.SUM) -> None:
+        x = torch.tensor([2.0**rank, 1.0])
+        work = dist.all_reduce(x, op=op, group=group, async_op=True)
+        work.wait()
+        said[name] = x.tolist(), work.contributors
+
+    add_up("every", every)
+    if rank == 3:
+        add_up("lost in", lost_in, dist.ReduceOp.AVG)
+        said["lost in, gathered"] = _lost_rank(
+            lambda: dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1), group=lost_in)
+        )
+        add_up("lost in, again", lost_in)
+    else:
+        add_up("without", without)
+        parts = [torch.zeros(1), torch.zeros(1)]
+        dist.all_gather(parts, torch.tensor([10.0 + rank]), group=without)
+        said["without, gathered"] = [part.item() for part in parts]
+    whole = [torch.zeros(1) for _ in range(size)]
+    said["holes"] = [
+        _lost_rank(call)
+        for call in (
+            lambda: dist.all_gather_single(torch.zeros(size), torch.ones(1)),
+            lambda: dist.all_to_all_single(torch.zeros(size), torch.ones(size)),
+            lambda: dist.reduce(torch.ones(1), 1),
+            lambda: dist.gather(torch.ones(1), None, dst=1),
+            lambda: dist.scatter(torch.zeros(1), None, src=1),
+            lambda: dist.broadcast_object_list([None], src=1),
+            lambda: dist.recv(torch.zeros(1), 1),
+            lambda: dist.all_gather(whole, torch.ones(1), async_op=True).wait(),
+            lambda: covey.torch.save({"step": 1}, folder, step=1),
+        )
+    ]
+    share = torch.zeros(2)
+    dist.reduce_scatter_single(share, torch.arange(2.0 * size) * (rank + 1), op=dist.ReduceOp.AVG)
+    said["averaged share"] = share.tolist()
+    mean = torch.tensor([float(rank)])
+    dist.reduce(mean, 2, op=dist.ReduceOp.AVG)
+    said["mean at 2"] = mean.item()
+    given = torch.zeros(1)
+    dist.scatter(given, [torch.tensor([5.0 + other]) for other in range(size)] if rank == 0 else None, src=0)
+    said["given"] = given.item()
+    entries = torch.sparse_coo_tensor([[rank, 0]], torch.tensor([1.0, rank]), (size,), check_invariants=True)
+    dist.all_reduce(entries)
+    said["sparse"] = entries.to_dense().tolist()
+
+    left = dist.new_group(list(dist.group.WORLD.covey_group.contributors))
+    add_up("left", left)
+    objects: list[Any] = [None] * 3
+    dist.all_gather_object(objects, {"rank": rank}, group=left)
+    said["objects"] = objects
+    for step, async_ in ((1, False), (2, True)):
+        covey.torch.save({"x": torch.arange(3.0) * step}, folder, step=step, process_group=left, async_=async_).wait(30)
+    state = {"x": torch.zeros(3)}
+    said["loaded"] = covey.torch.load(state, folder, process_group=left), state["x"].tolist()
+    return said
+
+
+def _lost_rank(call: Callable[[], Any]) -> int | str:
+    try:
+        call()
+    except covey.PeerLostError as error:
+        return error.rank
+    return "fine"

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.torch.crew import Lost, run_crew
 from tests.torch.equality import batch, share, small_model, start, train
@@ -15,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+import covey
 
 
 def replicated(model: nn.Module, _size: int) -> nn.Module:
@@ -54,3 +57,34 @@ def test_a_rank_killed_in_backward_is_named_by_the_others_within_two_seconds(wra
         assert kind in ("RuntimeError", "PeerLostError")
         assert "rank 2" in text
         assert seconds < 2
+
+
+def start_again(rank: int, size: int, store: str) -> tuple[list[str], int]:
+    """Rank 1 is killed; the others destroy their groups, meet anew with other ranks, and train on."""
+    start(rank, size, store)
+    pair = dist.new_group([0, 2])
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for group in (None, None):  # the first is told of the loss, the second that the group is closed for it
+        with pytest.raises(covey.CoveyError) as raised:
+            dist.all_reduce(torch.ones(3), group=group)
+        said.append(f"{type(raised.value).__name__} {raised.value}")
+    x = torch.full((2,), rank + 1.0)
+    dist.all_reduce(x, group=pair)  # nobody is missing there
+    assert x.tolist() == [4.0, 4.0]
+    dist.destroy_process_group()
+    start(rank // 2, 2, f"{store}-again")
+    train(replicated(small_model(), 2), rows=share(rank // 2, 2)).close_to(train(small_model()))
+    return said, dist.get_world_size()
+
+
+def test_after_a_loss_the_others_destroy_their_groups_and_start_again() -> None:
+    first, lost, last = run_crew(3, start_again)
+    assert lost is Lost
+    for said, size in (first, last):
+        assert size == 2
+        assert said[0].startswith("PeerLostError rank 1")
+        assert said[1].startswith("ClosedError")
+        assert "rank 1" in said[1]

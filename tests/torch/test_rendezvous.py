@@ -183,6 +183,25 @@ def test_processes_meet_in_a_run_by_its_name_and_again_after_they_parted() -> No
     assert all(rounds == [(3, 111, "3")] * 2 for _, rounds in found)
 
 
+def go_on_by_name(_process: int, size: int, _path: str, folder: str, secret: str) -> tuple[int, list[int], bool]:
+    enter_cluster(folder, secret)
+    dist.init_process_group("covey", init_method=f"covey://go-on?size={size}&on_loss=continue&timeout=30")
+    assert sum_of_ranks() == 111
+    if (rank := dist.get_rank()) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = torch.tensor([10.0**rank])
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    return int(x.item()), work.contributors, "COVEY_ON_LOSS" in os.environ
+
+
+def test_an_address_may_say_that_a_run_goes_on_without_lost_ranks() -> None:
+    with short_folder() as folder:
+        found = run_crew(3, go_on_by_name, folder, secrets.token_hex(32))
+    assert found.count(Lost) == 1
+    assert [each for each in found if each is not Lost] == [(11, [0, 1], False)] * 2
+
+
 def wait_in_vain(_process: int, _size: int, _path: str, folder: str, secret: str) -> str:
     enter_cluster(folder, secret)
     with pytest.raises(DeadlineError) as raised:

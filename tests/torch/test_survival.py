@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from tests.torch import surviving
 from tests.torch.crew import Lost, run_crew
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ALL, LEFT = [0, 1, 2], [0, 1]
 
@@ -64,3 +67,28 @@ def test_rare_meetings_average_over_those_who_are_left() -> None:
     *survivors, lost = run_crew(3, surviving.meet_rarely)
     assert lost is Lost
     assert survivors == [[pytest.approx(-0.5)] * 3] * 2
+
+
+def test_groups_of_some_ranks_name_the_lost_by_their_own_numbers_and_a_group_of_the_others_has_no_holes(
+    tmp_path: Path,
+) -> None:
+    returned = run_crew(4, surviving.work_in_groups, str(tmp_path))
+    assert returned[1] is Lost
+    for rank in (0, 2, 3):
+        said = returned[rank]
+        assert said["every"] == ([13.0, 3.0], [0, 2, 3])
+        if rank == 3:  # 1 and 3 are ranks 0 and 1 of that group
+            assert said["lost in"] == ([8.0, 1.0], [1])
+            assert said["lost in, gathered"] == 0
+            assert said["lost in, again"] == ([8.0, 1.0], [1])
+        else:
+            assert said["without"] == ([5.0, 2.0], [0, 1])
+            assert said["without, gathered"] == [10.0, 12.0]
+        assert said["holes"] == [1] * 9
+        assert said["averaged share"] == pytest.approx([(2 * rank + more) * 8 / 3 for more in (0, 1)])
+        assert rank != 2 or said["mean at 2"] == pytest.approx(5 / 3)
+        assert said["given"] == 5.0 + rank
+        assert said["sparse"] == [6.0, 0.0, 1.0, 1.0]
+        assert said["left"] == ([13.0, 3.0], [0, 1, 2])
+        assert said["objects"] == [{"rank": other} for other in (0, 2, 3)]
+        assert said["loaded"] == (2, [0.0, 2.0, 4.0])
