@@ -284,6 +284,30 @@ def threads(rank: int, size: int, store: str) -> None:
     assert sums == [[size * (step + index) + size - 1.0 + index for step in range(steps)] for index in range(count)]
 
 
+def own_thread(rank: int, size: int, store: str) -> None:
+    """Calls that torch waits for run on the thread that calls; only those that it does not wait for need another."""
+    start(rank, size, store)
+    dist.all_reduce(torch.ones(1))
+
+    def others() -> list[str]:
+        return sorted(thread.name for thread in threading.enumerate() if thread is not threading.current_thread())
+
+    before = others()
+    group, x, right, left = dist.new_group(list(range(size))), torch.ones(5), (rank + 1) % size, (rank - 1) % size
+    for call in (
+        lambda: dist.all_reduce(x, group=group),
+        lambda: dist.broadcast(x, 1, group=group),
+        lambda: dist.all_gather([torch.zeros(5) for _ in range(size)], x, group=group),
+        lambda: dist.send(x, right, group=group) if rank else dist.recv(x, left, group=group),
+        lambda: dist.recv(x, left, group=group) if rank else dist.send(x, right, group=group),
+        lambda: dist.barrier(group=group),
+    ):
+        call()
+        assert others() == before
+    dist.all_reduce(x, group=group, async_op=True).wait()
+    assert len(others()) == len(before) + 1
+
+
 def detailed(rank: int, size: int, store: str) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL: torch looks closer, and everything works as before."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)

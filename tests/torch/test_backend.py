@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
         (programs.inside_and_across, 4),
         (programs.dozens, 3),
         (programs.threads, 3),
+        (programs.own_thread, 3),
         (programs.detailed, 2),
         (programs.come_late, 3),
         (programs.disagree, 3),

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import covey
 import covey.torch
 from covey.base.errors import ConfigError
 from covey.torch.checkpoint import CheckpointError
@@ -214,3 +215,20 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_earlier_one_a
         assert "the checkpoint of step 2 could not be written: rank 1: NotADirectoryError" in in_the_way
         assert "the checkpoint of step 2 could not be written: rank 2: " in full
         assert "File too large" in full_at_once
+
+
+def leave_while_it_is_written(_rank: int, _size: int, _store: str, folder: str) -> None:
+    saving = covey.torch.save({"x": torch.arange(1 << 23)}, folder, step=5, async_=True)
+    with pytest.raises(covey.DeadlineError, match="still being written"):
+        saving.wait(0.001)
+
+
+def test_a_process_does_not_end_before_what_it_saves_is_written(tmp_path: Path) -> None:
+    run_crew(1, leave_while_it_is_written, str(tmp_path))
+    x = torch.zeros(1 << 23, dtype=torch.int64)
+    assert covey.torch.load(state := {"x": x}, tmp_path) == 5
+    assert state["x"] is x  # in place
+    assert torch.equal(x, torch.arange(1 << 23))
+    other = {"x": torch.zeros(2, 2)}
+    covey.torch.load(other, tmp_path)
+    assert other["x"].shape == (1 << 23,)  # the shape does not allow that

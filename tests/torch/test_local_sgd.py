@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.torch.crew import run_crew
 from tests.torch.gloo_ranks import be_a_rank, run_ranks
+from torch.distributed.fsdp import fully_shard
 
 from covey.base.errors import ConfigError
 from covey.torch.local_sgd import LocalSGD, flat, parts
@@ -124,6 +125,10 @@ def change_what_is_trained(rank: int, size: int, store: str) -> dict[str, list[A
                 parameter += rank
         assert local.step()
         note()
+    sharded = fully_shard(torch.nn.Linear(4, 4))
+    for is_trained in (True, False):
+        with pytest.raises(ConfigError, match="weight is sharded; averaging over ranks needs whole"):
+            LocalSGD(torch.nn.Sequential(sharded.requires_grad_(is_trained), torch.nn.Linear(1, 1)), every=1)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter of the model requires a gradient"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.torch.crew import run_crew
 
 from covey.base.errors import ConfigError
 from covey.torch.sampler import ElasticSampler
@@ -92,6 +94,29 @@ def test_a_data_loader_yields_an_epoch_and_goes_on_after_a_break() -> None:
         used += batch.tolist()
     assert sorted(used) == data.tolist()
     assert (again.epoch, again.position) == (1, 0)
+
+
+def load_an_epoch(rank: int, size: int, store: str) -> list[tuple[int, list[int]]]:
+    """Two epochs with a loader each: of everything, and of what fills batches of all ranks."""
+    dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size)
+    found = []
+    for drop_last in (False, True):
+        sampler = ElasticSampler(23, seed=4, drop_last=drop_last)
+        taken = sampler.take(2)
+        count = len(sampler)
+        loader = torch.utils.data.DataLoader(torch.arange(23), batch_size=3, sampler=sampler)  # type: ignore[arg-type]
+        found.append((count, taken + [index for batch in loader for index in batch.tolist()]))
+        assert (sampler.epoch, sampler.position) == (1, 0)
+    return found
+
+
+def test_ranks_share_an_epoch_and_each_knows_how_long_its_part_is() -> None:
+    for drop_last, parts in enumerate(zip(*run_crew(3, load_an_epoch), strict=True)):
+        assert [count for count, _ in parts] == [len(own) - 2 for _, own in parts]
+        # 6 are taken at first, and of the other 17 two do not make a round of three ranks.
+        assert [count for count, _ in parts] == ([5, 5, 5] if drop_last else [5, 6, 6])
+        seen = sorted(index for _, own in parts for index in own)
+        assert len(set(seen)) == len(seen) == (21 if drop_last else 23)
 
 
 def test_going_back_gives_the_samples_of_a_failed_step_again() -> None:
