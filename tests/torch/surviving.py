@@ -129,6 +129,36 @@ def lose_a_shard(rank: int, size: int, store: str) -> Any:
     return "nothing", 0.0, []
 
 
+def lose_a_shard_after_forward(rank: int, size: int, store: str) -> Any:
+    """FSDP2 that keeps what forward has gathered: the step finishes, and the next one is told whose shard is lost."""
+    start(rank, size, store)
+    model = _model()
+    for layer in (model[0], model[2], model[4]):
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    loss = _loss(model, rank, 1)
+    dist.barrier()  # all have gathered what they need
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    loss.backward()
+    seconds = time.monotonic() - began
+    gradients = [parameter.grad.to_local().tolist() for parameter in model.parameters()]
+    try:
+        _loss(model, rank, 2)
+    except (covey.PeerLostError, RuntimeError) as error:
+        return gradients, str(error), seconds
+    return gradients, "nothing", seconds
+
+
+def gradients_alone(ranks: list[int], step: int, size: int, shard: int) -> list[Any]:
+    """Return a shard of the mean gradients over some ranks, of a model that nobody has trained."""
+    model = _model()
+    for rank in ranks:
+        (_loss(model, rank, step) / len(ranks)).backward()
+    return [torch.chunk(parameter.grad, size)[shard].tolist() for parameter in model.parameters()]
+
+
 def name_the_missing(rank: int, size: int, store: str) -> Any:
     """Operations after a loss: those that mean something finish; those whose output would have a hole name the rank."""
     start(rank, size, store)

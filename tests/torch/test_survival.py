@@ -50,6 +50,16 @@ def test_fsdp2_without_replicas_is_told_which_shard_is_lost() -> None:
         assert total == [3.0, 3.0, 3.0]
 
 
+def test_fsdp2_that_keeps_what_it_gathered_finishes_the_step_in_which_a_shard_is_lost() -> None:
+    *survivors, lost = run_crew(3, surviving.lose_a_shard_after_forward)
+    assert lost is Lost
+    for rank, (gradients, text, seconds) in enumerate(survivors):
+        assert is_close(gradients, surviving.gradients_alone(LEFT, 1, 3, rank))
+        assert "rank 2" in text
+        assert "its part of all_gather" in text
+        assert seconds < 5
+
+
 @pytest.mark.parametrize("size", [3])
 def test_what_means_something_without_the_lost_finishes_and_the_rest_names_them(size: int) -> None:
     first, lost, last = run_crew(size, surviving.name_the_missing)
