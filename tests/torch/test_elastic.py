@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 import traceback
 from collections import Counter
+from functools import partial
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from tests.torch.crew import _context
 
 from covey.base.errors import ConfigError
 from covey.runtime.keeper import LocalRun
+from covey.torch.checkpoint import load, save
 from covey.torch.elastic import Elastic
 from covey.torch.sampler import ElasticSampler
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
+    from pathlib import Path
 
 DEADLINE = 60.0
 SAMPLES, BATCH, EPOCHS = 62, 10, 3  # the last batch of an epoch has two samples: not enough for three ranks
@@ -72,7 +76,13 @@ class Training:
             timeout=DEADLINE,
         )
 
-    def run(self, before_step: Callable[[], None] = lambda: None, *, clips: bool = False) -> None:
+    def run(
+        self,
+        before_step: Callable[[], None] = lambda: None,
+        after_step: Callable[[], None] = lambda: None,
+        *,
+        clips: bool = False,
+    ) -> None:
         elastic = self.elastic
         for indices in elastic:
             epoch = elastic.epoch
@@ -88,6 +98,18 @@ class Training:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 2.0)
             if elastic.step():
                 self.tell("trained", (epoch, indices))
+            after_step()
+
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint has."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {**parts, "extra": self.extra, "elastic": self.elastic}
+
+    def numbers(self) -> dict[str, np.ndarray]:
+        """All that a checkpoint brings back."""
+        return {name: tensor for name, tensor in self.state()["tensors"].items() if name != "seen"} | {
+            "rates": np.array([group["lr"] for group in self.optimizer.param_groups])
+        }
 
     def state(self) -> dict[str, Any]:
         """All numbers that must be equal on all ranks at the end."""
@@ -291,6 +313,93 @@ def test_ranks_that_share_a_batch_compute_what_one_process_computes_and_one_may_
         for name in alone["tensors"].keys() - {"seen"}:
             expected = alone["tensors"][name]
             np.testing.assert_allclose(state["tensors"][name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+# All were lost, and one of those who begin anew has a checkpoint
+
+
+def resume(folder: str, slot: int, tell: Callable[..., None]) -> Any:
+    training = Training(slot, tell)
+    elastic = training.elastic
+    if slot == 0:
+        assert load(training.parts(), folder) == 3 * BATCH
+    began: list[Any] = []
+
+    def before_step() -> None:
+        began[:] = began or [elastic.samples, training.numbers()]
+        tell("first", (elastic.lost > 0, elastic.rank, elastic.is_first))
+        if slot == 0 and elastic.samples == SAMPLES + 2 * BATCH:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    training.run(before_step)
+    return began, training.state()
+
+
+def test_a_checkpoint_on_rank_0_is_enough_and_when_that_rank_is_lost_the_next_is_the_first(tmp_path: Path) -> None:
+    told: list[list[int]] = []
+    training = Training(5, lambda _, value: told.append(value[1]))
+    training.optimizer.param_groups[0]["lr"] = 0.003  # comes with the checkpoint
+
+    class EnoughError(Exception):
+        pass
+
+    def enough() -> None:
+        if training.elastic.samples == 3 * BATCH and training.elastic.is_first:
+            save(training.parts(), tmp_path, step=training.elastic.samples)
+            raise EnoughError
+
+    with pytest.raises(EnoughError):
+        training.run(after_step=enough)
+    with Party(3, partial(resume, str(tmp_path))) as party:
+        for slot in range(3):
+            party.start(slot)
+        returned = party.await_all()
+        rest = Counter(range(SAMPLES)) - Counter(index for share in told for index in share)
+        assert party.counts() == {0: rest, 1: Counter(range(SAMPLES)), 2: Counter(range(SAMPLES))}
+        firsts = {value for _, kind, value in party.heard if kind == "first"}
+    assert firsts == {(False, 0, True), (False, 1, False), (False, 2, False), (True, 1, True), (True, 2, False)}
+    assert sorted(returned) == [1, 2]
+    for (samples, numbers), state in returned.values():
+        assert samples == 3 * BATCH
+        for name, expected in training.numbers().items():
+            np.testing.assert_array_equal(numbers[name], expected, err_msg=name)
+        assert state["rest"][:2] == [EPOCHS * SAMPLES, 3]  # its share of ten, among three
+    one, other = (state["tensors"] for _, state in returned.values())
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+# Random numbers
+
+
+def draw(own: int, slot: int, _tell: Callable[..., None]) -> Any:
+    random.seed(slot)
+    np.random.seed(slot)
+    torch.manual_seed(11 if slot == 0 else own)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    elastic = Elastic(model=model, optimizer=optimizer, sampler=ElasticSampler(4), batch=4)
+    drawn = []
+    for indices in elastic:
+        drawn += [torch.rand(3).tolist(), random.random(), np.random.random()]
+        model(torch.ones(len(indices), 1)).sum().backward()
+        elastic.step()
+    return drawn
+
+
+def test_the_same_history_draws_the_same_numbers_of_torch_and_others_are_left_alone() -> None:
+    found = []
+    for own in (1, 2):
+        with Party(3, partial(draw, own)) as party:
+            for slot in range(3):
+                party.start(slot)
+            found.append(party.await_all())
+    assert found[0] == found[1]
+    for slot, (_, *others) in found[0].items():
+        assert others == [random.Random(slot).random(), np.random.RandomState(slot).random()]
+    torch.manual_seed(11)
+    torch.nn.Linear(1, 1)
+    assert found[0][0][0] == torch.rand(3).tolist()  # who was there first keeps its own
+    assert len({tuple(drawn[0]) for drawn in found[0].values()}) == 3
 
 
 # One is slow, and both thaw a layer
