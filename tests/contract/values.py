@@ -38,9 +38,9 @@ def values(rank: int, shape: int | tuple[int, ...], dtype: Any = np.float64, see
 @functools.lru_cache(maxsize=128)  # all ranks of a test look at the same arrays
 def _numbers(rank: int, shape: int | tuple[int, ...], dtype: np.dtype[Any], seed: int) -> Array:
     rng = np.random.default_rng([rank, seed])
-    numbers = rng.integers(0, 2 if dtype.kind == "b" else 4, shape)
+    numbers = rng.integers(0, 2 if dtype.kind == "b" else 4, shape, np.uint8)  # eight to a draw
     if dtype.kind == "c":
-        return (numbers + 1j * rng.integers(0, 3, shape)).astype(dtype)
+        return (numbers + 1j * rng.integers(0, 3, shape, np.uint8)).astype(dtype)
     return numbers.astype(dtype)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 SIZE = 3
-AT_ONCE = 8
+AT_ONCE = 16
 """Disagreements that one set of ranks goes through side by side, each in a group of its own."""
 OPERATIONS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "scan"),

@@ -1,0 +1,24 @@
+"""What holds for every test: its processes compute on one thread each, and nobody imports tests that do not run."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+# numpy starts a thread for every core, and each spins for a while before it sleeps: a quarter of the processor time that
+# it takes to start a rank and join a run, in every one of a thousand ranks. No test multiplies matrices that need them.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m alone`, leave out the files without that mark: importing all of them takes as long as several tests."""
+    if config.option.markexpr != "alone" or collection_path.suffix != ".py":
+        return None
+    return None if re.search(r"\bmark\.alone\b", collection_path.read_text()) else True
