@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def start(rank: int, size: int, store: str) -> None:
+def start(rank: int, size: int, store: str, backend: str = "covey") -> None:
     os.environ["COVEY_ON_LOSS"] = "continue"
-    dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
 
 
 def _model() -> nn.Sequential:
@@ -81,10 +81,18 @@ def lose_one_in_ddp(rank: int, size: int, store: str) -> Any:
     return [parameter.tolist() for parameter in model.module.parameters()], longest
 
 
-def lose_a_replica(rank: int, size: int, store: str) -> Any:
-    """FSDP2 on two replicas of two shards: the second replica is killed in backward, the first one goes on."""
-    start(rank, size, store)
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def lose_a_replica(rank: int, size: int, store: str, everywhere: str, inside: str) -> Any:
+    """FSDP2 on two replicas of two shards: the second replica is killed in backward, the first one goes on.
+
+    Replicas talk by covey, the shards of one by the backend `inside`; that of the group of all is `everywhere`.
+    """
+    start(rank, size, store, everywhere)
+    mesh = dist.init_device_mesh(
+        "cpu",
+        (2, 2),
+        mesh_dim_names=("replicate", "shard"),
+        backend_override={"replicate": "covey", "shard": inside},
+    )
     model = _model()
     for layer in (model[0], model[2], model[4]):
         fully_shard(layer, mesh=mesh)

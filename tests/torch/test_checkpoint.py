@@ -113,7 +113,12 @@ def test_the_last_ones_are_kept_and_a_step_can_be_saved_again(tmp_path: Path) ->
     assert (state["value"], state["tensor"].item()) == ("again", 5)
     save({"value": "early"}, folder, step=2, keep=1)
     assert steps(folder) == [2, 30]  # what was just saved stays
-    with pytest.raises(ConfigError, match=r"no checkpoint of step 4 .* there are \[2, 30\]"):
+    for step in (31, 32):
+        save({"value": step}, folder, step=step, keep=None)
+    assert steps(folder) == [2, 30, 31, 32]
+    save({"value": 33}, folder, step=33)
+    assert steps(folder) == [31, 32, 33]
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 4 .* there are \[31, 32, 33\]"):
         load(state, folder, step=4)
     with pytest.raises(ConfigError, match="keep=0"):
         save({}, folder, step=1, keep=0)

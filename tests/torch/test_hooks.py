@@ -70,9 +70,28 @@ def every_hook(rank: int, size: int, store: str, backend: str) -> dict[str, Any]
     results["no feedback"] = averages(rank, hook := compress_hook("int8", feedback=False)), hook.state_dict()
     results["converged"] = converge(rank)
     hook = weighted_hook()
-    with pytest.raises(ConfigError, match=r"samples=None; set hook\.samples"):
-        averages(rank, hook)
+    for nonsense in (None, -1, float("nan"), float("inf")):
+        hook.samples = nonsense
+        with pytest.raises(ConfigError, match=rf"samples={nonsense}; set hook\.samples"):
+            averages(rank, hook)
+    hook.samples = 0
+    results["nobody"] = averages(rank, hook)
+    results["pair"] = in_a_pair(rank)
     return results
+
+
+def in_a_pair(rank: int) -> dict[str, list[np.ndarray]]:
+    """The averages of a model that ranks 0 and 2 have together."""
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        return {}
+    found, weighted = {}, weighted_hook()
+    weighted.samples = rank + 1
+    for name, hook in {"weighted": weighted, "rescale": rescale_hook(), "int8": compress_hook("int8")}.items():
+        ddp = DistributedDataParallel(Terms(), process_group=pair)
+        ddp.register_comm_hook(pair, hook)
+        found[name] = average(ddp, rank, 0)
+    return found
 
 
 def weighted(rank: int) -> list[np.ndarray]:
@@ -191,6 +210,21 @@ def test_under_join_ranks_without_batches_do_not_count(results: list[dict[str, A
     for result in results:
         for got, expected in zip(result["joined"], numbers(model), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_where_nobody_has_samples_gradients_are_zero(results: list[dict[str, Any]]) -> None:
+    assert all(not row.any() for result in results for step in result["nobody"] for row in step)
+
+
+def test_a_hook_with_a_group_averages_over_that(results: list[dict[str, Any]]) -> None:
+    for rank in (0, 2):
+        for place in range(3):
+            rows = [wanted(0, each)[place].double().numpy() for each in (0, 2)]
+            got = {name: average[place] for name, average in results[rank]["pair"].items()}
+            np.testing.assert_allclose(got["rescale"], np.mean(rows, axis=0), rtol=1e-5, atol=1e-6)
+            weighted = np.average(rows, axis=0, weights=[1, 3])
+            np.testing.assert_allclose(got["weighted"], weighted, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(got["int8"], np.mean(rows, axis=0), atol=np.abs(rows).max() / 60)
 
 
 def test_weights_are_exact_where_gradients_are_narrow(results: list[dict[str, Any]]) -> None:

@@ -279,6 +279,7 @@ def be_an_agent(process: int, size: int, _path: str, folder: str, secret: str) -
     handler = get_handler()(parameters)
     assert (handler.get_backend(), handler.get_run_id(), handler.use_agent_store) == ("covey", "agents", False)
     first = handler.next_rendezvous()
+    assert "COVEY_SECRET" not in os.environ
     assert not handler.is_closed()
     first.store.set("of the first round", "")
     until = time.monotonic() + 30

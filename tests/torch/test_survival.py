@@ -30,8 +30,9 @@ def test_ddp_finishes_the_step_in_which_a_rank_is_killed_and_goes_on() -> None:
     assert max(seconds for _, seconds in survivors) < 5
 
 
-def test_fsdp2_finishes_the_step_in_which_a_replica_is_killed_and_goes_on() -> None:
-    *survivors, third, fourth = run_crew(4, surviving.lose_a_replica)
+@pytest.mark.parametrize(("everywhere", "inside"), [("covey", "covey"), ("covey", "gloo"), ("gloo", "gloo")])
+def test_fsdp2_finishes_the_step_in_which_a_replica_is_killed_and_goes_on(everywhere: str, inside: str) -> None:
+    *survivors, third, fourth = run_crew(4, surviving.lose_a_replica, everywhere, inside)
     assert third is fourth is Lost
     (first, _), (second, _) = survivors
     assert first == second
