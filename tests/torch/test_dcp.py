@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
+import sys
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.torch.crew import run_crew
+from tests.torch.crew import Lost, run_crew
 from tests.torch.equality import adam, batch, moments, share, small_model, start, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -25,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import covey
 import covey.torch
 from covey.base.errors import ConfigError
-from covey.torch.checkpoint import CheckpointError
+from covey.torch.checkpoint import CheckpointError, steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -232,3 +235,39 @@ def test_a_process_does_not_end_before_what_it_saves_is_written(tmp_path: Path) 
     other = {"x": torch.zeros(2, 2)}
     covey.torch.load(other, tmp_path)
     assert other["x"].shape == (1 << 23,)  # the shape does not allow that
+
+
+def die_in_a_save(rank: int, size: int, store: str, folder: str, async_: bool) -> tuple[str, float]:
+    """Rank 1 is killed when it opens its file of the second checkpoint; return what the others are told, and when."""
+    start(rank, size, store)
+    mesh = init_device_mesh("cpu", (size,))
+    rows = torch.arange(size * 10.0)
+    covey.torch.save({"rows": distribute_tensor(rows, mesh, [Shard(0)])}, folder, step=1, async_=async_).wait(30)
+
+    def die(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith("__1_0.distcp"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        sys.addaudithook(die)
+    began = time.monotonic()
+    with pytest.raises(covey.PeerLostError) as raised:
+        covey.torch.save({"rows": distribute_tensor(rows * 2, mesh, [Shard(0)])}, folder, step=2, async_=async_).wait(
+            30
+        )
+    return str(raised.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_rank_killed_in_a_save_is_named_by_the_others_and_the_earlier_checkpoint_is_there(
+    tmp_path: Path, async_: bool
+) -> None:
+    first, lost, last = run_crew(3, die_in_a_save, str(tmp_path), async_)
+    assert lost is Lost
+    for text, seconds in (first, last):
+        assert "rank 1" in text
+        assert seconds < 10
+    assert steps(tmp_path) == [1]
+    state = {"rows": torch.zeros(30)}
+    assert covey.torch.load(state, tmp_path) == 1
+    assert state["rows"].tolist() == list(range(30))

@@ -113,6 +113,7 @@ def save(
     Raises:
         ConfigError: the state cannot be saved, or the ranks do not see the same folder.
         CheckpointError, OSError: it could not be written. Earlier checkpoints are as they were.
+        PeerLostError: a rank was lost meanwhile. So they are then.
     """
     ranks = _Ranks(process_group)
     frozen, tensors = b"", dict[str, Any]()
