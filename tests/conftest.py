@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     import pytest
 
-# numpy starts a thread for every core, and each spins for a while before it sleeps: a quarter of the processor time that
-# it takes to start a rank and join a run, in every one of a thousand ranks. No test multiplies matrices that need them.
+# numpy starts a thread for every core, and each spins for a while before it sleeps: a quarter of the processor time it
+# takes to start a rank and join a run, in every one of a thousand ranks. No test multiplies matrices that need them.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
