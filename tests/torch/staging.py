@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import signal
 import threading
 import time
 import warnings
@@ -157,6 +159,37 @@ def compare_lagging(rank: int, size: int, store: str, piece_bytes: int) -> dict[
         different.append("a thousand numbers in pieces")
     dist.destroy_process_group(gloo)
     return {"count": count, "different": different, "fetched": device.fetched, "put": device.put_back}
+
+
+def lose_one(rank: int, size: int, store: str) -> list[Any]:
+    """Rank 2 is killed while its input comes from the device; the others finish without it, in one piece."""
+    device = devices._adapters["cpu"] = LaggingDevice(rank)
+    devices.PIECE_BYTES = 16  # type: ignore[misc]
+    os.environ["COVEY_ON_LOSS"] = "continue"
+    dist.init_process_group("cpu:covey", init_method=f"file://{store}", rank=rank, world_size=size)
+    group, found = dist.group.WORLD.covey_group, []
+    fetch, calls = (
+        device.fetch,
+        {
+            "all_reduce": lambda x: dist.all_reduce(x, async_op=True),
+            "again": lambda x: dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True),
+        },
+    )
+
+    def fetch_and_die(tensor: torch.Tensor, room: torch.Tensor) -> Callable[[], None]:
+        fetch(tensor, room)()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    for name, call in calls.items():
+        x = conformance.values((1000,), rank)
+        before = group.sequence
+        if rank == 2:
+            device.fetch = fetch_and_die  # type: ignore[method-assign]
+        work = call(x)
+        work.wait()
+        found.append((name, group.sequence - before, work.contributors, x.tolist()))
+    return found
 
 
 # On a real GPU

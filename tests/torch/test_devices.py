@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from tests.torch import staging
-from tests.torch.crew import run_crew
+from tests.torch import conformance, staging
+from tests.torch.crew import Lost, run_crew
 
 from covey.runtime.buffers import writable
 from covey.torch import devices
@@ -26,6 +26,14 @@ def test_what_a_device_was_given_before_and_after_stays_before_and_after() -> No
     want = [[7.0] * 4, [7.0] * 2, [3.0] * 2]
     for seen in run_crew(2, staging.keep_queued_work_in_order):
         assert seen == [want] * 3
+
+
+def test_tensors_of_a_device_stay_whole_where_a_run_goes_on_without_the_lost() -> None:
+    *survivors, lost = run_crew(3, staging.lose_one)
+    assert lost is Lost
+    total = sum(conformance.values((1000,), rank) for rank in (0, 1))
+    for found in survivors:
+        assert found == [("all_reduce", 1, [0, 1], total.tolist()), ("again", 1, [0, 1], (total / 2).tolist())]
 
 
 def test_tensors_are_cut_into_pieces_that_together_fill_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -487,6 +487,11 @@ def test_calls_that_cannot_work_are_refused() -> None:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ConfigError, match="step a scheduler that wants a loss yourself"):
         Elastic(model=model, optimizer=optimizer, scheduler=plateau, sampler=sampler, batch=4)
+    with pytest.raises(ConfigError, match="LBFGS with NoneType: Elastic calls"):
+        Elastic(model=model, optimizer=torch.optim.LBFGS(model.parameters()), sampler=sampler, batch=4)
+    spiral = torch.nn.Linear(1, 1, dtype=torch.complex64)
+    with pytest.raises(ConfigError, match="weight is complex"):
+        Elastic(model=spiral, optimizer=torch.optim.SGD(spiral.parameters()), sampler=sampler, batch=4)
     elastic = Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=4)
     with pytest.raises(ConfigError, match="no group before the loop"):
         _ = elastic.rank

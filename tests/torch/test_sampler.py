@@ -157,6 +157,8 @@ def test_calls_that_cannot_work_are_refused() -> None:
         sampler.take(1, rank=2, size=2)
     with pytest.raises(ConfigError, match="not negative"):
         sampler.take([-1, 2], rank=0, size=2)
+    with pytest.raises(ConfigError, match="one above 0"):
+        sampler.take([0, 0], rank=0, size=2)
     with pytest.raises(ConfigError, match="no sample 11"):
         sampler.seek(11)
     with pytest.raises(ConfigError, match="1 samples to give back, but only 0"):
