@@ -13,7 +13,7 @@ from tests.e2e.jobs import Job, finish, finish_all, new_job
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -22,6 +22,7 @@ def job() -> Iterator[Job]:
         yield job
 
 
+@pytest.mark.alone
 def test_importing_covey_takes_at_most_1_6_times_as_long_as_importing_numpy(job: Job) -> None:
     """Names are loaded on first use, so what every script needs of it is measured too, and may take twice as long."""
     statements = ["import numpy", "import covey", "from covey import join"]
@@ -40,6 +41,7 @@ def test_importing_covey_takes_at_most_1_6_times_as_long_as_importing_numpy(job:
     assert join <= 2 * numpy
 
 
+@pytest.mark.alone
 def test_covey_run_of_four_empty_scripts_takes_less_than_1_5_seconds(job: Job) -> None:
     taken = []
     for _ in range(3):
@@ -85,6 +87,7 @@ print(json.dumps([extra, list(lanes.values()), float(x[7]), float(x[-1])]))
         assert extra <= 32
 
 
+@pytest.mark.alone
 def test_an_array_of_more_than_4_gibibytes_arrives_to_its_last_byte(job: Job) -> None:
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     available = sum(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) >> 20
@@ -115,6 +118,7 @@ print(json.dumps([right, others, list(lanes.values())]))
         assert ended.report == [True, 0, ["shm"]]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("lanes", ["shm", "tcp"])
 def test_a_large_all_reduce_makes_at_most_12_python_calls_for_a_mebibyte_moved(job: Job, lanes: str) -> None:
     """Each call must win the interpreter's lock back from the program's other threads."""
