@@ -113,6 +113,7 @@ class Lanes:
 
         Raises:
             ConnectError: the peer is gone or said no.
+            ClosedError: the group, or the attempt, is over here.
             DeadlineError: it did not open in time; ask again to go on waiting.
         """
         future = self._request(LaneKey(group, peer, purpose, attempt))
@@ -128,7 +129,11 @@ class Lanes:
             if future is not None and future.done():
                 return future
             if future is None:
-                future = self._lanes[key] = Future()
+                future = Future()
+                if self._node.is_closing or self._is_over(key):  # nobody would ever end the wait
+                    future.set_exception(ClosedError("the group was closed"))
+                    return future
+                self._lanes[key] = future
         if self._node.peers[peer].is_dialled:
             control.soon(self.dial, key)
         else:
@@ -472,10 +477,11 @@ class Lanes:
 
     def _opened(self, key: LaneKey, lane: Any) -> None:
         with self._lock:
-            future = self._lanes.setdefault(key, Future())
-            is_wanted = not future.done() and not self._node.is_closing and not self._is_over(key)
+            future = self._lanes.get(key)
+            is_open = future is not None and future.done()
+            is_wanted = not is_open and not self._node.is_closing and not self._is_over(key)
             if is_wanted:
-                future.set_result(lane)
+                self._lanes.setdefault(key, Future()).set_result(lane)
         if is_wanted:
             self._node.lane_arrived(key, lane)
         else:

@@ -70,6 +70,8 @@ class Post:
                 if (fault := engine.fault_error()) is not None:
                     raise fault from None
             except (ConnectError, ClosedError) as error:
+                if engine.is_closed:
+                    engine.require_open()
                 raise engine.lost_error(rank) from error
         raise DeadlineError(f"no lane for messages to {engine.name_ranks((rank,))} opened in time", late=(rank,))
 
@@ -88,6 +90,12 @@ class Post:
     def _current(self) -> Messenger | None:
         with self.lock:
             return self._messenger
+
+    @property
+    def is_driven_here(self) -> bool:
+        """Whether this thread moves the messages: it is in a callback of one of them."""
+        messenger = self._messenger
+        return messenger is not None and messenger._driver == threading.get_ident()
 
     def forked(self) -> list[Work[Any]]:
         """Forget what belongs to the parent; return what will never end here."""
