@@ -196,19 +196,23 @@ def join_at(
     seat = _take_seat(place, config, options or ClusterOptions())
     if place.is_restarted:
         return _join_late(place, config, seat, YEAR_SECONDS if is_elastic else wait)
-    node = Node(
-        rank=place.rank,
-        size=place.size,
-        run=place.name,
-        config=config,
-        gate=seat.gate,
-        card=seat.card,
-        entrance=seat.entrance,
-        contacts=seat.contacts,
-        denied=seat.denied,
-        keeper=place.keeper,
-        on_close=seat.on_close,
-    )
+    try:
+        node = Node(
+            rank=place.rank,
+            size=place.size,
+            run=place.name,
+            config=config,
+            gate=seat.gate,
+            card=seat.card,
+            entrance=seat.entrance,
+            contacts=seat.contacts,
+            denied=seat.denied,
+            keeper=place.keeper,
+            on_close=seat.on_close,
+        )
+    except BaseException:
+        seat.leave()
+        raise
     node.form(wait)
     return group_of(node, place.local_rank)
 
@@ -230,10 +234,10 @@ def _join_late(place: Place, config: GroupConfig, seat: Seat, wait: float) -> Gr
     try:
         node = future.result()
     except BaseException:  # Ctrl-C, too
-        if not future.cancel() and future.done() and future.exception() is None:
+        if future.cancel() or future.exception() is not None:
+            seat.leave()
+        else:  # it was done just before the interrupt
             future.result().close()
-        else:
-            seat.on_close()
         raise
     return group_of(node, place.local_rank)
 

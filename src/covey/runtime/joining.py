@@ -64,7 +64,7 @@ def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions, *,
     except BaseException:  # Ctrl-C, too
         if future.cancel() or future.exception() is not None:
             over.wait(CLOSE_SECONDS)
-            seat.on_close()
+            seat.leave()
         else:  # it was done just before the interrupt
             future.result().close()
         raise

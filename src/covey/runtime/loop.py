@@ -50,6 +50,30 @@ def run(coroutine: Coroutine[Any, Any, T], within: float) -> T:
         future.cancel()
 
 
+def finish(coroutine: Coroutine[Any, Any, object], within: float, then: Callable[[], object]) -> None:
+    """Run a coroutine on the loop that takes things from it, then call `then`, which frees them.
+
+    Returns after `within` seconds even if the loop is kept busy; then the rest is done on another thread, later. For a
+    socket that is closed while the loop has it leaves its number there, and the next with that number is never heard.
+    """
+    future = start(coroutine)
+    try:
+        future.exception(within)
+    except BaseException as error:  # Ctrl-C, too
+        threading.Thread(target=_finish_later, args=(future, then), name="covey-finish", daemon=True).start()
+        if not isinstance(error, TimeoutError):
+            raise
+    else:
+        then()
+        future.result()
+
+
+def _finish_later(future: Future[object], then: Callable[[], object]) -> None:
+    with contextlib.suppress(BaseException):  # what it raises, nobody is there to hear
+        future.result()
+    then()
+
+
 def soon(function: Callable[..., object], *args: Any) -> None:
     """Call `function` on the loop, soon."""
     control_loop().call_soon_threadsafe(function, *args)

@@ -149,6 +149,7 @@ class Node:
         self.on_founded: Callable[[messages.Founded], None] | None = None
         """Who else has to know of another generation."""
         self.is_closing = False
+        self._is_closed = threading.Event()
         self.forming = None if links_come else Forming(self)
         entrance.on_lane = self.lanes.claim
         _nodes.add(self)
@@ -562,18 +563,18 @@ class Node:
 
     def close(self) -> None:
         """Say goodbye and free everything. Closing twice is fine."""
-        if self.is_closing:
+        with self._lock:
+            is_first, self.is_closing = not self.is_closing, True
+        if not is_first:
+            self._is_closed.wait(4 * CLOSE_SECONDS)  # another thread is at it
             return
-        self.is_closing = True
-        closing = control.start(self._close())
-        with contextlib.suppress(TimeoutError):
-            closing.result(2 * CLOSE_SECONDS)
-        self.lanes.close()
-        self.events.close()
-        _nodes.discard(self)
-        # At once, unless the loop is kept busy: a socket that is closed while the loop has it leaves its number there,
-        # and the next one that gets this number is never heard.
-        closing.add_done_callback(lambda _: self._on_close())
+        try:
+            control.finish(self._close(), 2 * CLOSE_SECONDS, self._on_close)
+        finally:
+            self.lanes.close()
+            self.events.close()
+            _nodes.discard(self)
+            self._is_closed.set()
 
     async def _close(self) -> None:
         if self.keeper is not None:
@@ -590,10 +591,14 @@ class Node:
         self.boards.close()
         for generation in self._generations.values():
             generation.close()
-        for newcomer in self.lobby:
-            newcomer.turn_away()
         for companion in self._companions:
             await companion.close()
+        for newcomer in self.lobby:
+            newcomer.turn_away()
+        came = [peer.link for peer in self.peers.values() if peer.link is not None and peer.link not in links]
+        for link in came:  # while the door was still open
+            link.close()
+        links += came
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await asyncio.gather(*(link.ended.wait() for link in links))
@@ -603,7 +608,8 @@ class Node:
     def forked(self) -> None:
         """This process is a fork of the one that joined: nothing here may be used again."""
         self.is_closing = True
-        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._lock, self._is_closed = threading.Lock(), threading.Event()  # others of the parent may have held them
+        self._is_closed.set()
         self.events.forked()
         for generation in self._generations.values():
             generation.forked()

@@ -16,6 +16,7 @@ from covey.base.config import PORTS
 from covey.base.errors import ConfigError, ConnectError
 from covey.base.version import __version__
 from covey.net.meeting import Meeting, check_folder, host_token, local_address_towards, socket_path
+from covey.runtime import loop as control
 from covey.runtime.entrance import Entrance
 from covey.runtime.greet import Gate
 from covey.runtime.link import plain_ip
@@ -34,6 +35,8 @@ PORT_OFFSET: Final = 1
 """Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""
 BACKLOG: Final = 256
 NAMES_SECONDS: Final = 2.0
+LEAVE_SECONDS: Final = 2.0
+"""How long the control loop may take to stop listening."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class Seat:
     """In a cluster: its nodes on this host."""
     denied: frozenset[bytes] = frozenset()
     """Nodes that are kept out here."""
+
+    def leave(self) -> None:
+        """Stop listening and free everything: for a seat that no node has taken over. Not on the control loop."""
+        control.finish(self.entrance.close(), LEAVE_SECONDS, self.on_close)
 
 
 def folder_seat(place: Place, config: GroupConfig) -> Seat:

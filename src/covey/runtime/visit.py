@@ -54,7 +54,7 @@ def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) ->
             with contextlib.suppress(TimeoutError):
                 control.run(gathering.close(), LOOP_SECONDS)
     finally:
-        seat.on_close()
+        seat.leave()
 
 
 class Visit:

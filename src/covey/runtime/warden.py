@@ -161,7 +161,7 @@ class ClusterWarden:
 
                 with contextlib.suppress(TimeoutError):
                     control.start(self._advocate.close()).result(LOOP_SECONDS)
-                seat.on_close()
+                seat.leave()
 
     def _open(self) -> None:
         import logging
@@ -182,8 +182,8 @@ class ClusterWarden:
                 seat = cluster_seat(
                     self._cluster, self._config, run="", ports=PORTS[::-1], identity=self._identity, has_lanes=False
                 )
-                undo.callback(seat.on_close)
-                self._advocate = control.start(open_one(seat)).result(LOOP_SECONDS)
+                undo.callback(seat.leave)
+                self._advocate = control.run(open_one(seat), LOOP_SECONDS)
             except (CoveyError, OSError) as error:  # TimeoutError, too
                 logging.getLogger("covey").info("no keeper in cluster %r: %s", self._cluster.name, error)
             else:
