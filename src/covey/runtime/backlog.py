@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from covey.runtime.circle import Circle
     from covey.runtime.engine import Engine
     from covey.runtime.ledger import Call
+
+logger = logging.getLogger("covey")
 
 QUEUE_LIMIT: Final = 10_000
 """Operations that may wait; the next one is an error, since something is running away."""
@@ -75,7 +78,10 @@ class Backlog:
         with self._counting:
             self.unfinished -= 1
         work.conclude(result, error)
-        work.notify()
+        try:
+            work.notify()
+        except BaseException:  # sys.exit in a callback ends the thread of others than us: operations wait for this one
+            logger.exception("a callback of %s failed", work.description)
 
     def forked(self) -> list[Work[Any]]:
         """Forget the parent's thread; return what will never end here."""

@@ -65,6 +65,8 @@ FLUSH_SECONDS: Final = 5.0
 """How long closing a group may take to hand messages over that were sent already."""
 END_SECONDS: Final = 5.0
 """How long closing a group waits for an operation that is told to end."""
+CLOSE_SECONDS: Final = 30.0
+"""How long who closes a group waits for another thread that is at it: longer than that can take."""
 CARRIERS: Final = frozenset(OPERATIONS.index(name) for name in ("all_reduce", "barrier"))
 """Operations in which every rank hears from every other, so that all know of a waiting change after the same one."""
 MESSAGES: Final = Call(0, 0, 0, "a message")
@@ -115,6 +117,9 @@ class Engine:
         self._first_error: BaseException | None = None
         self._fault_lock = threading.Lock()
         self._closed = False
+        self._freed = threading.Event()
+        self._closer = 0
+        """The thread that closes the group."""
         self._backlog = Backlog(name)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         host = node.host if node is not None else ""
@@ -201,6 +206,11 @@ class Engine:
     def is_closed(self) -> bool:
         """Whether the group was closed."""
         return self._closed
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether closing is over, too."""
+        return self._freed.is_set()
 
     def lane_kind(self, rank: int) -> str:
         """Return the kind of lane to a rank, from facts that both ends know."""
@@ -541,18 +551,32 @@ class Engine:
         text = f"group {self.name!r} belongs to the process that joined; this one was forked from it and cannot use it"
         self._fault, self._first_error = Fault("ClosedError", text), None
         self.node = None
+        self._freed = threading.Event()
+        if self._closed:  # by a thread that this process does not have
+            self._freed.set()
         for work in self._backlog.forked() + self.post.forked():
             if not work.done():
-                work.fail(ClosedError(text))
+                work.forked(ClosedError(text))
 
     # The end
 
     def close(self) -> None:
-        """Free lanes, thread and descriptors. Closing twice is fine."""
+        """Free lanes, thread and descriptors. Closing twice is fine: the second waits for the first, if it can."""
         with self.post.lock:  # no messenger is made from here on
-            if self._closed:
-                return
-            self._closed = True
+            is_first, self._closed = not self._closed, True
+            if is_first:
+                self._closer = threading.get_ident()
+        if is_first:
+            try:
+                self._close()
+            finally:
+                self._freed.set()
+        elif not (
+            self._closer == threading.get_ident() or self._backlog.is_on_this_thread or self.post.is_driven_here
+        ):  # these are in a callback that the other thread waits for
+            self._freed.wait(CLOSE_SECONDS)
+
+    def _close(self) -> None:
         self.post.close(time.monotonic() + FLUSH_SECONDS)
         if self._backlog.unfinished or self._issuing.locked():
             text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"

@@ -275,7 +275,7 @@ class Generation:
 
     def forked(self) -> None:
         """This process is a fork of the one that joined: nobody hears it."""
-        self._lock = threading.Lock()
+        self._lock, self._left = threading.Lock(), threading.Event()  # another thread of the parent may have held them
         self.is_over = True
         self._left.set()
 

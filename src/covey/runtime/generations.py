@@ -79,7 +79,8 @@ class _Generations:
     ) -> None:
         self._run, self._timeout, self._options = run, timeout, options
         self._min_size, self._max_size = min_size, max_size
-        self._is_asked_to_leave = threading.Event()
+        self._is_asked_to_leave = False
+        """Set by a signal handler, which must not lock: it may interrupt itself."""
         self._group: Group | None = None
 
     def each(self) -> Iterator[Group]:
@@ -120,7 +121,7 @@ class _Generations:
             node.wanted_size = self._min_size or 1
             node.most_size = self._most
             node.is_elastic = True
-            node.is_draining = self._is_asked_to_leave.is_set()
+            node.is_draining = self._is_asked_to_leave
         return group
 
     def _next(self, group: Group) -> Group | None:
@@ -149,7 +150,7 @@ class _Generations:
         while True:
             mine = {
                 "lobby": messages.encode(tuple(each.card for each in node.lobby)),
-                "leaves": self._is_asked_to_leave.is_set(),
+                "leaves": self._is_asked_to_leave,
                 "next": node.next_seat,
                 "late": time.monotonic() > until,
             }
@@ -182,7 +183,7 @@ class _Generations:
             return
 
         def leave(_signum: int, _frame: object) -> None:
-            self._is_asked_to_leave.set()
+            self._is_asked_to_leave = True
             if self._group is None:
                 raise SystemExit(0)  # outside, nobody has to agree
             if self._group._engine.node is not None:

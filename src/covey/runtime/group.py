@@ -256,7 +256,7 @@ class Group(Reductions, Moves, Messages):
         if self._sidecar is not None:
             self._sidecar.close()
         self._engine.close()
-        if self._on_close is not None:
+        if self._on_close is not None and self._engine.is_freed:  # else who closes it does this, too
             self._on_close()
 
     def __enter__(self) -> Self:

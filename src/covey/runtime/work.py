@@ -100,6 +100,11 @@ class Work(Generic[T]):
         self.conclude(None, error)
         self.notify()
 
+    def forked(self, error: BaseException) -> None:
+        """End the operation in a fork of the process that runs it, whose other threads may have held the locks."""
+        self._lock, self._done = threading.Lock(), threading.Event()
+        self.fail(error)
+
     def conclude(self, result: Any, error: BaseException | None) -> None:
         """End the operation, but leave those who asked to be called for `notify`."""
         if error is None and self._then is not None:

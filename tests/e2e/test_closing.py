@@ -1,0 +1,285 @@
+"""Closing: twice, from several threads, from callbacks, while something opens. Nothing hangs or is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import covey
+from covey.base.config import GroupConfig
+from covey.net.meeting import TOKEN_BYTES
+from covey.runtime import loop as control
+from covey.runtime import node as nodes
+from covey.runtime.bootstrap import join_at
+from covey.runtime.generations import _Generations
+from covey.runtime.places import Place
+from covey.testing import run_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from covey.runtime.node import Node
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def meeting() -> Iterator[Callable[..., Place]]:
+    token = secrets.token_bytes(TOKEN_BYTES)
+    with tempfile.TemporaryDirectory(prefix="covey-") as folder:
+
+        def place(rank: int, size: int, **more: Any) -> Place:
+            spot = {"local_rank": rank, "local_size": size, "folder": folder, "token": token, "name": "closing"}
+            return Place(rank=rank, size=size, **spot, **more)
+
+        yield place
+
+
+def until(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return found
+
+
+def what_the_loop_polls() -> tuple[set[int], set[int]]:
+    """Return the numbers that the control loop believes to poll, and those that the kernel polls for it."""
+
+    selector: Any = control.control_loop()._selector  # type: ignore[attr-defined]
+
+    def look() -> tuple[set[int], set[int]]:
+        lines = Path(f"/proc/self/fdinfo/{selector._selector.fileno()}").read_text()
+        return {key.fd for key in selector.get_map().values()}, {int(fd) for fd in re.findall(r"tfd:\s*(\d+)", lines)}
+
+    async def look_there() -> tuple[set[int], set[int]]:
+        return look()
+
+    return control.run(look_there(), 5.0)
+
+
+# Several threads
+
+
+def test_a_message_that_comes_to_a_group_just_after_it_was_closed_is_refused_at_once() -> None:
+    def work(group: covey.Group) -> str:
+        pair = group.split(color=0)
+        assert pair is not None
+        post, name = pair._engine.post, ""
+        if group.rank == 0:
+            post.messenger()
+            pair.close()
+            began = time.monotonic()
+            with pytest.raises(covey.ClosedError, match="is closed") as refused:
+                post._socket(1)  # as a thread does that looked before the group was closed
+            assert time.monotonic() - began < 1.0
+            name = type(refused.value).__name__
+        group.barrier()
+        return name
+
+    assert run_threads(2, work, timeout=20.0) == ["ClosedError", ""]
+
+
+def test_receiving_ends_whenever_another_thread_closes_the_group() -> None:
+    def work(group: covey.Group) -> float:
+        longest = 0.0
+        for number in range(40):
+            pair = group.split(color=0)
+            assert pair is not None
+            group.barrier()
+
+            def receive(pair: covey.Group = pair) -> None:
+                with pytest.raises((covey.ClosedError, covey.PeerLostError)):
+                    pair.recv(src=1 - pair.rank)
+
+            thread = threading.Thread(target=receive)
+            thread.start()
+            time.sleep(number * 2e-5)
+            pair.close()
+            began = time.monotonic()
+            thread.join(10.0)
+            longest = max(longest, time.monotonic() - began)
+            group.barrier()
+        return longest
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        assert max(run_threads(2, work, lanes="unix", timeout=60.0)) < 5.0
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("lanes", ["unix", "tcp"])
+def test_two_threads_that_close_a_group_lose_none_of_its_messages(lanes: str) -> None:
+    count = 50
+
+    def work(group: covey.Group) -> int:
+        if group.rank == 0:
+            for number in range(count):
+                group.send(np.full(1 << 13, number, np.float64), dst=1, async_op=True)  # accepted at once
+            other = threading.Thread(target=group.close)
+            other.start()
+            until(lambda: group._engine.is_closed)
+            group.close()
+            assert group._engine.is_freed
+            other.join(10.0)
+            return count
+        time.sleep(0.5)  # more than the kernel takes is still to be sent
+        return sum(int(group.recv(src=0)[-1]) == number for number in range(count))
+
+    assert run_threads(2, work, lanes=lanes, timeout=20.0) == [count, count]
+
+
+def test_a_group_that_one_of_its_callbacks_closes_is_closed_by_others_too() -> None:
+    def work(group: covey.Group) -> float:
+        closed = threading.Event()
+
+        def close(_: Any) -> None:
+            group.close()
+            closed.set()
+
+        operation = group.all_reduce(np.arange(4.0) + group.rank, async_op=True)
+        operation.add_done_callback(close)
+        total = operation.wait()
+        began = time.monotonic()
+        group.close()
+        assert closed.wait(10.0)
+        assert time.monotonic() - began < 4.0
+        return float(total[3])
+
+    assert run_threads(3, work, timeout=20.0) == [12.0] * 3
+
+
+def test_a_callback_that_exits_keeps_no_other_operation_waiting() -> None:
+    is_set = threading.Event()
+
+    def work(group: covey.Group) -> list[float]:
+        if group.rank == 1:
+            assert is_set.wait(5.0)
+        operations = [group.all_reduce(np.arange(3.0) * number, async_op=True) for number in range(1, 4)]
+        if group.rank == 0:
+            operations[0].add_done_callback(lambda _: sys.exit(3))
+            is_set.set()
+        return [float(operation.wait(5.0)[2]) for operation in operations]
+
+    assert run_threads(2, work, timeout=20.0) == [[4.0, 8.0, 12.0]] * 2
+
+
+# What the control loop has
+
+
+def test_an_interrupted_newcomer_leaves_the_control_loop_whole(meeting: Callable[..., Place]) -> None:
+    def interrupt() -> None:
+        control.soon(time.sleep, 0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    keys, polled = what_the_loop_polls()
+    assert keys == polled
+    threading.Timer(0.3, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        join_at(meeting(1, 2, is_restarted=True), GroupConfig(lanes="unix"), timeout=10.0)
+    assert run_threads(3, lambda group: float(group.all_reduce(group.rank + 1.0)), timeout=10.0) == [6.0] * 3
+    until(lambda: what_the_loop_polls() == (keys, polled))
+
+
+def test_who_comes_while_a_node_closes_is_not_kept(meeting: Callable[..., Place]) -> None:
+    async def linger() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            await asyncio.sleep(0.7)
+
+    def join(rank: int, seconds: float) -> None:
+        with pytest.raises(covey.DeadlineError):
+            join_at(meeting(rank, 3), GroupConfig(lanes="unix"), timeout=seconds)
+
+    def find() -> Node | None:
+        return next((node for node in list(nodes._nodes) if node.run == "closing" and node.rank == 0), None)
+
+    first = threading.Thread(target=join, args=(0, 0.5))
+    first.start()
+    node = until(find)
+    control.soon(lambda: node.spawn(linger()))
+    until(lambda: node.is_closing)
+    second = threading.Thread(target=join, args=(1, 3.0))
+    second.start()
+    link = until(lambda: node.peers[1].link)
+    first.join(10.0)
+    assert not first.is_alive()
+    assert not link.is_open
+    second.join(10.0)
+
+
+def test_a_rank_that_cannot_be_a_node_gives_its_seat_back(
+    meeting: Callable[..., Place], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = meeting(1, 2)
+    monkeypatch.setenv("COVEY_EVENTS", str(tmp_path / "nowhere" / "events"))
+    for _ in range(2):  # the seat is free again
+        with pytest.raises(covey.ConfigError, match="COVEY_EVENTS"):
+            join_at(place, GroupConfig(lanes="tcp"), timeout=5.0)
+        assert os.listdir(place.folder) == []
+
+
+# Signals and forks
+
+
+def test_a_signal_that_interrupts_its_own_handler_is_no_deadlock() -> None:
+    class Alone:
+        """A group of one, as far as leaving it goes."""
+
+        class _engine:  # noqa: N801
+            node = None
+
+    program = _Generations(None, None, None, None, {})
+    program._group = Alone()  # type: ignore[assignment]
+    again = [signal.SIGTERM] * 20
+
+    def interrupt(*_: Any) -> None:
+        if again:
+            signal.raise_signal(again.pop())
+
+    with program._listening_for_sigterm():
+        sys.setprofile(interrupt)  # at every call and return, also in the handler
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            sys.setprofile(None)
+    assert program._is_asked_to_leave
+    assert len(again) < 20
+
+
+def test_a_fork_ends_its_copies_of_operations_whoever_was_at_them() -> None:
+    def work(group: covey.Group) -> int:
+        if group.rank == 1:
+            group.recv(src=0)
+            return int(group.all_reduce(2))
+        operation = group.all_reduce(3, async_op=True)
+        with operation._lock:  # as a thread has it that ends the operation just now
+            child = os.fork()
+            if not child:
+                os._exit(0 if operation.done() else 1)
+        ended = threading.Event()
+        killer = threading.Thread(target=lambda: ended.wait(5.0) or os.kill(child, signal.SIGKILL))
+        killer.start()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        ended.set()
+        killer.join()
+        assert code == 0
+        group.send(np.arange(3), dst=1)
+        return int(operation.wait(5.0))
+
+    assert run_threads(2, work, lanes="unix", timeout=20.0) == [5, 5]
