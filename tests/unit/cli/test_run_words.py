@@ -34,7 +34,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def parsed(*words: str) -> dict[str, Any]:
     """Return the options that were given, the script, and what belongs to it."""
     context = typer.main.get_command(app).make_context("run", list(words))
-    return {name: value for name, value in context.params.items() if value not in (None, False, (), [])}
+    given = {name: value for name, value in context.params.items() if value not in (None, False, (), [])}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
 def test_the_first_word_is_the_script_if_there_is_no_other() -> None:
