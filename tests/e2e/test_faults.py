@@ -286,7 +286,6 @@ def end_early(how: str, leaver: int) -> Any:
         raise
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "lanes", "code", "reason"),
     [
