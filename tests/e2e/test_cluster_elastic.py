@@ -6,6 +6,7 @@ Each node has a configuration folder of its own, as on machines of their own. No
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 QUICKLY = 8.0
-KEY = bytes(range(32))
+KEY = secrets.token_bytes(32)
 FULL = STEADY.replace(
     """    say("joined",""",
     """    import resource
