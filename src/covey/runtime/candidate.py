@@ -149,7 +149,7 @@ class Candidate(Gathering):
         elif self._node is not None and someone.rank >= 0:
             self._node.heard(someone.rank, message)
         elif isinstance(message, messages.Agreeing) and self._node is not None and someone.votes_for >= 0:
-            self._node.agreeing(someone.votes_for, message)
+            self._node.history.agreeing(someone.votes_for, message)
         elif isinstance(message, messages.Agreeing) and self._is_for_voter(message):
             assert self._voter is not None
             self._voter.received(someone.card.id, message)

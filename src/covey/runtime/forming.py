@@ -67,8 +67,7 @@ class Forming:
         self._formed = asyncio.get_running_loop().create_future()
         self._node.entrance.on_link = self.greet
         self._node.entrance.open()
-        if self._node.keeper_path:
-            self._node.keep_link_with(self._node.keeper_path)
+        self._node.history.meet_keeper()
         for peer in self._node.peers.values():
             if peer.is_dialled and peer.contact is not None:
                 self._node.spawn(self.dial(peer))

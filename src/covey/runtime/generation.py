@@ -95,7 +95,7 @@ class Generation:
             peer = self.node.peers.get(seat)
             if peer is not None and peer.link is not None:
                 self.council.link_up(rank, peer.life)
-        if self.node.keeper is not None and self.founded.is_kept:
+        if self.node.history.keeper is not None and self.founded.is_kept:
             self.council.link_up(len(self.seats), b"")
 
     def ranks_of(self, seats: Sequence[int]) -> tuple[int, ...]:
@@ -156,8 +156,8 @@ class Generation:
     def send(self, place: int, message: messages.Control) -> None:
         if place < len(self.seats):
             self.node.send_vote(self.seats[place], message)
-        elif self.node.keeper is not None:
-            self.node.keeper.send(message)
+        elif self.node.history.keeper is not None:
+            self.node.history.keeper.send(message)
 
     def freeze(self, number: int) -> None:
         with self._lock:
@@ -242,7 +242,8 @@ class Generation:
                 f"{are_here} answer, which is no quorum. {missing} did not answer within {self.patience:g} s. More "
                 f"than half must be here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the "
                 "missing ones again and join anew, give patience= more time, or pass quorum='any' if two halves may "
-                "go on apart" + (f". min_size={self.node.floor} is a floor, too" if self.node.floor > 1 else "")
+                "go on apart"
+                + (f". min_size={self.node.history.floor} is a floor, too" if self.node.history.floor > 1 else "")
             )
         # Groups that end with their first loss need no view to go on.
         self._end(Fault("QuorumLostError", text, effect.missing), only_pacts=True)

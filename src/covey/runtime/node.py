@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import logging
 import os
 import threading
@@ -20,13 +19,11 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ConnectError, CoveyError
-from covey.proto.changes import Quorum
 from covey.runtime import loop as control
 from covey.runtime.boards import Boards
-from covey.runtime.events import Event, Events
+from covey.runtime.events import Events
 from covey.runtime.forming import Forming
-from covey.runtime.generation import Generation
-from covey.runtime.keeper_link import KeeperLink
+from covey.runtime.history import History
 from covey.runtime.lanes import LaneKey, Lanes
 from covey.runtime.link import printable
 from covey.runtime.peers import Lobby, Peer
@@ -37,9 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from covey.base.config import GroupConfig
-    from covey.runtime.council import Council
     from covey.runtime.entrance import Entrance
     from covey.runtime.fault import Fault
+    from covey.runtime.generation import Generation
     from covey.runtime.greet import Gate, Where
     from covey.runtime.link import Link
     from covey.wire.membership import Record
@@ -48,8 +45,6 @@ logger = logging.getLogger("covey")
 
 CLOSE_SECONDS: Final = 1.0
 """How long goodbyes may take."""
-EARLY_LIMIT: Final = 4096
-"""Messages about a generation that this node has not founded yet."""
 
 
 class Member(Protocol):
@@ -117,7 +112,6 @@ class Node:
         self.entrance = entrance
         self._companions = (entrance, *companions)
         self._on_close = on_close
-        self.keeper_path, self.floor, self.store = keeper, floor, store
         self.peers = {
             peer: Peer(peer, contacts.get(peer), is_dialled=peer < rank)
             for peer in (range(size) if seats is None else seats)
@@ -130,12 +124,7 @@ class Node:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._vigil: Vigil | None = None
         self.events = Events()
-        self.generation: Generation | None = None
-        """The last that this node was in."""
-        self._generations: dict[int, Generation] = {}
-        self._early: list[tuple[int, messages.Agreeing]] = []
-        """What was said of generations that this node has not founded yet."""
-        self.keeper: KeeperLink | None = None
+        self.history = History(self, keeper_path=keeper, floor=floor, store=store)
         self.lobby = Lobby()
         self.is_elastic = False
         """Whether the program goes from generation to generation."""
@@ -182,26 +171,19 @@ class Node:
             self._vigil.link_up(peer)
         self.lanes.link_up(peer.rank)
         self.boards.link_up(peer.rank)
-        for council, rank in self._councils(peer.rank):
-            council.link_up(rank, peer.life)
-
-    def _councils(self, seat: int) -> list[tuple[Council, int]]:
-        """Return the councils in which a process has a place, and the place."""
-        places = ((each.council, each.rank_of(seat)) for each in self._generations.values())
-        return [(council, rank) for council, rank in places if rank is not None]
+        self.history.link_up(peer.rank, peer.life)
 
     def voter_up(self, seat: int, life: bytes, vote: Callable[[messages.Control], None]) -> None:
         """A node was started anew: it is no member any more, but it votes."""
         self.peers[seat].vote = vote
-        for council, rank in self._councils(seat):
-            council.link_up(rank, life)
+        self.history.link_up(seat, life)
 
     def voter_down(self, seat: int) -> None:
         """A node that was started anew is gone again."""
         peer = self.peers[seat]
         peer.vote = None
-        for council, rank in self._councils(seat) if peer.link is None else ():
-            council.link_down(rank)
+        if peer.link is None:
+            self.history.link_down(seat)
 
     def heard_frame(self, peer: Peer, body: bytes) -> None:
         """Take what came over the link with a process."""
@@ -254,18 +236,18 @@ class Node:
         elif peer.vote is not None:
             peer.vote(message)
 
-    # What arrives on links, on the control loop
+    # Generations, on the control loop
+
+    @property
+    def generation(self) -> Generation | None:
+        """The last that this node was in."""
+        return self.history.current
 
     def begin(self, lineage: bytes = b"") -> None:
         """The run is formed: watch over the others, and found its first generation."""
         self._vigil = Vigil(self, self._silent, self._trusted)
         if self.size <= messages.MAX_MEMBERS:
-            cards = [self.card if seat == self.rank else self._card_of(seat) for seat in range(self.size)]
-            lives = b"".join(card.life for card in cards)
-            digest = hashlib.blake2b(lives, digest_size=16, key=self.run.encode()[:64]).digest()
-            members = tuple(messages.SeatedMember(seat, card) for seat, card in enumerate(cards))
-            is_kept = self.keeper is not None
-            self.found(messages.Founded(0, lineage or digest, is_kept, members, self.config.on_loss))
+            self.history.found_first(lineage)
         self.spawn(self._vigil.keep())
 
     def seat_member(self, member: messages.SeatedMember, link: Link | None, *, is_dialled: bool) -> None:
@@ -282,101 +264,17 @@ class Node:
         """Take this node's seat in a generation of a run that goes on."""
         if self.forming is not None:
             self.entrance.on_link = self.forming.greet
-        if self.keeper_path:
-            self.keep_link_with(self.keeper_path)
+        self.history.meet_keeper()
         self._vigil = Vigil(self, self._silent, self._trusted)
-        self.found(founded)
+        self.history.found(founded)
         self.spawn(self._vigil.keep())
 
-    def _card_of(self, seat: int) -> messages.Card:
-        peer = self.peers[seat]
-        contact = peer.contact or messages.Contact("", (), "")
-        return messages.Card(peer.id, peer.life, peer.name, peer.host_name, peer.pid, contact, "", peer.keeper)
-
-    def found(self, founded: messages.Founded) -> Generation:
-        """Begin a generation; those of its members that waited outside sit down, and are told."""
-        newcomers = []
-        seated = []
-        for member in founded.members:
-            if member.seat != self.rank and member.seat not in self.peers:
-                peer = self.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
-                peer.introduce(member.card)
-                peer.ready = True
-                newcomers.append(member)
-                newcomer = self.lobby.admit(member.card.life)
-                if newcomer is not None:
-                    newcomer.sit_down(peer)
-                    newcomer.send(founded)
-                    seated.append((newcomer, peer))
-        self.generation = Generation(
-            self, founded, patience=self.config.patience, quorum=Quorum(self.config.quorum), min_size=self.floor,
-            store=self.store,
-        )  # fmt: skip
-        self._generations[founded.generation] = self.generation
-        for number in [number for number in self._generations if number < founded.generation - 1]:
-            self._generations.pop(number).close()
-        if self.keeper is not None:
-            self.keeper.send(founded)
+    def watch_over(self, seats: Iterable[int]) -> None:
+        """These are the members now."""
         if self._vigil is not None:
-            for seat in self.generation.seats:
+            for seat in seats:
                 if seat != self.rank:
                     self._vigil.watch(self.peers[seat])
-        ranks = tuple(map(founded.members.index, newcomers))
-        names = tuple(member.card.name for member in newcomers)
-        self.events.add(Event("joined" if ranks else "generation", time.time(), founded.generation, 0, ranks, names))
-        self.generation.open()
-        if self.on_founded is not None:
-            self.on_founded(founded)
-        for newcomer, peer in seated:
-            newcomer.speak(peer)
-        early, self._early = self._early, []
-        for rank, message in early:
-            self.heard(rank, message)
-        return self.generation
-
-    def keep_link_with(self, keeper: str) -> None:
-        """Hold a link with the keeper of this process, which listens at a socket of this path."""
-        self.keeper = KeeperLink(
-            keeper, self.gate, self.card, on_up=self._keeper_up, on_down=self._keeper_down, on_message=self._keeper_said
-        )
-        self.spawn(self.keeper.keep())
-
-    def _keeper_up(self) -> None:
-        for _, generation in sorted(self._generations.items()):
-            if self.keeper is not None:
-                self.keeper.send(generation.founded)
-            if generation.founded.is_kept:
-                generation.council.link_up(len(generation.seats), b"")
-
-    def tell_keeper_of_survival(self) -> None:
-        """The program goes on after a loss although its groups end with one: the keeper must not stop the others."""
-        if self.keeper is not None and self.generation is not None:
-            self.keeper.send(messages.surviving(self.generation.founded))
-
-    def _keeper_down(self) -> None:
-        for generation in self._generations.values():
-            if generation.founded.is_kept:
-                generation.council.link_down(len(generation.seats))
-
-    def _keeper_said(self, message: messages.Control) -> None:
-        match message:
-            case messages.Vouch(processes):
-                self.vouched(processes)
-            case messages.Agreeing(number, body):
-                generation = self._generations.get(number)
-                if generation is not None and generation.founded.is_kept:
-                    generation.council.received(len(generation.seats), body)
-            case _:
-                pass
-
-    def vouched(self, processes: Iterable[tuple[bytes, int]]) -> None:
-        """A keeper says how some processes are."""
-        by_life = {peer.life: peer for peer in self.peers.values()}
-        for life, value in processes:
-            if life in by_life and self._vigil is not None:
-                self._vigil.vouched(by_life[life], value)
-
-    # Growing
 
     @property
     def next_seat(self) -> int:
@@ -394,6 +292,13 @@ class Node:
 
     # Losses
 
+    def vouched(self, processes: Iterable[tuple[bytes, int]]) -> None:
+        """A keeper says how some processes are."""
+        by_life = {peer.life: peer for peer in self.peers.values()}
+        for life, value in processes:
+            if life in by_life and self._vigil is not None:
+                self._vigil.vouched(by_life[life], value)
+
     def noticed(self, rank: int) -> None:
         """A rank of the run said something."""
         if self._vigil is not None:
@@ -403,8 +308,7 @@ class Node:
         peer = self.peers[seat]
         peer.reason = reason
         self.events.phase("detect")
-        for council, rank in self._councils(seat):
-            council.judged(rank, is_dead=True)
+        self.history.judged(seat, is_dead=True)
         is_over = self.config.on_loss == "raise"
         if is_over and not peer.left:
             logger.warning("rank %d is given up: %s", seat, reason)
@@ -420,8 +324,7 @@ class Node:
 
     def _trusted(self, seat: int) -> None:
         self.peers[seat].reason = ""
-        for council, rank in self._councils(seat):
-            council.judged(rank, is_dead=False)
+        self.history.judged(seat, is_dead=False)
 
     def exclude(self, seat: int) -> None:
         """The members go on without a process: it may live, but what it says about their work is not heard."""
@@ -464,7 +367,7 @@ class Node:
             case messages.Goodbye():
                 peer.left = True
             case messages.Agreeing():
-                self.agreeing(rank, message)
+                self.history.agreeing(rank, message)
             case messages.Ping(number):
                 self.send(rank, messages.Pong(number, time.time()))
             case messages.Pong(number, _):
@@ -511,25 +414,11 @@ class Node:
         self.boards.link_down(rank)
         if self._vigil is not None:
             self._vigil.link_lost(rank)
-        for council, place in self._councils(rank):
-            council.link_down(place)
+        self.history.link_down(rank)
         if self.config.on_loss == "raise" or self.generation is None:
             self._give_up(peer)
         if self.generation is not None and peer.is_dialled and not peer.left and self.forming is not None:
             self.spawn(self.forming.redial(peer))
-
-    def agreeing(self, seat: int, message: messages.Agreeing) -> None:
-        """Take what a member, or a voter in its place, says about a view."""
-        number, body = message.generation, message.body
-        generation = self._generations.get(number)
-        if generation is None:
-            newest = max(self._generations, default=-1)
-            if newest < number <= newest + 2 and len(self._early) < EARLY_LIMIT:
-                self._early.append((seat, message))
-            return
-        place = generation.rank_of(seat)
-        if place is not None:
-            generation.council.received(place, body)
 
     # Small things
 
@@ -577,8 +466,8 @@ class Node:
             self._is_closed.set()
 
     async def _close(self) -> None:
-        if self.keeper is not None:
-            self.keeper.send(messages.Goodbye())
+        if self.history.keeper is not None:
+            self.history.keeper.send(messages.Goodbye())
         links = [peer.link for peer in self.peers.values() if peer.link is not None]
         for link in links:
             link.send(messages.encode(messages.Goodbye()))
@@ -589,8 +478,7 @@ class Node:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.lanes.stop_expecting()
         self.boards.close()
-        for generation in self._generations.values():
-            generation.close()
+        self.history.close()
         for companion in self._companions:
             await companion.close()
         for newcomer in self.lobby:
@@ -611,8 +499,7 @@ class Node:
         self._lock, self._is_closed = threading.Lock(), threading.Event()  # others of the parent may have held them
         self._is_closed.set()
         self.events.forked()
-        for generation in self._generations.values():
-            generation.forked()
+        self.history.forked()
         for group in self.groups():
             group.forked()
 

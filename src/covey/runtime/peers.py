@@ -6,12 +6,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
+from covey.wire import messages
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from covey.runtime.greet import Where
     from covey.runtime.link import Link
-    from covey.wire import messages
 
 KNOCK_SECONDS: Final = 0.3
 """A newcomer is reason enough for a generation after so long: by then it should have knocked at every door."""
@@ -54,6 +55,11 @@ class Peer:
         self.id, self.life, self.keeper = card.id, card.life, card.keeper
         self.name, self.host_name, self.pid = card.name, card.host_name, card.pid
         self.contact = card.contact
+
+    def card(self) -> messages.Card:
+        """Return who it is, as others are told."""
+        contact = self.contact or messages.Contact("", (), "")
+        return messages.Card(self.id, self.life, self.name, self.host_name, self.pid, contact, "", self.keeper)
 
 
 class Newcomer(Protocol):

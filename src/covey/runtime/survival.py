@@ -50,7 +50,7 @@ class Assembly:
         """Return a group of those who are left, and the last operation of the old one that returned on all of them."""
         engine = self._group._engine
         if engine.node is not None:
-            control.soon(engine.node.tell_keeper_of_survival)
+            control.soon(engine.node.history.tell_keeper_of_survival)
         returned = self._of_group().all_gather(np.array([engine.last_returned]), timeout=timeout)
         ranks = [rank for rank, number in enumerate(returned) if number is not None]
         return survivors(self._group, ranks, self._engine.sequence), int(min(returned[rank][0] for rank in ranks))

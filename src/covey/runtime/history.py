@@ -1,0 +1,181 @@
+"""The generations of a run that this node has been in, and the keeper that votes in them. On the control loop."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.proto.changes import Quorum
+from covey.runtime.events import Event
+from covey.runtime.generation import Generation
+from covey.runtime.keeper_link import KeeperLink
+from covey.runtime.peers import Peer
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.council import Council
+    from covey.runtime.node import Node
+    from covey.wire.membership import Record
+
+EARLY_LIMIT: Final = 4096
+"""Messages about a generation that this node has not founded yet."""
+
+
+class History:
+    """What a node knows of its generations: the last one, and the one before for as long as somebody votes in it."""
+
+    def __init__(
+        self, node: Node, *, keeper_path: str, floor: int, store: Callable[[int, Record], None] | None
+    ) -> None:
+        """No view has fewer than `floor` members; `store` makes what this node has promised durable."""
+        self._node = node
+        self._keeper_path, self._store = keeper_path, store
+        self.floor = floor
+        self.current: Generation | None = None
+        self.keeper: KeeperLink | None = None
+        self._generations: dict[int, Generation] = {}
+        self._early: list[tuple[int, messages.Agreeing]] = []
+        """What was said of generations that this node has not founded yet."""
+
+    # Generations
+
+    def found_first(self, lineage: bytes) -> None:
+        """Found the first generation of the run, of all its ranks; `lineage` tells it from others of that name."""
+        node = self._node
+        cards = [node.card if seat == node.rank else node.peers[seat].card() for seat in range(node.size)]
+        lives = b"".join(card.life for card in cards)
+        digest = hashlib.blake2b(lives, digest_size=16, key=node.run.encode()[:64]).digest()
+        members = tuple(messages.SeatedMember(seat, card) for seat, card in enumerate(cards))
+        is_kept = self.keeper is not None
+        self.found(messages.Founded(0, lineage or digest, is_kept, members, node.config.on_loss))
+
+    def found(self, founded: messages.Founded) -> Generation:
+        """Begin a generation; those of its members that waited outside sit down, and are told."""
+        node = self._node
+        newcomers = []
+        seated = []
+        for member in founded.members:
+            if member.seat != node.rank and member.seat not in node.peers:
+                peer = node.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
+                peer.introduce(member.card)
+                peer.ready = True
+                newcomers.append(member)
+                newcomer = node.lobby.admit(member.card.life)
+                if newcomer is not None:
+                    newcomer.sit_down(peer)
+                    newcomer.send(founded)
+                    seated.append((newcomer, peer))
+        generation = self.current = self._generations[founded.generation] = Generation(
+            node, founded, patience=node.config.patience, quorum=Quorum(node.config.quorum), min_size=self.floor,
+            store=self._store,
+        )  # fmt: skip
+        for number in [number for number in self._generations if number < founded.generation - 1]:
+            self._generations.pop(number).close()
+        if self.keeper is not None:
+            self.keeper.send(founded)
+        node.watch_over(generation.seats)
+        ranks = tuple(map(founded.members.index, newcomers))
+        names = tuple(member.card.name for member in newcomers)
+        node.events.add(Event("joined" if ranks else "generation", time.time(), founded.generation, 0, ranks, names))
+        generation.open()
+        if node.on_founded is not None:
+            node.on_founded(founded)
+        for newcomer, peer in seated:
+            newcomer.speak(peer)
+        early, self._early = self._early, []
+        for seat, message in early:
+            self.agreeing(seat, message)
+        return generation
+
+    def agreeing(self, seat: int, message: messages.Agreeing) -> None:
+        """Take what a member, or a voter in its place, says about a view."""
+        number, body = message.generation, message.body
+        generation = self._generations.get(number)
+        if generation is None:
+            newest = max(self._generations, default=-1)
+            if newest < number <= newest + 2 and len(self._early) < EARLY_LIMIT:
+                self._early.append((seat, message))
+            return
+        place = generation.rank_of(seat)
+        if place is not None:
+            generation.council.received(place, body)
+
+    # What councils have to know
+
+    def link_up(self, seat: int, life: bytes) -> None:
+        """There is a link with a process, or with who votes in its place."""
+        for council, rank in self._councils(seat):
+            council.link_up(rank, life)
+
+    def link_down(self, seat: int) -> None:
+        """There is none any more."""
+        for council, rank in self._councils(seat):
+            council.link_down(rank)
+
+    def judged(self, seat: int, *, is_dead: bool) -> None:
+        """A process was given up, or is trusted again."""
+        for council, rank in self._councils(seat):
+            council.judged(rank, is_dead=is_dead)
+
+    def _councils(self, seat: int) -> list[tuple[Council, int]]:
+        """Return the councils in which a process has a place, and the place."""
+        places = ((each.council, each.rank_of(seat)) for each in self._generations.values())
+        return [(council, rank) for council, rank in places if rank is not None]
+
+    # The keeper
+
+    def meet_keeper(self) -> None:
+        """Hold a link with the keeper that started this process, if there is one."""
+        if self._keeper_path:
+            self.keeper = KeeperLink(
+                self._keeper_path,
+                self._node.gate,
+                self._node.card,
+                on_up=self._keeper_up,
+                on_down=self._keeper_down,
+                on_message=self._keeper_said,
+            )
+            self._node.spawn(self.keeper.keep())
+
+    def _keeper_up(self) -> None:
+        for _, generation in sorted(self._generations.items()):
+            if self.keeper is not None:
+                self.keeper.send(generation.founded)
+            if generation.founded.is_kept:
+                generation.council.link_up(len(generation.seats), b"")
+
+    def _keeper_down(self) -> None:
+        for generation in self._generations.values():
+            if generation.founded.is_kept:
+                generation.council.link_down(len(generation.seats))
+
+    def _keeper_said(self, message: messages.Control) -> None:
+        match message:
+            case messages.Vouch(processes):
+                self._node.vouched(processes)
+            case messages.Agreeing(number, body):
+                generation = self._generations.get(number)
+                if generation is not None and generation.founded.is_kept:
+                    generation.council.received(len(generation.seats), body)
+            case _:
+                pass
+
+    def tell_keeper_of_survival(self) -> None:
+        """The program goes on after a loss although its groups end with one: the keeper must not stop the others."""
+        if self.keeper is not None and self.current is not None:
+            self.keeper.send(messages.surviving(self.current.founded))
+
+    # The end
+
+    def close(self) -> None:
+        """Nobody votes here from now on."""
+        for generation in self._generations.values():
+            generation.close()
+
+    def forked(self) -> None:
+        """This process is a fork of the one that joined."""
+        for generation in self._generations.values():
+            generation.forked()
