@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import secrets
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ import covey
 from covey.base.config import GroupConfig
 from covey.net.meeting import TOKEN_BYTES
 from covey.runtime import loop as control
+from covey.runtime import messenger
 from covey.runtime import node as nodes
 from covey.runtime.bootstrap import join_at
 from covey.runtime.generations import _Generations
@@ -283,3 +286,33 @@ def test_a_fork_ends_its_copies_of_operations_whoever_was_at_them() -> None:
         return int(operation.wait(5.0))
 
     assert run_threads(2, work, lanes="unix", timeout=20.0) == [5, 5]
+
+
+def test_a_group_that_is_dropped_takes_its_thread_for_messages_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messenger, "IDLE_SECONDS", 0.05)
+
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.endswith(" messages")]
+
+    def work(group: covey.Group) -> int:
+        pair = group.split(0)
+        other = 1 - pair.rank
+        coming = pair.recv(src=other, async_op=True)
+        pair.send(np.arange(5) + pair.rank, dst=other)
+        until(coming.done)
+        first = int(coming.wait()[0])
+        until(lambda: not threads())
+        group.barrier()
+        coming = pair.recv(src=other, async_op=True)  # another thread does as well
+        pair.send(np.arange(5) * pair.rank, dst=other)
+        until(coming.done)
+        second = int(coming.wait()[4])
+        group.barrier()
+        dropped = weakref.ref(pair._engine)
+        del pair, coming
+        until(lambda: gc.collect() >= 0 and dropped() is None)
+        group.barrier()
+        return 10 * first + second
+
+    assert run_threads(2, work, lanes="unix", timeout=20.0) == [14, 0]
+    assert not threads()

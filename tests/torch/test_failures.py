@@ -88,3 +88,34 @@ def test_after_a_loss_the_others_destroy_their_groups_and_start_again() -> None:
         assert said[0].startswith("PeerLostError rank 1")
         assert said[1].startswith("ClosedError")
         assert "rank 1" in said[1]
+
+
+def fork_while_waiting(rank: int, size: int, store: str) -> tuple[int, list[float]]:
+    """Rank 0 forks in the middle of an operation, while a thread tells of another; return how the fork ended."""
+    start(rank, size, store)
+    x = torch.full((3,), rank + 1.0)
+    code = 0
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        future = work.get_future()
+        with work._notices._changed:
+            child = os.fork()
+            if not child:
+                os._exit(0 if future.done() else 1)
+        until = time.monotonic() + 10
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+            time.sleep(0.01)
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            ended = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(ended[1])
+        dist.send(x, 1)
+        work.wait()
+    else:
+        dist.recv(torch.empty(3), 0)
+        dist.all_reduce(x)
+    return code, x.tolist()
+
+
+def test_futures_of_a_fork_are_ended_whoever_was_at_them() -> None:
+    assert run_crew(2, fork_while_waiting) == [(0, [3.0, 3.0, 3.0])] * 2

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 STEP_ASIDE_SECONDS: Final = 5.0
 """What a thread that drives has to notice that the messenger closes."""
+IDLE_SECONDS: Final = 10.0
+"""How long the background thread stays when there is nothing to do: it would keep a group that nobody has any more."""
 SPIN_SECONDS: Final = 100e-6
 """How long who waits for a message looks before it sleeps."""
 _MAX_POLL_MS: Final = 2**31 - 1
@@ -224,8 +226,9 @@ class Messenger:
         with self._lock:
             self._matcher.fail_all(ClosedError(f"{self._name}: closed before the message was through"))
         self._settle()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(STEP_ASIDE_SECONDS)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(STEP_ASIDE_SECONDS)
         for lane in list(self._lanes.values()):
             if not lane.is_ended:
                 lane.close(flush_deadline)
@@ -483,7 +486,9 @@ class Messenger:
         while True:
             with self._lock:
                 while not self._is_closing and (self._driver is not None or self._waiters or not self._has_more()):
-                    self._needed.wait()
+                    if not self._needed.wait(IDLE_SECONDS) and not self._has_more():
+                        self._thread = None  # the next one who needs it starts another
+                        return
                 if self._is_closing:
                     return
                 self._driver = threading.get_ident()

@@ -72,12 +72,20 @@ class Visit:
 
     def everyone(self) -> list[messages.Card]:
         """Return whom we are linked with, other visitors too, by name."""
-        return [someone.card for someone in self._met()]
+
+        async def look() -> list[messages.Card]:
+            return [someone.card for someone in self._by_name()]
+
+        return control.run(look(), LOOP_SECONDS)
 
     def members(self) -> list[messages.PeerState]:
         """Return those of them who take part in a run, or want to, and how they are reached from here."""
-        members = (someone for someone in self._met() if someone.purpose != "visitor" and someone.link is not None)
-        return [self.gathering.peer_state(someone) for someone in members]
+
+        async def look() -> list[messages.PeerState]:
+            members = (each for each in self._by_name() if each.purpose != "visitor" and each.link is not None)
+            return [self.gathering.peer_state(each) for each in members]
+
+        return control.run(look(), LOOP_SECONDS)
 
     def ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
         """Ask someone, and return the answer that belongs to the question.
@@ -103,11 +111,8 @@ class Visit:
 
         return control.run(ask_each(), within + LOOP_SECONDS)
 
-    def _met(self) -> list[Acquaintance]:
-        async def look() -> list[Acquaintance]:
-            return sorted(self.gathering.met.values(), key=lambda someone: (someone.card.name, someone.card.id))
-
-        return control.run(look(), LOOP_SECONDS)
+    def _by_name(self) -> list[Acquaintance]:
+        return sorted(self.gathering.met.values(), key=lambda someone: (someone.card.name, someone.card.id))
 
     async def _ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
         who = f"{card.name} ({short_id(card.id)})"

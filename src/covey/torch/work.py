@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -133,9 +134,13 @@ class Notices:
         self._idle = 0
         self._threads: set[threading.Thread] = set()
         self._is_closing = False
+        self._process = os.getpid()
 
     def call(self, notice: Callable[[], None]) -> None:
-        """Call `notice`, soon, on a thread that is free; here, once the threads have ended."""
+        """Call `notice`, soon, on a thread that is free; here, once the threads have ended, and in a fork."""
+        if self._process != os.getpid():  # the threads are not here, and one of them may have held the lock
+            notice()
+            return
         with self._changed:
             if not self._is_closing:
                 self._waiting.append(notice)
@@ -164,6 +169,8 @@ class Notices:
 
     def close(self) -> None:
         """Let all that wait be called, and the threads end. Closing twice is fine."""
+        if self._process != os.getpid():
+            return
         deadline = time.monotonic() + CLOSE_SECONDS
         with self._changed:
             self._is_closing = True
