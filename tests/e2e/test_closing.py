@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -316,3 +317,31 @@ def test_a_group_that_is_dropped_takes_its_thread_for_messages_with_it(monkeypat
 
     assert run_threads(2, work, lanes="unix", timeout=20.0) == [14, 0]
     assert not threads()
+
+
+def test_a_loss_that_only_a_finished_send_met_is_told_to_the_next_call() -> None:
+    leave = threading.Event()
+
+    def work(group: covey.Group) -> list[str]:
+        group.send(np.arange(3), dst=1 - group.rank)
+        group.recv(src=1 - group.rank)
+        group.barrier()
+        if group.rank == 1:
+            assert leave.wait(5.0)
+            with pytest.raises(ZeroDivisionError), group:
+                raise ZeroDivisionError("no cake")
+            return []
+        current = group._engine.post._current()
+        assert current is not None
+        current._lanes[1].sock.shutdown(socket.SHUT_RDWR)  # as a reset does that comes before the news
+        leave.set()
+        group.send(np.arange(3), dst=1)  # it is ours once it is copied
+        until(lambda: group._engine.is_over)
+        said = []
+        for _ in range(2):
+            with pytest.raises(covey.CoveyError) as caught:
+                group.recv(src=1)
+            said.append(type(caught.value).__name__)
+        return said
+
+    assert run_threads(2, work, lanes="unix", timeout=20.0)[0] == ["PeerLostError", "ClosedError"]

@@ -463,12 +463,13 @@ class Engine:
         return messages.Revoke(self.id, fault.kind, fault.text[:8000], fault.ranks)
 
     def fault_error(self) -> CoveyError | None:
-        """Return the error for a fault, for those who run beside the collectives."""
-        if self._fault is None:
-            return None
-        error = self._error("point-to-point", self.sequence)
-        self._first_error = self._first_error or error
-        return error
+        """Return the error for a fault, for those who run beside the collectives; who passes it on calls `told`."""
+        return None if self._fault is None else self._error("point-to-point", self.sequence)
+
+    def told(self, error: BaseException) -> None:
+        """The program hears of `error`: if that ended the group, later calls are told that it is closed."""
+        if self._fault is not None and self._first_error is None:
+            self._first_error = error
 
     def lost_error(self, peer: int) -> CoveyError:
         """Return the error for a peer whose lane for messages ended; wait a moment for the news that tells why."""

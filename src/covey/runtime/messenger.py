@@ -53,6 +53,7 @@ class Messenger:
         wake_fd: int,
         fault: Callable[[], BaseException | None],
         lost: Callable[[int], BaseException | None],
+        told: Callable[[BaseException], None] = lambda _: None,
         name: str,
         may_spin: bool = False,
     ) -> None:
@@ -64,12 +65,13 @@ class Messenger:
             wake_fd: readable from the moment the group failed; never read here.
             fault: why the group failed, or None.
             lost: why a rank whose lane ended is gone, or None if that is not known; may take its time.
+            told: hears of every error with which an operation ends, or with which none begins.
             name: the group's, for messages to people.
             may_spin: whether there are enough cores for those who wait to look again and again.
         """
         self._may_spin = may_spin
         self._rank, self._size, self._name = rank, size, name
-        self._open_lane, self._wake_fd, self._fault, self._lost = open_lane, wake_fd, fault, lost
+        self._open_lane, self._wake_fd, self._fault, self._lost, self._told = open_lane, wake_fd, fault, lost, told
         self._matcher = Matcher(rank, size)
         self._lanes: dict[int, MessageLane] = {}
         self._lanes_by_fd: dict[int, MessageLane] = {}
@@ -243,6 +245,7 @@ class Messenger:
         if self._is_closing:
             raise ClosedError(f"{self._name}: the group is closed")
         if (fault := self._fault()) is not None:
+            self._told(fault)
             raise fault
 
     def _start(self, operation: Operation, description: str, then: Callable[[Any], Any] | None = None) -> Work[Any]:
@@ -281,6 +284,8 @@ class Messenger:
         works = []
         for operation, work in over:
             if work is not None:
+                if operation.error is not None:
+                    self._told(operation.error)
                 work.conclude(None if isinstance(operation, Send) else operation.result, operation.error)
                 works.append(work)
         for work in works:  # after all are over: what is called may wait for another of them

@@ -49,6 +49,7 @@ class Post:
                     wake_fd=self._bell.fd,
                     fault=engine.fault_error,
                     lost=engine.lost_error,
+                    told=engine.told,
                     name=engine.name,
                     may_spin=engine.may_spin,
                 )
@@ -68,11 +69,14 @@ class Post:
                 return sock  # type: ignore[no-any-return]
             except DeadlineError:
                 if (fault := engine.fault_error()) is not None:
+                    engine.told(fault)
                     raise fault from None
             except (ConnectError, ClosedError) as error:
                 if engine.is_closed:
                     engine.require_open()
-                raise engine.lost_error(rank) from error
+                lost = engine.lost_error(rank)
+                engine.told(lost)
+                raise lost from error
         raise DeadlineError(f"no lane for messages to {engine.name_ranks((rank,))} opened in time", late=(rank,))
 
     def lane_arrived(self, rank: int, sock: socket.socket) -> None:
