@@ -239,6 +239,11 @@ def _join_late(place: Place, config: GroupConfig, seat: Seat, wait: float) -> Gr
         else:  # it was done just before the interrupt
             future.result().close()
         raise
+    try:
+        control.start(node.history.await_keeper()).result()
+    except BaseException:
+        node.close()
+        raise
     return group_of(node, place.local_rank)
 
 

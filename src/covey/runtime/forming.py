@@ -85,6 +85,7 @@ class Forming:
                 + (f" Here {strangers}." if strangers else ""),
                 late=tuple(self._missing()),
             ) from None
+        await self._node.history.await_keeper()
 
     def _missing(self) -> list[int]:
         return [peer.rank for peer in self._node.peers.values() if not peer.ready]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import time
 from typing import TYPE_CHECKING, Final
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 EARLY_LIMIT: Final = 4096
 """Messages about a generation that this node has not founded yet."""
+KEEPER_SECONDS: Final = 3.0
+"""How long a process waits to be known to its keeper, which takes those who are not for lost after a while."""
 
 
 class History:
@@ -139,6 +143,13 @@ class History:
                 on_message=self._keeper_said,
             )
             self._node.spawn(self.keeper.keep())
+
+    async def await_keeper(self) -> None:
+        """Return when the keeper knows this process and its generation, or has not answered for a while."""
+        if self.keeper is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KEEPER_SECONDS):
+                    await self.keeper.is_up.wait()
 
     def _keeper_up(self) -> None:
         for _, generation in sorted(self._generations.items()):

@@ -41,6 +41,7 @@ class KeeperLink:
         self._on_up, self._on_down, self._on_message = on_up, on_down, on_message
         self._link: Link | None = None
         self._ended = asyncio.Event()
+        self.is_up = asyncio.Event()
 
     def send(self, message: messages.Control) -> None:
         """Tell the keeper, if it is there."""
@@ -63,9 +64,11 @@ class KeeperLink:
             try:
                 link.attach(lambda body: self._on_message(messages.decode_control(body)), self._ended.set)
                 self._on_up()
+                self.is_up.set()
                 await self._ended.wait()
             finally:
                 self._link = None
+                self.is_up.clear()
                 link.abort()
             if isinstance(link.error, CoveyError):
                 logger.warning("the keeper sent nonsense and is cut off: %s", printable(str(link.error)))

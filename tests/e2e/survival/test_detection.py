@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tests.e2e.survival.jobs import Members, attempt, await_go, covey, hold_the_interpreter, say, total, values
 
+from covey.runtime import loop as control
+
 pytestmark = pytest.mark.slow
 
 VICTIM, OTHERS = 2, (0, 1, 3)
@@ -106,6 +108,16 @@ def test_an_interpreter_held_for_8_seconds_is_no_death_but_15_seconds_of_silence
         assert report["error"] == "GroupChangedError"
         assert "join the run again" in report["text"]
         stopped.await_exit()
+
+
+def test_a_rank_that_is_busy_before_its_keeper_knows_it_is_not_lost() -> None:
+    with Members(3, keep_the_others_waiting, "continue", 7, 0) as ranks:
+        control.soon(time.sleep, 1.5)  # the keeper is in this process
+        for report in ranks.results():
+            assert report["contributors"] == [0, 1, 2], report
+            assert report["right"]
+            assert report["lost"] == []
+        ranks.await_exit()
 
 
 def keep_until_it_stops(victim: int) -> Any:
