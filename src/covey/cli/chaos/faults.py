@@ -195,9 +195,9 @@ class _Planner:
         rank = self._victim()
         if rank is None:
             return None
-        seconds, pulse = self._random.uniform(*SLOW), self._random.uniform(*SLOW_PULSE)
+        seconds, pulse = (round(self._random.uniform(*span), 3) for span in (SLOW, SLOW_PULSE))
         self._back_at[rank] = self._now + seconds
-        return Fault(number, self._now, "slow", rank, seconds=round(seconds, 3), pulse=round(pulse, 3))
+        return Fault(number, self._now, "slow", rank, seconds=seconds, pulse=pulse)
 
     def _join(self, number: int) -> Fault | None:
         gone: Sequence[int] = [rank for rank in range(self._slots) if rank not in self._back_at]
