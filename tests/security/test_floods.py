@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.alone
 
-SECONDS = 0.5
+SECONDS = 0.75
 HALF_OPEN = 1000
 BAD_PER_SECOND = 300
 GROWTH = 30 << 20
@@ -187,7 +187,7 @@ def test_a_flood_of_strangers_hardly_slows_a_group_and_keeps_no_member_out(
                 assert isinstance(join_in_the_flood(prey), messages.Welcome)
             assert flood.bad > BAD_PER_SECOND * SECONDS / 2
         grown = resident_bytes(target.process.pid) - memory
-        assert median(kept) > 0.5, f"of the reductions a second it kept {kept}"
+        assert mean(kept) > 0.5, f"of the reductions a second it kept {kept}"
         assert grown < GROWTH
         assert len(target.log().splitlines()) - lines <= 5, target.log()
     finally:
