@@ -290,7 +290,8 @@ def test_closing_with_works_pending_ends_them_with_an_error_everywhere() -> None
         else:
             assert closed.wait(PATIENCE)
             with pytest.raises(CoveyError):
-                child.all_reduce(np.ones(10))
+                for _ in range(4):  # what the other had sent before it gave up may still be received
+                    child.all_reduce(np.ones(10))
             child.close()
         assert group.all_reduce(1) == 2
 
