@@ -289,9 +289,13 @@ def test_closing_with_works_pending_ends_them_with_an_error_everywhere() -> None
             closed.set()
         else:
             assert closed.wait(PATIENCE)
-            with pytest.raises(CoveyError):
+
+            def reduce_on() -> None:
                 for _ in range(4):  # what the other had sent before it gave up may still be received
                     child.all_reduce(np.ones(10))
+
+            with pytest.raises(CoveyError):
+                reduce_on()
             child.close()
         assert group.all_reduce(1) == 2
 
