@@ -94,27 +94,27 @@ def in_a_pair(rank: int) -> dict[str, list[np.ndarray]]:
     return found
 
 
-def weighted(rank: int) -> list[np.ndarray]:
-    model = net()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+def weighing() -> tuple[DistributedDataParallel, Any, torch.optim.Optimizer]:
+    """Return a model whose gradients are weighted, the hook that does it, and an optimizer."""
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=0.001)
     hook = weighted_hook()
     ddp.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ddp, hook, torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+
+def weighted(rank: int) -> list[np.ndarray]:
+    ddp, hook, optimizer = weighing()
     for step in range(len(COUNTS)):
         hook.samples = COUNTS[step][rank]
         ddp(samples(step, rank)).square().mean().backward()  # of nothing, that is not a number
         optimizer.step()
         optimizer.zero_grad()
-    return numbers(model)
+    return numbers(ddp.module)
 
 
 def joined(rank: int) -> list[np.ndarray]:
     """Rank r runs out of batches after r + 1 steps, and says so; those who are left go on."""
-    model = net()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
-    hook = weighted_hook()
-    ddp.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp, hook, optimizer = weighing()
     with ddp.join():
         for step in range(rank + 1):
             hook.samples = COUNTS[step][rank]
@@ -122,7 +122,7 @@ def joined(rank: int) -> list[np.ndarray]:
             optimizer.step()
             optimizer.zero_grad()
         hook.samples = 0
-    return numbers(model)
+    return numbers(ddp.module)
 
 
 def averages(rank: int, hook: Any, dtype: torch.dtype = torch.float32) -> list[list[np.ndarray]]:

@@ -204,6 +204,11 @@ class Messenger:
                 with contextlib.suppress(OSError):  # whoever drives reads to the end, and tells
                     lane.sock.shutdown(socket.SHUT_RDWR)
 
+    @property
+    def is_driven_here(self) -> bool:
+        """Whether this thread drives."""
+        return self._driver == threading.get_ident()
+
     def pending(self) -> list[Work[Any]]:
         """Return the works that are not over."""
         return list(self._pending.values())

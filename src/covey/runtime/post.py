@@ -98,8 +98,7 @@ class Post:
     @property
     def is_driven_here(self) -> bool:
         """Whether this thread moves the messages: it is in a callback of one of them."""
-        messenger = self._messenger
-        return messenger is not None and messenger._driver == threading.get_ident()
+        return self._messenger is not None and self._messenger.is_driven_here
 
     def forked(self) -> list[Work[Any]]:
         """Forget what belongs to the parent; return what will never end here."""

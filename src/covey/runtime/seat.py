@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 PORT_OFFSET: Final = 1
 """Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""
 BACKLOG: Final = 256
-NAMES_SECONDS: Final = 2.0
 LEAVE_SECONDS: Final = 2.0
 """How long the control loop may take to stop listening."""
 
@@ -136,7 +134,7 @@ def cluster_seat(
         ConfigError: no port is free, no interface matches, or the identity cannot be used.
     """
     from covey.net.identity import NodeIdentity
-    from covey.net.interfaces import advertised, loopback_interfaces, parse_pattern, usable_interfaces
+    from covey.net.interfaces import advertised, describe, loopback_interfaces, parse_pattern, usable_interfaces
     from covey.net.neighbours import Neighbours
     from covey.net.tls import Credentials
 
@@ -160,32 +158,15 @@ def cluster_seat(
         host = host_token(Path(tempfile.gettempdir()))
         contact = Contact(host, addresses, path)
         card = Card(own.id, own.life, own.name, _host_name(), os.getpid(), contact, __version__, _keeper_id())
-        names = _InterfaceNames()
         loopbacks = {ip for interface in loopback_interfaces() for ip in interface.addresses} | {"127.0.0.1", "::1"}
 
         def allows(ip: str) -> bool:
             plain = plain_ip(ip)
-            return plain in loopbacks or not config.interfaces or pattern.allows(names.of(plain), plain)
+            return plain in loopbacks or not config.interfaces or pattern.allows(describe(plain), plain)
 
         entrance = Entrance(listeners, gate.door_key, run, allows=allows)
         release = undo.pop_all().close
     return Seat(gate, card, entrance, contacts or {}, release, neighbours, cluster.denied)
-
-
-class _InterfaceNames:
-    """Which interface has an address: asked for every connection, so looked up once in a while."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        self._until = 0.0
-
-    def of(self, ip: str) -> str:
-        from covey.net.interfaces import all_interfaces
-
-        if time.monotonic() > self._until:
-            self._names = {address: each.name for each in all_interfaces() for address in each.addresses}
-            self._until = time.monotonic() + NAMES_SECONDS
-        return self._names.get(ip, "")
 
 
 def _anonymous_card(contact: Contact) -> Card:

@@ -75,11 +75,14 @@ def whole_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[st
     trained = {name: parameter for name, parameter in named if parameter.requires_grad}
     for name, parameter in trained.items():
         if isinstance(parameter, DTensor) or parameter.is_complex():
-            kind = "complex" if parameter.is_complex() else "sharded"
-            raise ConfigError(f"{name} is {kind}; averaging over ranks needs whole, real parameters on each")
+            raise _unusable(name, "complex" if parameter.is_complex() else "sharded")
     if not trained:
         raise ConfigError("no parameter of the model requires a gradient")
     return trained
+
+
+def _unusable(name: str, kind: str) -> ConfigError:
+    return ConfigError(f"{name} is {kind}; averaging over ranks needs whole, real parameters on each")
 
 
 def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -123,7 +126,7 @@ def copy_from_first(model: torch.nn.Module, group: Any) -> None:
     """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ConfigError(f"{name} is sharded; averaging over ranks needs whole, real parameters on each")
+            raise _unusable(name, "sharded")
     # In place where they are contiguous, and as bytes, which every backend moves.
     rows = [parameter.detach().contiguous() for parameter in model.parameters()]
     works = [dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=0, async_op=True) for row in rows]
