@@ -58,8 +58,8 @@ def test_ranks_that_have_just_done_something_end_without_a_word(scene: str) -> N
 @pytest.mark.parametrize("scene", ["lose", "wait_in_vain", "abort"])
 def test_ranks_that_saw_a_failure_end_as_others_do(scene: str) -> None:
     ends, errors = ends_of(scene, 2)
+    assert "Traceback" not in errors, errors
     assert ends == [[0, 0, -signal.SIGKILL] if scene == "lose" else [0, 0]] * 2
-    assert "Traceback" not in errors
     assert "terminate" not in errors
 
 
@@ -87,13 +87,15 @@ def leave(rank: int, store: str) -> None:
 
 
 def lose(rank: int, store: str) -> None:
-    """Rank 2 is killed; one of the others destroys its groups then, the other does not."""
+    """Rank 2 is killed while the others wait for it; one of them destroys its groups then, the other does not."""
     dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=3)
-    dist.barrier()
+    kept = dist.FileStore(f"{store}-word", 3)
     if rank == 2:
+        kept.wait(["posted by 0", "posted by 1"], timedelta(seconds=60))
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(torch.ones(1000), async_op=True)
     future = work.get_future()
+    kept.set(f"posted by {rank}", "yes")
     with pytest.raises(covey.PeerLostError, match="rank 2"):
         work.wait()
     with pytest.raises(RuntimeError, match="rank 2"):
