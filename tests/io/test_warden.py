@@ -240,11 +240,11 @@ def test_a_stopped_process_is_told_of_and_so_is_its_going_on(warden: Warden) -> 
 
 def test_everybody_hears_every_half_second_that_the_others_are_well(warden: Warden) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        rank = await Rank.come(stack, warden)
         at = time.monotonic()
+        rank = await Rank.come(stack, warden)
         rank.send(messages.Ping(77))
         await rank.until(lambda: len([each for each in rank.said if isinstance(each, messages.Vouch)]) >= 4)
-        assert 0.9 < time.monotonic() - at < 3
+        assert 1.4 < time.monotonic() - at < 4
         assert [each.number for each in rank.said if isinstance(each, messages.Pong)] == [77]
 
     run(work)

@@ -169,7 +169,7 @@ def test_no_text_that_an_object_makes_of_itself_has_a_secret_in_it() -> None:
         lambda text: text + "0",
         lambda text: text[:10],
         lambda text: f"covey1-{text}",
-        lambda text: "a a a " + text[:4],
+        lambda text: "a a a " + text[-8:],
     ],
 )
 def test_no_error_about_a_secret_repeats_it(spoil: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

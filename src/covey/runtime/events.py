@@ -124,6 +124,8 @@ class Events:
         with self._lock:
             now = time.monotonic()
             if self._open is not None and name in ("reconnect", "redo"):
+                if name == "redo":  # another rank's lane may have come before the view, or none was needed
+                    self._open.phases.setdefault("reconnect", max(self._open.phases.values(), default=0.0))
                 self._open.phases.setdefault(name, round(1e3 * (now - self._began), 3))
                 if name == "redo":
                     self._close()

@@ -161,8 +161,8 @@ class _Flow:
         at = self._confirmed_at
         if len(at) < 2:
             return self._sent[0] / (at[0] - self._began) if at else 0.0
-        first = min(bisect.bisect_left(at, (self._began + at[-1]) / 2), len(at) - 2)
-        return sum(self._sent[first + 1 : len(at)]) / max(at[-1] - at[first], 1e-6)
+        half = (self._began + at[-1]) / 2  # not the first piece after it: several at once would seem to take no time
+        return sum(self._sent[bisect.bisect(at, half) : len(at)]) / (at[-1] - half)
 
     async def send(self, nbytes: int) -> None:
         loop, scratch = asyncio.get_running_loop(), memoryview(secrets.token_bytes(LAST_PIECE))

@@ -66,7 +66,9 @@ def test_late_signs_of_a_loss_neither_cut_its_timeline_short_nor_begin_the_next(
     recover(events, 1)
     events.phase("detect")
     events.phase("redo")
-    assert list(lines(path)[0]["phases"]) == ["detect", "freeze", "agree", "redo"]
+    phases = lines(path)[0]["phases"]
+    assert list(phases) == ["detect", "freeze", "agree", "reconnect", "redo"]
+    assert phases["reconnect"] == phases["agree"]  # a lane came before the view did
     events.phase("detect")  # the link of one that leaves in good order, which no view follows
     events.add(Event("generation", 2.0, 1, 0))
     events.phase("freeze")
