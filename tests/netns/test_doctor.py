@@ -91,7 +91,9 @@ def test_on_a_network_in_order_two_doctors_and_a_node_find_each_other_and_nothin
                     assert all(0 <= way["round_trip"] < 1 for way in ways), ways
                 assert person["path_mtu"] == 1500
                 if person["purpose"] == "candidate":  # a visitor may be about to leave
-                    assert 0.1 * RATE < person["bytes_per_second"] < 1.2 * RATE  # two measure it at the same time
+                    # Two measure it at the same time; and if the node is slow to confirm what came in the first half
+                    # of the time, it counts in the second.
+                    assert 0.1 * RATE < person["bytes_per_second"] < 2.1 * RATE
             used = said.interface("eth0")
             assert min(used["sent"], used["came_back"], used["heard"]) > 0
             assert len(used["heard_from"]) >= 2

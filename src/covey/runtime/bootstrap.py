@@ -221,6 +221,7 @@ def _join_late(place: Place, config: GroupConfig, seat: Seat, wait: float) -> Gr
     """Return the group of the next generation of a run that goes on."""
     from covey.runtime import loop as control
     from covey.runtime.newcomer import Newcomer
+    from covey.runtime.node import Node
 
     async def wait_for_a_seat() -> Node:
         newcomer = Newcomer(place, config, seat)
@@ -230,15 +231,7 @@ def _join_late(place: Place, config: GroupConfig, seat: Seat, wait: float) -> Gr
             await newcomer.close()
             raise
 
-    future = control.start(wait_for_a_seat())
-    try:
-        node = future.result()
-    except BaseException:  # Ctrl-C, too
-        if future.cancel() or future.exception() is not None:
-            seat.leave()
-        else:  # it was done just before the interrupt
-            future.result().close()
-        raise
+    node = control.make(wait_for_a_seat(), discard=Node.close, otherwise=seat.leave)
     try:
         control.start(node.history.await_keeper()).result()
     except BaseException:

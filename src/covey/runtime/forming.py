@@ -55,13 +55,7 @@ class Forming:
             DeadlineError: some did not come in time; says which.
             ConfigError: another rank has other settings.
         """
-        future = control.start(self._form(within=timeout))
-        try:
-            future.result()
-        except BaseException:
-            future.cancel()
-            self._node.close()
-            raise
+        control.make(self._form(within=timeout), discard=lambda _: self._node.close(), otherwise=self._node.close)
 
     async def _form(self, *, within: float) -> None:
         self._formed = asyncio.get_running_loop().create_future()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from covey.base.config import ports_from
 from covey.base.errors import ConfigError
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from covey.net.clusters import Cluster
     from covey.runtime.places import ClusterOptions, WantedRun
     from covey.runtime.seat import Seat
-
-CLOSE_SECONDS: Final = 5.0
-"""How long leaving a run that did not come about may take."""
 
 
 def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions, *, is_elastic: bool = False) -> Group:
@@ -55,19 +51,13 @@ def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions, *,
         lanes=config.lanes,
         on_loss=config.on_loss,
     )
-    over = threading.Event()
     # A generation may lose members below the size that the next one waits for.
     floor = 1 if is_elastic else wanted.floor
-    future = control.start(_gather(cluster, terms, config, seat, wanted.timeout, over, is_elastic, floor))
-    try:
-        node = future.result()
-    except BaseException:  # Ctrl-C, too
-        if future.cancel() or future.exception() is not None:
-            over.wait(CLOSE_SECONDS)
-            seat.leave()
-        else:  # it was done just before the interrupt
-            future.result().close()
-        raise
+    node = control.make(
+        _gather(cluster, terms, config, seat, wanted.timeout, is_elastic, floor),
+        discard=Node.close,
+        otherwise=seat.leave,
+    )
     return _ready(group_of(node, local_rank=_local_rank(node)), node)
 
 
@@ -88,11 +78,10 @@ async def _gather(
     config: GroupConfig,
     seat: Seat,
     asked: float,
-    over: threading.Event,
     is_elastic: bool,
     floor: int,
 ) -> Node:
-    """Return the node of an agreed run; `over` is set when everything is closed instead."""
+    """Return the node of an agreed run."""
     candidate: Candidate | None = None
     try:
         candidate = Candidate(cluster, config, seat, terms, is_elastic=is_elastic)
@@ -122,11 +111,8 @@ async def _gather(
         candidate.carry_on(node, candidate.seated(seats), founded)
         return node
     except BaseException:
-        try:
-            if candidate is not None:
-                await candidate.close()
-        finally:
-            over.set()
+        if candidate is not None:
+            await candidate.close()
         raise
 
 

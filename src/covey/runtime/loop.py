@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 if TYPE_CHECKING:
     import asyncio
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 T = TypeVar("T")
+
+MAKE_SECONDS: Final = 5.0
+"""How long a coroutine may clean up behind itself when what it makes is not wanted any more."""
 
 _loop: asyncio.AbstractEventLoop | None = None
 _starting = threading.Lock()
@@ -48,6 +51,51 @@ def run(coroutine: Coroutine[Any, Any, T], within: float) -> T:
         return future.result(within)
     finally:
         future.cancel()
+
+
+def make(coroutine: Coroutine[Any, Any, T], *, discard: Callable[[T], object], otherwise: Callable[[], object]) -> T:
+    """Return what a coroutine makes on the loop, however long it takes.
+
+    If it fails or the caller is interrupted (Ctrl-C), what the coroutine made all the same goes to `discard`; if it
+    made nothing, `otherwise` is called once it has cleaned up behind itself, or MAKE_SECONDS later.
+    """
+    loop = control_loop()
+    from concurrent.futures import Future
+
+    outcome: Future[T] = Future()  # here before the loop hears of anything: an interrupt may come in the middle of that
+    tasks: list[asyncio.Task[T]] = []
+
+    def begin() -> None:
+        tasks.append(loop.create_task(coroutine))
+        tasks[0].add_done_callback(end)
+
+    def end(task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            outcome.cancel()
+        elif (error := task.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
+
+    def give_up() -> None:
+        if tasks:
+            tasks[0].cancel()
+        else:  # the interrupt came first
+            coroutine.close()
+            outcome.cancel()
+
+    try:
+        loop.call_soon_threadsafe(begin)
+        return outcome.result()
+    except BaseException:
+        loop.call_soon_threadsafe(give_up)
+        try:
+            made = outcome.result(MAKE_SECONDS)
+        except BaseException:  # there is no such thing, nor will there be
+            otherwise()
+        else:
+            discard(made)
+        raise
 
 
 def finish(coroutine: Coroutine[Any, Any, object], within: float, then: Callable[[], object]) -> None:

@@ -1,0 +1,100 @@
+"""Things that are made on the control loop have an owner at any time, whenever the program is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from covey.runtime import loop as control
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+TURNS = 300
+
+
+class Interrupt(BaseException):
+    """Ctrl-C."""
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGUSR1 interrupts whoever makes something."""
+
+    def interrupt(_signum: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not control.make.__code__:
+            frame = frame.f_back
+        if frame is not None and "tasks" in frame.f_locals:
+            raise Interrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_what_is_made_is_returned_or_discarded_and_what_is_not_made_is_cleaned_up_first() -> None:
+    rng = random.Random(1)
+    made: list[int] = []
+    cleaned: list[int] = []
+    discarded: list[int] = []
+    returned: list[int] = []
+    unmade: list[int] = []
+
+    async def making(turn: int, pauses: int) -> int:
+        try:
+            for _ in range(pauses):
+                await asyncio.sleep(0.0002)
+            made.append(turn)
+            return turn
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.001)
+            cleaned.append(turn)
+            raise
+
+    def send(after: float) -> None:
+        time.sleep(after)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    for turn in range(TURNS):
+        sender = threading.Thread(target=send, args=(rng.random() * 0.002,))
+        sender.start()
+        state: list[Any] = []
+
+        def otherwise(turn: int = turn, state: list[Any] = state) -> None:
+            state.append((turn in made, turn in cleaned))
+            unmade.append(turn)
+
+        try:
+            returned.append(control.make(making(turn, rng.randrange(6)), discard=discarded.append, otherwise=otherwise))
+        except Interrupt:
+            assert state in ([], [(False, True)], [(False, False)])  # the last: it had not even begun
+        sender.join()
+    time.sleep(0.1)
+    assert sorted(returned + discarded) == made
+    assert sorted(returned + discarded + unmade) == list(range(TURNS))
+    assert set(cleaned) <= set(unmade)
+    assert len(returned) > TURNS // 10
+    assert len(unmade) > TURNS // 10
+
+
+def test_what_cannot_be_made_is_an_error_once_everything_is_cleaned_up() -> None:
+    said: list[str] = []
+
+    async def fail() -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError("cannot divide the cake")
+
+    with pytest.raises(ValueError, match="cake"):
+        control.make(fail(), discard=said.append, otherwise=lambda: said.append("otherwise"))
+    assert said == ["otherwise"]
