@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-TURNS = 300
+TURNS = 600
 
 
 class Interrupt(BaseException):
@@ -67,7 +67,7 @@ def test_what_is_made_is_returned_or_discarded_and_what_is_not_made_is_cleaned_u
         os.kill(os.getpid(), signal.SIGUSR1)
 
     for turn in range(TURNS):
-        sender = threading.Thread(target=send, args=(rng.random() * 0.002,))
+        sender = threading.Thread(target=send, args=(0.002 * rng.random() ** 3,))
         sender.start()
         state: list[Any] = []
 
