@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DEADLINE = 30.0
+PORT = 47800 + 40 * int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"))
+"""The first port of our nodes: tests that run at the same time must not dial ours where theirs were before."""
 NODE = """
 import json, os, sys
 import covey
@@ -46,6 +48,7 @@ class Machine:
         self.env = kept | {
             "COVEY_HOME": str(self.home),
             "COVEY_INTERFACES": "lo",
+            "COVEY_PORT": str(PORT),
             "TMPDIR": str(lab.temp),
             "XDG_RUNTIME_DIR": "",
             "PYTHONPATH": str(SOURCE),
