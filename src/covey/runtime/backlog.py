@@ -33,7 +33,8 @@ class Backlog:
         self.unfinished = 0
         self._counting = threading.Lock()
         self._worker: threading.Thread | None = None
-        self._running: Work[Any] | None = None
+        self._works: dict[Work[Any], None] = {}
+        """Those that are not over."""
 
     @property
     def is_on_this_thread(self) -> bool:
@@ -57,6 +58,7 @@ class Backlog:
                     f"{QUEUE_LIMIT} operations of group {self._group!r} wait already; wait for some of them"
                 )
             self.unfinished += 1
+            self._works[work] = None
         self.queue.put((self, engine, work, call, body, then, limit, root))
         if self._worker is None:
             self._worker = threading.Thread(target=_work, args=(self.queue,), name=f"covey-{self._group}", daemon=True)
@@ -65,7 +67,6 @@ class Backlog:
 
     def run(self, engine: Engine, work: Work[Any], call: Call, *operation: Any) -> None:
         """Perform an operation. On the worker thread."""
-        self._running = work
         result, error = None, None
         try:
             if engine.is_over:
@@ -74,10 +75,10 @@ class Backlog:
             work.contributors = engine.contributors
         except BaseException as failure:
             error = failure
-        self._running = None
         with self._counting:
             self.unfinished -= 1
         work.conclude(result, error)
+        del self._works[work]
         try:
             work.notify()
         except BaseException:  # sys.exit in a callback ends the thread of others than us: operations wait for this one
@@ -86,11 +87,9 @@ class Backlog:
     def forked(self) -> list[Work[Any]]:
         """Forget the parent's thread; return what will never end here."""
         self._counting, self._worker = threading.Lock(), None
-        works = [] if self._running is None else [self._running]
         while not self.queue.empty():
-            if (item := self.queue.get()) is not None:
-                works.append(item[2])
-        return works
+            self.queue.get()
+        return list(self._works)
 
     def end(self, seconds: float) -> None:
         """Let the thread end after what it is doing, and wait for it for so long."""

@@ -61,6 +61,8 @@ WARN_SECONDS: Final = 30.0
 """A stall this long is told to the person who waits, with the names of the late."""
 CAUSE_SECONDS: Final = 0.2
 """How long a broken lane waits for the news that tells why."""
+LOOK_SECONDS: Final = 0.01
+"""How often who waits for news looks whether there are any."""
 FLUSH_SECONDS: Final = 5.0
 """How long closing a group may take to hand messages over that were sent already."""
 END_SECONDS: Final = 5.0
@@ -69,7 +71,7 @@ CLOSE_SECONDS: Final = 30.0
 """How long who closes a group waits for another thread that is at it: longer than that can take."""
 CARRIERS: Final = frozenset(OPERATIONS.index(name) for name in ("all_reduce", "barrier"))
 """Operations in which every rank hears from every other, so that all know of a waiting change after the same one."""
-MESSAGES: Final = Call(0, 0, 0, "a message")
+MESSAGES: Final = Call(0, 0, 0, "point-to-point")
 
 
 class Engine:
@@ -112,7 +114,8 @@ class Engine:
         self._warn_at = 0.0
         self._is_pending = False
         self._returned = 0
-        self._issuing = threading.Lock()
+        # Reentrant, so that a thread that was interrupted (Ctrl-C) just as it had taken it can close the group.
+        self._issuing, self._is_issuing = threading.RLock(), False
         self._fault: Fault | None = None
         self._first_error: BaseException | None = None
         self._fault_lock = threading.Lock()
@@ -239,12 +242,13 @@ class Engine:
         `body` may be called again, if others are lost in the middle; without `root` it would mean nothing. `then` turns
         what it returns into the result, once; if it raises, only this call fails, not the group.
         """
-        if not self._issuing.acquire(blocking=False):
+        if self._is_issuing or not self._issuing.acquire(blocking=False):
             raise BusyError(
                 f"another thread is in a collective of group {self.name!r}; {call.text} must wait for it, or use a "
                 "group of its own: group.split(0)"
             )
         try:
+            self._is_issuing = True
             if self._fault is not None or self._closed:
                 self.refuse(call)
             limit = self.config.timeout if timeout is None else check_timeout(timeout)
@@ -255,6 +259,7 @@ class Engine:
             work = self._backlog.add(self, call, body, then, limit, root)
             return work if async_op else work.wait()
         finally:
+            self._is_issuing = False
             self._issuing.release()
 
     def perform(
@@ -376,6 +381,8 @@ class Engine:
         if not self._announced and now >= since + ANNOUNCE_SECONDS:
             self._announced = True
             self._roll.call(self.sequence)
+            if self._warn_at:  # after a standstill of this process: others must have time to say that they are here
+                self._warn_at = max(self._warn_at, now + ANSWER_SECONDS)
         if not self._warn_at:
             self._warn_at = now + WARN_SECONDS
         elif now >= self._warn_at:
@@ -408,9 +415,11 @@ class Engine:
         poll = select.poll()
         if self._bell.fd >= 0:
             poll.register(self._bell.fd, select.POLLIN)
-        until = time.monotonic() + seconds
-        while self._fault is None and not or_else() and time.monotonic() < until:
-            poll.poll(10)
+        until, looks = time.monotonic() + seconds, seconds / LOOK_SECONDS
+        # If this process stands still meanwhile, the control loop has to hear the news first when it goes on.
+        while self._fault is None and not or_else() and (time.monotonic() < until or looks > 0):
+            poll.poll(1e3 * LOOK_SECONDS)
+            looks -= 1
 
     def wrong_header(self, circle: Circle, peer: int, expected: bytes, header: bytes) -> None:
         """A rank sent another transfer than the plan says; raise what went wrong."""
@@ -440,11 +449,13 @@ class Engine:
         if self._fault is not None or self.node is None:
             self.end(fault)
             return
+        others = [seat for seat in self.members if seat != self.node.rank]
         if self._pact is not None:
+            self.node.tell(others, self._revocation(fault))  # the reason, before the view that it brings about
             self._pact.give_up(fault)
         else:
             self.end(fault)
-        self.node.tell((seat for seat in self.members if seat != self.node.rank), self._revocation(fault))
+            self.node.tell(others, self._revocation(fault))
 
     def end(self, fault: Fault) -> None:
         """End the group here, and wake whoever waits."""
@@ -543,7 +554,7 @@ class Engine:
             self.post.lane_arrived(self.ranks_by_member[peer], lane)
 
     def forked(self) -> None:
-        self._issuing = threading.Lock()
+        self._issuing, self._is_issuing = threading.RLock(), False
         self._fault_lock = threading.Lock()
         self._bell.forked()
         if self._pact is not None:
@@ -579,7 +590,7 @@ class Engine:
 
     def _close(self) -> None:
         self.post.close(time.monotonic() + FLUSH_SECONDS)
-        if self._backlog.unfinished or self._issuing.locked():
+        if self._backlog.unfinished or self._is_issuing:
             text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"
             fault = Fault("ClosedError", text, (self.rank,))
             if self._pact is not None:
@@ -594,9 +605,17 @@ class Engine:
         self.circle.close()
         self._dropped.detach()
         if self.node is not None:
+            if self._fault is not None:
+                self._let_the_reason_go_first()
             self.node.forget(self.id, self.sequence)
         self._bell.close()
         _close_all(self._descriptors)
+
+    def _let_the_reason_go_first(self) -> None:
+        """What the control loop was given to say is said before our lanes end; others would wonder why they did."""
+        is_said = threading.Event()
+        control.soon(is_said.set)
+        is_said.wait(CAUSE_SECONDS)
 
 
 def _drop(

@@ -106,12 +106,12 @@ class HostRun(abc.ABC):
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with, os.getpid()),
             )
+            self._processes.append(process)
         except OSError as error:
             raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from error
         finally:
             os.close(secret_end)
             os.close(write_end)
-        self._processes.append(process)
         return process
 
     def _inherited(self) -> dict[str, str]:

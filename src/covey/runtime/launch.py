@@ -81,7 +81,8 @@ def launch(
     with LocalRun(nprocs) as run:
         try:
             for rank in range(nprocs):
-                children.append(_Child(rank, run, call, on_loss))
+                children.append(_Child(rank, run, call, on_loss))  # first: whatever happens, it is stopped
+                children[-1].start()
             failures, lost = _collect(children, deadline, spares_the_lost=on_loss == "continue")
             if failures:
                 raise min(failures, key=lambda error: isinstance(error, SYMPTOMS))  # the earliest of the best kind
@@ -115,20 +116,18 @@ class _Child:
         self.report: _Report | None = None
         self._heard = bytearray()
         spawn = multiprocessing.get_context("spawn")
-        self.reader, writer = spawn.Pipe(duplex=False)
+        self.reader, self._writer = spawn.Pipe(duplex=False)
         place: dict[str, Any] = {"rank": rank, "size": run.size, "local_rank": rank, "local_size": run.size}
         place |= {"folder": run.folder, "token": run.token, "keeper": run.warden.path}
         self.process: SpawnProcess = spawn.Process(
             target=_serve,
             name=f"covey rank {rank}",
-            args=(os.getpid(), place, on_loss, call, writer),
+            args=(os.getpid(), place, on_loss, call, self._writer),
         )
-        with writer:
-            try:
-                self.process.start()
-            except BaseException:
-                self.reader.close()
-                raise
+
+    def start(self) -> None:
+        with self._writer:
+            self.process.start()
 
     def listen(self) -> bool:
         """Read what has come; True when the report is complete or can no longer be."""
@@ -242,7 +241,8 @@ def _stop(children: Sequence[_Child]) -> None:
     finally:
         for child in children:
             child.signal(signal.SIGKILL)
-            child.process.join()
+            if child.process.pid is not None:
+                child.process.join()
             child.process.close()
             child.reader.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS: Final = 0.15
 """How long a rank that found a contradiction collects what the others called."""
+ROUNDS: Final = 3
+"""How often it asks those who have called nothing yet."""
 TEXT_LIMIT: Final = 2000
 POLL_SECONDS: Final = 0.002
 
@@ -126,13 +127,12 @@ class RollCall:
         call = self.ledger.at(sequence)
         return (0, "") if call is None else (call.fingerprint, call.text[:TEXT_LIMIT])
 
-    def _compare(self, engine: Engine, sequence: int, *, is_last: bool = False) -> None:
+    def _compare(self, engine: Engine, sequence: int, rounds: int = ROUNDS) -> None:
         """Everyone had time to say what it called at `sequence`; at least one differs from us."""
         ranks = engine.circle.ranks
-        if not is_last and not self.ledger.heard_all(sequence, ranks, engine.rank):
+        if rounds > 1 and not self.ledger.heard_all(sequence, ranks, engine.rank):
             self.call(sequence)  # who had not come to it then may have come to it by now
-            last = functools.partial(self._compare, engine, sequence, is_last=True)
-            control.control_loop().call_later(ANSWER_SECONDS, last)
+            control.control_loop().call_later(ANSWER_SECONDS, self._compare, engine, sequence, rounds - 1)
             return
         story = self.ledger.story(sequence, ranks, engine.rank)
         text = f"ranks of group {engine.name!r} called different things as operation {sequence}: {story}"

@@ -112,8 +112,8 @@ class Warden:
         from covey.runtime.spokesman import Spokesman
 
         spokesman = Spokesman(listener, self._folder, self._token)
+        self._spokesman = spokesman  # before anybody can come to it: who asks what it knows must hear that
         control.start(spokesman.open()).result()
-        self._spokesman = spokesman
         waking.recv(1)
         with contextlib.suppress(TimeoutError):
             control.start(spokesman.close()).result(LOOP_SECONDS)

@@ -105,11 +105,11 @@ class _Watch:
         for rank in range(self._run.size):
             self._start(rank)
         while self._alive or self._waiting or self._failed:
+            now = time.monotonic()  # all that was said by then is read before anybody's silence counts
             for key, _ in self._selector.select(self._patience(*self._waiting.values(), *self._hush_times())):
                 if key.data is not None:
                     self._relay(key.data)
             self._tend()
-            now = time.monotonic()
             for pipe in self._pipes():
                 if pipe.voice.show_at is not None and pipe.voice.show_at <= now:
                     self._write(pipe.target, pipe.voice.hush())

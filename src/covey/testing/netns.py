@@ -196,7 +196,7 @@ class Lan:
             self.hosts.append(host)
             if self._hosts_file:
                 path = _ETC / host.namespace / "hosts"
-                path.parent.mkdir(parents=True)
+                _make_folder(path.parent)
                 path.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n::1 localhost\n")
 
     def _make_bridge(self, network: int) -> None:
@@ -264,7 +264,10 @@ def _remove_leftovers(prefix: str) -> None:
 
 
 def _list(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _kill_inhabitants(namespace: str) -> None:
@@ -287,6 +290,13 @@ def _remove(folder: Path, namespaces: Iterable[str]) -> None:
     with contextlib.suppress(OSError):
         _ETC.rmdir()  # ours if it is empty
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_folder(path: Path) -> None:
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # another process took the parent away, which was empty
+            path.mkdir(parents=True)
+            return
 
 
 def _ip(namespace: str, *commands: str) -> None:

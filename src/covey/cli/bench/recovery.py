@@ -7,6 +7,7 @@ the next kill.
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import statistics
@@ -125,8 +126,8 @@ class _Ear:
                 self.returned.setdefault(pid, []).append(report)
                 del self.returned[pid][:-100]
 
-    def tick(self) -> float | None:
-        return None
+    def tick(self, now: float) -> float:
+        return math.inf
 
 
 @dataclass
@@ -149,8 +150,8 @@ class _Scene:
         begun = {pid: self.ear.begun[pid] for pid in pids}
         time.sleep(max(0.0, max(each.at for each in begun.values()) + moment * length - time.monotonic()))
         self.told.clear()
-        self.crew.signal(target, signal.SIGKILL)
         killed_at, wall = time.monotonic(), time.time()
+        self.crew.signal(target, signal.SIGKILL)
         rank, generation = begun[target.pid].rank, begun[target.pid].generation
         survivors = [pid for pid in pids if pid != target.pid]
         found: dict[int, Returns] = {}

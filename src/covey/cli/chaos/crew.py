@@ -7,6 +7,7 @@ drives it asks for one `turn` after another.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -95,8 +96,11 @@ class Listener(Protocol):
     def heard(self, worker: Worker, target: int, data: bytes) -> None:
         """`target` is 1 or 2; no data: the process has closed it."""
 
-    def tick(self) -> float | None:
-        """Called in every turn; returns when it wants to be called again at the latest, by the monotonic clock."""
+    def tick(self, now: float) -> float:
+        """All that was printed by `now` was told; returns when it wants to be called again at the latest.
+
+        By the monotonic clock.
+        """
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ class Crew:
         self._events = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.lseek(self._events, 0, os.SEEK_END)
         self._unread = b""
+        self._tick_at = math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -172,11 +177,12 @@ class Crew:
 
     def turn(self, until: float) -> Turn:
         """Return what happened, at the latest at `until` by the monotonic clock; pass on what was printed."""
-        wanted = self._listener.tick()
-        wait = min(until if wanted is None else min(until, wanted), time.monotonic() + LOOK_SECONDS)
-        for key, _ in self._selector.select(max(0.0, wait - time.monotonic())):
+        now = time.monotonic()  # all that was printed by then is read before anybody's silence counts
+        wait = min(until, self._tick_at, now + LOOK_SECONDS)
+        for key, _ in self._selector.select(max(0.0, wait - now)):
             worker, target = key.data
             self._read(worker, target, key.fileobj)  # type: ignore[arg-type]
+        self._tick_at = self._listener.tick(now)
         # Who has ended has told all that it ever will.
         ended = [worker for worker in self.running() if worker.process.poll() is not None]
         told = self._read_events()

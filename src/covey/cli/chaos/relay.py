@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import TYPE_CHECKING
@@ -37,12 +38,11 @@ class Relay:
             _write(shown, voice.end())
             del self._voices[key]
 
-    def tick(self) -> float | None:
-        now = time.monotonic()
+    def tick(self, now: float) -> float:
         for shown, voice in self._voices.values():
             if voice.show_at is not None and voice.show_at <= now:
                 _write(shown, voice.hush())
-        return min((voice.show_at for _, voice in self._voices.values() if voice.show_at is not None), default=None)
+        return min((voice.show_at for _, voice in self._voices.values() if voice.show_at is not None), default=math.inf)
 
     def say(self, text: str) -> None:
         """Say something ourselves, on standard error."""
