@@ -6,6 +6,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from hypothesis import settings
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
 # takes to start a rank and join a run, in every one of a thousand ranks. No test multiplies matrices that need them.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+
+# A process may stand still for longer than an example should take; tests have a deadline as a whole.
+settings.register_profile("covey", deadline=None)
+settings.load_profile("covey")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,8 +120,21 @@ def new_job() -> Iterator[Job]:
 
 def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> Ended:
     """Wait for the end of a process that wants no more input."""
-    out, err = process.communicate(timeout=deadline)
-    return Ended(process.returncode, out, err)
+    # Not communicate(), which passes over what a line that was read before brought with it.
+    until, said = time.monotonic() + deadline, dict[str, str]()
+    readers = [
+        threading.Thread(target=lambda name=name, pipe=pipe: said.update({name: pipe.read()}), daemon=True)
+        for name, pipe in (("out", process.stdout), ("err", process.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    for reader in readers:
+        reader.join(max(0.0, until - time.monotonic()))
+        if reader.is_alive():
+            raise subprocess.TimeoutExpired(process.args, deadline, **said)
+    return Ended(process.wait(max(0.1, until - time.monotonic())), said["out"], said["err"])
 
 
 def finish_all(processes: Sequence[subprocess.Popen[str]], deadline: float = DEADLINE) -> list[Ended]:

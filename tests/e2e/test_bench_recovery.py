@@ -29,7 +29,7 @@ def test_three_kills_give_a_whole_distribution_of_right_results() -> None:
         assert {*kill["phases_ms"]} <= {"detect", "freeze", "agree", "reconnect", "redo"}
         assert {"detect", "freeze", "agree", "redo"} <= {*kill["phases_ms"]}
         # Told by two clocks and by another rank than the last one, perhaps: about the same, not the same.
-        assert abs(sum(kill["phases_ms"].values()) - kill["total_ms"]) < 100
+        assert abs(sum(kill["phases_ms"].values()) - kill["total_ms"]) < 500
     summary = report["summary_ms"]
     assert all(row["p50"] <= row["p95"] <= row["max"] for row in summary.values())
     # Survivors whose lanes are open before their view is known have nothing to reconnect.

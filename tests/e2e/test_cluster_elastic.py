@@ -66,13 +66,20 @@ def places_of(lab: Lab, count: int) -> list[Place]:
     return [Place(lab.machine(f"home{index}", "lab", KEY), index) for index in range(count)]
 
 
+def kill_all(members: list[Member]) -> None:
+    """Kill them, and wait until they have let go of their identities."""
+    for member in members:
+        member.kill()
+    for member in members:
+        member.process.wait(DEADLINE)
+
+
 def test_when_all_nodes_die_at_once_those_who_are_started_again_form_the_run_anew_and_without_a_word(lab) -> None:
     places = places_of(lab, 3)
     members = [place.start(min_size=2) for place in places]
     for count in (3, 2):
         assert together(members)["number"] <= 1  # the first two may begin without the third
-        for member in members:
-            member.kill()
+        kill_all(members)
         assert all(len(place.records()) == 1 for place in places[:count])
         began = time.monotonic()
         members = [place.start(min_size=count, max_size=count) for place in places[:count]]
@@ -99,8 +106,7 @@ def test_a_node_whose_record_is_damaged_says_which_file_to_remove(lab) -> None:
     places = places_of(lab, 2)
     members = [place.start(min_size=2) for place in places]
     together(members)
-    for member in members:
-        member.kill()
+    kill_all(members)
     (record,) = places[0].records()
     record.write_bytes(record.read_bytes()[:-5])
     hurt = places[0].start(min_size=2)

@@ -128,7 +128,11 @@ def test_nodes_that_start_in_any_order_with_pauses_agree_on_one_run(cluster: Clu
 
 
 def test_nodes_that_come_within_the_settle_window_are_let_in_though_fewer_would_do(cluster: Cluster) -> None:
-    code = JOIN.replace('say("joining")', 'say("joining"); sys.stdin.readline()') + WORK + END
+    code = (
+        JOIN.replace('say("joining")', 'import covey.runtime.joining; say("joining"); sys.stdin.readline()')
+        + WORK
+        + END
+    )
     processes = [cluster.start(code, min_size=2) for _ in range(3)]
     for process in processes:
         assert heard(process) == "joining"

@@ -90,19 +90,17 @@ def test_plain_output_tells_the_story_even_if_time_is_over_before_the_node_is_ba
     done = covey_demo("--ranks", "2", "--steps", "100000", "--seconds", "0.5", "--seed", seed)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\x1b" not in done.stdout
-    words = [
-        "2 nodes read Alice",
-        "is killed: SIGKILL",
-        "1 goes on without node 1: the ",
-        "node 1 is started again",
-        "node 1 is back as rank 1, with ",
+    begin, lost = ["2 nodes read Alice", "is killed: SIGKILL"], ["1 goes on without node 1: the "]
+    back = ["node 1 is started again", "node 1 is back as rank 1, with "]
+    end = [
         "one node alone now takes the batches of all",
         "parameters bit-identical on all nodes: yes",
         "node 1 was lost and came back: yes",
     ]
-    places = [done.stdout.find(part) for part in words]
-    assert -1 not in places, done.stdout
-    assert places == sorted(places)
+    for words in (begin + lost + end, begin + back + end):  # on a busy machine it is started before the other goes on
+        places = [done.stdout.find(part) for part in words]
+        assert -1 not in places, done.stdout
+        assert places == sorted(places)
     assert workers(seed) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -189,7 +190,7 @@ def wait_for_the_stopped(victim: int, timeout: float) -> Any:
     os.environ.pop("COVEY_KEEPER", None)  # who would tell of the stop before the deadline
     import covey.runtime.engine
 
-    covey.runtime.engine.WARN_SECONDS = 0.3
+    covey.runtime.engine.WARN_SECONDS = 0.6
     with covey.join() as group:
         groups = {name: group.split(0) for name in ("transfer", "barrier", "recv", "first recv", "ring")}
         x = np.arange(1 << 20, dtype=np.float32) + group.rank
@@ -244,7 +245,8 @@ def test_a_stopped_rank_is_named_at_the_deadline_on_all_others(lanes: str) -> No
                 assert report[name]["error"] == "DeadlineError", (rank, name, report[name])
                 assert report[name]["late"] == [victim], (rank, name, report[name])
                 assert f"rank {victim}" in report[name]["text"]
-                assert 0.8 < report[name]["took"] < 2.0, (rank, name, report[name])
+                # Who began later hears from who began first.
+                assert 0.5 < report[name]["took"] < 2.0, (rank, name, report[name])
             assert (report["after"]["error"], report["after"]["cause"]) == ("ClosedError", "DeadlineError")
             warning = [line for line in ranks.errors(rank).splitlines() if "waits in barrier()" in line]
             assert warning, ranks.errors(rank)
@@ -291,9 +293,10 @@ def end_early(how: str, leaver: int) -> Any:
     [
         ("exception", "unix", 1, "rank 1 left the group because of ValueError: cannot divide the cake"),
         ("sys.exit", "shm", 5, "rank 1 left the group because of SystemExit: 5"),
-        ("sys.exit without with", "tcp", 5, "left the group"),
-        ("early end", "shm", 0, "left the group"),
-        ("early end", "tcp", 0, "left the group"),
+        # Its goodbye may come so late that only the end of its lanes is known.
+        ("sys.exit without with", "tcp", 5, r"rank 1 \(.*\) (left|closed) the group"),
+        ("early end", "shm", 0, r"rank 1 \(.*\) (left|closed) the group"),
+        ("early end", "tcp", 0, r"rank 1 \(.*\) (left|closed) the group"),
     ],
 )
 def test_others_learn_why_a_rank_ended_early(how: str, lanes: str, code: int, reason: str) -> None:
@@ -302,7 +305,7 @@ def test_others_learn_why_a_rank_ended_early(how: str, lanes: str, code: int, re
         ranks.go(VICTIM)
         for first, further in ranks.results(SURVIVORS):
             assert (first["error"], first["rank"]) == ("PeerLostError", VICTIM), first
-            assert reason in first["text"]
+            assert re.search(reason, first["text"])
             assert (further["error"], further["cause"]) == ("ClosedError", "PeerLostError")
         ranks.await_exit([VICTIM], code=code)
         ranks.await_exit(SURVIVORS)
@@ -388,6 +391,7 @@ def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_no
     def work(group: covey.Group) -> int:
         pair = group.split(color=0)
         if group.rank == 1:
+            group.barrier()
             pair.send(np.arange(5), dst=0)
             group.barrier()
             return 4
@@ -401,6 +405,7 @@ def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_no
 
         held: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         engine.lane_arrived = lambda *args: held.put(args)  # type: ignore[method-assign]
+        group.barrier()
         message = pair.recv(src=1)
         pair.close()
         control.soon(hear_of_it, *held.get(timeout=5.0))

@@ -255,9 +255,9 @@ def test_restarts_cost_the_keeper_nothing_that_it_keeps(covey_run) -> None:
             Path("open").write_text(str(count_open()))
         if start > 1:
             before, deadline = int(Path("open").read_text()), time.monotonic() + 2
-            while count_open() > before and time.monotonic() < deadline:
+            while (now := count_open()) > before and time.monotonic() < deadline:
                 time.sleep(0.005)  # it may be about to close one
-            print("no more open:", count_open() <= before)
+            print("no more open:", now <= before)
         if start == 12:
             Path("last").touch()
         sys.exit(1)

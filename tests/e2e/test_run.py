@@ -88,9 +88,19 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     prelude = """
 import os, signal, subprocess, sys, time
 rank = int(os.environ['COVEY_RANK'])
+def print(*words, file=sys.stdout, end="\\n"):
+    file.write(" ".join(map(str, words)) + end)  # at once: a line that takes long to finish is shown in parts
 def wait_for_signals():
     while True:
         time.sleep(0.05)  # not pause(), which would not see one that comes just before it
+def stay_until(rank):
+    # until it has told its pid
+    while not os.path.exists(f"pid{rank}"):
+        time.sleep(0.01)
+    return int(open(f"pid{rank}").read())
+def tell():
+    open(f"draft{rank}", "w").write(str(os.getpid()))
+    os.rename(f"draft{rank}", f"pid{rank}")
 """
 
     def write(body: str) -> str:
@@ -164,7 +174,10 @@ def test_a_rank_is_told_its_place_and_a_secret_token(covey_run, script, runtime)
 def test_the_first_failure_stops_the_others_and_gives_its_exit_code(covey_run, script, runtime) -> None:
     job = script("""
         print(os.getpid())
+        tell()
         if rank == 2:
+            for other in range(4):
+                stay_until(other)
             sys.exit(7)
         signal.pause()
     """)
@@ -177,9 +190,15 @@ def test_the_first_failure_stops_the_others_and_gives_its_exit_code(covey_run, s
 
 def test_other_ranks_have_a_moment_to_say_what_they_lost(covey_run, script) -> None:
     job = script("""
+        tell()
         if rank == 1:
+            for other in (0, 2):
+                stay_until(other)
             sys.exit(3)
-        os.waitid(os.P_PID, subprocess.Popen(["sleep", "0.3"]).pid, os.WEXITED)
+        first = stay_until(1)
+        while os.path.exists(f"/proc/{first}") and open(f"/proc/{first}/stat").read().split()[2] != "Z":
+            time.sleep(0.01)
+        time.sleep(0.2)
         print("lost rank 1")
         sys.exit(9)
     """)
@@ -204,7 +223,9 @@ def test_a_rank_that_ignores_sigterm_is_killed(covey_run, script) -> None:
     job = script("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(os.getpid())
+        tell()
         if rank == 0:
+            stay_until(1)
             sys.exit(5)
         wait_for_signals()
     """)

@@ -79,11 +79,13 @@ def test_on_a_network_in_order_two_doctors_and_a_node_find_each_other_and_nothin
     with Lan(hosts=3, rate=f"{RATE * 8:.0f}bit", prefix=PREFIX) as lan:
         cluster = Cluster()
         start_node(lan.hosts[0], cluster)
-        for doctor in [start_doctor(host, cluster) for host in lan.hosts[1:]]:
-            said = end_doctor(doctor)
+        diagnoses = [end_doctor(doctor) for doctor in [start_doctor(host, cluster) for host in lan.hosts[1:]]]
+        purposes = [sorted(person["purpose"] for person in said.people) for said in diagnoses]
+        assert ["candidate", "visitor"] in purposes  # one may have left when the other comes
+        assert all(each in (["candidate"], ["candidate", "visitor"]) for each in purposes)
+        for said in diagnoses:
             assert (said.code, said.findings) == (0, {})
             assert said.seconds < MOST_SECONDS
-            assert sorted(person["purpose"] for person in said.people) == ["candidate", "visitor"]
             for person in said.people:
                 assert "multicast" in person["found_by"]
                 for ways in (person["ways_there"], person["ways_back"]):
@@ -96,7 +98,7 @@ def test_on_a_network_in_order_two_doctors_and_a_node_find_each_other_and_nothin
                     assert 0.1 * RATE < person["bytes_per_second"] < 2.1 * RATE
             used = said.interface("eth0")
             assert min(used["sent"], used["came_back"], used["heard"]) > 0
-            assert len(used["heard_from"]) >= 2
+            assert len(used["heard_from"]) >= len(said.people)
             assert not said.interface("lo")["is_used"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,7 +20,8 @@ import pytest
 from covey.testing.netns import Lan, require_namespaces
 
 DEADLINE = 20.0
-PREFIX = "covey-lantest"
+PREFIX = f"covey-lantest{os.getpid()}"
+"""Other workers may be in this file, too."""
 FACTS = """
 import json, os, socket
 print(json.dumps([socket.gethostbyname(socket.gethostname()), dict(os.environ)]))
@@ -62,7 +64,11 @@ def is_running(pid: str) -> bool:
 
 def left_behind() -> list[str]:
     folders = ("/run/netns", "/etc/netns", tempfile.gettempdir())
-    return [name for folder in folders if Path(folder).is_dir() for name in os.listdir(folder) if PREFIX in name]
+    found = []
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):
+            found += [name for name in os.listdir(folder) if PREFIX in name]
+    return found
 
 
 @pytest.mark.parametrize("kind", ["bridge", "switch"])

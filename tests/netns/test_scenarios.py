@@ -16,6 +16,7 @@ QUICKLY = 5.0
 PORT = 47700
 
 
+@pytest.mark.alone
 def test_two_nodes_without_flags_have_a_result_within_five_seconds() -> None:
     with Lan(hosts=2) as lan:
         cluster = Cluster()

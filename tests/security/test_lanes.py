@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from covey.runtime.group import Group
 
 ELEMENTS = 50_001
-PATIENCE = 1.0
+PATIENCE = 3.0
 CLAIM = door.ANSWER_BYTES + 16 + 1 + greeting.PROOF_BYTES
 """Where the first record of the dialler begins; of the acceptor, it is the challenge and a proof."""
 GREETED = door.CHALLENGE_BYTES + greeting.PROOF_BYTES

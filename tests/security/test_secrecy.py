@@ -184,7 +184,8 @@ def test_no_error_about_a_secret_repeats_it(spoil: Any, monkeypatch: pytest.Monk
             with pytest.raises(CoveyError) as raised:
                 clusters.find("prey", dict(env))
             told = f"{raised.value!r} {raised.value} {raised.value.__cause__!r}"
-            assert bad[7:40] not in told
+            if len(part := bad[7:40]) > 6:  # shorter ones are in some of the words that it proposes
+                assert part not in told
             assert text[7:17] not in told
 
 
@@ -198,10 +199,10 @@ with covey.join("run", size=2, interfaces="lo", lanes="secure", timeout=20) as g
     print(subprocess.run(["env"], capture_output=True, text=True).stdout)
     print(subprocess.run(["ps", "-ww", "-o", "args", "-p", str(os.getpid())], capture_output=True, text=True).stdout)
     print(dict(os.environ))
-    group.barrier()
-    if group.rank == 1:
-        os._exit(3)
     try:
+        group.barrier()
+        if group.rank == 1:
+            os._exit(3)
         group.all_reduce(1)
     except covey.CoveyError as error:
         print(repr(error), error.__dict__)
@@ -219,6 +220,7 @@ def check_environment_secret(home: Path, temp: Path) -> None:
     env |= {
         "COVEY_HOME": str(home), "COVEY_SECRET": secret.key.hex(), "PYTHONPATH": str(SOURCE), "COVEY_DEBUG": "1",
         "PYTHONASYNCIODEBUG": "1", "TMPDIR": str(temp), "XDG_RUNTIME_DIR": "",
+        "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     pair = [
         subprocess.Popen([sys.executable, "-c", JOIN], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -8,9 +8,12 @@ import os
 import tempfile
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,6 +38,13 @@ _context.set_forkserver_preload(
         "covey.torch.backend",
     ]
 )
+
+
+def all_here(rank: int, size: int, store: str) -> None:
+    """Return once all ranks are here, without covey: who dies then is missed in no operation before."""
+    kept = dist.FileStore(f"{store}-here", size)
+    kept.set(str(rank), "")
+    kept.wait([str(other) for other in range(size)], timedelta(seconds=60))
 
 
 class Lost:

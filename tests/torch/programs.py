@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -400,9 +401,13 @@ def abort_pending(rank: int, size: int, store: str) -> None:
 # Meeting
 
 
-def again_and_again(rank: int, size: int, store: str, host: str, port: int) -> list[str]:
+def again_and_again(rank: int, size: int, store: str) -> list[str]:
     """Meet three times over one store, which remembers; return the kinds of lanes."""
-    kept = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timedelta(seconds=30))
+    meeting = dist.FileStore(f"{store}-port", size)
+    port = 0 if rank == 0 else int(meeting.get("port"))
+    kept = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=30), wait_for_workers=False)
+    if rank == 0:
+        meeting.set("port", str(kept.port))
     kinds = []
     for turn in range(3):
         dist.init_process_group("covey", store=kept, rank=rank, world_size=size)
@@ -438,6 +443,8 @@ def ask_who_is_late(rank: int, size: int, store: str) -> list[Any]:
         while [(late.rank, late.answers) for late in found] != [(2, True), (3, False)] or not found[0].call:
             assert time.monotonic() < until, found
             found = covey.torch.who_is_late(own, timeout=0.5)
+        while Path(f"/proc/{pids[3]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)  # it may have been slow to stop itself
         os.kill(pids[3], signal.SIGCONT)
     if rank < 2:
         dist.barrier(group=gate)

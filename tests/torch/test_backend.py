@@ -12,8 +12,6 @@ import pytest
 from tests.torch import programs
 from tests.torch.crew import run_crew
 
-from covey.runtime.torch_env import free_port
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,7 +47,7 @@ def test_a_rank_that_waits_can_ask_who_is_late() -> None:
 
 
 def test_ranks_meet_again_and_again_over_one_store() -> None:
-    first, second = run_crew(2, programs.again_and_again, "127.0.0.1", free_port())
+    first, second = run_crew(2, programs.again_and_again)
     assert first == second
     assert len(first) == 3
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.crew import Lost, run_crew
+from tests.torch.crew import Lost, all_here, run_crew
 from tests.torch.equality import batch, share, small_model, start, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,7 +39,7 @@ def lose_one(rank: int, size: int, store: str, wrap: Any) -> tuple[str, str, flo
     middle = getattr(model, "module", model)[2]
     if rank == size - 1:
         middle.register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    dist.barrier()
+    all_here(rank, size, store)
     began = time.monotonic()
     try:
         model(batch(0)).sum().backward()
@@ -54,7 +54,7 @@ def test_a_rank_killed_in_backward_is_named_by_the_others_within_two_seconds(wra
     *survivors, lost = run_crew(3, lose_one, wrap)
     assert lost is Lost
     for kind, text, seconds in survivors:
-        assert kind in ("RuntimeError", "PeerLostError")
+        assert kind in ("RuntimeError", "PeerLostError", "ClosedError")  # the last, of a bucket that comes after it
         assert "rank 2" in text
         assert seconds < 2
 
@@ -63,7 +63,7 @@ def start_again(rank: int, size: int, store: str) -> tuple[list[str], int]:
     """Rank 1 is killed; the others destroy their groups, meet anew with other ranks, and train on."""
     start(rank, size, store)
     pair = dist.new_group([0, 2])
-    dist.barrier()
+    all_here(rank, size, store)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     said = []

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.crew import Lost, run_crew
+from tests.torch.crew import Lost, all_here, run_crew
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 from torch.distributed.run import config_from_args, parse_args
 
@@ -326,7 +326,7 @@ def die_together(rank: int, size: int, path: str, folder: str) -> None:
     dist.init_process_group("covey", init_method=f"file://{path}", rank=rank, world_size=size)
     assert sum_of_ranks() == 11
     assert len(list(meeting_folder("any").parent.glob("torch-*"))) == 1
-    dist.barrier()
+    all_here(rank, size, path)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -368,6 +368,7 @@ LAUNCHED = """
 """
 WORKER = """
     import json, os, signal, sys, time
+    from datetime import timedelta
     import torch
     import torch.distributed as dist
 
@@ -383,6 +384,9 @@ WORKER = """
         store = store.underlying_store
     if size == 2 or killed:
         print(json.dumps([stage.item(), rank, size, type(store).__name__]), flush=True)
+    if size == 2:  # nobody ends before the other has what it needs of it
+        store.set(f"said by {rank}", "")
+        store.wait([f"said by {1 - rank}"], timedelta(seconds=40))
     if stage == 0 and rank == 1:
         os._exit(3)
     if stage == 1 and rank == 1:

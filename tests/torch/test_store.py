@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.runtime.group import Group
 
-MOMENT = timedelta(milliseconds=200)
+MOMENT, LONG = timedelta(milliseconds=200), timedelta(seconds=30)
 CALLS: list[tuple[str, Callable[[Any], Any]]] = [
     ("set", lambda store: store.set("k", "text")),
     ("get", lambda store: store.get("k")),
@@ -42,9 +42,11 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
     ("add", lambda store: (store.add("n", 5), store.add("n", -7), store.get("n"))),
     ("no number", lambda store: store.add("k", 1)),
     ("check", lambda store: (store.check(["k", "n"]), store.check(["k", "missing"]))),
-    ("wait", lambda store: (store.wait(["k", "n"]), store.wait(["k"], MOMENT))),
+    ("wait", lambda store: (store.wait(["k", "n"]), store.wait(["k"], LONG))),
     ("wait in vain", lambda store: store.wait(["missing"], MOMENT)),
+    ("shorter", lambda store: store.set_timeout(MOMENT)),
     ("get in vain", lambda store: store.get("missing")),
+    ("longer", lambda store: store.set_timeout(LONG)),
     ("swap missing", lambda store: store.compare_set("c", "expected", "new")),
     ("swap in", lambda store: store.compare_set("c", "", "new")),
     ("swap wrong", lambda store: store.compare_set("c", "other", "newer")),
@@ -60,7 +62,7 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
 
 def outcomes(store: Any) -> list[Any]:
     """Return what came of each call: the result, or that it failed."""
-    store.set_timeout(MOMENT)
+    store.set_timeout(LONG)
     found: list[Any] = []
     for name, call in CALLS:
         try:
@@ -149,10 +151,14 @@ def refuse_what_is_too_large(rank: int, store: CoveyStore) -> None:
 
 def interrupt_a_wait(store: CoveyStore) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def wait() -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        dist.PrefixStore("through C++", store).get("never")
+
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        dist.PrefixStore("through C++", store).get("never")
+        wait()
     assert time.monotonic() - began < 10
 
 

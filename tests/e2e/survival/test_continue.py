@@ -79,7 +79,7 @@ def test_survivors_finish_the_very_all_reduce_in_which_a_rank_is_killed(lanes: s
             assert list(phases) == ["detect", "freeze", "agree", "reconnect", "redo"]
             assert sorted(phases.values()) == list(phases.values())
             assert first == reports[0]["rounds"][0][0]
-            assert report["close"] < 1.0
+            assert report["close"] < 3.0
         ranks.await_exit(others)
         for rank in others:
             assert len(lines := ranks.errors(rank).splitlines()) == 1, lines
@@ -339,7 +339,7 @@ def test_ranks_are_lost_in_a_row_and_at_once_and_during_recovery_until_one_is_le
         ranks.go(last)
         [report] = ranks.results([last])
         assert report["live"] == [last]
-        assert report["close"] < 1.0
+        assert report["close"] < 3.0
         ranks.await_exit([last])
         agreed: dict[int, list[int]] = {}
         for rank in range(size):
@@ -371,7 +371,7 @@ def test_a_broken_lane_is_nobodys_loss(lanes: str) -> None:
                         steps += 1
         ranks.go(1)
         for report in ranks.results():
-            assert report["close"] < 1.0
+            assert report["close"] < 3.0
         ranks.await_exit()
         for rank in range(size):
             assert ranks.all_said(rank, "wrong") == []

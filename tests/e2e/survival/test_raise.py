@@ -81,7 +81,7 @@ def wait_until_revoked() -> Any:
         group.barrier()
         waits = [
             lambda: mine.recv(src=1),
-            mine.barrier,
+            lambda: mine.all_reduce(values(1, 100)),
             lambda: mine.all_reduce(values(2, 100), async_op=True).wait(),
             lambda: mine.send(values(3, 100_000), dst=0),
         ]
