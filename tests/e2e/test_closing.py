@@ -351,3 +351,16 @@ def test_a_loss_that_only_a_finished_send_met_is_told_to_the_next_call() -> None
         return said
 
     assert run_threads(2, work, lanes="unix", timeout=20.0)[0] == ["PeerLostError", "ClosedError"]
+
+
+def test_a_thread_that_was_interrupted_as_it_began_an_operation_can_begin_another_and_close_the_group() -> None:
+    def work(group: covey.Group) -> tuple[float, float]:
+        group._engine._issuing.acquire()  # Ctrl-C came right after this, before anything that would release it
+        total = float(group.all_reduce(group.rank + 1.0))
+        began = time.monotonic()
+        group.close()
+        return total, time.monotonic() - began
+
+    for total, seconds in run_threads(2, work, timeout=10.0):
+        assert total == 3.0
+        assert seconds < 4.0  # it would wait 5 s for another thread's operation
