@@ -345,7 +345,11 @@ def test_an_unfinished_last_line_is_shown_and_finished(covey_run, script) -> Non
 
 
 def test_an_enormous_line_is_relayed_in_pieces_without_loss(covey_run, script) -> None:
-    job = script("os.write(1, b''.join(b'%d.%d,' % (rank, i) for i in range(200_000)))")
+    job = script("""
+        line = b"".join(b"%d.%d," % (rank, i) for i in range(200_000))
+        while line:
+            line = line[os.write(1, line):]
+    """)
     code, out, _ = covey_run("-n", "2", job).finish()
     assert code == 0
     for rank in range(2):
