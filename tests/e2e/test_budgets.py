@@ -135,7 +135,7 @@ with covey.join() as group:
         global events
         events += event in ("call", "c_call")
     counts = []
-    for turn in range(6):
+    for turn in range(25):
         group.barrier()
         events = 0
         sys.setprofile(count)
