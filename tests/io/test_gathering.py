@@ -166,6 +166,29 @@ def test_two_nodes_that_dial_each_other_at_the_same_time_end_with_one_link(attem
     run(work)
 
 
+def test_nothing_is_lost_while_two_nodes_exchange_their_link_for_another() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        small, large = sorted([await crew.add(cluster), await crew.add(cluster)], key=lambda node: node.card.id)
+        heard: list[bytes] = []
+        small.heard = lambda _, message: heard.append(message.body)
+        await large._dial(small.card.contact.addresses)
+        await until(lambda: know_each_other(small, large))
+        first = large.met[small.card.id].link
+        dialling = asyncio.ensure_future(small._dial(large.card.contact.addresses))
+        sent = 0
+        while not small.met[large.card.id].is_dialled or large.met[small.card.id].link is first or sent < 100:
+            for _ in range(10):
+                large.met[small.card.id].send(messages.Forming(sent.to_bytes(4, "big")))
+                sent += 1
+            await asyncio.sleep(0)
+        await dialling
+        await until(lambda: len(heard) == sent and only_links(small, large))
+        assert sorted(heard) == [number.to_bytes(4, "big") for number in range(sent)]
+
+    run(work)
+
+
 def test_a_seed_that_all_know_makes_all_known_to_each_other_without_multicast() -> None:
     async def work(crew: Crew) -> None:
         cluster = new_cluster()

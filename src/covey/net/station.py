@@ -239,7 +239,7 @@ class Station:
             return
         if info.load_from_cache(zeroconf):
             self._tell(info)
-        elif len(self._tasks) < MOST_RESOLVED:
+        elif len(self._tasks) < MOST_RESOLVED and not self._closed:
             self._spawn(self._resolve(zeroconf, info))
 
     async def _resolve(self, zeroconf: Zeroconf, info: AsyncServiceInfo) -> None:

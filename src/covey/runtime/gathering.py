@@ -50,6 +50,10 @@ DIALS_AT_ONCE: Final = 64
 """Hints followed at the same time; more of them come again."""
 VISITOR_SECONDS: Final = 20.0
 """A visitor that does not answer for so long has gone."""
+RETIRE_SECONDS: Final = 2.0
+"""How long a link that is not used any more is listened to."""
+LINKS_LIMIT: Final = 4
+"""Links with one node at a time; further ones are closed at once."""
 PINGS_LIMIT: Final = 100
 CARDS_LIMIT: Final = 1000
 CARDS_AT_ONCE: Final = 100
@@ -356,17 +360,26 @@ class Gathering:
             await aside(clusters.remember, self.cluster.name, card.id, card.name)
 
     def _choose(self, someone: Acquaintance, card: messages.Card, link: Link, way: Where | None) -> None:
-        """There is a second link to someone. Nothing changes once a run is being decided on: messages could be lost."""
+        """There is a second link to someone. Nothing changes while a run is decided on: messages could overtake."""
         someone.card = card  # it may have moved, and is known by its addresses
         if self.card.id > someone.card.id:
             self._listen_to(someone, link, way)  # and answer there when it speaks there
         elif way is not None and not someone.is_dialled and self.may_switch(someone):
             old = list(someone.links)
             self._use(someone, link, way)
+            self._ping(someone)  # it answers there from now on
             for each in old:
-                each.close()
+                self._retire(each)
+        elif len(someone.links) < LINKS_LIMIT:
+            someone.links = {link: way, **someone.links}
+            self._attach(someone, link)
+            self._retire(link)
         else:
             link.close()
+
+    def _retire(self, link: Link) -> None:
+        """Close a link when nothing can be on its way any more: the other side hears on another one which is in use."""
+        asyncio.get_running_loop().call_later(RETIRE_SECONDS, link.close)
 
     def _use(self, someone: Acquaintance, link: Link, way: Where | None) -> None:
         someone.links[link] = way
@@ -377,9 +390,12 @@ class Gathering:
         someone.links[link] = way
         someone.is_measuring = someone.is_measuring or way is not None
         self.switched(someone)
-        link.attach(functools.partial(self._heard_frame, someone, link), functools.partial(self._ended, someone, link))
+        self._attach(someone, link)
         if way is not None:
             self.spawn(self._find_best_way(someone, way))
+
+    def _attach(self, someone: Acquaintance, link: Link) -> None:
+        link.attach(functools.partial(self._heard_frame, someone, link), functools.partial(self._ended, someone, link))
 
     def part(self, someone: Acquaintance) -> None:
         """Let go of someone."""
@@ -421,7 +437,7 @@ class Gathering:
     def _heard_frame(self, someone: Acquaintance, link: Link, body: bytes) -> None:
         message = messages.decode_control(body)
         self.noticed(someone)
-        if link is not someone.link and link in someone.links:
+        if link is not someone.link and link in someone.links and self.card.id > someone.card.id:
             someone.link = link
             self.switched(someone)
         match message:
