@@ -19,7 +19,7 @@ class Acquaintance:
     """Another node that we are linked with.
 
     Two nodes that find each other at the same time may end up with two links. The one with the smaller id decides
-    which one to keep, and closes the other; the larger one answers on the link that it heard from last.
+    which one to use, and closes the other a little later; the larger one answers on the link that it heard from last.
     """
 
     def __init__(self, card: messages.Card, purpose: str) -> None:
