@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from tests.e2e.jobs import LAUNCHERS, SOURCE
+from tests.e2e.jobs import LAUNCHERS, SOURCE, finish
 
 from covey.net import clusters
 from covey.net.clusters import Cluster
@@ -158,5 +158,5 @@ def wait_until_joined(nodes: list[subprocess.Popen[str]]) -> list[int]:
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Wait for the end of a program that gets no more input; return its exit code, output and errors."""
-    out, err = process.communicate(timeout=DEADLINE)
-    return process.returncode, out, err
+    ended = finish(process, DEADLINE)
+    return ended.code, ended.out, ended.err

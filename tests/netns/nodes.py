@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.e2e.jobs import finish
+
 from covey.net.identity import NodeIdentity
 
 if TYPE_CHECKING:
@@ -54,8 +56,8 @@ class Node:
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end; return exit code, output and errors."""
-        out, err = self.process.communicate(timeout=DEADLINE)
-        return self.process.returncode, out, err
+        ended = finish(self.process, DEADLINE)
+        return ended.code, ended.out, ended.err
 
 
 @dataclass

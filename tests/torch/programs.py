@@ -444,6 +444,7 @@ def ask_who_is_late(rank: int, size: int, store: str) -> list[Any]:
             assert time.monotonic() < until, found
             found = covey.torch.who_is_late(own, timeout=0.5)
         while Path(f"/proc/{pids[3]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < until
             time.sleep(0.01)  # it may have been slow to stop itself
         os.kill(pids[3], signal.SIGCONT)
     if rank < 2:

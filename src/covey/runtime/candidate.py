@@ -93,8 +93,7 @@ class Candidate(Gathering):
                 continue
             if peer.life == someone.card.life and not peer.excluded:
                 someone.rank = seat
-                _tell_how_to_reach(peer, someone)
-                self._tell_of_its_seat(node, someone)
+                self.switched(someone)
                 node.relinked(peer)
             else:
                 someone.votes_for = seat
@@ -138,12 +137,9 @@ class Candidate(Gathering):
     def switched(self, someone: Acquaintance) -> None:
         if self._node is not None and someone.rank >= 0:
             _tell_how_to_reach(self._node.peers[someone.rank], someone)
-            self._tell_of_its_seat(self._node, someone)
-
-    def _tell_of_its_seat(self, node: Node, someone: Acquaintance) -> None:
-        """A link has ended, perhaps with the news on it that the generation has a seat for someone; say so again."""
-        if node.generation is not None and node.generation.number:
-            someone.send(node.generation.founded)
+            generation = self._node.generation
+            if generation is not None and generation.number:  # a link may have ended with this news on it
+                someone.send(generation.founded)
 
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
         if isinstance(message, messages.Forming):

@@ -31,6 +31,7 @@ PREFIX: Final = "covey-lan"
 _NAMESPACES: Final = Path("/run/netns")
 _ETC: Final = Path("/etc/netns")
 _COMMAND_SECONDS: Final = 30.0
+_TRIES: Final = 100
 _LAUNCHERS: Final = ("COVEY_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
 
 
@@ -293,10 +294,11 @@ def _remove(folder: Path, namespaces: Iterable[str]) -> None:
 
 
 def _make_folder(path: Path) -> None:
-    while True:
+    for _ in range(_TRIES):
         with contextlib.suppress(FileNotFoundError):  # another process took the parent away, which was empty
             path.mkdir(parents=True)
             return
+    raise OSError(f"{path.parent} is taken away as soon as it is made; look what does that")
 
 
 def _ip(namespace: str, *commands: str) -> None:

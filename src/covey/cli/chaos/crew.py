@@ -97,10 +97,7 @@ class Listener(Protocol):
         """`target` is 1 or 2; no data: the process has closed it."""
 
     def tick(self, now: float) -> float:
-        """All that was printed by `now` was told; returns when it wants to be called again at the latest.
-
-        By the monotonic clock.
-        """
+        """All that was printed by `now`, of the monotonic clock, was told; returns when to call again at the latest."""
 
 
 @dataclass(frozen=True)
