@@ -24,7 +24,7 @@ PUBLIC = {
     *("join", "generations", "launch", "Group", "Work", "Event", "ANY"),
     *("CoveyError", "Remedy", "AuthError", "BusyError", "ClosedError", "ConfigError", "ConnectError", "DeadlineError"),
     *("GroupChangedError", "MismatchError", "PeerLostError", "QuorumLostError", "RankFailedError"),
-    "RemoteProtocolError",
+    *("RemoteProtocolError", "SplitRunError", "load_state"),
 }
 GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),

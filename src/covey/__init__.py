@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RankFailedError,
         Remedy,
         RemoteProtocolError,
+        SplitRunError,
     )
     from covey.proto.matching import ANY
     from covey.runtime.bootstrap import join
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from covey.runtime.generations import generations
     from covey.runtime.group import Group
     from covey.runtime.launch import launch
+    from covey.runtime.saved import load_state
     from covey.runtime.work import Work
 
 __all__ = [
@@ -57,10 +59,12 @@ __all__ = [
     "RankFailedError",
     "Remedy",
     "RemoteProtocolError",
+    "SplitRunError",
     "Work",
     "generations",
     "join",
     "launch",
+    "load_state",
 ]
 
 _HOMES = {
@@ -71,6 +75,7 @@ _HOMES = {
     "generations": "covey.runtime.generations",
     "join": "covey.runtime.bootstrap",
     "launch": "covey.runtime.launch",
+    "load_state": "covey.runtime.saved",
 }
 """Where names live that are not errors. They are loaded on first use: the command line needs few of them."""
 

@@ -82,7 +82,8 @@ def test_when_all_nodes_die_at_once_those_who_are_started_again_form_the_run_ane
         kill_all(members)
         assert all(len(place.records()) == 1 for place in places[:count])
         began = time.monotonic()
-        members = [place.start(min_size=count, max_size=count) for place in places[:count]]
+        # Two of three wait for the third for as long as their patience lasts: it may have gone on.
+        members = [place.start(min_size=count, max_size=count, patience=2.0) for place in places[:count]]
         said = together(members)
         assert (said["number"], said["step"]) == (0, 0)
         assert time.monotonic() - began < QUICKLY

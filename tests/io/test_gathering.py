@@ -557,7 +557,7 @@ def test_two_candidates_agree_on_one_view_and_on_who_reaches_whom() -> None:
         formed, formed_there = await asyncio.gather(one.form(10.0), other.form(10.0))
         assert isinstance(formed, Formed)
         assert isinstance(formed_there, Formed)
-        ranks = {member.life: rank for rank, member in enumerate(formed.view)}
+        ranks = {(member.id, member.life): rank for rank, member in enumerate(formed.view)}
         by_rank, by_rank_there = one.seated(ranks), other.seated(ranks)
         assert formed.view == formed_there.view
         assert [member.id for member in formed.view] == sorted((one.card.id, other.card.id))

@@ -1,4 +1,4 @@
-"""What a node promised is on its disk, whole, through crashes; and its next life votes by it."""
+"""What a node promised, and what its machine knows of the run, is on disk, whole, through crashes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from covey.base.errors import ConfigError
 from covey.proto.ballot import first_record
 from covey.runtime.council import Council
 from covey.runtime.records import Records
-from covey.runtime.voter import Voter
-from covey.wire.membership import Bound, Fate, Record, Seat, Verdict, View
+from covey.wire.lineage import Ending, Known, Remembered, new_lineage
+from covey.wire.membership import Bound, Record, Seat, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.proto.changes import QuorumLost
+    from covey.proto.changes import QuorumLost, Waiting
     from covey.wire import messages
 
 DEADLINE = 20.0
@@ -64,9 +64,9 @@ def test_what_was_written_last_is_read_by_the_same_node_of_the_same_run_only(hom
     records = Records("lab", "mine", IDS[0])
     assert records.read() is None
     later = Record(FIRST.members, View(LINEAGE, 3, (0, 2), 2), 7, 5, View(LINEAGE, 4, (2,), 2))
-    records.write(0, FIRST)
-    records.write(4, later)
-    assert Records("lab", "mine", IDS[0]).read() == Bound(4, later)
+    records.write(Bound(0, FIRST, LINEAGE))
+    records.write(Bound(4, later, LINEAGE, 2))
+    assert Records("lab", "mine", IDS[0]).read() == Bound(4, later, LINEAGE, 2)
     for others in (("lab", "mine", IDS[1]), ("lab", "yours", IDS[0]), ("den", "mine", IDS[0])):
         assert Records(*others).read() is None
     (path,) = files(home)
@@ -74,12 +74,12 @@ def test_what_was_written_last_is_read_by_the_same_node_of_the_same_run_only(hom
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_who_is_bound_to_nothing_any_more_leaves_no_file_and_may_say_so_twice(home: Path) -> None:
+def test_a_node_that_is_bound_to_nothing_any_more_leaves_no_file(home: Path) -> None:
     records = Records("lab", "mine", IDS[0])
-    records.forget()
-    records.write(0, FIRST)
-    records.forget()
-    records.forget()
+    records.write(None)
+    records.write(Bound(0, FIRST, LINEAGE))
+    records.write(None)
+    records.write(None)
     assert records.read() is None
     assert files(home) == []
 
@@ -87,7 +87,7 @@ def test_who_is_bound_to_nothing_any_more_leaves_no_file_and_may_say_so_twice(ho
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: b"\xff" + data[1:]])
 def test_a_damaged_record_is_named_and_nothing_is_made_of_it(home: Path, damage: Callable[[bytes], bytes]) -> None:
     records = Records("lab", "mine", IDS[0])
-    records.write(2, FIRST)
+    records.write(Bound(2, FIRST, LINEAGE))
     (path,) = files(home)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ConfigError, match=rf"{path} is damaged \(.+\); remove it"):
@@ -96,7 +96,7 @@ def test_a_damaged_record_is_named_and_nothing_is_made_of_it(home: Path, damage:
 
 def test_a_record_that_others_may_read_or_change_is_refused(home: Path) -> None:
     records = Records("lab", "mine", IDS[0])
-    records.write(2, FIRST)
+    records.write(Bound(2, FIRST, LINEAGE))
     (path,) = files(home)
     path.chmod(0o666)
     with pytest.raises(ConfigError, match="chmod 600"):
@@ -105,18 +105,18 @@ def test_a_record_that_others_may_read_or_change_is_refused(home: Path) -> None:
 
 def test_on_a_full_disk_the_error_says_what_to_do_and_the_last_record_stays(home: Path) -> None:
     records = Records("lab", "mine", IDS[0])
-    records.write(2, FIRST)
+    records.write(Bound(2, FIRST, LINEAGE))
     expected = r"cannot write .*: File too large; make room, or set COVEY_HOME elsewhere"
     with full_disk(), pytest.raises(ConfigError, match=expected):
-        records.write(3, FIRST)
-    assert records.read() == Bound(2, FIRST)
+        records.write(Bound(3, FIRST, LINEAGE))
+    assert records.read() == Bound(2, FIRST, LINEAGE)
     assert len(files(home)) == 1
 
 
 def test_a_place_that_is_no_folder_is_named(home: Path) -> None:
     home.mkdir(mode=0o700)
     (home / "runs").write_text("in the way")
-    for use in (lambda it: it.read(), lambda it: it.write(0, FIRST)):
+    for use in (lambda it: it.read(), lambda it: it.write(Bound(0, FIRST, LINEAGE))):
         with pytest.raises(ConfigError, match=f"{home / 'runs'} is not a folder"):
             use(Records("lab", "mine", IDS[0]))
 
@@ -126,11 +126,11 @@ def test_a_writer_that_is_killed_leaves_one_whole_record(home: Path) -> None:
 import sys
 from covey.proto.ballot import first_record
 from covey.runtime.records import Records
-from covey.wire.membership import Seat
+from covey.wire.membership import Bound, Seat
 records, number = Records("lab", "mine", b"1" * 32), 0
 while True:
     seats = [Seat(bytes([1 + place]) * 32, bytes([1 + number % 200]) * 16) for place in range(1 + number % 100)]
-    records.write(number, first_record(seats, b"l" * 16))
+    records.write(Bound(number, first_record(seats, b"l" * 16), b"l" * 16))
     number += 1
     if number > 3:
         print(number, flush=True)
@@ -149,43 +149,64 @@ while True:
         assert bound.record.members[0].life == bytes([1 + bound.generation % 200]) * 16
 
 
-# And what its next life does by it
+# Lineages, of the whole machine
+
+
+def lineage(number: int) -> bytes:
+    return new_lineage(float(number), b"r" * 10)
+
+
+def test_all_nodes_of_a_machine_know_the_lineages_that_one_of_them_learned_of(home: Path) -> None:
+    one, other = Records("lab", "mine", IDS[0]), Records("lab", "mine", IDS[1])
+    assert one.lineages() == Remembered()
+    one.remember(Remembered((Known(lineage(5), ("a", "b")),)))
+    other.remember(Remembered((Known(lineage(6), ()),), (Ending(lineage(1), True),)))
+    for records in (one, other):
+        known = records.lineages()
+        assert {each.lineage: each.names for each in known.open} == {lineage(5): ("a", "b"), lineage(6): ()}
+        assert known.ended == (Ending(lineage(1), True),)
+    one.remember(Remembered((), (Ending(lineage(6), False),)))
+    assert [each.lineage for each in other.lineages().open] == [lineage(5)]
+    assert Records("lab", "yours", IDS[0]).lineages() == Remembered()
+    assert Records("den", "mine", IDS[0]).lineages() == Remembered()
+
+
+def test_a_person_gives_up_what_may_be_going_on_and_keeps_what_is_over(home: Path) -> None:
+    records = Records("lab", "mine", b"")
+    assert records.forget_lineages() == {}
+    records.remember(Remembered((Known(lineage(5), ("a",)),), (Ending(lineage(1), True),)))
+    assert records.forget_lineages() == {lineage(5): ("a",)}
+    assert records.lineages() == Remembered((), (Ending(lineage(1), True),))
+
+
+def test_a_damaged_record_of_lineages_is_named(home: Path) -> None:
+    records = Records("lab", "mine", IDS[0])
+    records.remember(Remembered((Known(lineage(5), ()),)))
+    (path,) = (home / "runs").glob("*.lineages")
+    path.write_bytes(b"?" + path.read_bytes())
+    with pytest.raises(ConfigError, match=rf"{path} is damaged"):
+        records.lineages()
+
+
+# Members
 
 
 class Assembly:
-    """The nodes of a run, whose messages reach each other at once; a node that is not here hears nothing."""
+    """The members of a run, whose messages reach each other at once."""
 
     def __init__(self) -> None:
-        self.here: dict[int, Councillor | Voter] = {}
+        self.here: dict[int, Councillor] = {}
         self.news = asyncio.Event()
 
     def send(self, sender: int, place: int, message: messages.Agreeing) -> None:
-        asyncio.get_running_loop().call_soon(self._deliver, sender, place, message)
-
-    def _deliver(self, sender: int, place: int, message: messages.Agreeing) -> None:
-        match self.here.get(place):
-            case Councillor() as member:
-                member.council.received(sender, message.body)
-            case Voter() as voter:
-                voter.received(IDS[sender], message)
+        member = self.here[place]
+        asyncio.get_running_loop().call_soon(member.council.received, sender, message.body)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE):
             while not condition():
                 self.news.clear()
                 await self.news.wait()
-
-
-class Watched(Records):
-    """Records that tell when they are given up."""
-
-    def __init__(self, place: int, forgotten: Callable[[], None]) -> None:
-        super().__init__("lab", "mine", IDS[place])
-        self._forgotten = forgotten
-
-    def forget(self) -> None:
-        super().forget()
-        self._forgotten()
 
 
 class Councillor:
@@ -196,7 +217,7 @@ class Councillor:
         self.records = Records("lab", "mine", IDS[place])
         self.views: list[View] = []
         self.error: Exception | None = None
-        store = lambda record: self.records.write(0, record)  # noqa: E731
+        store = lambda record: self.records.write(Bound(0, record, LINEAGE))  # noqa: E731
         self.council = Council(0, record, place, LIVES[place], self, store=store, **options)
         assembly.here[place] = self
 
@@ -212,6 +233,8 @@ class Councillor:
 
     def excluded(self, view: View) -> None:
         raise AssertionError(f"was put out by {view}")
+
+    def waiting(self, effect: Waiting) -> None: ...
 
     def quorum_lost(self, effect: QuorumLost) -> None:
         raise AssertionError(effect)
@@ -231,84 +254,6 @@ def gather(places: int, **options: Any) -> tuple[Assembly, list[Councillor]]:
             if members[place] is not member:
                 member.council.link_up(place, LIVES[place])
     return assembly, members
-
-
-def crash(assembly: Assembly, members: list[Councillor], place: int) -> None:
-    assembly.here.pop(place)
-    members[place].council.close()
-    for number in assembly.here:
-        members[number].council.link_down(place)
-
-
-def come_back(assembly: Assembly, members: list[Councillor], place: int, life: bytes) -> Voter:
-    """Start a node anew from its disk, and link it with the others."""
-    records = Watched(place, assembly.news.set)
-
-    def send(id: bytes, message: messages.Agreeing) -> None:
-        assembly.send(place, IDS.index(id), message)
-
-    bound = records.read()
-    assert bound is not None
-    voter = Voter(bound, IDS[place], life, records, send)
-    assembly.here[place] = voter
-    for number, member in enumerate(members):
-        if assembly.here.get(number) is member:
-            member.council.link_up(place, life)
-            voter.link_up(IDS[number], LIVES[number])
-    return voter
-
-
-def test_of_two_the_other_goes_on_when_the_tie_breaker_is_back_to_vote_which_is_then_bound_no_more(home: Path) -> None:
-    async def scenario() -> None:
-        assembly, members = gather(2)
-        crash(assembly, members, 0)
-        members[1].council.judged(0, is_dead=True)
-        await asyncio.sleep(0.3)
-        assert members[1].views == []  # half without the tie-breaker decides nothing
-        voter = come_back(assembly, members, 0, b"n" * 16)
-        await assembly.until(lambda: bool(members[1].views) and members[0].records.read() is None)
-        assert [view.ranks for view in members[1].views] == [(1,)]
-        bound = members[1].records.read()
-        assert (bound.record.view.ranks, bound.record.view.tie_breaker) == ((1,), 1)
-        voter.close()
-        members[1].council.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), DEADLINE))
-
-
-def test_a_node_that_accepted_a_view_and_crashed_is_still_bound_to_it(home: Path) -> None:
-    async def scenario() -> None:
-        assembly, members = gather(2)
-        # Its last life accepted that the other goes on alone, and died before it heard that this was decided.
-        view = View(LINEAGE, 1, (1,), 1, (Verdict(7, 5, Fate.COMMIT),))
-        crash(assembly, members, 0)
-        members[0].records.write(0, Record(tuple(SEATS[:2]), View(LINEAGE, 0, (0, 1), 0), 4, 4, view))
-        voter = come_back(assembly, members, 0, b"n" * 16)
-        members[1].council.judged(0, is_dead=True)
-        await assembly.until(lambda: bool(members[1].views))
-        assert members[1].views == [view]
-        voter.close()
-        members[1].council.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), DEADLINE))
-
-
-def test_of_three_two_go_on_and_who_comes_back_late_learns_that_it_is_out(home: Path) -> None:
-    async def scenario() -> None:
-        assembly, members = gather(3)
-        crash(assembly, members, 2)
-        for member in members[:2]:
-            member.council.judged(2, is_dead=True)
-        await assembly.until(lambda: all(member.views for member in members[:2]))
-        voter = come_back(assembly, members, 2, b"n" * 16)
-        await assembly.until(lambda: members[2].records.read() is None)
-        for member in members[:2]:
-            assert [view.ranks for view in member.views] == [(0, 1)]
-        voter.close()
-        for member in members[:2]:
-            member.council.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), DEADLINE))
 
 
 def test_who_cannot_write_a_promise_down_gives_none_and_takes_no_more_part(home: Path) -> None:

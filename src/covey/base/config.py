@@ -45,6 +45,8 @@ RUN_VARIABLES: Final = (
     "COVEY_TORCH_ENV",
     "COVEY_TORCHRUN",
     "COVEY_KEEPER_ID",
+    "COVEY_RUN_MIN_HOSTS",
+    "COVEY_RUN_NEW",
 )
 """What `covey run` tells the programs that it starts about the run they are to join in the cluster."""
 CLUSTER_VARIABLES: Final = (
@@ -54,6 +56,7 @@ CLUSTER_VARIABLES: Final = (
     "COVEY_SEEDS",
     "COVEY_PORT",
     "COVEY_HOME",
+    "COVEY_TIE_BREAKER",
 )
 """Which cluster, and where it may be found."""
 OTHER_VARIABLES: Final = ("COVEY_DEBUG", "COVEY_EVENTS")

@@ -10,6 +10,7 @@ CoveyError
 ├── PeerLostError        a member went away while it was needed                REGROUP
 ├── GroupChangedError    the others went on without this process               REGROUP
 ├── QuorumLostError      too few members are left to go on safely              REGROUP
+├── SplitRunError        an older run of the same name is going on             STOP
 ├── ClosedError          the group was closed, by you or by an earlier failure REGROUP
 ├── RankFailedError      a launched process failed                             STOP
 └── RemoteProtocolError  bytes from the network that are not ours              STOP
@@ -107,6 +108,17 @@ class QuorumLostError(CoveyError):
     def __init__(self, message: str, *, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.missing = missing
+
+
+class SplitRunError(CoveyError):
+    """Two runs of one name have met, and this one is the younger: it ends. `saved` is the file that has its state."""
+
+    remedy = Remedy.STOP
+
+    def __init__(self, message: str, *, saved: str = "") -> None:
+        super().__init__(message)
+        self.saved = saved
+        """Where the state was written that was last given to `group.restore`; empty if there was none."""
 
 
 class ClosedError(CoveyError):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 import typer.core
 
+from covey.base.config import check_timeout
 from covey.base.errors import ConfigError
 from covey.runtime.keeper import ClusterRun, LocalRun
 from covey.runtime.places import ClusterOptions, find_run
 from covey.runtime.watch import keep
+
+MIN_HOSTS: Final = 2
+"""Machines with which a run of a cluster begins, unless a person says how many nodes it needs."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -31,6 +36,11 @@ class Lanes(enum.StrEnum):
 class OnLoss(enum.StrEnum):
     RAISE = "raise"
     CONTINUE = "continue"
+
+
+class Quorum(enum.StrEnum):
+    MAJORITY = "majority"
+    ANY = "any"
 
 
 class RunCommand(typer.core.TyperCommand):
@@ -90,6 +100,27 @@ def run(
             help="When a member is lost, end with an error or finish without it.", show_default="what the script says"
         ),
     ] = None,
+    patience: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Seconds to wait for a quorum of the members.", show_default="30"),
+    ] = None,
+    quorum: Annotated[
+        Quorum | None,
+        typer.Option(help="Which members may go on: a majority of the last view, or any, as separate runs."),
+    ] = None,
+    tie_breaker: Annotated[
+        str | None,
+        typer.Option(
+            "--tie-breaker",
+            metavar="here|NAME",
+            help="The machine with which half of the members may go on.",
+            show_default="that of rank 0",
+        ),
+    ] = None,
+    new: Annotated[
+        bool,
+        typer.Option("--new", help="Give up a run of this name that was begun before and is not known to be over."),
+    ] = False,
     restarts: Annotated[
         int,
         typer.Option(min=0, metavar="N", help="Start a process that fails again, so often; for runs that go on."),
@@ -123,10 +154,15 @@ def run(
         settings["COVEY_LANES"] = lanes.value
     if on_loss is not None:
         settings["COVEY_ON_LOSS"] = on_loss.value
-    of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces)
+    if patience is not None:
+        settings["COVEY_PATIENCE"] = str(check_timeout(patience, "--patience"))
+    if quorum is not None:
+        settings["COVEY_QUORUM"] = quorum.value
+    of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces, tie_breaker, new or None)
     if processes is not None and all(option is None for option in of_cluster):
         if insecure:
             settings["COVEY_INSECURE"] = "1"
+        say_that_it_stays_here(processes, script)
         make_run = functools.partial(LocalRun, processes, torch_env=torch_env)
         raise typer.Exit(keep(make_run, command, env=settings, restarts=restarts))
     if insecure:
@@ -148,16 +184,32 @@ def run(
         "COVEY_CLUSTER": cluster,
         "COVEY_SEEDS": seeds,
         "COVEY_INTERFACES": interfaces,
+        "COVEY_TIE_BREAKER": tie_breaker,
+        "COVEY_RUN_MIN_HOSTS": None if size is not None or min_size is not None else MIN_HOSTS,
     }
     variables = {name: str(value) for name, value in asked.items() if value is not None}
-    share = share_of_run(1 if processes is None else processes, variables)
+    share = share_of_run(1 if processes is None else processes, variables, is_new=new)
     raise typer.Exit(keep(share, command, env=settings, restarts=restarts))
 
 
-def share_of_run(processes: int, variables: dict[str, str]) -> functools.partial[ClusterRun]:
+def say_that_it_stays_here(processes: int, script: str) -> None:
+    """Tell a person on a machine of a cluster that -n alone starts a run of this machine only."""
+    if not os.isatty(2):
+        return
+    from covey.net import clusters
+
+    with contextlib.suppress(ConfigError):
+        if (name := clusters.default_name()) is not None:
+            stem = Path(script).stem
+            typer.echo(f"covey: {processes} ranks on this machine only; `covey run {stem} -n {processes} {script}` "
+                       f"spans the machines of cluster {name!r}", err=True)  # fmt: skip
+
+
+def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = False) -> functools.partial[ClusterRun]:
     """Return how to make this machine's share in a run of a cluster, once it is clear that it can work.
 
-    A secret from COVEY_SECRET is taken out of the environment, and goes to the processes through a pipe.
+    With `is_new`, this machine gives up the runs of that name that it knows of. A secret from COVEY_SECRET is taken out
+    of the environment, and goes to the processes through a pipe.
 
     Raises:
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
@@ -179,6 +231,10 @@ def share_of_run(processes: int, variables: dict[str, str]) -> functools.partial
     except ConfigError as error:
         raise ConfigError(f"{error}. `covey run -n K` starts ranks on this machine only") from None
     os.environ.pop("COVEY_SECRET", None)
+    if is_new:
+        from covey.runtime.joining import forget_lineages
+
+        variables["COVEY_RUN_NEW"] = ",".join(sorted(each.hex() for each in forget_lineages(cluster.tag, wanted.name)))
     warden = ClusterWarden(cluster, GroupConfig(interfaces=env.get("COVEY_INTERFACES", "")))
     if not is_handed_over:
         return functools.partial(ClusterRun, processes, variables, warden)

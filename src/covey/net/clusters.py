@@ -50,6 +50,11 @@ class Cluster:
     def name(self) -> str:
         return self.secret.name
 
+    @property
+    def tag(self) -> str:
+        """A name for files: clusters of the same name with different secrets have different ones."""
+        return f"{self.name}/{self.secret.derive('files')[:16].hex()}"
+
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     """How a cluster lies on disk; bytes are hexadecimal."""

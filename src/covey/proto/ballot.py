@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from covey.proto.views import judge, largest_company, next_tie_breaker
-from covey.wire.membership import Promise, Record, Seat, View
+from covey.wire.membership import Promise, Record, Seat, Successor, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -20,6 +20,16 @@ def first_record(members: Iterable[Seat], lineage: bytes, *, anchor: int = 0, ha
     """Return what a member of view 0 knows; `anchor` is its first tie-breaker and, without a keeper, leader."""
     seats = tuple(members)
     return Record(seats, View(lineage, 0, tuple(range(len(seats))), anchor), len(seats) if has_keeper else anchor)
+
+
+def without(successor: Successor, lost: Collection[Seat]) -> Successor | None:
+    """Return a generation without the members that were lost before it began; None if none is left."""
+    members = tuple(member for member in successor.members if member not in lost)
+    if len(members) == len(successor.members) or not members:
+        return successor if members else None
+    first = successor.members[successor.tie_breaker]
+    tie_breaker = members.index(first) if first in members else 0
+    return Successor(successor.generation, successor.lineage, members, tie_breaker)
 
 
 class Acceptor:
@@ -81,11 +91,18 @@ class Proposal:
         """Tell whether some who could be in the view do not hear each other."""
         return len(self.company()) < len(self._live())
 
-    def value(self, company: Collection[int]) -> View:
-        """Return the view of these members, with what becomes of the operations of each group."""
+    def value(self, company: Collection[int], successor: Successor | None = None) -> View:
+        """Return the view of these members, with what becomes of the operations of each group.
+
+        Without any, the run is over. `successor` is the generation in which they go on, if this one ends.
+        """
+        base, number = self.base, self.base.number + 1
+        if not company:
+            is_finished = any(answer.is_finished for answer in self.answers.values())
+            return View(base.lineage, number, (), base.tie_breaker, is_finished=is_finished)
         answers = {rank: states for rank in company if (states := self.answers[rank].states) is not None}
-        tie_breaker = next_tie_breaker(self.base, company)
-        return View(self.base.lineage, self.base.number + 1, tuple(sorted(company)), tie_breaker, judge(answers))
+        tie_breaker = next_tie_breaker(base, company)
+        return View(base.lineage, number, tuple(sorted(company)), tie_breaker, judge(answers), successor)
 
     def _live(self) -> dict[int, tuple[int, ...]]:
         candidates = ((place, answer) for place, answer in self.answers.items() if answer.states is not None)

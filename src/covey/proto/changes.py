@@ -56,9 +56,22 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """The run goes on without this node: it left, was lost, or was started anew. Everything pending ends."""
+    """The run goes on without this node: it left, was lost, or was started anew. Everything pending ends.
+
+    A view without ranks says that the run is over for all. Nodes that only vote also hear of a view with a successor:
+    they go on voting there.
+    """
 
     view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The members that are heard are no quorum; without one, `QuorumLost` follows after so many seconds."""
+
+    missing: tuple[int, ...]
+    tie_breaker: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +84,4 @@ class QuorumLost:
     tie_breaker: int
 
 
-Effect: TypeAlias = Send | Persist | Freeze | Installed | Excluded | QuorumLost
+Effect: TypeAlias = Send | Persist | Freeze | Installed | Excluded | Waiting | QuorumLost

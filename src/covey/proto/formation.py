@@ -5,6 +5,11 @@ hear each other proposes as many as hear one another: at once when the run is fu
 `settle`. Who can accept the proposal is *locked* on it until it is decided (`proto.decision`): while locked it refuses
 all others. A committed proposal is the view; after an aborted one everybody gathers again.
 
+A candidate that knows of a *lineage* of this run, one that may be going on, founds no other (`proto.lineages`): it says
+so in its `Here`, proposes nothing, accepts nothing, and waits to be taken in as a newcomer. What it knows comes from
+its disk and from what its peers say; an accepted proposal is on disk before the answer leaves. When the members of two
+lineages of one run meet, both learn it (`rivals`): the younger one has to end.
+
 Held in the simulation, whatever the network does:
 
 1. If a node returns a view, no member of it ever returns another (unless all who returned the first have died).
@@ -16,6 +21,7 @@ Held in the simulation, whatever the network does:
 5. Nobody waits for what cannot come: links and silence end a proposal, a stranger's flapping link prolongs settling
    only so far. The exception cannot be helped: who has accepted a view whose quorum has died cannot know whether the
    others went ahead; `report` says so, and it is free again when they are back or have been started anew.
+6. No member of a founded run knew of an earlier one that was not over.
 """
 
 from __future__ import annotations
@@ -26,12 +32,15 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto.decision import Decision
-from covey.proto.gathering import Peer, candidates, clique, going_on, rank_order, wanting
+from covey.proto.gathering import Peer, clique, count_hosts, founders, going_on, newcomers, rank_order, wanting
+from covey.proto.lineages import Lineages
 from covey.wire import formation as wire
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Standing, Terms, difference
+from covey.wire.lineage import RANDOM_BYTES, Ending, new_lineage
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
 SETTLE: Final = 1.0
 """Seconds without a new candidate after which those who are here go ahead."""
@@ -57,9 +66,11 @@ class Formed:
 
     view: tuple[Member, ...]
     """By rank."""
-    proposal: bytes
-    lost: tuple[bytes, ...]
+    lineage: bytes
+    """Of the run: the proposal that founded it."""
+    lost: tuple[bytes, ...] = ()
     """Ids of members there was no link with when the decision became known."""
+    generation: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +85,8 @@ class Report:
     """What is waited for."""
     elsewhere: tuple[str, ...]
     """Names of the view in which the run is already going on, without this node."""
+    awaited: tuple[str, ...]
+    """Names of a run that this node knows of and none of whose members is here."""
     in_use: tuple[bytes, ...]
     """Ids of which two lives are here at once: a copied identity."""
 
@@ -88,10 +101,33 @@ class Formation:
         random: random.Random,
         now: float,
         *,
+        lineages: Lineages | None = None,
+        follows: bytes = b"",
+        is_elastic: bool = False,
+        min_hosts: int = 1,
+        wall: Callable[[], float] = lambda: 0.0,
         settle: float = SETTLE,
         patience: float = PATIENCE,
     ) -> None:
+        """Begin to gather.
+
+        `lineages` is what this node knows of runs of this name. A node that comes back to a run `follows` its lineage,
+        and an elastic one that of the members that it meets: if that lineage ends because the work is done, this node
+        has nothing more to do (`ending`). A first view spans at least `min_hosts` machines. `wall` tells the seconds
+        since 1970.
+        """
         self.formed: Formed | None = None
+        self.lineages = lineages if lineages is not None else Lineages()
+        self.ending: Ending | None = None
+        """The run that this node is in, or followed, is over."""
+        self.rivals: dict[bytes, Here] = {}
+        """By lineage: what a member of another run of the same name said, once this node is in one."""
+        self.not_given_up: Here | None = None
+        """What a member says of a run that a person gave up, and that is going on all the same."""
+        self.unaware: set[bytes] = set()
+        """Peers that are members of this node's generation and wait outside, because they have not heard of it."""
+        self._followed, self._is_elastic = follows, is_elastic
+        self._min_hosts, self._wall = min_hosts, wall
         self._me, self._terms, self._random = me, terms, random
         self._settle, self._patience = settle, patience
         self._peers: dict[bytes, Peer] = {}
@@ -112,6 +148,8 @@ class Formation:
         self._here_at = now
         self._repeat_at = math.inf
         self._ballot_at = math.inf
+        if (ending := self.lineages.ending(follows)) is not None and ending.is_finished:
+            self.ending = ending
         self._gather(now)
 
     @property
@@ -122,22 +160,51 @@ class Formation:
     @property
     def going_on(self) -> Here | None:
         """What a member of the run says that goes on without this node, if there is one."""
-        return None if self.formed is not None else going_on(self._peers)
+        return None if self.formed is not None else going_on(self._peers, self.lineages.current)
+
+    @property
+    def accepted(self) -> tuple[bytes, tuple[Member, ...]] | None:
+        """The proposal that this node has accepted and that is not decided, with its members."""
+        return None if self._lock is None else (self._lock.proposal, self._lock.members)
 
     def newcomers(self) -> tuple[bytes, ...]:
-        """Return the ids of those who want to be in the run that goes on here."""
-        if self.formed is None:
+        """Return the ids of the nodes that want to be in the run that goes on here."""
+        if self.formed is None or self._has_older_rival:
             return ()
-        return tuple(peer.id for peer in candidates(self._peers, self._me.life))
+        return tuple(peer.id for peer in newcomers(self._peers, self._me.life, self.formed.lineage))
+
+    def is_member_of_ours(self, peer_id: bytes, lineage: bytes) -> bool:
+        """Tell whether a peer said, under our terms, that it is in the run of this lineage, which we wait for."""
+        peer = self._peers.get(peer_id)
+        is_formed = peer is not None and peer.is_in(Phase.FORMED)
+        return is_formed and peer is not None and peer.here is not None and peer.here.lineage == lineage
+
+    @property
+    def _has_older_rival(self) -> bool:
+        return self.formed is not None and any(lineage < self.formed.lineage for lineage in self.rivals)
 
     # What happens.
 
-    def entered(self, view: tuple[Member, ...], now: float) -> None:
+    def entered(self, view: tuple[Member, ...], lineage: bytes, generation: int, now: float) -> None:
         """The run goes on with these members, and this node is one of them."""
         self._lock, self._repeat_at, self._ballot_at = None, math.inf, math.inf
         self._propose_at = math.inf
-        self.formed = Formed(view, b"", ())
+        self.lineages.learn(lineage, (member.name for member in view))
+        self.lineages.commit(lineage)
+        self.formed = Formed(view, lineage, generation=generation)
         self._here_at = now
+
+    def ended(self, ending: Ending, now: float) -> None:
+        """A lineage is over: this node decided so with others, or was told."""
+        is_ours = ending.lineage == (self._followed if self.formed is None else self.formed.lineage)
+        self.lineages.end(ending)
+        self.rivals.pop(ending.lineage, None)
+        if self._lock is not None and self._lock.proposal == ending.lineage:
+            self._lock, self._repeat_at, self._ballot_at = None, math.inf, math.inf  # what it led to is over already
+        if is_ours and (ending.is_finished or self.formed is not None):
+            self.ending = ending
+        self._announce_soon(now)
+        self._gather(now)
 
     def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
         """There is a new link with this life of a node, in place of an older one if there was.
@@ -225,18 +292,43 @@ class Formation:
         known, peer.here = peer.here, here
         if known is None or known.terms != here.terms:
             peer.objection = difference(self._terms, here.terms)
+        if here.terms.run == self._terms.run:
+            self._heard_of_lineages(here, now)
         if self.formed is None:
             if known != here:
                 self._gather(now)
         elif here.phase is not Phase.FORMED:
             self._send(peer.id, self._here())
+            if any((member.id, member.life) == (peer.id, peer.life) for member in self.formed.view):
+                self.unaware.add(peer.id)
+
+    def _heard_of_lineages(self, here: Here, now: float) -> None:
+        for ending in here.endings:
+            if self.lineages.ending(ending.lineage) is None:
+                self.ended(ending, now)
+        if here.lineage is None or self.lineages.ending(here.lineage) is not None:
+            return
+        if self.lineages.is_abandoned(here.lineage) and here.phase is Phase.FORMED:
+            self.not_given_up = here
+        if self.formed is not None:
+            if here.phase is Phase.FORMED and here.lineage != self.formed.lineage:
+                self.rivals[here.lineage] = here
+                self.lineages.learn(here.lineage, here.company)
+            return
+        self.lineages.learn(here.lineage, here.company)
+        if self._is_elastic and here.phase is Phase.FORMED and here.lineage == self.lineages.current:
+            self._followed = here.lineage
 
     def _here(self) -> Here:
         hears = tuple(sorted(peer.life for peer in self._peers.values()))[: wire.MAX_LINKS]
-        if self.formed is not None:
-            company = tuple(member.name for member in self.formed.view)
-            return Here(self._terms, self._me, hears, Phase.FORMED, company)
-        return Here(self._terms, self._me, hears, Phase.GATHERING if self._lock is None else Phase.LOCKED)
+        endings = self.lineages.latest_endings()
+        if (formed := self.formed) is not None:
+            company = tuple(member.name for member in formed.view)
+            return Here(self._terms, self._me, hears, Phase.FORMED, company, formed.lineage, formed.generation, endings)
+        phase = Phase.GATHERING if self._lock is None else Phase.LOCKED
+        lineage = self.lineages.current
+        company = self.lineages.names(lineage)
+        return Here(self._terms, self._me, hears, phase, company, lineage or None, endings=endings)
 
     def _announce_soon(self, now: float) -> None:
         self._here_at = min(self._here_at, now + HERE_SOON)
@@ -248,16 +340,18 @@ class Formation:
         self._propose_at = math.inf
         if self._lock is not None or self.formed is not None:
             return
-        others = candidates(self._peers, self._me.life)
+        if self.lineages.current:
+            self._enough_at = math.inf
+            return
+        others = founders(self._peers, self._me.life)
         company = tuple(peer.life for peer in others)
         if company != self._company:
             self._company, self._changed_at = company, now
-        if len(others) + 1 < self._terms.smallest:
+        there = [self._me, *(peer.here.member for peer in others if peer.here is not None)]
+        if len(there) < self._terms.smallest or count_hosts(there) < self._min_hosts:
             self._enough_at = math.inf
             return
         self._enough_at = min(self._enough_at, now)
-        if going_on(self._peers) is not None:
-            return
         view = clique(self._me, others, self._terms.largest)
         smaller = sum(peer.id < self._me.id for peer in others)
         if len(view) == self._terms.largest:
@@ -267,8 +361,9 @@ class Formation:
         due = max(due + smaller * self._patience, self._not_before)
         if now < due:
             self._propose_at = due
-        elif len(view) >= self._terms.smallest:
-            self._lock_on(self._random.randbytes(wire.PROPOSAL_BYTES), rank_order(view), now, is_mine=True)
+        elif len(view) >= self._terms.smallest and count_hosts(view) >= self._min_hosts:
+            lineage = new_lineage(self._wall(), self._random.randbytes(RANDOM_BYTES))
+            self._lock_on(lineage, rank_order(view), now, is_mine=True)
 
     # Answering.
 
@@ -285,7 +380,7 @@ class Formation:
             raise RemoteProtocolError(f"{peer.name} proposed {len(members)} members that cannot be a view")
         if not any((member.id, member.life) == (self._me.id, self._me.life) for member in members):
             return  # for an earlier life of this node, which alone could answer
-        refusal = self._refusal()
+        refusal = self._refusal(message.proposal, members)
         if not refusal:
             unmet = [member.name for member in members if not self._is_met(member)]
             if not unmet:
@@ -296,25 +391,31 @@ class Formation:
             refusal = f"{self._me.name} has not met {', '.join(unmet)}"[:256]
         decision = self._answer(message.proposal, members, Answer.REFUSED, refusal)
         decision.advance(all_here=False)
+        self.lineages.end(Ending(message.proposal, False))
         self._tell(decision)
 
-    def _refusal(self) -> str:
-        """Return why this node can be in no new view, if it is so."""
+    def _refusal(self, proposal: bytes, members: tuple[Member, ...]) -> str:
+        """Return why this node cannot be in a new view of these members, if it is so."""
         if self.formed is not None:
             return f"{self._me.name} is in a view already"
         if self._lock is not None:
             return f"{self._me.name} has accepted another proposal"
-        if going_on(self._peers) is not None:
-            return f"{self._me.name} hears that the run is going on without it"
+        if self.lineages.current:
+            return f"{self._me.name} knows of a run of this name that may be going on"
+        if self.lineages.ending(proposal) is not None:
+            return f"{self._me.name} knows that this founding came to nothing"
+        if count_hosts(members) < self._min_hosts:
+            return f"{self._me.name} waits for nodes on {self._min_hosts} machines"
         return ""
 
     def _is_met(self, member: Member) -> bool:
         peer = self._peers.get(member.id)
-        is_known = peer is not None and peer.here is not None and not peer.objection
+        is_known = peer is not None and peer.here is not None and not peer.objection and peer.here.lineage is None
         return member.id == self._me.id or (is_known and self._is_linked(member))
 
     def _lock_on(self, proposal: bytes, members: tuple[Member, ...], now: float, *, is_mine: bool) -> None:
         self._lock = self._answer(proposal, members, Answer.ACCEPTED)
+        self.lineages.accept(proposal, (member.name for member in members))
         self._ballot_at = now + self._patience + self._stagger(self._lock)
         self._propose_at = math.inf
         self._announce_soon(now)
@@ -371,9 +472,11 @@ class Formation:
         self._lock, self._repeat_at, self._ballot_at = None, math.inf, math.inf
         if lock.outcome is Outcome.COMMIT:
             lost = tuple(member.id for member in lock.members if not self._is_linked(member))
+            self.lineages.commit(lock.proposal)
             self.formed = Formed(lock.members, lock.proposal, lost)
             self._here_at = now
         else:
+            self.lineages.end(Ending(lock.proposal, False))
             self._changed_at, self._enough_at = now, math.inf
             self._not_before = now + self._random.uniform(REPEAT_EVERY, 2 * REPEAT_EVERY)
             self._announce_soon(now)
@@ -416,6 +519,7 @@ class Formation:
             refused=tuple((peer.name, peer.objection) for peer in peers if peer.objection),
             waiting=self._waiting(),
             elsewhere=() if other is None else other.company,
+            awaited=() if other is not None else self.lineages.names(self.lineages.current),
             in_use=tuple(sorted(self._in_use)),
         )
 
@@ -424,9 +528,15 @@ class Formation:
             return "nothing: the view is agreed"
         if self._lock is not None:
             return self._waiting_locked(self._lock)
-        if (other := going_on(self._peers)) is not None:
+        if (other := self.going_on) is not None:
             return f"the run is already going on with {', '.join(other.company)}"
-        return wanting(self._me, candidates(self._peers, self._me.life), self._terms)
+        if self.lineages.current:
+            names = ", ".join(self.lineages.names(self.lineages.current)) or "unknown nodes"
+            return (
+                f"a run of this name was begun before, with {names}, and is not known to be over; waiting for "
+                "enough of them to be back, or to say that it is (--new gives it up and begins another)"
+            )
+        return wanting(self._me, founders(self._peers, self._me.life), self._terms, self._min_hosts)
 
     def _waiting_locked(self, lock: Decision) -> str:
         lost = [member.name for member in lock.members if not self._is_linked(member)]

@@ -43,22 +43,35 @@ def rank_order(members: Iterable[Member]) -> tuple[Member, ...]:
     return tuple(sorted(ordered, key=lambda member: (first[member.host], member.id)))
 
 
-def candidates(peers: Mapping[bytes, Peer], life: bytes) -> list[Peer]:
-    """Return those that could be in a view with the node of this life, by id."""
+def founders(peers: Mapping[bytes, Peer], life: bytes) -> list[Peer]:
+    """Return the peers that could found a run with the node of this life, by id: they know of none that goes on."""
+    return [peer for peer in _gathering(peers, life) if peer.here is not None and peer.here.lineage is None]
+
+
+def newcomers(peers: Mapping[bytes, Peer], life: bytes, lineage: bytes) -> list[Peer]:
+    """Return the peers that wait to be taken into the run of this lineage by the node of this life, by id."""
+    return [peer for peer in _gathering(peers, life) if peer.here is not None and peer.here.lineage == lineage]
+
+
+def _gathering(peers: Mapping[bytes, Peer], life: bytes) -> list[Peer]:
     found = (peer for peer in peers.values() if peer.is_in(Phase.GATHERING) and peer.hears(life))
     return sorted(found, key=lambda peer: peer.id)
 
 
-def going_on(peers: Mapping[bytes, Peer]) -> Here | None:
-    """Return what somebody says who is in a view of the run already."""
-    formed = [peer for peer in peers.values() if peer.is_in(Phase.FORMED)]
-    return min(formed, key=lambda peer: peer.id).here if formed else None
+def going_on(peers: Mapping[bytes, Peer], lineage: bytes) -> Here | None:
+    """Return what a member says that is in a view of this lineage already; its terms may be others than ours."""
+    formed = [
+        peer
+        for peer in peers.values()
+        if peer.here is not None and peer.here.phase is Phase.FORMED and peer.here.lineage == lineage
+    ]
+    return min(formed, key=lambda peer: peer.id).here if formed and lineage else None
 
 
 def clique(me: Member, others: list[Peer], most: int) -> list[Member]:
-    """Return `me` and those of `others` that all hear each other, in their order, `most` in all."""
+    """Return `me` and those of `others` that all hear each other, `most` in all; other hosts before our own."""
     kept: list[Peer] = []
-    for peer in others:
+    for peer in sorted(others, key=lambda peer: (peer.here is not None and peer.here.member.host == me.host, peer.id)):
         if len(kept) + 1 == most:
             break
         if all(hear_each_other(peer, other) for other in kept):
@@ -71,8 +84,13 @@ def hear_each_other(one: Peer, other: Peer) -> bool:
     return one.hears(other.life) and other.hears(one.life)
 
 
-def wanting(me: Member, others: list[Peer], terms: Terms) -> str:
-    """Say what is missing before a view can be proposed; others are the candidates beside `me`."""
+def count_hosts(members: Iterable[Member]) -> int:
+    """Return on how many machines these members are."""
+    return len({member.host for member in members})
+
+
+def wanting(me: Member, others: list[Peer], terms: Terms, min_hosts: int) -> str:
+    """Say what is missing before a view can be proposed; others are the founders beside `me`."""
     count = len(others) + 1
     if count < terms.smallest:
         return f"{count} of {'' if terms.size is not None else 'at least '}{terms.smallest} nodes"
@@ -80,6 +98,8 @@ def wanting(me: Member, others: list[Peer], terms: Terms) -> str:
         pairs = ((one, other) for index, one in enumerate(others) for other in others[index + 1 :])
         deaf = [f"{one.name} and {other.name}" for one, other in pairs if not hear_each_other(one, other)]
         return f"{terms.smallest} nodes that all hear each other; there is no link between {', '.join(deaf)}"
+    if count_hosts(clique(me, others, terms.largest)) < min_hosts:
+        return f"{count} nodes, all on this machine, wait for another machine; --min {count} begins without one"
     if others and others[0].id < me.id:
         return f"{count} nodes are here; {others[0].name} is to propose the view"
     return f"{count} nodes are here; settling"

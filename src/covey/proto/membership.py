@@ -5,6 +5,9 @@ are first in line at once. All who are asked *freeze* their operations, then pro
 proposer proposes the most of those who answered that hear each other, and with them the fate of every operation
 (`proto.views.judge`). Only an installed view ends the freeze, so a decided fate cannot be changed by what happens next.
 
+A generation ends by a view, too: one that names the generation in which its members go on (`successor`), or one
+without ranks, when no member wants to go on, or none is left: then the run is over. No view follows either.
+
 Held in the simulation, whatever the network does:
 
 1. A view number has one value; a member installs a prefix of one history, and nobody else's.
@@ -13,9 +16,14 @@ Held in the simulation, whatever the network does:
 4. At most one member leads at a time (`proto.lease`), and one only ever leads by a ballot.
 5. When the network is good, there is a view of all who are well within a bounded time. Who cannot be in one hears so:
    `Excluded`, or `QuorumLost` after `patience`.
+6. A generation has one successor, or the run has one end: never both, and never a view after them.
 
 A node that was started anew is no member any more, but its disk knows what it was bound to: it goes on as a *voter*,
-which answers without being a candidate, until a view excludes it. So does who leaves, and who gave up.
+which answers without being a candidate, until a view excludes it. So does a member that leaves, or gave up. Voters that
+are a quorum end the run if all others of the view were started anew, too, or are not heard of for `patience`.
+
+What comes from a peer is checked against what this node knows: a view must follow from the one it has, come from a
+member of it, and name this node only if it answered. Anything else ends the link it came on.
 
 Where one keeper started all members there is no partition to fear: the keeper alone proposes and accepts. With
 `quorum="any"`, those who cannot be a quorum `Fork`: they go on as a lineage of their own, and never meet again.
@@ -28,8 +36,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto import views
-from covey.proto.ballot import Acceptor, Proposal
-from covey.proto.changes import Effect, Excluded, Freeze, Installed, Persist, Quorum, QuorumLost, Send
+from covey.proto.ballot import Acceptor, Proposal, without
+from covey.proto.changes import Effect, Excluded, Freeze, Installed, Persist, Quorum, QuorumLost, Send, Waiting
 from covey.proto.lease import LEASE, Lease
 from covey.proto.presence import Presence
 from covey.wire import membership as wire
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Collection, Iterable
 
-    from covey.wire.membership import Record, State
+    from covey.wire.membership import Record, State, Successor
 
 PATIENCE: Final = 30.0
 """Seconds of trouble without a new view after which a member gives up."""
@@ -51,6 +59,9 @@ STAGGER: Final = 0.15
 MOST_TURNS: Final = 8
 """Nobody waits for more than so many others to start one."""
 REPEAT_EVERY: Final = 0.3
+FINISH_TOGETHER: Final = 0.5
+"""Seconds that members whose program has ended wait for the others to end, too: then all of them know that the run is
+over, and none is taken for one that left early."""
 PULSE_EVERY: Final = LEASE / 4
 LEADERLESS: Final = 3 * LEASE
 """Seconds without a leader after which somebody claims to be it."""
@@ -80,8 +91,13 @@ class Membership:
         quorum: Quorum = Quorum.MAJORITY,
         patience: float = PATIENCE,
         relink: float = RELINK,
+        finish_together: float = FINISH_TOGETHER,
+        votes_only: bool = False,
     ) -> None:
-        """Begin at a record: that of view 0, or the one an earlier life of this node made durable."""
+        """Begin at a record: that of view 0, or the one an earlier life of this node made durable.
+
+        A node that `votes_only` is no member, even if the record names its present life.
+        """
         self._acceptor = Acceptor(record)
         self._ids = [seat.id for seat in record.members] + ([] if keeper is None else [keeper])
         self._places = {known: place for place, known in enumerate(self._ids)}
@@ -90,7 +106,11 @@ class Membership:
         self._keeper = None if keeper is None else len(record.members)
         self._random, self._quorum, self._min_size = random, quorum, min_size
         self._patience, self._relink = patience, relink
-        self._votes_only = self._me == self._keeper or record.members[self._me].life != life
+        self._finish_together = 0.0 if keeper is not None else finish_together
+        is_keeper = self._me == self._keeper
+        self._is_voter = not is_keeper and (votes_only or record.members[self._me].life != life)
+        """It votes for a member that is no more."""
+        self._votes_only = is_keeper or self._is_voter
         self._effects: list[Effect] = []
         self._history = {record.view.number: record.view}
         self._fork: Fork | None = None
@@ -99,6 +119,8 @@ class Membership:
         self._presence = Presence(record.members, self._me, now)
         # How far we are with the next view.
         self._is_wanted = False
+        self._wish: Successor | None = None
+        """The generation that the next view is to name."""
         self._freeze_number = -1
         self._states: tuple[State, ...] | None = None
         """What was frozen."""
@@ -108,11 +130,13 @@ class Membership:
         self._proposal: Proposal | None = None
         self._seen = record.promised
         """The highest ballot heard of."""
-        self._is_excluded = self._has_given_up = False
+        self._is_excluded = self._me not in (*record.view.ranks, self._keeper)
         # When to do something.
         self._trouble_at = math.inf
         """Since when a new view is needed."""
-        self._ballot_at = self._repeat_at = self._consider_at = math.inf
+        self._ballot_at = self._repeat_at = self._consider_at = self._warn_at = math.inf
+        self._is_unhurried = False
+        """The next view can wait a little: some members have finished, and nothing else is the matter."""
         is_first = record.view.number == 0 and self._owner(record.promised) == self._me
         self._lease = Lease(now if is_first else math.inf)
         self._leader_heard_at = now
@@ -137,6 +161,11 @@ class Membership:
         return not self._votes_only and not self._is_excluded
 
     @property
+    def is_last(self) -> bool:
+        """Whether no view can follow: the generation has a successor, or the run is over."""
+        return self.view.successor is not None or not self.view.ranks
+
+    @property
     def ballot(self) -> int:
         """The highest promised ballot."""
         return self._acceptor.promised
@@ -149,6 +178,8 @@ class Membership:
     def leader(self, now: float) -> int | None:
         """Return the rank that leads, as far as this node knows; only one node at a time returns its own."""
         owner = self._owner(self.ballot)
+        if not self.view.ranks:
+            return None
         if owner == self._me:
             is_leading = self._claims and self._lease.is_held(self._is_quorum_with_me, now)
         else:
@@ -160,7 +191,7 @@ class Membership:
     def next_deadline(self) -> float:
         """Return when `tick` wants to be called, inf for never."""
         pulse_at = self._pulse_at if self._claims else self._claim_at()
-        return min(self._give_up_at(), self._ballot_at, self._repeat_at, self._consider_at, pulse_at)
+        return min(self._give_up_at(), self._ballot_at, self._repeat_at, self._consider_at, self._warn_at, pulse_at)
 
     def effects(self) -> list[Effect]:
         """Return what is to be done, in order, and forget it."""
@@ -204,15 +235,25 @@ class Membership:
             self._tell_trouble()
             self._review(now)
 
-    def leave(self, now: float) -> None:
-        """Ask for a view without this member, whose operations are over; it votes until `Excluded`."""
+    def leave(self, now: float, *, is_finished: bool = False) -> None:
+        """Ask for a view without this member, whose operations are over; it votes until `Excluded`.
+
+        One that `is_finished` gives the others a moment to finish, too.
+        """
         self._presence.leaving.add(self._me)
-        if self._is_forsaken():
-            self._tell_trouble()
+        if is_finished:
+            self._presence.finished.add(self._me)
+        if self.is_last and not self._is_excluded:
             self._exclude(self.view)
             return
         self._tell_trouble()
         self._heard_news(now)
+
+    def succeed(self, successor: Successor, now: float) -> None:
+        """Ask for the view with which this generation ends and `successor` begins; all members compute the same."""
+        if not self.is_last and not self._is_excluded:
+            self._wish = successor
+            self._review(now)
 
     def frozen(self, number: int, states: Iterable[State], now: float) -> None:
         """All executors have stopped, in these states. Ignored if a view has come in between."""
@@ -229,6 +270,7 @@ class Membership:
         place = self._places.get(peer_id)
         if place is None or not self._presence.is_linked(place):
             return
+        is_current = place == self._keeper or place in self.view.ranks
         if _lineage(message) != self.view.lineage:
             # Whoever tells of a fork is in it already: an answer would go back and forth for ever.
             self._received_elsewhere(
@@ -238,28 +280,35 @@ class Membership:
         match message:
             case Pulse():
                 self._received_pulse(place, message, now)
+            case Trouble() if message.number < self.view.number + self.is_last:
+                self._send(place, Decided(self._history.get(message.number + 1, self.view)))
+            case Prepare() | Accept() if not self._is_next(place, _number(message)):
+                pass
+            case _ if not is_current:
+                pass  # the view excluded it: it is told what was decided, and no more
             case Decided():
                 self._received_decided(place, message.view, now)
-            case Trouble() if message.number < self.view.number:
-                self._send(place, Decided(self._history.get(message.number + 1, self.view)))
             case Trouble() if message.number == self.view.number and not self._is_excluded:
-                if message.leaves:
-                    self._presence.leaving.add(place)
-                    if self._is_forsaken():
-                        self._exclude(self.view)
-                else:
-                    self._is_wanted = True
-                self._review(now)
+                self._received_trouble(place, message, now)
             case Fork():
                 self._received_fork(message, now)
             case Prepare():
-                if self._is_next(place, message.number):
-                    self._received_prepare(place, message.ballot, now)
+                self._received_prepare(place, message.ballot, now)
             case Accept():
-                if self._is_next(place, message.view.number):
-                    self._received_accept(place, message, now)
+                self._received_accept(place, message, now)
             case Promise() | Accepted() | Refuse() if message.number == self.view.number + 1:
                 self._received_answer(place, message, now)
+
+    def _received_trouble(self, place: int, trouble: Trouble, now: float) -> None:
+        if trouble.leaves:
+            self._presence.leaving.add(place)
+            if trouble.is_finished:
+                self._presence.finished.add(place)
+        elif trouble.successor is None:
+            self._is_wanted = True
+        if trouble.successor is not None and self._wish is None:
+            self._wish = trouble.successor
+        self._review(now)
 
     def tick(self, now: float) -> None:
         """Do what time has brought."""
@@ -271,6 +320,8 @@ class Membership:
             self._consider(now)
         if now >= self._repeat_at:
             self._repeat(now)
+        if now >= self._warn_at:
+            self._warn(now)
         if self._claims:
             if now >= self._pulse_at:
                 self._pulse_all(now)
@@ -286,7 +337,14 @@ class Membership:
 
     @property
     def _may_propose(self) -> bool:
-        return self._me == self._keeper or (self.is_member and self._keeper is None)
+        if self._me == self._keeper:
+            return True
+        return self._keeper is None and not self.is_last and (self.is_member or self._may_end)
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether this node votes for an earlier life of its own, and so may propose that the run is over."""
+        return self._is_voter and self._me in self.view.ranks and not self._is_excluded and self._keeper is None
 
     @property
     def _claims(self) -> bool:
@@ -329,22 +387,49 @@ class Membership:
 
     def _review(self, now: float) -> None:
         """Note whether a new view is needed, and when to propose one."""
-        is_trouble = (
+        leaving = self._presence.leaving & set(self.view.ranks)
+        is_urgent = (
             self._is_wanted
+            or self._wish is not None
             or self._freeze_number > self.view.number
             or self._proposal is not None
-            or bool(self._presence.leaving & set(self.view.ranks))
+            or self._may_end
             or self._presence.heard(self.view.ranks) != self.view.ranks
+            or not leaving <= self._presence.finished
+            or leaving == set(self.view.ranks)
         )
         is_ours = self._may_propose or self.is_member or self._me in self._presence.leaving
-        if self._is_excluded or not is_ours or not is_trouble:
-            self._trouble_at = self._ballot_at = self._repeat_at = self._consider_at = math.inf
+        if self._is_excluded or self.is_last or not is_ours or not (is_urgent or leaving):
+            self._be_calm()
         elif self._trouble_at == math.inf:
             self._trouble_at, self._repeat_at = now, now + REPEAT_EVERY
+            self._warn_at = now + self._relink if self.is_member and self._keeper is None else math.inf
+            self._is_unhurried = not is_urgent
             if self._may_propose:
-                self._ballot_at = now + self._turn()
+                self._ballot_at = now + self._turn() + (0.0 if is_urgent else self._finish_together)
             else:
                 self._tell_trouble()
+        elif self._is_unhurried and is_urgent:
+            self._is_unhurried = False
+            self._ballot_at = min(self._ballot_at, now + self._turn())
+        if self._may_end and self._proposal is None and self._trouble_at < math.inf:
+            self._ballot_at = self._end_at(now)
+
+    def _be_calm(self) -> None:
+        self._trouble_at = self._ballot_at = self._repeat_at = self._consider_at = self._warn_at = math.inf
+
+    def _end_at(self, now: float) -> float:
+        """Return when this voter starts a ballot: once voters are a quorum, and no member may still be alive.
+
+        A member of the view that is alive proposes views by itself; it has `patience` to be heard.
+        """
+        ranks = self.view.ranks
+        here = [rank for rank in ranks if rank == self._me or self._presence.is_linked(rank)]
+        if not self._is_quorum(here):
+            return math.inf
+        may_live = any(rank != self._me and not self._presence.has_ended(rank) for rank in ranks)
+        due = self._trouble_at + self._patience if may_live else now
+        return max(now, due) + STAGGER * here.index(self._me) * (1 + self._random.random() / 4)
 
     def _turn(self) -> float:
         """Return how long this member lets those before it start a ballot."""
@@ -354,10 +439,6 @@ class Membership:
         owner = self._owner(self.ballot)
         before = sorted(here, key=lambda rank: (rank in self._presence.leaving, rank != owner, rank)).index(self._me)
         return STAGGER * min(before, MOST_TURNS) * (1 + self._random.random() / 4)
-
-    def _is_forsaken(self) -> bool:
-        """Tell whether all members leave, this one too: then there is nothing to agree on."""
-        return self._me in self._presence.leaving and set(self.view.ranks) <= self._presence.leaving
 
     def _drop_proposal(self, now: float) -> None:
         self._proposal, self._consider_at = None, math.inf
@@ -371,13 +452,21 @@ class Membership:
             self._ballot_at = now + 2 * self._relink + self._turn() + STAGGER * self._random.random()
 
     def _give_up_at(self) -> float:
-        return math.inf if self._has_given_up else self._trouble_at + self._patience
+        return math.inf if self._votes_only else self._trouble_at + self._patience
+
+    def _warn(self, now: float) -> None:
+        """Say that a quorum is missing, once for every trouble."""
+        self._warn_at = math.inf
+        here = self._presence.heard(self.view.ranks)
+        if not self._is_quorum(here):
+            missing = tuple(rank for rank in self.view.ranks if rank not in here)
+            self._effects.append(Waiting(missing, self.view.tie_breaker, self._give_up_at() - now))
 
     def _give_up(self, now: float) -> None:
         here = self._presence.heard(self.view.ranks)
         missing = tuple(rank for rank in self.view.ranks if rank not in here)
         self._effects.append(QuorumLost(missing, here, self.view.tie_breaker))
-        self._has_given_up = self._votes_only = True
+        self._votes_only = True
         self._presence.leaving.add(self._me)
         self._proposal, self._ballot_at, self._consider_at = None, math.inf, math.inf
         self._heard_news(now)
@@ -412,9 +501,11 @@ class Membership:
 
     def _tell_trouble(self) -> None:
         is_leaving = self._me in self._presence.leaving
-        if self._is_wanted or is_leaving or self._keeper not in (None, self._me):
+        is_finished = self._me in self._presence.finished
+        if self._is_wanted or is_leaving or self._wish is not None or self._keeper not in (None, self._me):
+            trouble = Trouble(self.view.lineage, self.view.number, is_leaving, is_finished, self._wish)
             for place in self._audience():
-                self._send(place, Trouble(self.view.lineage, self.view.number, is_leaving))
+                self._send(place, trouble)
 
     def _received_answer(self, place: int, message: Promise | Accepted | Refuse, now: float) -> None:
         proposal = self._proposal
@@ -447,21 +538,31 @@ class Membership:
                 self._consider_at = settled_at
                 return
             company = proposal.company()
-            if len(company) < max(1, self._min_size):
+            if company and len(company) < self._min_size:
                 return
             if not has_quorum:
                 if self._quorum is Quorum.ANY and self._me in company:
                     self._start_fork(company, now)
                 return
-            found = proposal.value(company)
+            found = proposal.value(company, self._successor_of(company))
         proposal.view = found
         self._ask(proposal, self._audience())
         if self._me in self._acceptors():
             self._received_accept(self._me, Accept(proposal.ballot, found), now)
 
+    def _successor_of(self, company: tuple[int, ...]) -> Successor | None:
+        if self._wish is None:
+            return None
+        members = self._acceptor.members
+        return without(self._wish, [members[rank] for rank in range(len(members)) if rank not in company])
+
     def _settled_at(self, proposal: Proposal) -> float:
         """Return until when answers, or links between those who answered, are waited for."""
         answer_within = self._patience / 2
+        if self._may_end:
+            away = [rank for rank in self.view.ranks if rank not in proposal.answers]
+            may_live = [rank for rank in away if not self._presence.has_ended(rank)]
+            return self._trouble_at + self._patience if may_live else -math.inf
         settled_at = max(
             self._presence.expected_until(rank, self._trouble_at, answer_within, self._relink)
             if rank not in proposal.answers
@@ -481,12 +582,12 @@ class Membership:
     # Answering.
 
     def _is_next(self, place: int, number: int) -> bool:
-        """Tell whether a view is the next to be found; who is behind is helped, and asked for help."""
-        if number <= self.view.number:
+        """Tell whether a view is the next to be found; a peer that is behind is helped, or asked for help."""
+        if number <= self.view.number or self.is_last:
             self._send(place, Decided(self._history.get(number, self.view)))
         elif number > self.view.number + 1:
             self._send(place, self._pulse())
-        return number == self.view.number + 1 and not self._is_excluded
+        return number == self.view.number + 1 and not self._is_excluded and not self.is_last
 
     def _received_prepare(self, place: int, ballot: int, now: float) -> None:
         if ballot < self.ballot:
@@ -531,6 +632,7 @@ class Membership:
             self._states if self._is_candidate else None,
             acceptor.accepted_ballot,
             acceptor.accepted,
+            self._me in self._presence.finished,
         )
         owner = self._owner(self._answered)
         if owner == self._me:
@@ -542,8 +644,9 @@ class Membership:
         if message.ballot < self.ballot:
             self._send(place, Refuse(self.view.lineage, self.view.number + 1, self.ballot))
             return
-        if not set(message.view.ranks) <= set(self.view.ranks) or self._owner(message.ballot) != place:
-            raise RemoteProtocolError(f"member {place} proposed a view that cannot follow: {message}")
+        if self._owner(message.ballot) != place:
+            raise RemoteProtocolError(f"member {place} proposed in ballot {message.ballot}, which is not its own")
+        self._check_follows(place, message.view)
         if self._me not in self._acceptors():
             return
         if message.ballot > self.ballot:
@@ -560,13 +663,27 @@ class Membership:
 
     # Views.
 
+    def _check_follows(self, place: int, view: View) -> None:
+        """Raise RemoteProtocolError unless a view that a member tells of can follow from the one that we have."""
+        ranks = view.ranks
+        is_subset = list(ranks) == sorted(set(ranks)) and set(ranks) <= set(self.view.ranks)
+        is_sound = is_subset and (not ranks or view.tie_breaker in ranks) and not (view.successor and not ranks)
+        if not is_sound or len({verdict.group for verdict in view.verdicts}) < len(view.verdicts):
+            raise RemoteProtocolError(f"member {place} tells of a view {view.number} that cannot follow {self.view}")
+        # Members of a view have answered its proposer, frozen; this one would know.
+        if self._me in ranks and view.number == self.view.number + 1 and self._is_candidate and self._states is None:
+            raise RemoteProtocolError(f"member {place} tells of a view {view.number} for which this one never answered")
+
     def _received_decided(self, place: int, view: View, now: float) -> None:
-        if view.number <= self.view.number or self._is_excluded:
+        if view.number <= self.view.number or self._is_excluded or self.is_last:
             return
+        self._check_follows(place, view)
         if view.number == self.view.number + 1:
             self._install(view, now)
         elif self._me not in view.ranks and self._me != self._keeper:
-            self._exclude(view)  # ranks only ever go, so the views in between do not matter
+            self._begin_after(view, now)  # ranks only ever go, so the views in between do not matter
+            self._history[view.number] = view
+            self._exclude(view)
         else:
             self._send(place, self._pulse())
 
@@ -576,9 +693,12 @@ class Membership:
         self._begin_after(view, now)
         self._freeze_number, self._states = -1, None
         self._is_wanted = False
+        if view.successor is not None:
+            self._wish = None
         self._history[view.number] = view
         self._history.pop(view.number - KEPT, None)
-        if self._me not in view.ranks and self._me != self._keeper:
+        is_over_here = self._me not in view.ranks or (self._is_voter and view.successor is not None)
+        if is_over_here and self._me != self._keeper:
             self._exclude(view)
             return
         if self.is_member:
@@ -589,7 +709,7 @@ class Membership:
         self._acceptor.install(view)
         self._effects.append(Persist(self._acceptor.record))
         self._proposal, self._pending, self._answered = None, -1, -1
-        self._trouble_at = self._ballot_at = self._repeat_at = self._consider_at = math.inf
+        self._be_calm()
         self._leader_heard_at = now
 
     def _exclude(self, view: View) -> None:
@@ -649,7 +769,7 @@ class Membership:
                 self._lease.echoed(place, pulse.echo, self._is_quorum_with_me, now)
 
     def _claim_at(self) -> float:
-        if not self.is_member or self._keeper is not None or self._trouble_at < math.inf:
+        if not self.is_member or self._keeper is not None or self._trouble_at < math.inf or self.is_last:
             return math.inf
         return self._leader_heard_at + LEADERLESS + 2 * STAGGER * self.view.ranks.index(self._me)
 
@@ -665,6 +785,10 @@ class Membership:
     def _send(self, place: int, message: Message) -> None:
         if self._presence.is_linked(place):
             self._effects.append(Send(self._ids[place], message))
+
+
+def _number(message: Prepare | Accept) -> int:
+    return message.view.number if isinstance(message, Accept) else message.number
 
 
 def _lineage(message: Message) -> bytes:

@@ -23,6 +23,8 @@ class Presence:
         """Those that went on as another lineage."""
         self.leaving: set[int] = set()
         """Those that want to be in no view any more."""
+        self.finished: set[int] = set()
+        """Those of them whose program has ended."""
 
     def link_up(self, place: int, life: bytes, now: float) -> None:
         """There is a link with a life of the node in this place: the member's, or a later one that only votes."""
@@ -53,6 +55,10 @@ class Presence:
         if place not in self._links or place in self._dead or place in self.parted:
             return False
         return place == len(self._lives) or self._links[place] == self._lives[place]
+
+    def has_ended(self, place: int) -> bool:
+        """Tell whether the member of this place is known to be no more: a later life of its node is here."""
+        return place in self._links and place < len(self._lives) and self._links[place] != self._lives[place]
 
     def heard(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those of `ranks` that are well."""

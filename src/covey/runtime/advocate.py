@@ -35,7 +35,10 @@ class Advocate(Gathering):
         self.survives: bool | None = False
         """Whether the run goes on when somebody is lost; None if only one of its own could say, and has not yet. May be
         read on any thread."""
+        self._over: messages.Ended | None = None
+        """That the run of its own processes is over, because its work is done."""
         self._was_told = False
+        self._run = b""
         self._wards = Wards()
         self._rounds = Rounds(self._wards, self._vouch)
 
@@ -53,6 +56,8 @@ class Advocate(Gathering):
             self.survives = self.survives if self._was_told else None
             self._wards.watch(someone.card, time.monotonic())
             self._rounds.look()
+            if self._over is not None:
+                someone.send(self._over)
         someone.send(self._wards.vouch())
 
     def lost_someone(self, someone: Acquaintance) -> None:
@@ -61,7 +66,18 @@ class Advocate(Gathering):
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
         if isinstance(message, messages.Founded) and self._is_own(someone.card):
             self.survives, self._was_told = bool(self.survives) or message.on_loss == "continue", True
+            self._run, self._over = message.origin, None
             self.search.look_seconds = RUNNING_LOOK_SECONDS
+        elif isinstance(message, messages.Ended) and message.lineage == self._run and message.is_finished:
+            self._over = message
+            for each in self.met.values():  # a process that was just started again may not have met a member
+                if self._is_own(each.card):
+                    each.send(message)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run of its own processes is over, because its work is done. May be read on any thread."""
+        return self._over is not None
 
     def _is_own(self, card: messages.Card) -> bool:
         """Tell whether a node is a process that our keeper started: others may claim so, but not from this host."""

@@ -13,7 +13,7 @@ from covey.base.errors import ConfigError, DeadlineError
 from covey.net import shm
 from covey.runtime.engine import Engine
 from covey.runtime.group import Group
-from covey.runtime.places import ClusterOptions, Place, find_place, find_run, launcher_wait
+from covey.runtime.places import ClusterOptions, Place, find_place, find_run, launcher_wait, restarts
 from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def join(
     on_loss: str | None = None,
     patience: float | None = None,
     quorum: str | None = None,
+    tie_breaker: str | None = None,
+    new: bool | None = None,
 ) -> Group:
     """Return the group of a run in a cluster, or the one that a launcher's environment describes.
 
@@ -79,6 +81,10 @@ def join(
         patience: seconds that members wait for a quorum of the others, or for them to come back, before they give up
             with QuorumLostError (COVEY_PATIENCE; default 30).
         quorum: `majority` of the last view goes on; with `any`, two halves may go on apart (COVEY_QUORUM).
+        tie_breaker: which node breaks ties when half of the members are left: `here`, or the name of a node or host
+            (COVEY_TIE_BREAKER); default: rank 0.
+        new: give up a run of this name that this machine was in, or heard of, and that is not known to be over;
+            without, this process waits for it.
 
     Raises:
         ConfigError: the arguments, the environment or the settings contradict themselves.
@@ -103,11 +109,13 @@ def join(
             "on_loss": on_loss,
             "patience": patience,
             "quorum": quorum,
+            "tie_breaker": tie_breaker,
+            "new": new,
         }
     )
 
 
-_OF_RUN: Final = ("run", "size", "min_size", "max_size", "timeout")
+_OF_RUN: Final = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
 _OF_GROUP: Final = ("lanes", "insecure", "interfaces", "streams", "on_loss", "patience", "quorum")
 _OF_CLUSTER: Final = ("cluster", "secret", "seeds")
 
@@ -141,7 +149,8 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
                 assert wanted is not None
                 from covey.runtime.joining import join_run  # brings in all that clusters need
 
-                group = join_run(wanted, config, credentials, is_elastic=is_elastic)
+                is_returning = is_newcomer or restarts(os.environ) > 0
+                group = join_run(wanted, config, credentials, is_elastic=is_elastic, is_returning=is_returning)
             _joined = request, group
         elif _joined[0] != request:
             raise ConfigError("a group is open with other settings; close it before you join with new ones")
@@ -266,10 +275,12 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     number = generation.number if generation is not None else 0
     engine = Engine(node, number, members, node.run, node.config, generation=generation)
 
-    def leave() -> None:
-        # Those who go on must take this neither for a crash nor for the wish that nobody goes on.
-        if node.config.on_loss == "continue" and node.generation is generation and generation is not None:
-            generation.leave(LEAVE_SECONDS)
+    def leave(is_finished: bool) -> None:
+        # The other members must take this neither for a crash nor for the wish that the group ends; and if all of them
+        # leave, the machines of a cluster have to know that the run is over.
+        is_agreed = node.config.on_loss == "continue" or node.history.is_durable
+        if is_agreed and node.generation is generation and generation is not None:
+            generation.leave(LEAVE_SECONDS, is_finished=is_finished and not node.rival)
 
     def on_close() -> None:
         for member in node.groups():

@@ -10,24 +10,25 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base.errors import AuthError, ConfigError, DeadlineError
-from covey.proto.formation import Formation
+from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError, RemoteProtocolError
+from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say
 from covey.runtime.gathering import Gathering
 from covey.runtime.link import printable
 from covey.runtime.records import Records
-from covey.runtime.voter import Voter
 from covey.wire import formation as forming
-from covey.wire import messages
+from covey.wire import membership, messages
+from covey.wire.lineage import ID_BYTES as LINEAGE_BYTES
+from covey.wire.lineage import Ending, founded_at
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from covey.base.config import GroupConfig
     from covey.net.clusters import Cluster
     from covey.proto.formation import Formed
     from covey.runtime.acquaintance import Acquaintance
     from covey.runtime.node import Node
-    from covey.runtime.peers import Peer
+    from covey.runtime.peers import Newcomer, Peer
     from covey.runtime.seat import Seat
 
 logger = logging.getLogger("covey")
@@ -53,40 +54,68 @@ class Candidate(Gathering):
     purpose = "candidate"
 
     def __init__(
-        self, cluster: Cluster, config: GroupConfig, seat: Seat, terms: forming.Terms, *, is_elastic: bool = False
+        self,
+        cluster: Cluster,
+        config: GroupConfig,
+        seat: Seat,
+        terms: forming.Terms,
+        *,
+        is_elastic: bool = False,
+        is_returning: bool = False,
+        min_hosts: int = 1,
+        abandoned: Iterable[bytes] = (),
     ) -> None:
-        """Who `is_elastic` waits outside of a run that goes on without it for as long as the run does."""
+        """Read what this machine knows of the run.
+
+        An elastic process waits until the running generation ends, for as long as the run lasts. One that
+        `is_returning` was in the run before, or waited for it. The first view spans at least `min_hosts` machines.
+        `abandoned` are lineages that a person gave up.
+        """
         super().__init__(cluster, config, seat)
         self.run = terms.run
-        self._is_elastic = is_elastic
+        self._terms, self._is_elastic = terms, is_elastic
         self._founded: asyncio.Future[messages.Founded] = asyncio.get_running_loop().create_future()
-        self.records = Records(cluster.name, terms.run, self.card.id)
-        bound = self.records.read()
-        self._voter: Voter | None = None
-        if bound is not None and any(member.id == self.card.id for member in bound.record.members):
-            self._voter = Voter(bound, self.card.id, self.card.life, self.records, self._send_to)
-        me = forming.Member(self.card.id, self.card.life, self.card.name, self.card.contact.host, b"")
+        self.records = Records(cluster.tag, terms.run, self.card.id)
+        name, host = self.card.name, self.card.contact.host
+        me = forming.Member(self.card.id, self.card.life, name, host, b"", self.card.breaks_ties)
         self._since = time.monotonic()
-        self._core = Formation(me, terms, random.Random(secrets.randbits(64)), self._since)
+        self._core = Candidacy(
+            me,
+            terms,
+            random.Random(secrets.randbits(64)),
+            self._since,
+            remembered=self.records.lineages(),
+            bound=self.records.read(),
+            abandoned=abandoned,
+            is_returning=is_returning,
+            is_elastic=is_elastic,
+            min_hosts=min_hosts,
+            wall=time.time,
+            view_patience=config.patience,
+        )
+        self._formation = self._core.formation
         self._formed: asyncio.Future[Formed] = asyncio.get_running_loop().create_future()
         self._changed = asyncio.Event()
         self._node: Node | None = None
+        self._rivals_told: set[bytes] = set()
+
+    @property
+    def _is_decided(self) -> bool:
+        return self._formed.done() or self._founded.done()
 
     # What the gathering tells
 
     def met_someone(self, someone: Acquaintance) -> None:
         if not self._core.link_up(someone.card.id, someone.card.life, time.monotonic()):
             self.part(someone)  # a life that has ended
-        self._pump()
-        if self._voter is not None:
-            self._voter.link_up(someone.card.id, someone.card.life)
-        if self._node is not None:
+        elif self._node is not None:
             self._recognise(self._node, someone)
+        self._pump()
 
     def _recognise(self, node: Node, someone: Acquaintance) -> None:
-        """Someone may have been in the run before: it is back; or it can only vote, and hear what was decided.
+        """Find the seat of a node that this one is linked with again, or that a later life of it votes for.
 
-        That is a member without which the others went on, or a later life of one.
+        A node that votes is a member that a view excluded, or a later life of one.
         """
         for seat, peer in node.peers.items():
             if peer.id != someone.card.id:
@@ -99,12 +128,11 @@ class Candidate(Gathering):
                 someone.votes_for = seat
                 node.voter_up(seat, someone.card.life, someone.send)
 
-    async def _find_again(self, node: Node, someone: Acquaintance) -> None:
-        """Link again with a member whose links have ended; if the others went on without it, it should hear so."""
-        peer, contact = node.peers[someone.rank], someone.card.contact
+    async def _find_again(self, node: Node, peer: Peer, contact: messages.Contact) -> None:
+        """Link again with a member to which there is no link; if a view has excluded it, it should hear so."""
         until, pause = time.monotonic() + 2 * self.config.patience, 0.05
         while not (peer.left or node.is_closing) and time.monotonic() < until:
-            if someone.card.id in self.met:
+            if peer.id in self.met:
                 return
             with contextlib.suppress(TimeoutError):  # a lost first packet is repeated by a new dial sooner than by TCP
                 async with asyncio.timeout(REDIAL_SECONDS):
@@ -112,27 +140,21 @@ class Candidate(Gathering):
             await asyncio.sleep(pause)
             pause = min(1.0, 1.5 * pause)
 
-    def _send_to(self, id: bytes, message: messages.Control) -> None:
-        someone = self.met.get(id)
-        if someone is not None:
-            someone.send(message)
-
     def lost_someone(self, someone: Acquaintance) -> None:
-        for name, reason in self._core.report().refused:  # they may not have heard, and come to ask us
+        for name, reason in self._formation.report().refused:  # they may not have heard, and come to ask us
             if name == someone.card.name:
                 self.refusals[name] = f"{reason} (it has left)"
         self._core.link_down(someone.card.id, time.monotonic())
-        self._pump()
-        if self._voter is not None:
-            self._voter.link_down(someone.card.id)
         if self._node is not None and someone.votes_for >= 0:
             self._node.voter_down(someone.votes_for)
         if self._node is not None and someone.rank >= 0:
             self._node.lost(someone.rank)
-            self.spawn(self._find_again(self._node, someone))
+            peer = self._node.peers[someone.rank]
+            self.spawn(self._find_again(self._node, peer, someone.card.contact))
+        self._pump()
 
     def may_switch(self, someone: Acquaintance) -> bool:
-        return someone.rank < 0 and not self._core.is_deciding
+        return someone.rank < 0 and not self._formation.is_deciding
 
     def switched(self, someone: Acquaintance) -> None:
         if self._node is not None and someone.rank >= 0:
@@ -142,31 +164,71 @@ class Candidate(Gathering):
                 someone.send(generation.founded)
 
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
-        if isinstance(message, messages.Forming):
-            self._core.received(someone.card.id, forming.decode_formation(message.body), time.monotonic())
+        match message:
+            case messages.Forming(body):
+                self._core.heard(someone.card.id, forming.decode_formation(body), time.monotonic())
+                self._pump()
+            case messages.Founded():
+                self._heard_founded(someone, message)
+            case messages.Ended(run, lineage, is_finished):
+                if run == self.run and len(lineage) == LINEAGE_BYTES:
+                    self._core.ended(Ending(lineage, is_finished), time.monotonic())
+                    self._pump()
+            case messages.Vouch():
+                self._heard_vouch(someone, message)
+            case _ if self._node is not None and someone.rank >= 0:
+                self._node.heard(someone.rank, message)
+            case messages.Agreeing():
+                self._heard_vote(someone, message)
+            case _ if someone.early_bytes < EARLY_LIMIT_BYTES:
+                self._keep_for_later(someone, message)
+
+    def _heard_vote(self, someone: Acquaintance, message: messages.Agreeing) -> None:
+        """Take what a node says about views that is no member of this node's generation."""
+        if self._node is None:
+            vote = membership.decode_membership(message.body)
+            self._core.agreeing(someone.card.id, message.generation, vote, time.monotonic())
+            self._keep_for_later(someone, message)
             self._pump()
-        elif isinstance(message, messages.Founded):
-            self._heard_founded(message)
-        elif isinstance(message, messages.Vouch):
-            self._heard_vouch(someone, message)
-        elif self._node is not None and someone.rank >= 0:
-            self._node.heard(someone.rank, message)
-        elif isinstance(message, messages.Agreeing) and self._node is not None and someone.votes_for >= 0:
+        elif someone.votes_for >= 0:
             self._node.history.agreeing(someone.votes_for, message)
-        elif isinstance(message, messages.Agreeing) and self._is_for_voter(message):
-            assert self._voter is not None
-            self._voter.received(someone.card.id, message)
-        elif someone.rank < 0 and someone.early_bytes < EARLY_LIMIT_BYTES:
+        else:
+            self._tell_where_the_run_is(someone, message.generation)
+            self._keep_for_later(someone, message)  # it may be a newcomer that heard of its seat before this node did
+
+    def _tell_where_the_run_is(self, someone: Acquaintance, number: int) -> None:
+        """Answer a node that takes itself for a member of a generation, and is none as far as this node knows."""
+        generation = self._node.generation if self._node is not None else None
+        if generation is None or number > generation.number:
+            return
+        if number == generation.number:
+            decided = membership.encode_membership(membership.Decided(generation.view))
+            someone.send(messages.Agreeing(number, decided))
+        else:
+            someone.send(generation.founded)
+
+    def _keep_for_later(self, someone: Acquaintance, message: messages.Control) -> None:
+        if someone.rank < 0 and someone.early_bytes < EARLY_LIMIT_BYTES:
             someone.early_bytes += len(messages.encode(message)) + MESSAGE_BYTES
             someone.early.append(message)
 
-    def _is_for_voter(self, message: messages.Agreeing) -> bool:
-        return self._node is None and self._voter is not None and message.generation == self._voter.generation
+    def _heard_founded(self, someone: Acquaintance, founded: messages.Founded) -> None:
+        """A member tells of its generation, which may have a seat for this node.
 
-    def _heard_founded(self, founded: messages.Founded) -> None:
-        """A generation was founded: it may have a seat for us."""
-        is_ours = any(member.card.life == self.card.life for member in founded.members)
-        if is_ours and self._node is None and not self._founded.done() and not self._formed.done():
+        It is believed if it said, under our terms, that it is in the run that this node waits for, and is a member of
+        that generation itself.
+        """
+        mine, theirs = messages.key_of(self.card), messages.key_of(someone.card)
+        keys = [messages.key_of(member.card) for member in founded.members]
+        if self._node is not None or self._is_decided or mine not in keys:
+            return
+        is_ours = founded.origin == self._formation.lineages.current and self._formation.is_member_of_ours(
+            someone.card.id, founded.origin
+        )
+        if not is_ours or theirs not in keys or founded.generation < 1:
+            return
+        check_founded(founded, self._terms.largest)
+        if self._core.may_enter(founded.origin, founded.generation):
             self._founded.set_result(founded)
 
     def _heard_vouch(self, keeper: Acquaintance, message: messages.Vouch) -> None:
@@ -185,6 +247,9 @@ class Candidate(Gathering):
                 self.part(someone)
 
     def turned_down(self, error: AuthError) -> None:
+        self._fail(error)
+
+    def _fail(self, error: AuthError | ConfigError) -> None:
         if not self._formed.done():
             self._formed.set_exception(error)
 
@@ -218,6 +283,7 @@ class Candidate(Gathering):
 
         Raises:
             DeadlineError: not enough came, or they did not agree in time; says who is here and who was refused.
+            ClosedError: the run that this process waited for is over, because its work is done.
             AuthError: our secret or our identity is not accepted.
         """
         self.spawn(self._tick())
@@ -226,51 +292,104 @@ class Candidate(Gathering):
         until = time.monotonic() + within
         while True:
             left = until - time.monotonic()
-            await asyncio.wait((self._formed, self._founded), timeout=max(0.0, min(1.0, left)),
+            await asyncio.wait((self._formed, self._founded), timeout=max(0.0, min(0.2, left)),
                                return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
             if self._formed.done():
                 return self._formed.result()
             if self._founded.done():
                 return self._founded.result()
-            if left <= 0 and not (self._is_elastic and self._core.going_on is not None):
+            if (other := self._formation.not_given_up) is not None:
+                raise ConfigError(
+                    f"run {self.run!r}, which --new or new=True was to replace, is going on with "
+                    f"{printable(', '.join(other.company))}; end it first, or give the new run another name"
+                )
+            if self._formation.ending is not None:
+                raise ClosedError(f"run {self.run!r} ended before it took this process in: its work is done")
+            if left <= 0 and not (self._is_elastic and self._formation.going_on is not None):
                 raise DeadlineError(
-                    f"no run {self.run!r} in cluster {self.cluster.name!r} after {within:g} s: {self.situation()}"
-                    ". `covey doctor` looks for the reason."
+                    f"Timed out: no run {self.run!r} in cluster {self.cluster.name!r} after {within:g} s: "
+                    f"{self.situation()}. `covey doctor` looks for the reason."
                 )
 
-    def seated(self, seats: Mapping[bytes, int]) -> dict[int, Acquaintance]:
-        """Note the seats of those we are linked with, by their lives; return them by seat."""
-        by_seat = {}
-        for someone in self.met.values():
-            if someone.card.life in seats:
-                someone.rank = seats[someone.card.life]
-                by_seat[someone.rank] = someone
-        return by_seat
+    def record_of(self, founded: messages.Founded) -> membership.Record | None:
+        """Return what this node has promised in a generation before it knew that it has a seat there."""
+        bound = self.records.read()
+        is_it = bound is not None and (bound.origin, bound.generation) == (founded.origin, founded.generation)
+        return bound.record if bound is not None and is_it else None
 
     def _pump(self) -> None:
-        """Send what the core wants to say, and look whether it is done."""
-        for peer, message in self._core.outgoing():
-            someone = self.met.get(peer)
-            if someone is not None:
-                someone.send(messages.Forming(messages.encode(message)))
-        if self._core.formed is not None and not self._formed.done() and not self._founded.done():
-            self._formed.set_result(self._core.formed)
+        """Do what the core wants, in its order, and look whether it is done."""
+        try:
+            for effect in self._core.effects():
+                self._do(effect)
+        except ConfigError as error:  # what has to be on disk cannot be: then nothing may be said that rests on it
+            if self._node is not None and self._node.generation is not None:
+                self._node.generation.failed(error)
+            self._fail(error)
+            return
+        if self._formation.formed is not None and not self._is_decided:
+            self._formed.set_result(self._formation.formed)
         if self._node is not None:
             self._show_in(self._node)
+            self._tell_the_unaware(self._node)
+            self._look_at_rivals(self._node)
+            if self._formation.ending is not None:
+                self._node.ended()
         self._changed.set()
 
+    def _do(self, effect: Remember | Bind | Say | Agree) -> None:
+        match effect:
+            case Remember(remembered):
+                self.records.remember(remembered)
+            case Bind(bound):
+                self.records.write(bound)
+            case Say(peer, message):
+                self._send_to(peer, messages.Forming(messages.encode(message)))
+            case Agree(peer, generation, vote):
+                self._send_to(peer, messages.Agreeing(generation, membership.encode_membership(vote)))
+
+    def _send_to(self, id: bytes, message: messages.Control) -> None:
+        someone = self.met.get(id)
+        if someone is not None:
+            someone.send(message)
+
     def _show_in(self, node: Node) -> None:
-        """Let the node know who waits for the next generation, and who does not any more."""
+        """Let the node know which nodes wait for the next generation, and which do not any more."""
         waiting = {}
-        for id in self._core.newcomers():
+        for id in self._formation.newcomers():
             if (someone := self.met.get(id)) is not None and someone.rank < 0:
-                waiting[someone.card.life] = someone
+                waiting[messages.key_of(someone.card)] = someone
         for newcomer in node.lobby:
-            if newcomer.card.life not in waiting:
+            if messages.key_of(newcomer.card) not in waiting:
                 node.lobby.go_away(newcomer)
-        for life, someone in waiting.items():
-            if life not in node.lobby:
+        for someone in waiting.values():
+            if someone.card not in node.lobby:
                 node.lobby.knock(_Waiting(node, someone))
+
+    def _tell_the_unaware(self, node: Node) -> None:
+        """Tell members of the generation that wait outside, because they missed the news, that they are in it."""
+        unaware, generation = self._formation.unaware, node.generation
+        for id in sorted(unaware):
+            someone = self.met.get(id)
+            rank = generation.rank_of(someone.rank) if generation is not None and someone is not None else None
+            if generation is not None and someone is not None and rank in generation.view.ranks:
+                someone.send(generation.founded)
+        unaware.clear()
+
+    def _look_at_rivals(self, node: Node) -> None:
+        """Say aloud that there is another run of this name; the younger of the two ends."""
+        formed = self._formation.formed
+        for lineage, here in self._formation.rivals.items():
+            if formed is None or lineage in self._rivals_told:
+                continue
+            self._rivals_told.add(lineage)
+            names = printable(", ".join(here.company))
+            began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(founded_at(lineage)))
+            if lineage < formed.lineage:
+                node.outlived(f"an older run of the name {self.run!r} is going on with {names}, since {began}")
+            else:
+                logger.warning("a second run of the name %r, younger than this one, goes on with %s since %s; it was "
+                               "begun where this one could not be heard, and ends", self.run, names, began)  # fmt: skip
 
     async def _tick(self) -> None:
         while True:
@@ -287,7 +406,7 @@ class Candidate(Gathering):
 
     def situation(self) -> str:
         """Return in words what is waited for, who is here, and who was refused and why."""
-        report = self._core.report()
+        report = self._formation.report()
         words = f"{report.waiting}; here: {', '.join(report.here)}"
         refused = [f"{name}: {reason}" for name, reason in (*report.refused, *self.problems().items())]
         if strangers := self.seat.entrance.about_strangers():
@@ -297,7 +416,7 @@ class Candidate(Gathering):
     async def _say_what_is_waited_for(self) -> None:
         said, said_at = "", 0.0
         await asyncio.sleep(FIRST_WORD_SECONDS)
-        while not self._formed.done() and not self._founded.done():
+        while not self._is_decided:
             words, now = self.situation(), time.monotonic()
             if words != said or now > said_at + REMINDER_SECONDS:
                 said, said_at = words, now
@@ -305,7 +424,7 @@ class Candidate(Gathering):
             await asyncio.sleep(1.0)
 
     async def _notice_a_wrong_secret(self) -> None:
-        while not self._formed.done() and not self._founded.done():
+        while not self._is_decided:
             await asyncio.sleep(0.5)
             seeds, now = self.cluster.seeds, time.monotonic()
             since = [self.hung_up.get(seed, now) for seed in seeds]
@@ -315,16 +434,23 @@ class Candidate(Gathering):
                     "another one there. Enroll this machine with a join code from there."
                 ))  # fmt: skip
 
-    def carry_on(self, node: Node, by_seat: dict[int, Acquaintance], founded: messages.Founded | None) -> None:
+    def seated(self, seats: Mapping[tuple[bytes, bytes], int]) -> dict[int, Acquaintance]:
+        """Note the seats of the nodes that this one is linked with, by id and life; return these nodes by seat."""
+        by_seat = {}
+        for someone in self.met.values():
+            if (key := messages.key_of(someone.card)) in seats:
+                someone.rank = seats[key]
+                by_seat[someone.rank] = someone
+        return by_seat
+
+    def carry_on(self, node: Node, by_seat: dict[int, Acquaintance], formed: messages.Founded | Formed) -> None:
         """Hand the links of a run to its node: from now on it hears what is said about the run.
 
-        `founded` is the generation that the node enters, if it is not in the run from its beginning.
+        `formed` is the view that the node is in from the run's beginning, or the generation that it enters.
         """
-        if self._voter is not None:
-            self._voter.close()
-            self._voter = None
         self._node, self._since = node, time.monotonic()
         self.search.look_seconds = RUNNING_LOOK_SECONDS
+        founded = formed if isinstance(formed, messages.Founded) else None
         cards = {} if founded is None else {member.seat: member.card for member in founded.members}
         for seat, peer in node.peers.items():
             someone = by_seat.get(seat)
@@ -336,28 +462,62 @@ class Candidate(Gathering):
                 peer.introduce(cards[seat])
         node.on_silent = self._give_up
         node.on_founded = self._founded_another
-        if founded is None:
-            node.begin()
+        node.on_ended = self._run_ended
+        node.find_newcomer = self._find_newcomer
+        if isinstance(formed, messages.Founded):
+            record = self.record_of(formed)
+            self._enter(formed)
+            node.enter(formed, record)
         else:
-            self._core.entered(tuple(map(_as_member, founded.members)), time.monotonic())
-            node.enter(founded)
+            tie_breaker = next((rank for rank, member in enumerate(formed.view) if member.breaks_ties), 0)
+            node.begin(formed.lineage, tie_breaker)
         for seat in list(node.peers):
             linked = by_seat.get(seat)
             if linked is None or self.met.get(linked.card.id) is not linked:
                 node.lost(seat)
+                self._look_for(node, node.peers[seat])
             else:
-                for message in linked.early:
+                said, linked.early = linked.early, []
+                for message in said:
                     node.heard(seat, message)
-                linked.early = []
+        self._pump()
+
+    def _enter(self, founded: messages.Founded) -> None:
+        """Be in a generation: what is known of the run is on disk before any promise in it is made."""
+        members = tuple(map(_as_member, founded.members))
+        self._core.entered(members, founded.origin, founded.generation, time.monotonic())
         self._pump()
 
     def _founded_another(self, founded: messages.Founded) -> None:
-        """The node is in a generation: keepers want to know, and who waits outside."""
+        """The node is in a generation: keepers want to know, and the nodes that wait outside."""
         if founded.generation:
-            self._core.entered(tuple(map(_as_member, founded.members)), time.monotonic())
+            self._enter(founded)
         for keeper in self.keepers:
             self._tell_keeper(keeper)
+        if self._node is not None:
+            for member in founded.members:
+                peer = self._node.peers.get(member.seat)
+                if peer is not None and peer.link is None:
+                    self._look_for(self._node, peer)
         self._pump()
+
+    def _look_for(self, node: Node, peer: Peer) -> None:
+        if peer.contact is not None:
+            self.spawn(self._find_again(node, peer, peer.contact))
+
+    def _find_newcomer(self, card: messages.Card) -> Newcomer | None:
+        """Return a node that a generation has a seat for, if there is a link with it."""
+        someone, node = self.met.get(card.id), self._node
+        if someone is None or node is None or messages.key_of(someone.card) != messages.key_of(card):
+            return None
+        return _Waiting(node, someone)
+
+    def _run_ended(self, lineage: bytes, is_finished: bool) -> None:
+        """The members have decided that the run is over: tell the nodes that wait for it, and keepers."""
+        self._core.ended(Ending(lineage, is_finished), time.monotonic())
+        self._pump()
+        for someone in (*self.met.values(), *self.keepers):
+            someone.send(messages.Ended(self.run, lineage, is_finished))
 
     def met_keeper(self, someone: Acquaintance) -> None:
         self._tell_keeper(someone)
@@ -392,6 +552,16 @@ class _Waiting:
         said, self._someone.early = self._someone.early, []
         for message in said:
             self._node.heard(peer.rank, message)
+
+
+def check_founded(founded: messages.Founded, most: int) -> None:
+    """Raise RemoteProtocolError for a generation that cannot be, whatever a member says."""
+    cards = [member.card for member in founded.members]
+    whole = all(len(card.id) == forming.ID_BYTES and len(card.life) == forming.LIFE_BYTES for card in cards)
+    counts = (len({member.seat for member in founded.members}), len({card.id for card in cards}))
+    is_sound = whole and counts == (len(cards), len(cards)) and len(cards) <= most
+    if not is_sound or founded.tie_breaker >= len(cards) or len(founded.lineage) != LINEAGE_BYTES or founded.is_kept:
+        raise RemoteProtocolError(f"generation {founded.generation} cannot be as it was told of")
 
 
 def _as_member(member: messages.SeatedMember) -> forming.Member:

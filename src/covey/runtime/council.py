@@ -36,6 +36,9 @@ class Chamber(Protocol):
     def excluded(self, view: View) -> None:
         """The others go on without this node."""
 
+    def waiting(self, effect: changes.Waiting) -> None:
+        """Too few members are heard to agree on a view."""
+
     def quorum_lost(self, effect: changes.QuorumLost) -> None:
         """Patience is over without a view: everything pending ends."""
 
@@ -135,9 +138,14 @@ class Council:
         self._core.disturbed(number, time.monotonic())
         self._perform()
 
-    def leave(self) -> None:
+    def leave(self, *, is_finished: bool = False) -> None:
         """Ask for a view without this node; `Chamber.excluded` tells that it has come."""
-        self._core.leave(time.monotonic())
+        self._core.leave(time.monotonic(), is_finished=is_finished)
+        self._perform()
+
+    def succeed(self, successor: wire.Successor) -> None:
+        """Ask for the view that ends this generation; `Chamber.installed` tells that it has come."""
+        self._core.succeed(successor, time.monotonic())
         self._perform()
 
     def frozen(self, number: int, states: Iterable[State]) -> None:
@@ -147,8 +155,10 @@ class Council:
 
     def received(self, place: int, body: bytes) -> None:
         """Take what a place said; RemoteProtocolError if no member says such a thing."""
-        self._core.received(self._ids[place], wire.decode_membership(body), time.monotonic())
-        self._perform()
+        message = wire.decode_membership(body)
+        if not isinstance(message, wire.Seated):  # for nodes that do not know their seat
+            self._core.received(self._ids[place], message, time.monotonic())
+            self._perform()
 
     def close(self) -> None:
         """Take no more part."""
@@ -187,6 +197,8 @@ class Council:
                 self._chamber.installed(view, lost)
             case changes.Excluded(view):
                 self._chamber.excluded(view)
+            case changes.Waiting():
+                self._chamber.waiting(effect)
             case changes.QuorumLost():
                 self._chamber.quorum_lost(effect)
 

@@ -14,10 +14,11 @@ from covey.base.errors import (
     PeerLostError,
     QuorumLostError,
     RemoteProtocolError,
+    SplitRunError,
 )
 
 _PLAIN: Final[dict[str, type[CoveyError]]] = {
-    kind.__name__: kind for kind in (ClosedError, GroupChangedError, MismatchError, RemoteProtocolError)
+    kind.__name__: kind for kind in (ClosedError, GroupChangedError, MismatchError, RemoteProtocolError, SplitRunError)
 }
 
 

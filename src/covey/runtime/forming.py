@@ -175,7 +175,7 @@ class Forming:
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
                 async with asyncio.timeout(REDIAL_SECONDS):
                     link, welcome, where = await self._call(peer)
-                if welcome.card.life != peer.life:
+                if messages.key_of(welcome.card) != (peer.id, peer.life):
                     link.abort()
                     return  # started anew: it comes by itself, as a newcomer
                 self._reached(peer, link, welcome, where)
@@ -211,7 +211,8 @@ class Forming:
                 f"{self._node.run} was started by a launcher, which gives out the ranks", retry=False
             )
         known = self._node.peers.get(hello.rank)
-        if known is not None and known.ready and known.life == hello.card.life:
+        is_known = known is not None and (known.id, known.life) == messages.key_of(hello.card)
+        if known is not None and known.ready and is_known:
             return messages.Welcome(self._node.rank, self._node.card)  # its last link has ended, here or there
         for what, here, there in (
             ("run", self._node.run, hello.run),
@@ -250,7 +251,8 @@ class Forming:
         for what, here, there in (("lanes", config.lanes, hello.lanes), ("on_loss", config.on_loss, hello.on_loss)):
             if here != there:
                 return messages.Refusal(f"{what} is {there!r} there and {here!r} in the run", retry=False)
-        if any(peer.life == hello.card.life and not peer.gone for peer in self._node.peers.values()):
+        key = messages.key_of(hello.card)
+        if any((peer.id, peer.life) == key and not peer.gone for peer in self._node.peers.values()):
             return messages.Refusal("you are a member", retry=True)
         return messages.Welcome(self._node.rank, self._node.card)
 

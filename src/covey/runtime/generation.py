@@ -21,13 +21,13 @@ from covey.runtime import loop as control
 from covey.runtime.council import Council, seats_of
 from covey.runtime.events import Event
 from covey.runtime.fault import Fault
-from covey.wire.membership import MAX_GROUPS, State
+from covey.wire.membership import MAX_GROUPS, Bound, Seated, State, Successor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.base.errors import CoveyError
-    from covey.proto.changes import Quorum, QuorumLost
+    from covey.proto.changes import Quorum, QuorumLost, Waiting
     from covey.runtime.node import Node
     from covey.runtime.pact import Pact
     from covey.wire import messages
@@ -52,9 +52,13 @@ class Generation:
         patience: float,
         quorum: Quorum,
         min_size: int = 1,
-        store: Callable[[int, Record], None] | None = None,
+        store: Callable[[Bound], None] | None = None,
+        record: Record | None = None,
     ) -> None:
-        """Begin a generation in which this node has a place; `store` makes what it promises in it durable."""
+        """Begin a generation in which this node has a place; `store` makes what it promises in it durable.
+
+        `record` is what it has promised there already, if it voted before it knew that it has a place.
+        """
         self.node, self.founded = node, founded
         self.number = founded.generation
         self.seats = tuple(member.seat for member in founded.members)
@@ -74,7 +78,12 @@ class Generation:
         self.fault: Fault | None = None
         """Why."""
         self._left = threading.Event()
-        record = first_record(seats_of(founded), founded.lineage, has_keeper=founded.is_kept)
+        self._ended = threading.Event()
+        """A view says which generation follows, or this node is in no view any more."""
+        if record is None:
+            record = first_record(
+                seats_of(founded), founded.lineage, anchor=founded.tie_breaker, has_keeper=founded.is_kept
+            )
         self.view = record.view
         self.council = Council(
             self.number,
@@ -86,8 +95,11 @@ class Generation:
             min_size=min_size,
             quorum=quorum,
             patience=patience,
-            store=None if store is None else functools.partial(store, self.number),
+            store=None if store is None else functools.partial(self._keep, store),
         )
+
+    def _keep(self, store: Callable[[Bound], None], record: Record) -> None:
+        store(Bound(self.number, record, self.founded.origin, self.founded.tie_breaker))
 
     def open(self) -> None:
         """Begin to agree with those there are links with. On the control loop."""
@@ -140,16 +152,29 @@ class Generation:
         while len(self._dismissed) > DISMISSED:
             del self._dismissed[next(iter(self._dismissed))]
 
-    def leave(self, within: float) -> bool:
-        """Ask the others to go on without this node; tell whether they have agreed in time. Not on the control loop."""
+    def leave(self, within: float, *, is_finished: bool = False) -> bool:
+        """Ask the others to go on without this node; tell whether they have agreed in time. Not on the control loop.
+
+        A program that `is_finished` gives the others a moment to finish, too: then all know that the run is over.
+        """
         if not self._left.is_set():
-            control.soon(self.withdraw)
+            control.soon(functools.partial(self.withdraw, is_finished=is_finished))
         return self._left.wait(within)
 
-    def withdraw(self) -> None:
+    def withdraw(self, *, is_finished: bool = False) -> None:
         """Ask the others to go on without this node. On the control loop."""
         if not self.is_over:
-            self.council.leave()
+            self.council.leave(is_finished=is_finished)
+
+    def end_with(self, successor: Successor, within: float) -> Successor | None:
+        """Agree with the other members that `successor` follows; return it as it was agreed on.
+
+        Members that were lost on the way are not in it. None: this node is in no view any more, `fault` tells why, or
+        there was no agreement within so many seconds. Not on the control loop.
+        """
+        control.soon(self.council.succeed, successor)
+        self._ended.wait(within)
+        return self.view.successor
 
     # What the council decides
 
@@ -194,11 +219,15 @@ class Generation:
             self.view, self._is_frozen = view, False
             self._waiting.clear()
             pacts = list(self._pacts.values())
+        if view.successor is not None:
+            self._ended.set()
         if self.node.generation is not self:  # an earlier one, of which only votes are needed
             for pact in pacts:
                 pact.install(view)
             return
         for rank in lost:
+            if self.council.is_leaving(rank):
+                self.node.peers[self.seats[rank]].left = True
             self.node.exclude(self.seats[rank])
         self._tell_of(view, lost)
         for pact in pacts:
@@ -219,13 +248,32 @@ class Generation:
                        ", ".join(map(str, view.ranks)), "" if view.ranks[1:] else "es", view.number)  # fmt: skip
 
     def excluded(self, view: View) -> None:
+        if view.ranks:
+            what = f"the run goes on without this process since view {view.number} of generation {self.number}: it left"
+            rest = "or the others could not hear it; join the run again to be in its next generation"
+        else:
+            what = f"the run is over since view {view.number} of generation {self.number}: its members have left"
+            rest = "or could not be heard by a quorum of them"
+        self._end(Fault("GroupChangedError", f"{what}, {rest}"))
+        if not view.ranks and self.node.on_ended is not None and self.node.generation is self:
+            self.node.on_ended(self.founded.origin, view.is_finished)
+
+    def over(self) -> None:
+        """Other nodes say that the run is over."""
         self._end(
-            Fault(
-                "GroupChangedError",
-                f"the run goes on without this process since view {view.number} of generation {self.number}: it left, "
-                "or the others could not hear it; join the run again to be in its next generation",
-            ),
+            Fault("GroupChangedError", "the run is over: a quorum of its members decided so without this process")
         )
+
+    def seated(self) -> Seated:
+        """Return what to tell nodes that have a seat here and may not know."""
+        founded = self.founded
+        members = tuple(seats_of(founded))
+        return Seated(founded.origin, Successor(self.number, founded.lineage, members, founded.tie_breaker))
+
+    def waiting(self, effect: Waiting) -> None:
+        logger.warning("%s: waiting up to %.0f s for %s: without a quorum of the %d members, or half of them with the "
+                       "tie-breaker, %s, this process does not go on", self.node.run, effect.seconds,
+                       self._name(effect.missing), len(self.view.ranks), self._name((effect.tie_breaker,)))  # fmt: skip
 
     def quorum_lost(self, effect: QuorumLost) -> None:
         if self.founded.is_kept:
@@ -254,6 +302,7 @@ class Generation:
     def _end(self, fault: Fault, *, only_pacts: bool = False) -> None:
         self.is_over, self.fault = True, fault
         self._left.set()
+        self._ended.set()
         self.node.expelled(self, fault, only_pacts=only_pacts)
 
     def _name(self, ranks: Sequence[int]) -> str:
@@ -277,11 +326,14 @@ class Generation:
     def forked(self) -> None:
         """This process is a fork of the one that joined: nobody hears it."""
         self._lock, self._left = threading.Lock(), threading.Event()  # another thread of the parent may have held them
+        self._ended = threading.Event()
         self.is_over = True
         self._left.set()
+        self._ended.set()
 
     def close(self) -> None:
         """Take no more part."""
         self.is_over = True
         self._left.set()
+        self._ended.set()
         self.council.close()

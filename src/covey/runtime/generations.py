@@ -11,15 +11,20 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import ClosedError, ConfigError, DeadlineError, GroupChangedError
+from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError, GroupChangedError, SplitRunError
 from covey.runtime import bootstrap
 from covey.runtime import loop as control
+from covey.runtime.council import seats_of
 from covey.runtime.fault import Fault
+from covey.runtime.link import printable
+from covey.runtime.saved import save_state
 from covey.wire import messages
+from covey.wire.membership import Successor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from covey.runtime.generation import Generation
     from covey.runtime.group import Group
     from covey.runtime.node import Node
 
@@ -27,6 +32,8 @@ WAIT_SECONDS: Final = 300.0
 """How long a generation that has too few members waits for more, by default."""
 LOOK_SECONDS: Final = 0.2
 """How often it looks whether they have come."""
+SURPLUS_SECONDS: Final = 30.0
+"""How much longer than patience the members may take to agree on the next generation."""
 
 
 def generations(
@@ -44,6 +51,9 @@ def generations(
     wait to get in, somebody wants to leave, or fewer than `min_size` are left. Every rank comes back after the same
     step; newcomers are then in the next group, which should begin with `group.restore(state)`. When the work is done,
     leave the loop with `break` or `return`: the last group is closed.
+
+    If an older run of the same name is met in the cluster, this one ends after the step with SplitRunError; the state
+    that was last given to `group.restore` is in a file by then.
 
     SIGTERM asks this process to leave: the others go on without it, and the loop ends here after the step.
 
@@ -136,7 +146,15 @@ class _Generations:
                 return self._join(again=True)
             raise error if error is not None else ClosedError(f"group {group.name!r} is closed")
         founded = self._agree(group, node)
-        if founded is None:
+        if founded is not None and engine.generation is not None and not founded.is_kept:
+            founded = _decide(engine.generation, founded)
+            if founded is None:  # this process is in no view any more
+                error = engine.fault_error()
+                group.close()
+                if isinstance(error, GroupChangedError):
+                    return self._join(again=True)
+                raise error if error is not None else DeadlineError("Timed out: no agreement on the next generation")
+        elif founded is None:
             group.close()
             return None
         if all(member.seat != node.rank for member in founded.members):
@@ -153,12 +171,15 @@ class _Generations:
                 "leaves": self._is_asked_to_leave,
                 "next": node.next_seat,
                 "late": time.monotonic() > until,
+                "rival": node.rival,
             }
             said = {
                 rank: words
                 for rank, words in enumerate(group.all_gather_object(mine))
                 if words is not None and rank in group.contributors
             }
+            if rivals := [words["rival"] for words in said.values() if words["rival"]]:
+                raise _outlived(group, rivals[0])
             if said[group.rank]["leaves"]:
                 return None
             staying = [rank for rank, words in said.items() if not words["leaves"]]
@@ -215,8 +236,49 @@ def _founded(
     number = generation.number + 1
     lives = b"".join(member.card.life for member in members)
     lineage = hashlib.blake2b(generation.founded.lineage + lives, digest_size=16, key=str(number).encode()).digest()
-    is_kept = generation.founded.is_kept
-    return messages.Founded(number, lineage, is_kept, tuple(members), node.config.on_loss)
+    old = generation.founded
+    return messages.Founded(
+        number, lineage, old.is_kept, tuple(members), node.config.on_loss, old.origin, _tie_breaker(generation, members)
+    )
+
+
+def _tie_breaker(generation: Generation, members: list[messages.SeatedMember]) -> int:
+    """Return the rank that breaks ties: a member that was started to, else the one that did before, else the first."""
+    before = generation.founded.members[generation.view.tie_breaker].seat
+    wished = (rank for rank, member in enumerate(members) if member.card.breaks_ties)
+    kept = (rank for rank, member in enumerate(members) if member.seat == before)
+    return next(wished, next(kept, 0))
+
+
+def _decide(generation: Generation, founded: messages.Founded) -> messages.Founded | None:
+    """Have the members decide, by a view, that a generation follows; return it without those lost on the way.
+
+    All members compute the same, so any of them may ask for it. But a member that crashed must not wake up in the old
+    generation and find enough others there: what a quorum of it has decided is on their disks.
+    """
+    seats = seats_of(founded)
+    asked = Successor(founded.generation, founded.lineage, tuple(seats), founded.tie_breaker)
+    agreed = generation.end_with(asked, generation.patience + SURPLUS_SECONDS)
+    if agreed is None:
+        return None
+    by_seat = dict(zip(seats, founded.members, strict=True))
+    if agreed.lineage != founded.lineage or any(seat not in by_seat for seat in agreed.members):
+        raise CoveyError(f"the members agreed on another generation {founded.generation} than this process computed")
+    members = tuple(by_seat[seat] for seat in agreed.members)
+    return messages.founded_with(founded, members, agreed.tie_breaker)
+
+
+def _outlived(group: Group, rival: str) -> SplitRunError:
+    """Save the state of a run that has to end, and return what to raise; all members do so after the same step."""
+    text, saved = f"{rival}, so it ends here after {group.sequence} operations", ""
+    if group._state is not None and group.local_rank == 0:
+        try:
+            lineage = group._engine.generation.founded.origin if group._engine.generation is not None else b""
+            saved = save_state(group._state, f"covey-{printable(group.name)}-{lineage.hex()[:16]}-{group.rank}")
+            text += f". Its state is in {saved} (covey.load_state)"
+        except (CoveyError, TypeError) as error:
+            text += f". Its state could not be saved: {error}"
+    return SplitRunError(f"{text}. Start again to be in the older one", saved=saved)
 
 
 def _await_someone(node: Node) -> None:

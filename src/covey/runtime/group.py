@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -62,11 +63,11 @@ class Group(Reductions, Moves, Messages):
         engine: Engine,
         *,
         local_rank: int,
-        before_close: Callable[[], None] | None = None,
+        before_close: Callable[[bool], None] | None = None,
         on_close: Callable[[], None] | None = None,
         is_fresh: bool = False,
     ) -> None:
-        """Closing begins with `before_close` and ends with `on_close`.
+        """Closing begins with `before_close(is_finished)` and ends with `on_close`; a failed program is not finished.
 
         `is_fresh`: this rank was not in the run before this group, so its state is worth nothing.
         """
@@ -76,6 +77,9 @@ class Group(Reductions, Moves, Messages):
         self._is_fresh = is_fresh
         self._sidecar: Assembly | None = None
         self._restores = 0
+        self._state: MutableMapping[str, Any] | None = None
+        """What `restore` was given last."""
+        self._has_failed = False
         self._children = itertools.count(1)
 
     # Who
@@ -243,6 +247,7 @@ class Group(Reductions, Moves, Messages):
         and only what differs. A rank whose state has drifted from that of the majority is brought back and named in the
         report; with `on_drift="raise"` all raise MismatchError instead. In the first generation rank 0's state wins.
         """
+        self._state = state
         return survival.restore(
             self, state, fresh=self._is_fresh, on_drift=on_drift, timeout=timeout, progress=progress
         )
@@ -252,7 +257,9 @@ class Group(Reductions, Moves, Messages):
     def close(self) -> None:
         """Leave the group and free what it holds. Closing twice is fine."""
         if self._before_close is not None:
-            self._before_close()
+            # An error that ends the program has left its traceback behind before the interpreter closes us.
+            has_failed = self._has_failed or getattr(sys, "last_value", None) is not None
+            self._before_close(not has_failed)
         if self._sidecar is not None:
             self._sidecar.close()
         self._engine.close()
@@ -266,6 +273,7 @@ class Group(Reductions, Moves, Messages):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        self._has_failed = self._has_failed or is_failure
         if is_failure and self.on_loss == "raise":
             text = f"rank {self.rank} left the group because of {type(error).__name__}: {error}"
             self._engine.fail(Fault("PeerLostError", text, (self.rank,)))

@@ -13,6 +13,7 @@ from covey.runtime.events import Event
 from covey.runtime.generation import Generation
 from covey.runtime.keeper_link import KeeperLink
 from covey.runtime.peers import Peer
+from covey.wire import membership as wire
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from covey.runtime.council import Council
     from covey.runtime.node import Node
-    from covey.wire.membership import Record
+    from covey.wire.membership import Bound, Record
 
 EARLY_LIMIT: Final = 4096
 """Messages about a generation that this node has not founded yet."""
@@ -31,9 +32,7 @@ KEEPER_SECONDS: Final = 3.0
 class History:
     """What a node knows of its generations: the last one, and the one before for as long as somebody votes in it."""
 
-    def __init__(
-        self, node: Node, *, keeper_path: str, floor: int, store: Callable[[int, Record], None] | None
-    ) -> None:
+    def __init__(self, node: Node, *, keeper_path: str, floor: int, store: Callable[[Bound], None] | None) -> None:
         """No view has fewer than `floor` members; `store` makes what this node has promised durable."""
         self._node = node
         self._keeper_path, self._store = keeper_path, store
@@ -44,9 +43,14 @@ class History:
         self._early: list[tuple[int, messages.Agreeing]] = []
         """What was said of generations that this node has not founded yet."""
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether what this node promises outlives its process."""
+        return self._store is not None
+
     # Generations
 
-    def found_first(self, lineage: bytes) -> None:
+    def found_first(self, lineage: bytes, tie_breaker: int) -> None:
         """Found the first generation of the run, of all its ranks; `lineage` tells it from others of that name."""
         node = self._node
         cards = [node.card if seat == node.rank else node.peers[seat].card() for seat in range(node.size)]
@@ -54,10 +58,14 @@ class History:
         digest = hashlib.blake2b(lives, digest_size=16, key=node.run.encode()[:64]).digest()
         members = tuple(messages.SeatedMember(seat, card) for seat, card in enumerate(cards))
         is_kept = self.keeper is not None
-        self.found(messages.Founded(0, lineage or digest, is_kept, members, node.config.on_loss))
+        origin = lineage or digest
+        self.found(messages.Founded(0, origin, is_kept, members, node.config.on_loss, origin, tie_breaker))
 
-    def found(self, founded: messages.Founded) -> Generation:
-        """Begin a generation; those of its members that waited outside sit down, and are told."""
+    def found(self, founded: messages.Founded, record: Record | None = None) -> Generation:
+        """Begin a generation; those of its members that waited outside sit down, and are told.
+
+        `record` is what this node has promised there already.
+        """
         node = self._node
         newcomers = []
         seated = []
@@ -67,14 +75,16 @@ class History:
                 peer.introduce(member.card)
                 peer.ready = True
                 newcomers.append(member)
-                newcomer = node.lobby.admit(member.card.life)
+                newcomer = node.lobby.admit(member.card)
+                if newcomer is None and node.find_newcomer is not None:  # it was told by another member first
+                    newcomer = node.find_newcomer(member.card)
                 if newcomer is not None:
                     newcomer.sit_down(peer)
                     newcomer.send(founded)
                     seated.append((newcomer, peer))
         generation = self.current = self._generations[founded.generation] = Generation(
             node, founded, patience=node.config.patience, quorum=Quorum(node.config.quorum), min_size=self.floor,
-            store=self._store,
+            store=self._store, record=record,
         )  # fmt: skip
         for number in [number for number in self._generations if number < founded.generation - 1]:
             self._generations.pop(number).close()
@@ -106,6 +116,13 @@ class History:
         place = generation.rank_of(seat)
         if place is not None:
             generation.council.received(place, body)
+
+    def tell_of_seat(self, seat: int, send: Callable[[messages.Control], None]) -> None:
+        """Tell a node of which an earlier life is in the last generation about that seat, in which it may vote."""
+        generation = self.current
+        if generation is not None and generation.rank_of(seat) is not None and generation.number:
+            seated = wire.encode_membership(generation.seated())
+            send(messages.Agreeing(generation.number, seated))
 
     # What councils have to know
 

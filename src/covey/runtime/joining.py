@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -22,17 +22,29 @@ from covey.wire.formation import Terms
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
-    from covey.net.clusters import Cluster
     from covey.runtime.places import ClusterOptions, WantedRun
     from covey.runtime.seat import Seat
 
 
-def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions, *, is_elastic: bool = False) -> Group:
+logger = logging.getLogger("covey")
+
+
+def join_run(
+    wanted: WantedRun,
+    config: GroupConfig,
+    options: ClusterOptions,
+    *,
+    is_elastic: bool = False,
+    is_returning: bool = False,
+) -> Group:
     """Return the group of a run once its nodes have agreed on it.
+
+    A process that `is_returning` was in the run before, or waited for it.
 
     Raises:
         ConfigError: there is no cluster, or a setting cannot work.
         AuthError: the secret or this node's identity is not accepted.
+        ClosedError: the run that this process waited for is over.
         DeadlineError: the others did not come in time.
     """
     if config.lanes == "shm" and not shm.usable():
@@ -40,7 +52,11 @@ def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions, *,
     if wanted.size == 1:
         return _ready(Group(Engine(None, 0, (0,), wanted.name, config), local_rank=0), None)
     cluster = options.find(os.environ)
-    seat = cluster_seat(cluster, config, run=wanted.name, ports=ports_from(os.environ.get("COVEY_PORT", "")))
+    ports = ports_from(os.environ.get("COVEY_PORT", ""))
+    seat = cluster_seat(cluster, config, run=wanted.name, ports=ports, tie_breaker=wanted.tie_breaker)
+    abandoned = frozenset(wanted.abandoned)
+    if wanted.is_new and not is_returning:
+        abandoned |= forget_lineages(cluster.tag, wanted.name)
     terms = Terms(
         run=wanted.name,
         program=wanted.program,
@@ -51,10 +67,25 @@ def join_run(wanted: WantedRun, config: GroupConfig, options: ClusterOptions, *,
         lanes=config.lanes,
         on_loss=config.on_loss,
     )
-    # A generation may lose members below the size that the next one waits for.
-    floor = 1 if is_elastic else wanted.floor
+
+    async def gather() -> Node:
+        candidate = Candidate(
+            cluster,
+            config,
+            seat,
+            terms,
+            is_elastic=is_elastic,
+            is_returning=is_returning,
+            min_hosts=wanted.min_hosts,
+            abandoned=abandoned,
+        )
+        # A generation may lose members below the size that the next one waits for.
+        return await _become_a_node(
+            candidate, terms, config, seat, wanted.timeout, floor=1 if is_elastic else wanted.floor
+        )
+
     node = control.make(
-        _gather(cluster, terms, config, seat, wanted.timeout, is_elastic, floor),
+        gather(),
         discard=Node.close,
         otherwise=seat.leave,
     )
@@ -72,28 +103,19 @@ def _ready(group: Group, node: Node | None) -> Group:
     return group
 
 
-async def _gather(
-    cluster: Cluster,
-    terms: Terms,
-    config: GroupConfig,
-    seat: Seat,
-    asked: float,
-    is_elastic: bool,
-    floor: int,
+async def _become_a_node(
+    candidate: Candidate, terms: Terms, config: GroupConfig, seat: Seat, asked: float, *, floor: int
 ) -> Node:
     """Return the node of an agreed run."""
-    candidate: Candidate | None = None
     try:
-        candidate = Candidate(cluster, config, seat, terms, is_elastic=is_elastic)
         await candidate.open()
         formed = await candidate.form(asked)
-        founded = formed if isinstance(formed, messages.Founded) else None
         if isinstance(formed, messages.Founded):
-            seats = {member.card.life: member.seat for member in formed.members}
+            seats = {messages.key_of(member.card): member.seat for member in formed.members}
         else:
-            seats = {member.life: rank for rank, member in enumerate(formed.view)}
+            seats = {(member.id, member.life): rank for rank, member in enumerate(formed.view)}
         node = Node(
-            rank=seats[candidate.card.life],
+            rank=seats[messages.key_of(candidate.card)],
             size=len(seats),
             run=terms.run,
             gate=seat.gate,
@@ -104,16 +126,29 @@ async def _gather(
             floor=floor,
             store=candidate.records.write,
             companions=(candidate,),
-            on_close=functools.partial(_leave, candidate, seat),
+            on_close=seat.on_close,
             seats=tuple(seats.values()),
             links_come=True,
         )
-        candidate.carry_on(node, candidate.seated(seats), founded)
+        candidate.carry_on(node, candidate.seated(seats), formed)
         return node
     except BaseException:
-        if candidate is not None:
-            await candidate.close()
+        await candidate.close()
         raise
+
+
+def forget_lineages(cluster: str, run: str) -> frozenset[bytes]:
+    """Give up the runs of this name that this machine knows of and that may be going on; return their lineages.
+
+    Its processes may found another one. If one of those given up is met all the same, that is an error.
+    """
+    from covey.runtime.records import Records
+
+    given_up = Records(cluster, run, b"").forget_lineages()
+    for lineage, names in given_up.items():
+        logger.warning("run %r: the one that was begun before with %s (%s) is given up on this machine", run,
+                       ", ".join(names) or "unknown nodes", lineage.hex())  # fmt: skip
+    return frozenset(given_up)
 
 
 def _local_rank(node: Node) -> int:
@@ -123,9 +158,3 @@ def _local_rank(node: Node) -> int:
         for peer in node.peers.values()
         if peer.rank < node.rank and peer.contact is not None and peer.contact.host == node.host
     )
-
-
-def _leave(candidate: Candidate, seat: Seat) -> None:
-    """Free the seat; who leaves in good order votes no more, so there is nothing to remember."""
-    candidate.records.forget()
-    seat.on_close()

@@ -22,6 +22,7 @@ from covey.base.errors import ConnectError, CoveyError
 from covey.runtime import loop as control
 from covey.runtime.boards import Boards
 from covey.runtime.events import Events
+from covey.runtime.fault import Fault
 from covey.runtime.forming import Forming
 from covey.runtime.history import History
 from covey.runtime.lanes import LaneKey, Lanes
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 
     from covey.base.config import GroupConfig
     from covey.runtime.entrance import Entrance
-    from covey.runtime.fault import Fault
     from covey.runtime.generation import Generation
     from covey.runtime.greet import Gate, Where
     from covey.runtime.link import Link
-    from covey.wire.membership import Record
+    from covey.runtime.peers import Newcomer
+    from covey.wire.membership import Bound, Record
 
 logger = logging.getLogger("covey")
 
@@ -55,6 +56,8 @@ class Member(Protocol):
     def peer_gone(self, peer: int, *, left: bool) -> None: ...
 
     def end(self, fault: Fault) -> None: ...
+
+    def fail(self, fault: Fault) -> None: ...
 
     @property
     def generation(self) -> Generation | None: ...
@@ -92,7 +95,7 @@ class Node:
         denied: frozenset[bytes] = frozenset(),
         keeper: str = "",
         floor: int = 1,
-        store: Callable[[int, Record], None] | None = None,
+        store: Callable[[Bound], None] | None = None,
         companions: Sequence[Companion] = (),
         on_close: Callable[[], None] = lambda: None,
         seats: Sequence[int] | None = None,
@@ -137,6 +140,12 @@ class Node:
         """Who ends all links with a rank that is given up, where that is not the node."""
         self.on_founded: Callable[[messages.Founded], None] | None = None
         """Who else has to know of another generation."""
+        self.on_ended: Callable[[bytes, bool], None] | None = None
+        """Who else has to know that the run is over: its lineage, and whether its work is done."""
+        self.find_newcomer: Callable[[messages.Card], Newcomer | None] | None = None
+        """Finds the link with a process that a generation has a seat for, where that is not in the lobby."""
+        self.rival = ""
+        """What is known of an older run of the same name, if this one has to end because of it."""
         self.is_closing = False
         self._is_closed = threading.Event()
         self.forming = None if links_come else Forming(self)
@@ -176,6 +185,7 @@ class Node:
     def voter_up(self, seat: int, life: bytes, vote: Callable[[messages.Control], None]) -> None:
         """A node was started anew: it is no member any more, but it votes."""
         self.peers[seat].vote = vote
+        self.history.tell_of_seat(seat, vote)
         self.history.link_up(seat, life)
 
     def voter_down(self, seat: int) -> None:
@@ -243,11 +253,11 @@ class Node:
         """The last that this node was in."""
         return self.history.current
 
-    def begin(self, lineage: bytes = b"") -> None:
+    def begin(self, lineage: bytes = b"", tie_breaker: int = 0) -> None:
         """The run is formed: watch over the others, and found its first generation."""
         self._vigil = Vigil(self, self._silent, self._trusted)
         if self.size <= messages.MAX_MEMBERS:
-            self.history.found_first(lineage)
+            self.history.found_first(lineage, tie_breaker)
         self.spawn(self._vigil.keep())
 
     def seat_member(self, member: messages.SeatedMember, link: Link | None, *, is_dialled: bool) -> None:
@@ -260,13 +270,13 @@ class Node:
         elif is_dialled and self.forming is not None:
             self.spawn(self.forming.redial(peer))
 
-    def enter(self, founded: messages.Founded) -> None:
-        """Take this node's seat in a generation of a run that goes on."""
+    def enter(self, founded: messages.Founded, record: Record | None = None) -> None:
+        """Take this node's seat in a generation of a run that goes on; `record` is what it has promised there."""
         if self.forming is not None:
             self.entrance.on_link = self.forming.greet
         self.history.meet_keeper()
         self._vigil = Vigil(self, self._silent, self._trusted)
-        self.history.found(founded)
+        self.history.found(founded, record)
         self.spawn(self._vigil.keep())
 
     def watch_over(self, seats: Iterable[int]) -> None:
@@ -288,7 +298,29 @@ class Node:
         if not self.is_elastic or generation is None:
             return False
         live = len(generation.view.ranks)
-        return self.is_draining or live < self.wanted_size or (live < self.most_size and self.lobby.is_awaited)
+        is_awaited = live < self.most_size and self.lobby.is_awaited
+        return self.is_draining or bool(self.rival) or live < self.wanted_size or is_awaited
+
+    def outlived(self, rival: str) -> None:
+        """Another run of the same name is older: this one stops growing, and ends where its program can save its state.
+
+        A program that goes from generation to generation does so after the step. With `quorum="any"` people have
+        accepted that there are several.
+        """
+        text = f"{rival}; this one is younger"
+        if self.config.quorum == "any":
+            logger.warning("%s: %s, and goes on beside it (quorum='any')", self.run, text)
+            return
+        logger.error("%s: %s, and ends", self.run, text)
+        self.rival = text
+        if not self.is_elastic:
+            for group in self.groups():
+                group.fail(Fault("SplitRunError", f"{text}, so it ends here; start again to be in the older one"))
+
+    def ended(self) -> None:
+        """The run is over, as other nodes say."""
+        if self.generation is not None and not self.generation.is_over:
+            self.generation.over()
 
     # Losses
 

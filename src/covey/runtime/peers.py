@@ -84,32 +84,33 @@ class Lobby:
     """Who waits for the next generation. Changed on the control loop, read on any thread."""
 
     def __init__(self) -> None:
-        self._newcomers: dict[bytes, Newcomer] = {}
-        self._counts_from: dict[bytes, float] = {}
-        """By life: from when on one who waits is a reason for another generation."""
+        self._newcomers: dict[tuple[bytes, bytes], Newcomer] = {}
+        """By id and life."""
+        self._counts_from: dict[tuple[bytes, bytes], float] = {}
+        """From when on a newcomer is a reason for another generation."""
 
     def __iter__(self) -> Iterator[Newcomer]:
         return iter(list(self._newcomers.values()))
 
-    def __contains__(self, life: bytes) -> bool:
-        return life in self._newcomers
+    def __contains__(self, card: messages.Card) -> bool:
+        return messages.key_of(card) in self._newcomers
 
     def knock(self, newcomer: Newcomer) -> None:
-        """Somebody waits."""
-        life = newcomer.card.life
-        self._newcomers[life] = newcomer
-        self._counts_from.setdefault(life, time.monotonic() + KNOCK_SECONDS)
+        """Note that a process waits."""
+        key = messages.key_of(newcomer.card)
+        self._newcomers[key] = newcomer
+        self._counts_from.setdefault(key, time.monotonic() + KNOCK_SECONDS)
 
     def go_away(self, newcomer: Newcomer) -> None:
-        """Somebody does not wait any more."""
-        life = newcomer.card.life
-        if self._newcomers.get(life) is newcomer:
-            self.admit(life)
+        """Note that a process does not wait any more."""
+        if self._newcomers.get(messages.key_of(newcomer.card)) is newcomer:
+            self.admit(newcomer.card)
 
-    def admit(self, life: bytes) -> Newcomer | None:
-        """Return who waited, and is in now."""
-        self._counts_from.pop(life, None)
-        return self._newcomers.pop(life, None)
+    def admit(self, card: messages.Card) -> Newcomer | None:
+        """Return the process that waited and is a member now; None if it does not wait here."""
+        key = messages.key_of(card)
+        self._counts_from.pop(key, None)
+        return self._newcomers.pop(key, None)
 
     def put_off(self) -> None:
         """A generation was founded without those who wait still: not all members know of them."""

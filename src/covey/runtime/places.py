@@ -84,6 +84,14 @@ class WantedRun:
     timeout: float
     floor: int = 1
     """The fewest members with which the run goes on: what the program asked for."""
+    min_hosts: int = 1
+    """The fewest machines with which it begins."""
+    tie_breaker: str = ""
+    """The node or host that should break ties; `here` is this one."""
+    is_new: bool = False
+    """Runs of this name that were begun before are given up."""
+    abandoned: tuple[bytes, ...] = ()
+    """Lineages that `covey run --new` has given up for its processes."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= 100 or not self.name.isprintable():
@@ -100,7 +108,7 @@ def find_run(env: Mapping[str, str], asked: Mapping[str, Any]) -> WantedRun | No
     """Return the run of the cluster that the arguments of `join`, or `covey run`, ask for; None if neither does."""
     given = {name: value for name, value in asked.items() if value is not None}
     if "run" not in given and "COVEY_RUN" not in env:
-        if sizes := given.keys() & {"size", "min_size", "max_size"}:
+        if sizes := given.keys() & {"size", "min_size", "max_size", "tie_breaker", "new"}:
             raise ConfigError(f"{min(sizes)}= is for runs of a cluster: name one, as in covey.join('my-run')")
         return None
     if "size" in given and given.keys() & {"min_size", "max_size"}:
@@ -120,6 +128,7 @@ def find_run(env: Mapping[str, str], asked: Mapping[str, Any]) -> WantedRun | No
     timeout = limits.get("timeout")
     if timeout is None:
         timeout = _seconds(env, "COVEY_JOIN_TIMEOUT", CLUSTER_JOIN_SECONDS)
+    new = env.get("COVEY_RUN_NEW", "")
     return WantedRun(
         name=limits["run"] if "run" in limits else env["COVEY_RUN"],
         program=env.get("COVEY_RUN_PROGRAM") or os.path.basename(sys.argv[0] or "python"),
@@ -128,7 +137,19 @@ def find_run(env: Mapping[str, str], asked: Mapping[str, Any]) -> WantedRun | No
         max_size=limits.get("max_size", size),
         timeout=timeout,
         floor=limits.get("min_size", 1),
+        min_hosts=1 if given.keys() & {"size", "min_size"} else _number(env, "COVEY_RUN_MIN_HOSTS", 1),
+        tie_breaker=given.get("tie_breaker", env.get("COVEY_TIE_BREAKER", "")),
+        is_new=bool(given.get("new", False)),
+        abandoned=tuple(_lineages(new)) if "run" not in given or given["run"] == env.get("COVEY_RUN") else (),
     )
+
+
+def _lineages(text: str) -> list[bytes]:
+    """Read the lineages that `covey run --new` has given up."""
+    try:
+        return [bytes.fromhex(word) for word in split_list(text)]
+    except ValueError:
+        raise ConfigError(f"COVEY_RUN_NEW={text!r} is set by covey run; remove it from the environment") from None
 
 
 def find_place(env: Mapping[str, str]) -> Place:
@@ -138,6 +159,11 @@ def find_place(env: Mapping[str, str]) -> Place:
         if place is not None:
             return place
     return Place(rank=0, size=1, name="alone")
+
+
+def restarts(env: Mapping[str, str]) -> int:
+    """Return how often `covey run` has started this process again."""
+    return _number(env, "COVEY_RESTART", 0)
 
 
 def launcher_wait(env: Mapping[str, str], timeout: float | None) -> float:
@@ -170,7 +196,7 @@ def _covey_run(env: Mapping[str, str]) -> Place | None:
         folder=_required(env, "COVEY_MEET"),
         token=_read_token(_number(env, "COVEY_TOKEN_FD")),
         keeper=env.get("COVEY_KEEPER", ""),
-        is_restarted=_number(env, "COVEY_RESTART", 0) > 0,
+        is_restarted=restarts(env) > 0,
     )
 
 

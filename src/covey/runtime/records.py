@@ -1,4 +1,8 @@
-"""What a node of a cluster has promised, on its disk: a node that is started anew is still bound by it."""
+"""What a node of a cluster has to remember through a crash, on its disk.
+
+One file for each node: what it has promised in its run. One file for each machine: the lineages of the run that its
+processes know of. A process that is started again reads both, and is still bound by them.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +12,78 @@ from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
 from covey.net import home
+from covey.net.locks import only_one
+from covey.proto.lineages import merge
+from covey.wire.lineage import Remembered, decode_remembered, encode_remembered
 from covey.wire.membership import Bound, decode_bound, encode_bound
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+    from typing import TypeVar
 
-    from covey.wire.membership import Record
+    T = TypeVar("T")
 
 
 class Records:
-    """What one node wrote down about one run."""
+    """What one node and its machine wrote down about one run."""
 
     def __init__(self, cluster: str, run: str, node: bytes) -> None:
-        name = hashlib.blake2b(f"{cluster}/{run}".encode() + node, digest_size=16).hexdigest()
-        self._name = f"{name}.record"
-
-    def _path(self) -> Path:
-        return home.private_folder(home.home() / "runs") / self._name
+        self._node_name = f"{_digest(cluster, run, node)}.record"
+        self._run_name = f"{_digest(cluster, run, b'')}.lineages"
 
     def read(self) -> Bound | None:
-        """Return what was written last; None: nothing was promised.
+        """Return what this node is bound to; None: to nothing.
 
         Raises:
             ConfigError: there is something, and it cannot be read.
         """
-        try:
-            return decode_bound(home.read_private(self._path()))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise ConfigError(f"{self._path()} is damaged ({error}); remove it, and start anew") from error
+        return _read(_folder() / self._node_name, decode_bound)
 
-    def write(self, generation: int, record: Record) -> None:
-        """Make a record durable; ConfigError if that fails."""
-        home.write_private(self._path(), encode_bound(Bound(generation, record)))
+    def write(self, bound: Bound | None) -> None:
+        """Make what this node is bound to durable; ConfigError if that fails."""
+        if bound is not None:
+            home.write_private(_folder() / self._node_name, encode_bound(bound))
+        else:
+            with contextlib.suppress(OSError, ConfigError):
+                (_folder() / self._node_name).unlink(missing_ok=True)
 
-    def forget(self) -> None:
-        """This node is bound to nothing any more."""
-        with contextlib.suppress(OSError, ConfigError):
-            self._path().unlink(missing_ok=True)
+    def lineages(self) -> Remembered:
+        """Return what this machine knows of the lineages of the run.
+
+        Raises:
+            ConfigError: there is something, and it cannot be read.
+        """
+        return _read(_folder() / self._run_name, decode_remembered) or Remembered()
+
+    def remember(self, remembered: Remembered) -> None:
+        """Add to what this machine knows of the lineages of the run, durably; ConfigError if that fails."""
+        folder = _folder()
+        with only_one(folder / ".lock"):
+            home.write_private(folder / self._run_name, encode_remembered(merge(self.lineages(), remembered)))
+
+    def forget_lineages(self) -> dict[bytes, tuple[str, ...]]:
+        """Forget the lineages that may be going on, durably; return them, with the members that are known of each."""
+        folder = _folder()
+        with only_one(folder / ".lock"):
+            known = self.lineages()
+            if known.open:
+                home.write_private(folder / self._run_name, encode_remembered(Remembered((), known.ended)))
+        return {each.lineage: each.names for each in known.open}
+
+
+def _digest(cluster: str, run: str, node: bytes) -> str:
+    return hashlib.blake2b(f"{cluster}/{run}".encode() + node, digest_size=16).hexdigest()
+
+
+def _folder() -> Path:
+    return home.private_folder(home.home() / "runs")
+
+
+def _read(path: Path, decode: Callable[[bytes], T]) -> T | None:
+    try:
+        return decode(home.read_private(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); remove it, and start anew") from error

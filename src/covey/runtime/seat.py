@@ -125,10 +125,12 @@ def cluster_seat(
     contacts: Mapping[int, Contact] | None = None,
     identity: NodeIdentity | None = None,
     has_lanes: bool = True,
+    tie_breaker: str = "",
 ) -> Seat:
     """Listen on every interface that may be used, as a node of a cluster; `identity` defaults to a slot of this host.
 
-    Who `has_lanes` also listens at a unix socket, for those on this host.
+    A node that `has_lanes` also listens at a unix socket, for processes of this host. `tie_breaker` names the node or
+    host that should break ties in the run; `here` means this one.
 
     Raises:
         ConfigError: no port is free, no interface matches, or the identity cannot be used.
@@ -157,7 +159,10 @@ def cluster_seat(
         )
         host = host_token(Path(tempfile.gettempdir()))
         contact = Contact(host, addresses, path)
-        card = Card(own.id, own.life, own.name, _host_name(), os.getpid(), contact, __version__, _keeper_id())
+        breaks_ties = tie_breaker in ("here", own.name, _host_name()) if tie_breaker else False
+        card = Card(
+            own.id, own.life, own.name, _host_name(), os.getpid(), contact, __version__, _keeper_id(), breaks_ties
+        )
         loopbacks = {ip for interface in loopback_interfaces() for ip in interface.addresses} | {"127.0.0.1", "::1"}
 
         def allows(ip: str) -> bool:

@@ -27,12 +27,13 @@ from covey.runtime.link import printable
 from covey.runtime.warden import keeper_path
 from covey.runtime.wards import Rounds, Wards
 from covey.wire import messages
-from covey.wire.formation import ID_BYTES, LIFE_BYTES, PROPOSAL_BYTES
+from covey.wire.formation import ID_BYTES, LIFE_BYTES
+from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
 
 if TYPE_CHECKING:
     import socket
 
-    from covey.proto.changes import QuorumLost
+    from covey.proto.changes import QuorumLost, Waiting
     from covey.runtime.link import Link
     from covey.wire.membership import View
 
@@ -254,7 +255,7 @@ class Spokesman:
                 for number, life in enumerate(waiting)
             )
             lineage = secrets.token_bytes(PROPOSAL_BYTES)
-            founded = messages.Founded(last.number + 1, lineage, True, seated, "continue")
+            founded = messages.Founded(last.number + 1, lineage, True, seated, "continue", lineage)
             for life in waiting:
                 self._links[life].send(messages.encode(founded))
 
@@ -310,6 +311,9 @@ class _Chamber:
 
     def excluded(self, view: View) -> None:
         """A keeper is in no view."""
+
+    def waiting(self, effect: Waiting) -> None:
+        """A keeper needs no quorum."""
 
     def quorum_lost(self, effect: QuorumLost) -> None:
         """All members were silent for too long; if one comes back, the next trouble starts a new ballot."""

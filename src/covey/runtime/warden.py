@@ -72,6 +72,9 @@ class Warden:
         self._thread = threading.Thread(target=self._serve, args=(listener, waking), name="covey-warden", daemon=True)
         self._thread.start()
 
+    is_over = False
+    """A run on this host ends with its last process."""
+
     @property
     def survives(self) -> bool | None:
         """Whether the run goes on when somebody is lost; None: there are members, and none of them has said yet."""
@@ -145,6 +148,11 @@ class ClusterWarden:
     def survives(self) -> bool | None:
         """Whether the run goes on when somebody is lost; None: it has members here, and none of them has said yet."""
         return self._advocate is not None and self._advocate.survives
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the members of the run, here or elsewhere, have finished its work."""
+        return self._advocate is not None and self._advocate.is_over
 
     def catch_up(self) -> None:
         """Hear what was said up to now, even by those who have ended."""

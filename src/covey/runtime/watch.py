@@ -137,6 +137,7 @@ class _Watch:
             self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, voice))
 
     def _start_again(self, rank: int) -> None:
+        self._has_finished = self._has_finished or self._run.warden.is_over
         is_over = self._has_finished and not self._alive and self._waiting.keys() <= {rank}
         if self._waiting.pop(rank, None) is None or is_over:
             return  # we were asked to end meanwhile; or there is nobody to come back to

@@ -12,18 +12,21 @@ from typing import Annotated, Final
 import msgspec
 
 from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.wire.lineage import Ending, Lineage
 from covey.wire.messages import MAX_MEMBERS as MAX_MEMBERS
 
 ID_BYTES: Final = 32
 LIFE_BYTES: Final = 16
-PROPOSAL_BYTES: Final = 16
 MAX_LINKS: Final = 1024
 """Links that a Here tells of; candidates of other runs count too."""
 CONTACT_BYTES: Final = 1024
 
 NodeId = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Life = Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTES)]
-ProposalId = Annotated[bytes, msgspec.Meta(min_length=PROPOSAL_BYTES, max_length=PROPOSAL_BYTES)]
+ProposalId = Lineage
+"""A proposal that is committed names the lineage of the run."""
+MAX_ENDINGS: Final = 16
+"""Ended lineages that a Here tells of."""
 Name = Annotated[str, msgspec.Meta(max_length=80)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -84,6 +87,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """Equal for members that can share memory."""
     contact: Annotated[bytes, msgspec.Meta(max_length=CONTACT_BYTES)]
     """How to reach it; the formation does not look inside."""
+    breaks_ties: bool = False
+    """It was started to be the tie-breaker; of several, the lowest rank is."""
 
 
 class Phase(enum.IntEnum):
@@ -103,7 +108,13 @@ class Here(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The lives it has a link with now."""
     phase: Phase
     company: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
-    """Once formed: the names of its view, by rank."""
+    """The members of `lineage`: once formed, those of the sender's generation, by rank."""
+    lineage: Lineage | None = None
+    """Once formed: the run that the sender is in. Before: the one that it waits for, if it knows of one."""
+    generation: Count = 0
+    """Once formed: the generation that the sender is in."""
+    endings: Annotated[tuple[Ending, ...], msgspec.Meta(max_length=MAX_ENDINGS)] = ()
+    """Lineages of this run that the sender knows to be over."""
 
 
 class Propose(msgspec.Struct, frozen=True, array_like=True, tag=2):

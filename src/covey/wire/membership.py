@@ -38,6 +38,16 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     life: Life
 
 
+class Successor(msgspec.Struct, frozen=True, array_like=True):
+    """A generation, as the view says that decides on it."""
+
+    generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    lineage: ProposalId
+    members: Annotated[tuple[Seat, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    """By rank of that generation."""
+    tie_breaker: Rank
+
+
 class State(msgspec.Struct, frozen=True, array_like=True):
     """How far a frozen member is in one group."""
 
@@ -87,10 +97,14 @@ class View(msgspec.Struct, frozen=True, array_like=True):
 
     lineage: ProposalId
     number: Number
-    ranks: Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
-    """Ascending."""
+    ranks: Ranks
+    """Ascending. None: the run is over."""
     tie_breaker: Rank
     verdicts: Annotated[tuple[Verdict, ...], msgspec.Meta(max_length=MAX_VERDICTS)] = ()
+    successor: Successor | None = None
+    """The members of this view go on in that generation; this one has no further view."""
+    is_finished: bool = False
+    """With no ranks: a member left because its program had ended."""
 
 
 class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -113,6 +127,8 @@ class Promise(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """None: it only votes, and cannot be in the view: it leaves, was started anew, or is the keeper."""
     accepted_ballot: Ballot = -1
     accepted: View | None = None
+    is_finished: bool = False
+    """It leaves because its program has ended."""
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -160,11 +176,15 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Trouble(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The view after `number` is wanted: a lane broke, an operation is late, or the sender is leaving."""
+    """The view after `number` is wanted: a lane broke, an operation is late, a generation ends, the sender leaves."""
 
     lineage: ProposalId
     number: Number
     leaves: bool = False
+    is_finished: bool = False
+    """It leaves because its program has ended, as that of others may be about to."""
+    successor: Successor | None = None
+    """What the view should say about the next generation."""
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=9):
@@ -174,6 +194,18 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag=9):
     number: Number
     """Of the last view of the parent."""
     view: View
+
+
+class Seated(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """The sender is, or votes, in this generation of the run. Told to nodes with a seat in it that may not know.
+
+    A node that never heard of its seat has promised nothing there, so it may vote from the beginning; one that never
+    accepted a founding knows that it came to nothing.
+    """
+
+    lineage: ProposalId
+    """Of the whole run."""
+    generation: Successor
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -193,9 +225,13 @@ class Bound(msgspec.Struct, frozen=True, array_like=True):
 
     generation: Annotated[int, msgspec.Meta(ge=0)]
     record: Record
+    origin: ProposalId
+    """The lineage of the whole run, which the lineages of its generations follow from."""
+    tie_breaker: Rank = 0
+    """Of the first view of the generation."""
 
 
-Membership = Prepare | Promise | Accept | Accepted | Refuse | Decided | Pulse | Trouble | Fork
+Membership = Prepare | Promise | Accept | Accepted | Refuse | Decided | Pulse | Trouble | Fork | Seated
 
 _messages: msgspec.msgpack.Decoder[Membership] = msgspec.msgpack.Decoder(Membership)
 _bounds: msgspec.msgpack.Decoder[Bound] = msgspec.msgpack.Decoder(Bound)

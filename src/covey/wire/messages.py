@@ -59,6 +59,13 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     """Of the covey package."""
     keeper: Bytes = b""
     """The id of the node that may speak for this process; empty if there is none."""
+    breaks_ties: bool = False
+    """It was started to be the tie-breaker of its run."""
+
+
+def key_of(card: Card) -> tuple[bytes, bytes]:
+    """Return what tells a process from every other one: the key that it proved, and which of its lives it is."""
+    return card.id, card.life
 
 
 def moved(card: Card, addresses: tuple[Address, ...]) -> Card:
@@ -305,11 +312,20 @@ class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
     """By rank."""
     on_loss: Name = "raise"
     """What the members do when one of them is lost: `raise` or `continue`."""
+    origin: Bytes = b""
+    """The lineage of the whole run, from its founding on."""
+    tie_breaker: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0
+    """A rank: half of the members with this one may go on."""
 
 
 def surviving(founded: Founded) -> Founded:
     """Return the same generation, whose members go on when somebody is lost."""
     return msgspec.structs.replace(founded, on_loss="continue")
+
+
+def founded_with(founded: Founded, members: tuple[SeatedMember, ...], tie_breaker: int) -> Founded:
+    """Return the same generation with these members."""
+    return msgspec.structs.replace(founded, members=members, tie_breaker=tie_breaker)
 
 
 class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
@@ -327,6 +343,15 @@ class Posting(msgspec.Struct, frozen=True, array_like=True, tag=27):
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """Of the question, among those of whoever asks."""
     body: bytes
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=28):
+    """A run is over. Members tell processes that wait for it, and keepers."""
+
+    run: Text
+    lineage: Bytes
+    is_finished: bool
+    """A program of it had ended."""
 
 
 Greeting = Hello | Welcome | Refusal
@@ -357,6 +382,7 @@ Control = (
     | Vouch
     | Founded
     | Posting
+    | Ended
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

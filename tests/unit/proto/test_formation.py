@@ -5,6 +5,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +13,13 @@ from hypothesis import strategies as st
 from covey.base.errors import RemoteProtocolError
 from covey.proto.formation import Formation
 from covey.proto.gathering import rank_order
+from covey.proto.lineages import Lineages
 from covey.testing.world import World
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Row, Standing, Terms
+from covey.wire.lineage import Ending, new_lineage
 
+LINEAGE = new_lineage(1000.0, b"l" * 10)
+OTHER = new_lineage(1001.0, b"k" * 10)
 PAIR = Terms("a run", "train.py", 2, 2, None, "1", "auto")
 OPEN = Terms("a run", "train.py", None, 2, None, "1", "auto")
 
@@ -37,9 +42,10 @@ class Stage:
         for name in names:
             self.enter(name, terms)
 
-    def enter(self, name: str, terms: Terms = OPEN, host: str = "north") -> Formation:
+    def enter(self, name: str, terms: Terms = OPEN, host: str = "north", **options: Any) -> Formation:
         me = member(name, host)
-        self.cores[name] = core = Formation(me, terms, random.Random(name), self.world.now)
+        clock = {"wall": lambda: self.world.now}
+        self.cores[name] = core = Formation(me, terms, random.Random(name), self.world.now, **clock, **options)
         self.world.start(name, me.id, me.life, core)
         return core
 
@@ -68,6 +74,89 @@ def step(core: Formation, *messages: Any, sender: str = "a", now: float = 0.0) -
 
 def here(name: str, *hears: str, terms: Terms = OPEN, phase: Phase = Phase.GATHERING) -> Here:
     return Here(terms, member(name), tuple(member(one).life for one in hears), phase)
+
+
+def founded(*names: str) -> Here:
+    """Return what a member of a run that goes on with these says of itself."""
+    return Here(OPEN, member(names[0]), (member("x").life,), Phase.FORMED, names, LINEAGE, 3)
+
+
+def test_a_candidate_that_knows_of_a_run_proposes_nothing_accepts_nothing_and_says_so() -> None:
+    lineages = Lineages()
+    lineages.learn(LINEAGE, ["n", "s"])
+    core = Formation(member("b"), OPEN, random.Random(1), 0.0, lineages=lineages)
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    core.received(id_of("a"), here("a", "b"), 0.1)
+    core.tick(50.0)
+    assert core.accepted is None
+    said = [message for _, message in core.outgoing() if isinstance(message, Here)]
+    assert {(message.lineage, message.company) for message in said} == {(LINEAGE, ("n", "s"))}
+    (standing,) = step(core, Propose(OTHER, (member("a"), member("b"))))
+    assert standing.rows[1].answer is Answer.REFUSED
+    assert lineages.ending(OTHER) == Ending(OTHER, False), "a founding that was refused came to nothing"
+
+
+def test_of_several_runs_a_candidate_waits_for_the_oldest() -> None:
+    core = Formation(member("x"), OPEN, random.Random(1), 0.0)
+    for name, lineage in (("a", OTHER), ("b", LINEAGE)):
+        core.link_up(id_of(name), member(name).life, 0.0)
+        core.received(id_of(name), msgspec.structs.replace(founded(name), lineage=lineage), 0.1)
+    assert min(LINEAGE, OTHER) == LINEAGE == core.lineages.current
+    assert core.going_on is not None
+    assert core.going_on.company == ("b",)
+    assert core.is_member_of_ours(id_of("b"), LINEAGE)
+    assert not core.is_member_of_ours(id_of("a"), LINEAGE)
+
+
+def test_members_of_two_runs_that_meet_both_know_and_only_the_older_takes_newcomers() -> None:
+    stage = Stage("a", "b", "c", "d")
+    stage.world.partition([id_of("a"), id_of("b")], [id_of("c"), id_of("d")])
+    stage.run(2.0)
+    stage.world.heal()
+    assert stage.views() == {"a": "ab", "b": "ab", "c": "cd", "d": "cd"}
+    stage.run(1.0)
+    stage.enter("e")
+    stage.run(2.0)
+    formed = {name: core.formed.lineage for name, core in stage.cores.items() if core.formed is not None}
+    older = min(formed.values())
+    for name, lineage in formed.items():
+        assert set(stage.cores[name].rivals) == set(formed.values()) - {lineage}
+        assert stage.cores[name].newcomers() == ((id_of("e"),) if lineage == older else ())
+    assert stage.cores["e"].lineages.current == older
+
+
+def test_a_process_that_came_back_to_a_run_ends_with_it_and_a_new_one_founds_another() -> None:
+    lineages = Lineages()
+    lineages.learn(LINEAGE, ["n"])
+    back = Formation(member("b"), OPEN, random.Random(1), 0.0, lineages=lineages, follows=LINEAGE)
+    back.ended(Ending(LINEAGE, True), 1.0)
+    assert back.ending == Ending(LINEAGE, True)
+    lost = Formation(member("b"), OPEN, random.Random(1), 0.0, lineages=Lineages(), follows=LINEAGE)
+    lost.ended(Ending(LINEAGE, False), 1.0)
+    assert lost.ending is None, "its members are gone, and the work is not done"
+    late = Formation(member("b"), OPEN, random.Random(1), 0.0, lineages=lineages, follows=LINEAGE)
+    assert late.ending == Ending(LINEAGE, True), "its disk knows already"
+    stage = Stage("a", "b")
+    stage.run(2.0)
+    assert stage.cores["a"].ending is None
+
+
+def test_a_first_view_spans_as_many_machines_as_each_member_asks_for() -> None:
+    stage = Stage()
+    for name in "abc":
+        stage.enter(name, min_hosts=2)
+    stage.run(10.0)
+    assert stage.views() == {}
+    waiting = stage.cores["a"].report().waiting
+    assert waiting == "3 nodes, all on this machine, wait for another machine; --min 3 begins without one"
+    stage.enter("d", host="south")
+    stage.run(3.0)
+    assert stage.views() == dict.fromkeys("abcd", "abcd")
+    alone = Stage()
+    alone.enter("a")
+    alone.enter("b", min_hosts=2)
+    alone.run(10.0)
+    assert alone.views() == {}, "b refuses what a proposes"
 
 
 @given(st.permutations(range(6)), st.lists(st.sampled_from("xyz"), min_size=6, max_size=6))
@@ -117,8 +206,14 @@ def test_one_that_comes_later_hears_that_the_run_is_going_on_and_with_whom() -> 
     assert report.waiting == "the run is already going on with b, c"
     for name in "bc":
         stage.world.crash(id_of(name))
+    stage.run(30.0)
+    assert stage.views() == {"b": "bc", "c": "bc"}, "b and c may go on where they are not heard"
+    assert stage.cores["a"].report().awaited == ("b", "c")
+    assert "a run of this name was begun before, with b, c" in stage.cores["a"].report().waiting
+    lineage = stage.cores["a"].lineages.current
+    stage.cores["d"].ended(Ending(lineage, False), stage.world.now)
     stage.run(3.0)
-    assert stage.views() == {"b": "bc", "c": "bc", "a": "ad", "d": "ad"}
+    assert stage.views() == {"b": "bc", "c": "bc", "a": "ad", "d": "ad"}, "d tells a that the run is over"
 
 
 def test_no_more_than_max_size_are_taken() -> None:
@@ -153,7 +248,10 @@ def test_candidates_on_other_terms_are_refused_with_the_reason_on_both_sides() -
     assert stage.cores["a"].report().refused == (("c", "program is 'eval.py' there and 'train.py' here"),)
     report = stage.cores["c"].report()
     assert report.refused == tuple((name, "program is 'train.py' there and 'eval.py' here") for name in "ab")
-    assert (report.here, report.waiting, report.elsewhere) == (("c",), "1 of at least 2 nodes", ())
+    assert (report.here, report.elsewhere) == (("c",), ("a", "b"))
+    stage.enter("d", Terms("a run", "eval.py", None, 2, None, "1", "auto"))
+    stage.run(10.0)
+    assert set(stage.views()) == {"a", "b"}, "a second run of that name is not founded, whatever its terms"
 
 
 def test_two_that_do_not_hear_each_other_are_named_and_are_not_in_one_view() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto.ballot import first_record
-from covey.proto.changes import Excluded, Freeze, Installed, Persist, Quorum, QuorumLost, Send
+from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumLost, Send, Waiting
 from covey.proto.lease import DRIFT, LEASE, Lease
-from covey.proto.membership import KEPT, Membership
+from covey.proto.membership import FINISH_TOGETHER, KEPT, Membership
 from covey.proto.views import is_quorum, judge, largest_company, next_tie_breaker
 from covey.testing.workers import Worker
 from covey.testing.world import World
@@ -29,6 +29,8 @@ from covey.wire.membership import (
     Refuse,
     Seat,
     State,
+    Successor,
+    Trouble,
     Verdict,
     View,
 )
@@ -244,6 +246,179 @@ def test_a_node_that_was_started_anew_votes_but_is_no_member() -> None:
     assert isinstance(stage.ends["b'"], Excluded)
 
 
+# The end of a generation, and of a run.
+
+
+def successor(*names: str) -> Successor:
+    return Successor(1, b"1" * 16, tuple(map(seat, names)), 0)
+
+
+def test_a_generation_ends_with_a_view_that_names_the_next() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    following = successor("a", "b", "c", "d")
+    for name in "cab":
+        stage.tell(name, "succeed", following)
+        stage.run(0.01)
+    stage.run(1)
+    assert stage.members() == {name: "1:abc" for name in "abc"}
+    assert {core.view.successor for core in stage.cores.values()} == {following}
+    stage.crash("b")
+    stage.run(5)
+    assert stage.members() == {name: "1:abc" for name in "abc"}, "no view follows: the next generation has its own"
+    stage.tell("a", "leave")
+    assert isinstance(stage.ends["a"], Excluded)
+
+
+def test_a_member_that_is_lost_on_the_way_is_not_in_the_next_generation() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.crash("a")
+    stage.run(0.05)
+    for name in "bc":
+        stage.tell(name, "succeed", Successor(1, b"1" * 16, tuple(map(seat, "abcd")), 0))
+    stage.run(3)
+    assert stage.views["b"][-1].successor == Successor(1, b"1" * 16, tuple(map(seat, "bcd")), 0)
+    assert stage.views["b"][-1] == stage.views["c"][-1]
+
+
+def test_one_wish_is_enough_and_a_node_that_was_started_anew_learns_what_followed() -> None:
+    stage = Stage("abc")
+    stage.crash("c")
+    stage.tell("b", "succeed", successor("a", "b"))
+    stage.run(3)
+    assert stage.views["a"][-1].successor == successor("a", "b")
+    stage.enter("c'")
+    stage.run(2)
+    end = stage.ends["c'"]
+    assert isinstance(end, Excluded)
+    assert end.view.successor == successor("a", "b")
+
+
+def test_a_quorum_that_was_started_anew_finishes_a_succession_that_may_be_decided() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    view = View(LINEAGE, 1, (0, 1, 2), 0, successor=successor("a", "b", "c", "d"))
+    first = stage.first
+    for name in "bc":  # they had accepted it, and a has gone on
+        stage.disks[name] = Record(
+            first.members, first.view, 4, 4 if name == "b" else -1, view if name == "b" else None
+        )
+    stage.crash("a", "b", "c")
+    stage.run(1)
+    stage.enter("b'")
+    stage.enter("c'")
+    stage.run(40)
+    assert [stage.ends[name] for name in ("b'", "c'")] == [Excluded(view)] * 2, "not the end of the run"
+
+
+def test_a_run_is_over_when_all_members_have_finished_and_all_of_them_know() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    for name in "bca":
+        stage.tell(name, "leave", is_finished=True)
+        stage.run(0.1)
+    stage.run(0.2)
+    over = View(LINEAGE, 1, (), 0, is_finished=True)
+    assert stage.ends == {name: Excluded(over) for name in "abc"}
+    assert {name: stage.disks[name].view for name in "abc"} == dict.fromkeys("abc", over)
+
+
+def test_a_member_that_finishes_early_is_let_go_after_a_moment() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.tell("a", "leave", is_finished=True)
+    stage.run(FINISH_TOGETHER - 0.05)
+    assert stage.members() == {}
+    stage.run(0.5)
+    assert stage.members() == {"b": "1:bc", "c": "1:bc"}
+    assert stage.ends == {"a": Excluded(View(LINEAGE, 1, (1, 2), 1))}
+
+
+def test_other_trouble_does_not_wait_for_members_to_finish_together() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.tell("a", "leave", is_finished=True)
+    stage.run(0.05)
+    stage.tell("b", "disturbed", 0)
+    stage.run(0.2)
+    assert stage.members() == {"b": "1:bc", "c": "1:bc"}
+
+
+def test_members_that_leave_end_the_run_without_those_that_are_lost() -> None:
+    stage = Stage("abc")
+    stage.run(1)
+    stage.crash("a")
+    for name in "bc":
+        stage.tell(name, "leave", is_finished=True)
+    stage.run(2)
+    assert stage.ends == {name: Excluded(View(LINEAGE, 1, (), 0, is_finished=True)) for name in "bc"}
+    stage.enter("a'")
+    stage.run(1)
+    assert stage.ends["a'"] == stage.ends["b"], "a node that was started anew is told"
+
+
+def test_too_few_cannot_end_a_run() -> None:
+    stage = Stage("abc", patience=6.0)
+    stage.run(1)
+    stage.crash("a", "b")
+    stage.tell("c", "leave", is_finished=True)
+    stage.run(10)
+    assert isinstance(stage.ends["c"], QuorumLost)
+    assert stage.cores["c"].view.number == 0
+
+
+def test_nodes_that_were_all_started_anew_end_the_run_at_once() -> None:
+    stage = Stage("abc")
+    stage.crash(*"abc")
+    stage.run(1)
+    for name in ("a'", "b'", "c'"):
+        stage.enter(name)
+    stage.run(1)
+    assert stage.ends == {name: Excluded(View(LINEAGE, 1, (), 0)) for name in ("a'", "b'", "c'")}
+
+
+def test_a_quorum_that_was_started_anew_gives_the_others_time_to_be_heard() -> None:
+    stage = Stage("abc", patience=10.0)
+    stage.partition("a", "bc")
+    stage.crash("b", "c")
+    for name in ("b'", "c'"):
+        stage.enter(name)
+    stage.run(9)
+    assert stage.ends == {}
+    stage.run(3)
+    over = Excluded(View(LINEAGE, 1, (), 0))
+    assert {name: stage.ends.get(name) for name in ("b'", "c'")} == {"b'": over, "c'": over}
+    stage.world.heal()
+    stage.run(3)
+    assert stage.ends["a"] in (over, QuorumLost((1, 2), (0,), 0))
+
+
+def test_too_few_that_were_started_anew_wait() -> None:
+    stage = Stage("abcde", patience=3.0)
+    stage.partition("abc", "de")
+    stage.crash("d", "e")
+    for name in ("d'", "e'"):
+        stage.enter(name)
+    stage.run(30)
+    assert {name: stage.ends.get(name) for name in ("d'", "e'")} == {"d'": None, "e'": None}
+    assert stage.members() == {name: "1:abc" for name in "abc"}
+    stage.world.heal()
+    stage.run(1)
+    assert all(isinstance(stage.ends[name], Excluded) and stage.ends[name].view.ranks for name in ("d'", "e'"))
+
+
+def test_a_member_without_a_quorum_says_what_it_waits_for_and_how_long() -> None:
+    core = lone("b", patience=30.0, relink=1.0)
+    for name in "ac":
+        core.link_down(seat(name).id, 5.0)
+    core.tick(core.next_deadline())
+    core.tick(6.0)
+    assert Waiting((0, 2), 0, 29.0) in core.effects()
+    core.tick(20.0)
+    assert not [effect for effect in core.effects() if isinstance(effect, Waiting)], "once"
+
+
 def test_nobody_goes_on_with_fewer_than_min_size() -> None:
     stage = Stage("abc", min_size=2, patience=6.0)
     stage.crash("b")
@@ -357,6 +532,14 @@ def lone(name: str = "b", record: Record | None = None, **options: Any) -> Membe
     return core
 
 
+def answering(core: Membership) -> Membership:
+    """Have a member freeze and answer ballot 4, which is a's."""
+    core.received(seat("a").id, Prepare(LINEAGE, 1, 4), 0.5)
+    core.frozen(1, [], 0.5)
+    core.effects()
+    return core
+
+
 def test_nothing_is_answered_before_everything_is_frozen_and_written_down() -> None:
     core = lone()
     core.received(seat("a").id, Prepare(LINEAGE, 1, 4), 1.0)
@@ -372,7 +555,7 @@ def test_nothing_is_answered_before_everything_is_frozen_and_written_down() -> N
 
 
 def test_an_accept_is_written_down_before_it_is_said() -> None:
-    core, view = lone(), View(LINEAGE, 1, (0, 1), 0)
+    core, view = answering(lone()), View(LINEAGE, 1, (0, 1), 0)
     core.received(seat("a").id, Accept(4, view), 1.0)
     *_, record, send = core.effects()
     assert isinstance(record, Persist)
@@ -395,38 +578,84 @@ def test_promises_and_accepts_bind_the_next_life_too() -> None:
 def test_a_freeze_that_took_longer_than_the_view_is_forgotten() -> None:
     core = lone()
     core.received(seat("a").id, Prepare(LINEAGE, 1, 4), 1.0)
-    core.received(seat("a").id, Decided(View(LINEAGE, 1, (0, 1, 2), 0)), 1.1)
-    assert [type(effect) for effect in core.effects()] == [Freeze, Persist, Installed]
+    core.received(seat("a").id, Decided(View(LINEAGE, 1, (0, 2), 0)), 1.1)
+    assert [type(effect) for effect in core.effects()] == [Freeze, Persist, Excluded]
     core.frozen(1, [], 1.2)
     assert core.effects() == []
 
 
 def test_who_is_behind_is_told_and_who_is_ahead_is_asked() -> None:
-    core, view = lone(), View(LINEAGE, 1, (0, 1, 2), 0)
+    core, view = answering(lone()), View(LINEAGE, 1, (0, 1, 2), 0)
     core.received(seat("a").id, Decided(view), 1.0)
     core.effects()
     core.received(seat("c").id, Pulse(LINEAGE, 0, 0), 1.1)
     core.received(seat("c").id, Prepare(LINEAGE, 1, 6), 1.1)
     assert core.effects() == [Send(seat("c").id, Decided(view))] * 2
     core.received(seat("c").id, Prepare(LINEAGE, 3, 6), 1.1)
-    assert core.effects() == [Send(seat("c").id, Pulse(LINEAGE, 1, 0))]
+    assert core.effects() == [Send(seat("c").id, Pulse(LINEAGE, 1, 4))]
 
 
 def test_a_view_far_ahead_excludes_who_is_not_in_it() -> None:
     core, view = lone(), View(LINEAGE, KEPT * 2, (0, 2), 0)
     core.received(seat("a").id, Decided(view), 1.0)
-    assert core.effects() == [Excluded(view)]
+    record, excluded = core.effects()
+    assert isinstance(record, Persist)
+    assert record.record.view == view, "it can tell others, also after a crash"
+    assert excluded == Excluded(view)
     assert core.next_deadline() == math.inf
 
 
 def test_what_no_member_says_is_a_protocol_error() -> None:
     core = lone()
-    for message in (Accept(6, View(LINEAGE, 1, (0, 1), 0)), Accept(4, View(LINEAGE, 1, (0, 7), 0))):
-        with pytest.raises(RemoteProtocolError, match="a view that cannot follow"):
-            core.received(seat("a").id, message, 1.0)
+    with pytest.raises(RemoteProtocolError, match="in ballot 6, which is not its own"):
+        core.received(seat("a").id, Accept(6, View(LINEAGE, 1, (0, 1), 0)), 1.0)
     core.received(b"?" * 32, Prepare(LINEAGE, 1, 4), 1.0)
     core.received(seat("a").id, Prepare(b"another run.....", 1, 4), 1.0)
     assert core.effects() == []
+
+
+IMPOSSIBLE = {
+    "a rank that does not exist": View(LINEAGE, 1, (0, 1, 7), 0),
+    "a rank twice": View(LINEAGE, 1, (0, 0, 1), 0),
+    "ranks in another order": View(LINEAGE, 1, (1, 0), 0),
+    "a tie-breaker that is not in it": View(LINEAGE, 1, (0, 1), 2),
+    "an end and a successor": View(LINEAGE, 1, (), 0, successor=Successor(1, LINEAGE, (seat("a"),), 0)),
+    "one group twice": View(LINEAGE, 1, (0, 1), 0, (Verdict(7, 1, Fate.REDO), Verdict(7, 2, Fate.REDO))),
+}
+
+
+@pytest.mark.parametrize("view", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_view_that_cannot_follow_is_a_protocol_error_proposed_or_decided(view: View) -> None:
+    for message in (Accept(4, view), Decided(view)):
+        core = answering(lone())
+        with pytest.raises(RemoteProtocolError, match="that cannot follow"):
+            core.received(seat("a").id, message, 1.0)
+        assert core.view.number == 0
+        assert core.effects() == []
+
+
+def test_a_view_with_this_member_must_rest_on_its_answer() -> None:
+    for message in (Accept(4, View(LINEAGE, 1, (0, 1), 0)), Decided(View(LINEAGE, 1, (0, 1), 0))):
+        core = lone()
+        with pytest.raises(RemoteProtocolError, match="for which this one never answered"):
+            core.received(seat("a").id, message, 1.0)
+        assert core.view.number == 0
+
+
+def test_a_member_that_was_excluded_is_told_so_and_has_no_say() -> None:
+    core, view = answering(lone()), View(LINEAGE, 1, (0, 1), 0)
+    core.received(seat("a").id, Decided(view), 1.0)
+    core.effects()
+    excluded = seat("c").id
+    core.received(excluded, Decided(View(LINEAGE, 2, (0,), 0)), 1.1)
+    core.received(excluded, Prepare(LINEAGE, 2, 10), 1.1)
+    core.received(excluded, Trouble(LINEAGE, 1), 1.1)
+    core.received(excluded, Accept(10, View(LINEAGE, 2, (1,), 1)), 1.1)
+    assert core.effects() == []
+    assert core.view == view
+    core.received(excluded, Trouble(LINEAGE, 0), 1.1)
+    core.received(excluded, Pulse(LINEAGE, 0, 4), 1.1)
+    assert core.effects() == [Send(excluded, Decided(view))] * 2
 
 
 def test_the_news_of_a_fork_is_not_answered_with_the_same_news() -> None:

@@ -27,6 +27,7 @@ MESSAGES: list[Any] = [
     wire.Pulse(RUN, 2, 17, True, 12.5),
     wire.Trouble(RUN, 2, True),
     wire.Fork(RUN, 2, VIEW),
+    wire.Seated(RUN, wire.Successor(4, RUN, (Seat(b"i" * 32, b"l" * 16),), 0)),
 ]
 
 
@@ -37,7 +38,7 @@ def test_messages_come_back_as_they_were(message: Any) -> None:
 
 def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
     tags = {type(message).__name__: type(message).__struct_config__.tag for message in MESSAGES}
-    names = ["Prepare", "Promise", "Accept", "Accepted", "Refuse", "Decided", "Pulse", "Trouble", "Fork"]
+    names = ["Prepare", "Promise", "Accept", "Accepted", "Refuse", "Decided", "Pulse", "Trouble", "Fork", "Seated"]
     assert tags == {name: number for number, name in enumerate(names, 1)}
 
 
@@ -48,7 +49,8 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
         for key in range(wire.MAX_GROUPS)
     )
     verdicts = tuple(Verdict((1 << 63) + key, large, Fate.REVOKE, True) for key in range(wire.MAX_VERDICTS))
-    view = View(RUN, (1 << 32) - 1, everybody, 127, verdicts)
+    seats = tuple(Seat(bytes([rank]) * 32, bytes([rank]) * 16) for rank in everybody)
+    view = View(RUN, (1 << 32) - 1, everybody, 127, verdicts, wire.Successor((1 << 31) - 1, RUN, seats, 127))
     for message in (Promise(RUN, 1, large, everybody, states, large, view), wire.Accept(large, view)):
         data = wire.encode_membership(message)
         assert len(data) <= CONTROL_LIMIT
@@ -61,7 +63,6 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
         wire.Prepare(RUN[1:], 3, 17),
         wire.Prepare(RUN, -1, 17),
         wire.Prepare(RUN, 1 << 32, 17),
-        wire.Accept(17, msgspec.structs.replace(VIEW, ranks=())),
         wire.Accept(17, msgspec.structs.replace(VIEW, ranks=(MAX_MEMBERS,))),
         wire.Accept(17, msgspec.structs.replace(VIEW, tie_breaker=-1)),
         Promise(RUN, 3, 17, (), (msgspec.structs.replace(STATE, root=-2),)),
@@ -88,8 +89,8 @@ def test_deeply_nested_data_is_a_protocol_error() -> None:
 
 def test_a_record_comes_back_as_it_was_and_a_damaged_one_is_refused() -> None:
     record = Record((Seat(b"i" * 32, b"l" * 16), Seat(b"j" * 32, b"m" * 16)), VIEW, 17, 11, VIEW)
-    data = wire.encode_bound(Bound(3, record))
-    assert wire.decode_bound(data) == Bound(3, record)
+    data = wire.encode_bound(Bound(3, record, RUN, 1))
+    assert wire.decode_bound(data) == Bound(3, record, RUN, 1)
     for damaged in (data[:-1], data + b"\0", b""):
         with pytest.raises(ValueError, match="not what a member writes down"):
             wire.decode_bound(damaged)

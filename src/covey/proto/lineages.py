@@ -1,0 +1,112 @@
+"""What a node knows about the lineages of its run, and what follows from it: whom it may join, whether it may found.
+
+A node that knows of a lineage which may be going on is a newcomer of that lineage. It founds no other run of that name
+until it learns that the lineage is over, or until a person gives the lineage up on its machine. Of several it follows
+the oldest: a younger one ends when it meets an older one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from covey.wire.lineage import MAX_ENDED, MAX_NAMES, MAX_OPEN, Ending, Known, Remembered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+TOLD: Final = 8
+"""Endings of each kind that a node tells its peers about; the latest."""
+
+
+def merge(one: Remembered, other: Remembered) -> Remembered:
+    """Return what two processes of one machine know together."""
+    together = Lineages(one)
+    for ending in other.ended:
+        together.end(ending)
+    for known in other.open:
+        together.learn(known.lineage, known.names)
+    return together.remembered
+
+
+class Lineages:
+    """The lineages of one run, as one node knows them. `is_changed` tells that `remembered` is to be made durable."""
+
+    def __init__(self, remembered: Remembered | None = None, abandoned: Iterable[bytes] = ()) -> None:
+        """Begin with what is on disk; a person has given up the `abandoned` ones, and wants to hear no more of them."""
+        remembered = remembered if remembered is not None else Remembered()
+        self._open = {known.lineage: known.names for known in remembered.open}
+        self._ended = {ending.lineage: ending for ending in remembered.ended}
+        self._abandoned = frozenset(abandoned)
+        self._tentative = b""
+        self.is_changed = False
+
+    @property
+    def current(self) -> bytes:
+        """The oldest lineage that may be going on; empty if there is none.
+
+        A founding that this node has accepted counts only when it is committed, or after a crash.
+        """
+        return min((lineage for lineage in self._open if lineage != self._tentative), default=b"")
+
+    @property
+    def remembered(self) -> Remembered:
+        """What to write to disk."""
+        known = tuple(Known(lineage, names) for lineage, names in self._open.items())
+        return Remembered(known, tuple(self._ended.values()))
+
+    def names(self, lineage: bytes) -> tuple[str, ...]:
+        """Return the members of an open lineage, as far as they are known."""
+        return self._open.get(lineage, ())
+
+    def is_open(self, lineage: bytes) -> bool:
+        """Tell whether a lineage is known, and may be going on."""
+        return lineage in self._open
+
+    def ending(self, lineage: bytes) -> Ending | None:
+        """Return how a lineage ended, if it is known to be over."""
+        return self._ended.get(lineage)
+
+    def latest_endings(self) -> tuple[Ending, ...]:
+        """Return what to tell others."""
+        kinds = ([ending for ending in self._ended.values() if ending.is_finished is kind] for kind in (True, False))
+        return tuple(ending for kind in kinds for ending in kind[-TOLD:])
+
+    def is_abandoned(self, lineage: bytes) -> bool:
+        """Tell whether a person gave a lineage up."""
+        return lineage in self._abandoned
+
+    # What happens
+
+    def learn(self, lineage: bytes, names: Iterable[str]) -> None:
+        """Note that a lineage may be going on, with these members."""
+        names = tuple(name[:80] for name in names)[:MAX_NAMES]
+        if lineage in self._ended or lineage in self._abandoned:
+            return
+        if lineage not in self._open and len(self._open) >= MAX_OPEN:
+            return
+        if self._open.get(lineage) != names and (names or lineage not in self._open):
+            self._open[lineage] = names
+            self.is_changed = True
+
+    def accept(self, lineage: bytes, names: Iterable[str]) -> None:
+        """Note that this node has accepted the founding of a lineage, which is not decided yet."""
+        self._tentative = lineage
+        self.learn(lineage, names)
+
+    def commit(self, lineage: bytes) -> None:
+        """Note that the founding of a lineage is decided."""
+        if self._tentative == lineage:
+            self._tentative = b""
+
+    def end(self, ending: Ending) -> None:
+        """Note that a lineage is over."""
+        self.commit(ending.lineage)
+        known = self._ended.get(ending.lineage)
+        if known is None or (ending.is_finished and not known.is_finished):
+            self._open.pop(ending.lineage, None)
+            self._ended[ending.lineage] = ending
+            # Foundings that came to nothing may be many; they must not make this node forget runs that were finished.
+            alike = [each for each, known in self._ended.items() if known.is_finished is ending.is_finished]
+            if len(alike) > MAX_ENDED // 2:
+                del self._ended[alike[0]]
+            self.is_changed = True

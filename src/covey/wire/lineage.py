@@ -1,0 +1,75 @@
+"""Lineages: the names of runs from their founding to their end, and what a machine writes down about them.
+
+Two runs of one name are told apart by their lineages. An id begins with the time of the founding, so of two ids the
+smaller one is the older; the clocks of the founders decide, and all nodes compare the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+ID_BYTES: Final = 16
+_TIME_BYTES: Final = 6
+RANDOM_BYTES: Final = ID_BYTES - _TIME_BYTES
+MAX_OPEN: Final = 16
+"""Lineages of one run that a machine waits for at the same time."""
+MAX_ENDED: Final = 64
+"""Lineages of one run whose end a machine remembers, to tell the machines that missed it."""
+MAX_NAMES: Final = 128
+
+Lineage = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Name = Annotated[str, msgspec.Meta(max_length=80)]
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True):
+    """A lineage is over: a quorum of its last view decided so, or its founding was given up."""
+
+    lineage: Lineage
+    is_finished: bool
+    """A member left because its program had ended. False: no process of the last view was left, or it never began."""
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """A lineage that may be going on."""
+
+    lineage: Lineage
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NAMES)]
+    """Its members, as far as the machine that wrote this knew them."""
+
+
+class Remembered(msgspec.Struct, frozen=True, array_like=True):
+    """All that a machine knows about the lineages of one run."""
+
+    open: Annotated[tuple[Known, ...], msgspec.Meta(max_length=MAX_OPEN)] = ()
+    ended: Annotated[tuple[Ending, ...], msgspec.Meta(max_length=MAX_ENDED)] = ()
+    """Oldest news first."""
+
+
+_remembered: msgspec.msgpack.Decoder[Remembered] = msgspec.msgpack.Decoder(Remembered)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def new_lineage(seconds: float, random: bytes) -> bytes:
+    """Return an id for a run that is founded at this time since 1970; `random` has RANDOM_BYTES bytes."""
+    milliseconds = min(max(0, int(seconds * 1000)), (1 << 8 * _TIME_BYTES) - 1)
+    return milliseconds.to_bytes(_TIME_BYTES, "big") + random
+
+
+def founded_at(lineage: bytes) -> float:
+    """Return when a lineage was founded, in seconds since 1970 by its founder's clock."""
+    return int.from_bytes(lineage[:_TIME_BYTES], "big") / 1000
+
+
+def encode_remembered(remembered: Remembered) -> bytes:
+    """Encode what a machine writes to its disk."""
+    return _encode(remembered)
+
+
+def decode_remembered(data: bytes) -> Remembered:
+    """Decode what a machine wrote to its disk; ValueError for anything else."""
+    try:
+        return _remembered.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a record of lineages: {error}") from error

@@ -1,0 +1,66 @@
+"""Whole runs of one name in a world with disks: one run never becomes two, and all machines find together again.
+
+A failing seed prints its story; `python -m covey.testing.lineages --seed N` tells it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from covey.base.errors import CoveyError
+from covey.proto.candidacy import Candidacy
+from covey.proto.formation import Formation
+from covey.proto.lineages import Lineages
+from covey.proto.membership import Membership
+from covey.testing.ledger import BrokenError
+from covey.testing.lineages import Story
+from covey.wire.membership import View
+
+
+def perform(seed: int) -> Story:
+    story = Story(seed)
+    try:
+        story.perform()
+    except BrokenError as broken:
+        pytest.fail(f"Story({seed}): {broken}\n{story.story()[-20_000:]}")
+    return story
+
+
+@pytest.mark.parametrize("batch", range(5))
+def test_a_hundred_runs_among_cuts_crashes_and_newcomers_never_become_two(batch: int) -> None:
+    stories = [perform(seed) for seed in range(100 * batch, 100 * batch + 100)]
+    assert sum(len(story.foundings) for story in stories) > 100
+    assert any(story.ended[lineage] is False for story in stories for lineage in story.foundings & story.ended.keys())
+
+
+def succeed_alone(self: Membership, successor: Any, now: float) -> None:
+    """Go on in the next generation without asking the others."""
+    if not self.is_last and self.is_member:
+        view = self.view
+        self._install(View(view.lineage, view.number + 1, view.ranks, view.tie_breaker, successor=successor), now)
+
+
+MUTANTS: dict[str, tuple[type, str, Any]] = {
+    "founds a run although it knows of one": (Lineages, "current", property(lambda self: b"")),
+    "forgets what it was told": (Lineages, "learn", lambda self, lineage, names: None),
+    "accepts a founding without writing it down": (Candidacy, "_write_down_what_was_accepted", lambda self: None),
+    "ends a run without a quorum": (Membership, "_is_quorum", lambda self, places: bool(places)),
+    "goes to the next generation by itself": (Membership, "succeed", succeed_alone),
+    "does not vote where it never heard of its seat": (Candidacy, "_heard_of_seat", lambda self, seated, now: None),
+    "forgets the view that excluded it": (Candidacy, "_excluded", lambda self, view, now: self._unbind()),
+    "goes on beside an older run": (Formation, "_heard_of_lineages", lambda self, here, now: None),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_simulation_notices_a_node_that(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, rule = MUTANTS[mutant]
+    monkeypatch.setattr(owner, name, rule)
+    for seed in range(1000):
+        try:
+            Story(seed).perform()
+        except (CoveyError, BrokenError, KeyError):
+            return
+    pytest.fail(f"1000 stories with a node that {mutant}, and nothing was noticed")

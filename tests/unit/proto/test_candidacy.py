@@ -1,0 +1,227 @@
+"""A node that was started anew: it votes for its last life, and waits for the run that it knows of."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from covey.proto.ballot import first_record
+from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say, founding_record, seated_for
+from covey.wire.formation import Here, Member, Phase, Propose, Terms
+from covey.wire.lineage import Ending, Known, Remembered, new_lineage
+from covey.wire.membership import (
+    Accept,
+    Accepted,
+    Bound,
+    Decided,
+    Fate,
+    Prepare,
+    Promise,
+    Record,
+    Seat,
+    Seated,
+    Successor,
+    Verdict,
+    View,
+)
+
+TERMS = Terms("a run", "train.py", None, 2, None, "1", "auto")
+LINEAGE = new_lineage(1000.0, b"l" * 10)
+NEXT = b"n" * 16
+KNOWN = Remembered((Known(LINEAGE, ("a", "b", "c")),))
+
+
+def seat(name: str) -> Seat:
+    """Return a life of the node that is called by the first letter of `name`; a' is the life after a."""
+    return Seat(name[0].encode() * 32, name.encode().ljust(16, b"."))
+
+
+def member(name: str) -> Member:
+    return Member(seat(name).id, seat(name).life, name, name[0], b"")
+
+
+def bound_to(names: str, generation: int = 0, **changes: Any) -> Bound:
+    record = first_record(map(seat, names), LINEAGE if not generation else NEXT)
+    fields = {name: changes.get(name, getattr(record, name)) for name in Record.__struct_fields__}
+    return Bound(generation, Record(**fields), LINEAGE)
+
+
+class Stage:
+    """One node, and what it did."""
+
+    def __init__(self, name: str, *, remembered: Remembered = KNOWN, **options: Any) -> None:
+        self.core = Candidacy(member(name), TERMS, random.Random(1), 0.0, remembered=remembered, **options)
+        self.now = 0.0
+        self.disk: Any = options.get("bound")
+        self.remembered = remembered
+        self.said: list[tuple[bytes, Any]] = []
+        self.votes: list[tuple[bytes, int, Any]] = []
+        self.perform()
+
+    def perform(self) -> None:
+        has_said = False
+        for effect in self.core.effects():
+            match effect:
+                case Bind(bound):
+                    assert not has_said, "what is bound must be on disk before anything is said"
+                    self.disk = bound
+                case Remember(remembered):
+                    assert not has_said
+                    self.remembered = remembered
+                case Say(peer, message):
+                    has_said = True
+                    self.said.append((peer, message))
+                case Agree(peer, generation, message):
+                    has_said = True
+                    self.votes.append((peer, generation, message))
+
+    def link(self, *names: str) -> None:
+        for name in names:
+            self.core.link_up(seat(name).id, seat(name).life, self.now)
+        self.perform()
+
+    def vote(self, name: str, message: Any, generation: int = 0) -> list[Any]:
+        self.votes.clear()
+        self.core.agreeing(seat(name).id, generation, message, self.now)
+        self.perform()
+        return [said for _, _, said in self.votes]
+
+    def run(self, until: float) -> None:
+        while (at := self.core.next_deadline()) <= until:
+            self.now = max(self.now, at)
+            self.core.tick(self.now)
+            self.perform()
+        self.now = until
+
+
+def test_it_votes_as_its_last_life_was_bound_to() -> None:
+    view = View(LINEAGE, 1, (1,), 1, (Verdict(7, 5, Fate.COMMIT),))
+    stage = Stage("a'", bound=bound_to("ab", promised=4, accepted_ballot=4, accepted=view))
+    stage.link("b")
+    (promise,) = stage.vote("b", Prepare(LINEAGE, 1, 7))
+    assert isinstance(promise, Promise)
+    assert (promise.ballot, promise.states, promise.accepted_ballot, promise.accepted) == (7, None, 4, view)
+    assert stage.disk.record.promised == 7
+    assert stage.vote("b", Accept(7, view)) == [Accepted(LINEAGE, 1, 7)]
+    assert stage.disk.record.accepted_ballot == 7
+    stage.vote("b", Decided(view))
+    assert stage.disk.record.view == view, "it can tell others what was decided"
+    assert stage.core.formation.lineages.current == LINEAGE, "and is a newcomer of the run"
+
+
+def test_a_view_without_members_frees_it() -> None:
+    stage = Stage("a'", bound=bound_to("ab"))
+    stage.link("b")
+    stage.vote("b", Decided(View(LINEAGE, 1, (), 0, is_finished=True)))
+    assert stage.disk is None
+    assert stage.remembered == Remembered((), (Ending(LINEAGE, True),))
+    assert stage.core.formation.lineages.current == b""
+
+
+def test_nodes_that_all_were_started_anew_end_their_run_and_found_another() -> None:
+    stage = Stage("a'", bound=bound_to("ab"))
+    stage.link("b'")
+    stage.run(1.0)
+    assert [type(message) for _, _, message in stage.votes][-1] is Decided
+    assert stage.disk is None
+    assert stage.core.formation.lineages.ending(LINEAGE) == Ending(LINEAGE, False)
+
+
+def test_too_few_that_were_started_anew_wait() -> None:
+    stage = Stage("b'", bound=bound_to("abc"))
+    stage.link("x")
+    stage.core.heard(seat("x").id, Here(TERMS, member("x"), (seat("b'").life,), Phase.GATHERING), 0.1)
+    stage.run(200.0)
+    assert stage.disk is not None
+    assert stage.core.formation.accepted is None
+    assert "with a, b, c, and is not known to be over" in stage.core.formation.report().waiting
+
+
+def test_it_goes_on_voting_in_the_generation_that_followed() -> None:
+    stage = Stage("a'", bound=bound_to("abc"))
+    stage.link("b")
+    following = Successor(1, NEXT, (seat("a"), seat("b"), seat("d")), 1)
+    stage.vote("b", Decided(View(LINEAGE, 1, (0, 1), 0, successor=following)))
+    assert stage.disk == Bound(1, first_record(following.members, NEXT, anchor=1), LINEAGE, 1)
+    assert [type(message) for message in stage.vote("b", Prepare(NEXT, 1, 5), generation=1)] == [Promise]
+
+
+def test_a_node_that_never_heard_of_its_seat_votes_from_the_beginning_when_it_is_told() -> None:
+    told = Seated(LINEAGE, Successor(3, NEXT, (seat("a"), seat("d")), 0))
+    for name in ("d", "d'"):
+        stage = Stage(name)
+        stage.link("a'")
+        stage.vote("a'", told, generation=3)
+        assert stage.disk == Bound(3, first_record(told.generation.members, NEXT), LINEAGE)
+        assert stage.vote("a'", Prepare(NEXT, 1, 3), generation=3)[0].states is None
+    other = Stage("x")
+    other.link("a'")
+    other.vote("a'", told, generation=3)
+    assert other.disk is None, "it has no seat"
+    strange = Stage("d", remembered=Remembered())
+    strange.link("a'")
+    strange.vote("a'", told, generation=3)
+    assert strange.disk is None, "it waits for no such run"
+
+
+def test_it_is_told_of_its_seat_by_a_voter_and_knows_whether_it_may_still_enter() -> None:
+    stage = Stage("a'", bound=bound_to("ad", generation=3))
+    stage.link("d")
+    assert (seat("d").id, 3, Seated(LINEAGE, Successor(3, NEXT, (seat("a"), seat("d")), 0))) in stage.votes
+    newcomer = Stage("d")
+    newcomer.link("a")
+    newcomer.vote("a", Seated(LINEAGE, Successor(3, NEXT, (seat("a"), seat("d")), 0)), generation=3)
+    assert newcomer.core.may_enter(LINEAGE, 3)
+    newcomer.vote("a", Decided(View(NEXT, 1, (0,), 0)), generation=3)
+    assert not newcomer.core.may_enter(LINEAGE, 3)
+    assert newcomer.core.may_enter(LINEAGE, 4)
+
+
+def test_a_founding_that_it_never_accepted_came_to_nothing() -> None:
+    stage = Stage("c")
+    stage.link("a'")
+    stage.vote("a'", Seated(LINEAGE, Successor(0, LINEAGE, (seat("a"), seat("c")), 0)))
+    assert stage.remembered.ended == (Ending(LINEAGE, False),)
+    bound = Stage("c'", bound=bound_to("ac"))
+    bound.link("a'")
+    bound.vote("a'", Seated(LINEAGE, Successor(0, LINEAGE, (seat("a"), seat("c")), 0)))
+    assert bound.core.formation.lineages.current == LINEAGE, "it had accepted"
+
+
+def test_an_accepted_founding_is_on_disk_before_the_answer_leaves_and_is_forgotten_when_it_comes_to_nothing() -> None:
+    stage = Stage("b", remembered=Remembered())
+    stage.link("a")
+    stage.core.heard(seat("a").id, Here(TERMS, member("a"), (seat("b").life,), Phase.GATHERING), 0.1)
+    stage.perform()
+    stage.core.heard(seat("a").id, Propose(LINEAGE, (member("a"), member("b"))), 0.2)
+    stage.perform()
+    assert stage.disk == Bound(0, founding_record((member("a"), member("b")), LINEAGE), LINEAGE)
+    assert [known.lineage for known in stage.remembered.open] == [LINEAGE]
+    stage.core.ended(Ending(LINEAGE, False), 0.3)
+    stage.perform()
+    assert stage.disk is None
+    assert stage.remembered.open == ()
+
+
+def test_what_a_person_gave_up_binds_it_no_more() -> None:
+    stage = Stage("a'", remembered=Remembered(), bound=bound_to("abc"), abandoned=[LINEAGE])
+    assert stage.disk is None
+    assert stage.core.formation.lineages.current == b""
+
+
+def test_the_first_that_was_started_to_break_ties_does() -> None:
+    wishing = [Member(*list(_fields(member(name)))[:5], breaks_ties=name != "a") for name in "abc"]
+    assert founding_record(wishing, LINEAGE).view.tie_breaker == 1
+    assert founding_record(map(member, "abc"), LINEAGE).view.tie_breaker == 0
+
+
+def test_nobody_is_told_of_seats_in_what_is_over() -> None:
+    assert seated_for(seat("b").id, None) is None
+    assert seated_for(seat("x").id, bound_to("ab", 1)) is None
+    assert seated_for(seat("b").id, bound_to("ab", 1)) is not None
+    over = View(NEXT, 1, (), 0)
+    assert seated_for(seat("b").id, bound_to("ab", 1, view=over)) is None
+
+
+def _fields(struct: Any) -> Any:
+    return (getattr(struct, name) for name in type(struct).__struct_fields__)

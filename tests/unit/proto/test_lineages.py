@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from covey.proto.lineages import TOLD, Lineages, merge
+from covey.wire.lineage import (
+    MAX_ENDED,
+    MAX_OPEN,
+    Ending,
+    Known,
+    Remembered,
+    decode_remembered,
+    encode_remembered,
+    founded_at,
+    new_lineage,
+)
+
+
+def lineage(number: int) -> bytes:
+    return new_lineage(float(number), b"r" * 10)
+
+
+def test_an_id_tells_when_the_run_was_founded_and_the_older_one_is_smaller() -> None:
+    assert founded_at(lineage(1_700_000_000)) == 1_700_000_000
+    assert lineage(5) < lineage(6) < new_lineage(6.001, b"\0" * 10)
+    assert new_lineage(-5.0, b"r" * 10)[:6] == bytes(6), "a clock before 1970"
+    assert len(new_lineage(1e12, b"r" * 10)) == 16
+
+
+def test_the_oldest_open_lineage_is_the_one_to_wait_for() -> None:
+    known = Lineages()
+    assert known.current == b""
+    known.learn(lineage(7), ["a"])
+    known.learn(lineage(5), ["b", "c"])
+    assert known.current == lineage(5)
+    assert known.names(lineage(5)) == ("b", "c")
+    known.end(Ending(lineage(5), True))
+    assert known.current == lineage(7)
+    known.learn(lineage(5), ["b"])
+    assert known.current == lineage(7), "what is over stays over"
+
+
+def test_an_accepted_founding_counts_once_it_is_committed_or_after_a_crash() -> None:
+    known = Lineages()
+    known.accept(lineage(5), ["a", "b"])
+    assert known.current == b""
+    assert Lineages(known.remembered).current == lineage(5)
+    known.commit(lineage(5))
+    assert known.current == lineage(5)
+    known.accept(lineage(6), ["a"])
+    known.end(Ending(lineage(6), False))
+    assert known.current == lineage(5)
+
+
+def test_a_person_gives_up_what_may_be_going_on() -> None:
+    known = Lineages(abandoned=[lineage(5)])
+    known.learn(lineage(5), ["a"])
+    assert known.current == b""
+    assert known.is_abandoned(lineage(5))
+    assert known.latest_endings() == (), "nobody else is told that it is over"
+    known.learn(lineage(6), ["a"])
+    assert known.current == lineage(6)
+
+
+def test_processes_of_one_machine_add_to_what_it_knows() -> None:
+    one, other = Lineages(), Lineages()
+    one.learn(lineage(5), ["a"])
+    one.learn(lineage(6), ["b"])
+    other.learn(lineage(7), ["c"])
+    other.end(Ending(lineage(5), True))
+    together = merge(one.remembered, other.remembered)
+    assert {known.lineage for known in together.open} == {lineage(6), lineage(7)}
+    assert together.ended == (Ending(lineage(5), True),)
+    assert merge(other.remembered, one.remembered).ended == together.ended
+
+
+def test_what_changed_is_to_be_written_down() -> None:
+    known = Lineages()
+    assert not known.is_changed
+    for change in (
+        lambda: known.learn(lineage(5), ["a"]),
+        lambda: known.learn(lineage(5), ["a", "b"]),
+        lambda: known.end(Ending(lineage(5), False)),
+        lambda: known.end(Ending(lineage(5), True)),
+    ):
+        change()
+        assert known.is_changed
+        known.is_changed = False
+        change()
+        assert not known.is_changed
+
+
+def test_foundings_that_came_to_nothing_do_not_displace_runs_that_were_finished() -> None:
+    known = Lineages()
+    known.end(Ending(lineage(1), True))
+    for number in range(100, 100 + 3 * MAX_ENDED):
+        known.end(Ending(lineage(number), False))
+    assert known.ending(lineage(1)) == Ending(lineage(1), True)
+    assert len(known.remembered.ended) <= MAX_ENDED
+    told = known.latest_endings()
+    assert Ending(lineage(1), True) in told
+    assert len(told) == 1 + TOLD
+
+
+def test_no_peer_can_fill_the_memory() -> None:
+    known = Lineages()
+    for number in range(1000):
+        known.learn(lineage(number), ["x" * 1000] * 1000)
+    remembered = known.remembered
+    assert len(remembered.open) == MAX_OPEN
+    assert decode_remembered(encode_remembered(remembered)) == remembered
+
+
+def test_it_comes_back_from_disk_as_it_was() -> None:
+    remembered = Remembered((Known(lineage(5), ("a", "b")),), (Ending(lineage(1), True), Ending(lineage(2), False)))
+    assert decode_remembered(encode_remembered(remembered)) == remembered
+    assert Lineages(remembered).remembered == remembered
