@@ -11,7 +11,7 @@ The effects are to be performed in order, so that both are on disk before anythi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist
@@ -20,6 +20,7 @@ from covey.proto.formation import PATIENCE, SETTLE, Formation
 from covey.proto.lineages import Lineages
 from covey.proto.membership import PATIENCE as VIEW_PATIENCE
 from covey.proto.membership import RELINK, Membership
+from covey.wire.formation import Here
 from covey.wire.lineage import Ending
 from covey.wire.membership import Bound, Seat, Seated, Successor
 
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from covey.wire.lineage import Remembered
     from covey.wire.membership import Membership as Agreeing
     from covey.wire.membership import Record, View
+
+
+TELL_AGAIN: Final = 5.0
+"""Seconds after which a node that waits is told of its seat again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ class Candidacy:
         self._effects: list[Effect] = []
         self._seats: list[Effect] = []
         """What to tell later lives of members."""
+        self._tell_again_at: dict[bytes, float] = {}
         self._links: dict[bytes, bytes] = {}
         lineages = Lineages(remembered, abandoned)
         self._voter: Membership | None = None
@@ -171,6 +177,8 @@ class Candidacy:
     def heard(self, peer_id: bytes, message: Gathering, now: float) -> None:
         """Take a message of the formation; RemoteProtocolError if no candidate says such a thing."""
         self.formation.received(peer_id, message, now)
+        if isinstance(message, Here) and now >= self._tell_again_at.get(peer_id, now):
+            self._tell_of_seat(peer_id, now)
         self._collect(now)
 
     def agreeing(self, peer_id: bytes, generation: int, message: Agreeing, now: float) -> None:
@@ -239,13 +247,15 @@ class Candidacy:
         self._vote_for(bound, now)
 
     def _greet_as_voter(self, voter: Membership, peer_id: bytes, life: bytes, now: float) -> None:
-        """Tell a node with a seat where this one votes about it."""
+        """Be linked with a node as a voter, too."""
         voter.link_up(peer_id, life, now)
-        if (seated := seated_for(peer_id, self._bound)) is not None:
-            self._tell_of_seat(peer_id, seated)
+        self._tell_of_seat(peer_id, now)
 
-    def _tell_of_seat(self, peer_id: bytes, seated: Seated) -> None:
-        self._seats.append(Agree(peer_id, seated.generation.generation, seated))
+    def _tell_of_seat(self, peer_id: bytes, now: float) -> None:
+        """Tell a node that has a seat where this one votes about it."""
+        if (seated := seated_for(peer_id, self._bound)) is not None:
+            self._tell_again_at[peer_id] = now + TELL_AGAIN
+            self._seats.append(Agree(peer_id, seated.generation.generation, seated))
 
     def _vote_for(self, bound: Bound, now: float) -> None:
         """Take up what an earlier life of this node was bound to, as far as that is not over."""

@@ -213,13 +213,15 @@ class Candidate(Gathering):
             someone.early.append(message)
 
     def _heard_founded(self, someone: Acquaintance, founded: messages.Founded) -> None:
-        """A member tells of its generation, which may have a seat for this node.
+        """A member tells of its generation, which may have a seat for this node, or be later than the one it is in.
 
         It is believed if it said, under our terms, that it is in the run that this node waits for, and is a member of
         that generation itself.
         """
         mine, theirs = messages.key_of(self.card), messages.key_of(someone.card)
         keys = [messages.key_of(member.card) for member in founded.members]
+        if self._node is not None and mine not in keys and theirs in keys and someone.rank >= 0:
+            self._node.left_behind(founded.origin, founded.generation)
         if self._node is not None or self._is_decided or mine not in keys:
             return
         is_ours = founded.origin == self._formation.lineages.current and self._formation.is_member_of_ours(

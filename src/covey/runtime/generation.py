@@ -258,6 +258,12 @@ class Generation:
         if not view.ranks and self.node.on_ended is not None and self.node.generation is self:
             self.node.on_ended(self.founded.origin, view.is_finished)
 
+    def left_behind(self, number: int) -> None:
+        """The other members are in a later generation, without this node."""
+        if not self.is_over:
+            text = f"the run is in generation {number}, and this process in generation {self.number}: the others could "
+            self._end(Fault("GroupChangedError", f"{text}not hear it; join the run again to be in its next generation"))
+
     def over(self) -> None:
         """Other nodes say that the run is over."""
         self._end(

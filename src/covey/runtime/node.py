@@ -317,6 +317,12 @@ class Node:
             for group in self.groups():
                 group.fail(Fault("SplitRunError", f"{text}, so it ends here; start again to be in the older one"))
 
+    def left_behind(self, origin: bytes, number: int) -> None:
+        """A member of this node's generation is in a later one, which has no seat for this node."""
+        generation = self.generation
+        if generation is not None and generation.founded.origin == origin and number > generation.number:
+            generation.left_behind(number)
+
     def ended(self) -> None:
         """The run is over, as other nodes say."""
         if self.generation is not None and not self.generation.is_over:

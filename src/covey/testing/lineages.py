@@ -94,7 +94,7 @@ class Process:
         self.links: dict[bytes, bytes] = {}
         self.early: list[tuple[bytes, Any]] = []
         self.is_frozen = False
-        self._is_outlived = False
+        self._is_outlived = self.is_done = False
         self.over: Ending | None = None
         """The run that this process was in, or waited for, has ended."""
         self._out: list[tuple[bytes, Any]] = []
@@ -171,9 +171,13 @@ class Process:
 
     def _heard_founded(self, peer_id: bytes, origin: bytes, successor: Successor, now: float) -> None:
         is_ours = Seat(self.id, self.life) in successor.members
+        if self.generation >= 0:
+            if origin == self.origin and successor.generation > self.generation and not is_ours:
+                self._go_away(now)  # the run is generations ahead, without this process
+            return
         formation = self.candidacy.formation
         is_open = self.candidacy.may_enter(origin, successor.generation)
-        if is_ours and is_open and self.generation < 0 and formation.is_member_of_ours(peer_id, origin):
+        if is_ours and is_open and formation.is_member_of_ours(peer_id, origin):
             self._enter(origin, successor, now)
 
     def _enter(self, origin: bytes, successor: Successor, now: float) -> None:
@@ -220,6 +224,7 @@ class Process:
 
     def finish(self, now: float, *, is_finished: bool) -> None:
         """The program has ended, or gives up the run."""
+        self.is_done = is_finished
         if self.core is not None:
             self.core.leave(now, is_finished=is_finished)
             self._perform(now)
@@ -312,6 +317,8 @@ class Process:
             self.candidacy.ended(ending, now)
             self._perform_candidacy(now)
             self._out += [(peer, Ended(ending)) for peer in self.links]
+        elif self.is_done:
+            self.story.left_early.add(self.id)
         self._go_away(now)
 
 
@@ -347,6 +354,8 @@ class Story:
         self._views: dict[tuple[bytes, int, int], View] = {}
         self._members: dict[tuple[bytes, int], tuple[Seat, ...]] = {}
         self.foundings: set[bytes] = set()
+        self.left_early: set[bytes] = set()
+        """Nodes whose program ended before that of the others."""
         self.words = 0
         self.is_good = False
         for index in range(count):
@@ -374,7 +383,7 @@ class Story:
         """A process has ended by itself; its keeper starts it again, unless the run is finished."""
         if self._is_current(process):
             self.world.crash(process.id)
-            if process.over is None or not process.over.is_finished:
+            if not process.is_done and (process.over is None or not process.over.is_finished):
                 self.world.at(self.world.now + self.chance.uniform(0.2, 1.0), self._again, process.index)
 
     def outlived(self, process: Process) -> None:
@@ -547,6 +556,8 @@ class Story:
         if not self.ended.get(origin):
             raise BrokenError("all members have finished, and the run is not over")
         for index, disk in enumerate(self.disks):
+            if self.ids[index] in self.left_early:
+                continue  # the others went on for a moment: it has to ask them the next time
             if not any(ending.lineage == origin for ending in disk.remembered.ended):
                 raise BrokenError(f"{self.name(index)} does not know that the run is over")
         if self.world.nodes:
