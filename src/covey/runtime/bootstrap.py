@@ -119,6 +119,7 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
     """
     if unknown := asked.keys() - {*_OF_RUN, *_OF_GROUP, *_OF_CLUSTER, "op_timeout"}:
         raise TypeError(f"join has no argument {min(unknown)!r}")
+    _take_secret()
     settings = {name: asked.get(name) for name in _OF_GROUP}
     config = group_config(os.environ, timeout=asked.get("op_timeout"), **settings)
     wanted = find_run(os.environ, {name: asked.get(name) for name in _OF_RUN})
@@ -150,6 +151,14 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
         _joining.release()
 
 
+def _take_secret() -> None:
+    """Keep the cluster's secret from what this process starts, whatever kind of group it joins."""
+    if "COVEY_SECRET" in os.environ:
+        from covey.net import clusters
+
+        clusters.take_secret(os.environ)
+
+
 def joined() -> Group | None:
     """Return the group that `join` returned last, while it is open."""
     joined = _joined
@@ -159,6 +168,7 @@ def joined() -> Group | None:
 def join_as(place: Place, *, on_loss: str | None = None) -> Group:
     """Return the group of the run in which this process has `place`; `join` returns it from now on, too."""
     global _joined
+    _take_secret()
     with _joining:
         config = group_config(os.environ, on_loss=on_loss)
         group = join_at(place, config)
