@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
 from covey.net import shm
+from covey.net.descriptors import explained
 from covey.runtime.engine import Engine
 from covey.runtime.group import Group
 from covey.runtime.places import ClusterOptions, Place, find_place, find_run, launcher_wait
@@ -83,6 +84,7 @@ def join(
     Raises:
         ConfigError: the arguments, the environment or the settings contradict themselves.
         AuthError: the secret or this node's identity is not accepted.
+        ConnectError: this process can open no more files.
         DeadlineError: the others did not come; says who is here, and who was refused and why.
     """
     return join_as_asked(
@@ -112,6 +114,7 @@ _OF_GROUP: Final = ("lanes", "insecure", "interfaces", "streams", "on_loss", "pa
 _OF_CLUSTER: Final = ("cluster", "secret", "seeds")
 
 
+@explained("this process cannot join")
 def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newcomer: bool = False) -> Group:
     """Join with these arguments of `join`; who `is_elastic` waits outside of a run that goes on as long as it does.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, ConnectError
 from covey.base.version import __version__
+from covey.net.descriptors import keep_a_spare
 from covey.net.meeting import Meeting, check_folder, host_token, local_address_towards, socket_path
 from covey.runtime import loop as control
 from covey.runtime.entrance import Entrance
@@ -165,6 +166,7 @@ def cluster_seat(
             return plain in loopbacks or not config.interfaces or pattern.allows(describe(plain), plain)
 
         entrance = Entrance(listeners, gate.door_key, run, allows=allows)
+        keep_a_spare()  # what a member promises is written down before it is said
         release = undo.pop_all().close
     return Seat(gate, card, entrance, contacts or {}, release, neighbours, cluster.denied)
 
