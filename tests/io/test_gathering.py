@@ -506,7 +506,7 @@ def test_a_node_tells_which_addresses_of_a_visitor_it_can_reach() -> None:
         visitor = await crew.add(replace(cluster, seeds=(seed_of(one),)))
         await until(lambda: know_each_other(one, visitor))
         nowhere = messages.Address("203.0.113.9", 9)
-        answer = await visitor.met[one.card.id].ask(messages.Reach((nowhere,) * 20), 10.0)
+        answer = await visitor.met[one.card.id].ask(messages.Reach((nowhere,) * 16), 10.0)
         assert isinstance(answer, messages.Reached)
         assert len(answer.round_trips) == len(answer.problems) == 16  # no more than anyone has
         assert all(taken < 0 for taken in answer.round_trips)

@@ -179,7 +179,7 @@ def test_a_member_that_never_reads_takes_no_more_than_its_share_of_memory(prey: 
 
 
 def test_early_words_about_a_run_take_no_more_than_their_share_of_memory(prey: Victim) -> None:
-    body = frame.frame(messages.encode(messages.Revoke(0, "PeerLostError", "x" * 250_000, ())))
+    body = frame.frame(messages.encode(messages.Posting(0, 0, bytes(250_000))))
     with Insider(prey) as insider:
         before = resident_bytes()
         for _ in range(400):
@@ -302,9 +302,12 @@ def test_a_new_secret_that_is_none_is_not_kept(home: Path) -> None:
     with victim(new_cluster("mine")) as prey:
         clusters.save(prey.cluster)
         with Insider(prey, purpose="visitor") as insider:
-            for key in (b"", bytes(31), bytes(33), bytes(100_000)):
+            for key in (b"", bytes(31), bytes(33), bytes(64)):
                 insider.say(messages.NewSecret(key))
                 assert insider.hear(messages.SecretKept).problem
+            insider.say(messages.NewSecret(bytes(100_000)))
+            with pytest.raises(BROKEN):
+                insider.ping()
         assert clusters.load("mine").secret == prey.cluster.secret
 
 

@@ -11,9 +11,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConfigError, DeadlineError
+from covey.base.text import printable
 from covey.proto.formation import Formation
 from covey.runtime.gathering import Gathering
-from covey.runtime.link import printable
 from covey.runtime.records import Records
 from covey.runtime.voter import Voter
 from covey.wire import formation as forming

@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import AuthError, ConfigError, CoveyError
+from covey.base.text import printable
 from covey.net import clusters
 from covey.net.identity import LIFE_BYTES, short_id
 from covey.net.interfaces import advertised, describe, recent_interfaces, to_dial, usable_interfaces
 from covey.runtime.acquaintance import Acquaintance
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any, spell
-from covey.runtime.link import printable
 from covey.runtime.loop import aside
 from covey.runtime.probe import best_way, sound_each
 from covey.runtime.search import AGAIN_SECONDS, Hints, Search

@@ -221,8 +221,3 @@ async def _shake_hands(sock: socket.socket, channel: Channel) -> None:
 def plain_ip(ip: str) -> str:
     """Return an address without its scope, and an IPv4 one that came to an IPv6 socket as itself."""
     return ip.partition("%")[0].removeprefix("::ffff:")
-
-
-def printable(text: str) -> str:
-    """Return what others said in a form that cannot write to a terminal or a log what they like."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
