@@ -50,7 +50,7 @@ def private_folder(folder: Path) -> Path:
             folder.mkdir(mode=0o700)
         status = folder.stat()
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set COVEY_HOME to another") from error
+        raise ConfigError(f"cannot make the folder {folder}: {explain(error)}; set COVEY_HOME to another") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{folder} is not a folder; move it away, or set COVEY_HOME to another place")
     if status.st_uid != os.geteuid():
@@ -78,7 +78,7 @@ def read_private(path: Path) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else explain(error)
         raise ConfigError(f"cannot read {path}: {reason}; put a file of yours with mode 0600 there") from error
     try:
         _check_private(path, os.fstat(descriptor))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, ConnectError
 from covey.base.version import __version__
-from covey.net.descriptors import keep_a_spare
+from covey.net.descriptors import explain, keep_a_spare
 from covey.net.meeting import Meeting, check_folder, host_token, local_address_towards, socket_path
 from covey.runtime import loop as control
 from covey.runtime.entrance import Entrance
@@ -209,7 +209,7 @@ def _listen_at(host: str, port: int) -> socket.socket:
     try:
         sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
+        raise ConfigError(f"cannot listen at {host}, port {port}: {explain(error)}") from error
     sock.setblocking(False)
     return sock
 
@@ -231,4 +231,4 @@ def _listen_everywhere(ports: range | tuple[int, ...]) -> socket.socket:
             sock.setblocking(False)
             return sock
     wanted = str(ports[0]) if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
-    raise ConfigError(f"cannot listen on port {wanted}: {problem.strerror if problem else 'none'}; set COVEY_PORT")
+    raise ConfigError(f"cannot listen on port {wanted}: {explain(problem) if problem else 'none'}; set COVEY_PORT")
