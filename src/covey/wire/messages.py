@@ -34,6 +34,8 @@ Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
 Story = Annotated[str, msgspec.Meta(max_length=8 * TEXT_LIMIT)]
 """Text that tells of many ranks."""
 Bytes = Annotated[bytes, msgspec.Meta(max_length=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""A time that can be computed with and shown: neither infinite nor no number."""
 
 
 class Worded(msgspec.Struct, frozen=True, array_like=True):
@@ -240,7 +242,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=16):
     """Answer to Ping, with the sender's clock in seconds since 1970."""
 
     number: int
-    clock: float
+    clock: Seconds
 
 
 class Forming(msgspec.Struct, frozen=True, array_like=True, tag=17):
@@ -262,7 +264,7 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     leader: Bytes
     """The id of the first of the view; empty while there is none."""
     tie_breaker: Bytes
-    since: float
+    since: Seconds
     """Seconds in this state."""
     peers: tuple[PeerState, ...]
     rank: int = -1
@@ -280,10 +282,10 @@ class PeerState(Worded, frozen=True, array_like=True):
     """The address used on the teller's side, and its interface."""
     remote: Text
     interface: Text
-    round_trip: float
-    """Seconds; negative if not measured."""
-    clock_offset: float
-    """Seconds that the peer's clock is ahead of the teller's."""
+    round_trip: Seconds
+    """Negative if not measured."""
+    clock_offset: Seconds
+    """How far the peer's clock is ahead of the teller's."""
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True, tag=20):
@@ -299,8 +301,8 @@ class Reach(msgspec.Struct, frozen=True, array_like=True, tag=20):
 class Reached(Worded, frozen=True, array_like=True, tag=21):
     """Answer to Reach, in the same order."""
 
-    round_trips: Annotated[tuple[float, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
-    """Seconds; negative where there was no way."""
+    round_trips: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
+    """Negative where there was no way."""
     problems: Annotated[tuple[Text, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
 
 
