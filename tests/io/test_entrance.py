@@ -18,7 +18,7 @@ from covey.base.errors import AuthError, ConnectError
 from covey.runtime import entrance as entrance_module
 from covey.runtime.entrance import STRANGERS_AT_ONCE, Entrance
 from covey.runtime.greet import Gate, connect, receive_exactly
-from covey.runtime.probe import best_way, probe, throughput
+from covey.runtime.probe import best_way, sound, throughput
 from covey.wire import door
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Visitor:
 
     async def answer(self, purpose: door.Purpose, key: bytes = KEY) -> None:
         challenge = await self.challenge()
-        answer = door.answer(key, challenge, purpose, secrets.token_bytes(door.SALT_BYTES))
+        answer = door.answer(key, challenge, purpose, secrets.token_bytes(door.BOUND_BYTES))
         await asyncio.get_running_loop().sock_sendall(self.sock, answer)
 
     async def rest(self) -> bytes:
@@ -136,17 +136,17 @@ def test_nobody_is_led_to_where_nobody_waits() -> None:
 def test_a_probe_gets_its_words_back_and_can_measure_what_gets_through() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         _, where = await stack.enter_async_context(opened(listener()))
-        seconds, problem = await probe(where, GATE)
-        assert problem == ""
-        assert 0 < seconds < 1
+        sounding = await sound(where, GATE)
+        assert sounding.problem == ""
+        assert 0 < sounding.round_trip < 1
         assert await throughput(where, GATE, 1 << 20, 5.0) > 1 << 16
-        refused, why = await probe(where, Gate(OTHER_KEY))
-        assert refused < 0
-        assert why
+        refused = await sound(where, Gate(OTHER_KEY))
+        assert refused.round_trip < 0
+        assert refused.problem
         closed = listener()
         nobody = closed.getsockname()
         closed.close()
-        assert (await probe(nobody, GATE))[0] < 0
+        assert (await sound(nobody, GATE)).round_trip < 0
         way, taken = await best_way([nobody, where], GATE, nobody)
         assert way == where
         assert taken > 0
@@ -190,7 +190,7 @@ def test_in_a_crowd_those_from_a_members_address_stay() -> None:
             greeted.set_result(said)
 
         entrance.on_link = on_link
-        answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.SALT_BYTES)
+        answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.BOUND_BYTES)
         await asyncio.get_running_loop().sock_sendall(member.sock, answer)
         assert await greeted == challenge + answer
 
@@ -211,8 +211,8 @@ def test_a_member_gets_in_while_strangers_keep_coming() -> None:
         try:
             await came.wait()
             for _ in range(5):
-                seconds, problem = await probe(where, GATE)
-                assert seconds > 0, problem
+                sounding = await sound(where, GATE)
+                assert sounding.round_trip > 0, sounding.problem
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -320,6 +320,22 @@ def test_the_one_too_many_of_the_guests_sends_the_oldest_away_unless_it_has_a_me
     run(work)
 
 
+def test_the_last_descriptors_are_not_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes when few are left is sent away at once, and let in again when there are more."""
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        with monkeypatch.context() as patched:
+            patched.setattr("covey.runtime.entrance.is_scarce", lambda _descriptor: True)
+            for _ in range(100):
+                visitor = await Visitor.come(stack, where)
+                assert await visitor.rest() == b""
+        assert entrance.turned_away == 100
+        assert (await sound(where, GATE)).round_trip > 0
+
+    run(work)
+
+
 def test_connections_by_an_excluded_interface_are_not_even_challenged() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         allows = functools.partial(str.__eq__, "127.0.0.1")
@@ -327,7 +343,7 @@ def test_connections_by_an_excluded_interface_are_not_even_challenged() -> None:
         unwanted = await Visitor.come(stack, ("127.0.0.3", where[1]))
         assert await unwanted.rest() == b""
         assert entrance.turned_away == 1
-        assert (await probe(("127.0.0.1", where[1]), GATE))[0] > 0
+        assert (await sound(("127.0.0.1", where[1]), GATE)).round_trip > 0
 
     run(work)
 
@@ -374,7 +390,7 @@ def test_a_unix_socket_has_a_door_too() -> None:
         local.listen(8)
         local.setblocking(False)
         await stack.enter_async_context(opened(local))
-        assert (await probe(f"{folder}/node.sock", GATE))[0] > 0
-        assert (await probe(f"{folder}/node.sock", Gate(OTHER_KEY)))[0] < 0
+        assert (await sound(f"{folder}/node.sock", GATE)).round_trip > 0
+        assert (await sound(f"{folder}/node.sock", Gate(OTHER_KEY))).round_trip < 0
 
     run(work)

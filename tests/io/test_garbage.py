@@ -237,7 +237,7 @@ def read_challenge(sock: socket.socket) -> bytes:
 def pass_the_door(sock: socket.socket, gate: Gate, purpose: door.Purpose) -> bytes:
     """Answer the challenge; return what was said at the door."""
     challenge = read_challenge(sock)
-    answer = door.answer(gate.door_key, challenge, purpose, secrets.token_bytes(door.SALT_BYTES))
+    answer = door.answer(gate.door_key, challenge, purpose, secrets.token_bytes(door.BOUND_BYTES))
     send(sock, answer)
     return challenge + answer
 
@@ -287,7 +287,7 @@ def bother(address: Address, gate: Gate) -> None:
     assert introduce(address, other, hello())[1] is None
     assert introduce(address, gate, hello(), token=other.token)[1] is None
     with connect(address) as sock:
-        replayed = door.answer(gate.door_key, bytes(16), door.Purpose.LINK, bytes(door.SALT_BYTES))
+        replayed = door.answer(gate.door_key, bytes(16), door.Purpose.LINK, bytes(door.BOUND_BYTES))
         read_challenge(sock)
         send(sock, replayed)
         assert read(sock) == b""

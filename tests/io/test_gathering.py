@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import secrets
+import socket
 import tempfile
 import time
 from dataclasses import replace
@@ -26,6 +27,7 @@ from covey.runtime import candidate as candidate_module
 from covey.runtime.candidate import Candidate
 from covey.runtime.gathering import Gathering
 from covey.runtime.greet import Gate, RefusedError, dial
+from covey.runtime.reach import NOT_TRIED, TOO_OFTEN
 from covey.runtime.seat import cluster_seat
 from covey.wire import messages
 from covey.wire.formation import Terms
@@ -442,12 +444,15 @@ def test_gossip_about_nobody_and_about_ourselves_does_no_harm() -> None:
             messages.Contact("", (messages.Address("127.0.0.1", -5),), "\0"),
             one.card.contact,
         ]
-        cards = [msgspec.structs.replace(one.card, id=secrets.token_bytes(32), contact=contact) for contact in strange]
+        cards = [
+            msgspec.structs.replace(one.card, id=secrets.token_bytes(32), life=secrets.token_bytes(16), contact=contact)
+            for contact in strange
+        ]
         link.send(messages.encode(messages.Known((one.card, *cards))))
         link.send(messages.encode(messages.Ask()))  # is answered after the gossip was heard
         while not isinstance(messages.decode_control(await link.receive()), messages.Tell):
             pass
-        await until(lambda: not one._dialling)
+        await until(lambda: not one._follower.dialling)
         assert set(one.met) == {identity.id}
         link.abort()
         await link.ended.wait()
@@ -499,18 +504,38 @@ def test_a_question_without_an_answer_ends_in_time_and_answers_that_came_too_lat
     run(work)
 
 
-def test_a_node_tells_which_addresses_of_a_visitor_it_can_reach() -> None:
+def test_a_node_tells_by_which_of_its_own_addresses_a_visitor_is_reached_and_tries_no_others() -> None:
     async def work(crew: Crew) -> None:
         cluster = new_cluster()
         one = await crew.add(cluster)
         visitor = await crew.add(replace(cluster, seeds=(seed_of(one),)))
         await until(lambda: know_each_other(one, visitor))
-        nowhere = messages.Address("203.0.113.9", 9)
-        answer = await visitor.met[one.card.id].ask(messages.Reach((nowhere,) * 20), 10.0)
-        assert isinstance(answer, messages.Reached)
-        assert len(answer.round_trips) == len(answer.problems) == 16  # no more than anyone has
-        assert all(taken < 0 for taken in answer.round_trips)
-        assert all(answer.problems)
+        (own,) = visitor.card.contact.addresses
+        with socket.create_server(("127.0.0.1", 0)) as trap:
+            trap.setblocking(False)
+            others = (messages.Address("203.0.113.9", own.port), messages.Address("127.0.0.1", trap.getsockname()[1]))
+            answer = await visitor.met[one.card.id].ask(messages.Reach((own, *others)), 10.0)
+            assert isinstance(answer, messages.Reached)
+            assert answer.problems == ("", NOT_TRIED, NOT_TRIED)
+            assert answer.round_trips[0] > 0 > max(answer.round_trips[1:])
+            with pytest.raises(BlockingIOError):
+                trap.accept()
+
+    run(work)
+
+
+def test_a_node_tries_the_addresses_of_others_only_so_often() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        one = await crew.add(cluster)
+        visitor = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        await until(lambda: know_each_other(one, visitor))
+        question = messages.Reach(visitor.card.contact.addresses)
+        answers = [await visitor.met[one.card.id].ask(question, 10.0) for _ in range(20)]
+        tried = [answer for answer in answers if isinstance(answer, messages.Reached) and answer.problems == ("",)]
+        assert 1 <= len(tried) <= 10
+        assert isinstance(answers[-1], messages.Reached)
+        assert answers[-1].problems == (TOO_OFTEN,)
 
     run(work)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.io.secured import secure_end
 
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.tls import Credentials
@@ -43,7 +44,7 @@ async def pair(*, secure: bool) -> AsyncIterator[tuple[Link, Link]]:
     if secure:
         sides = [Credentials(b"a" * 32, Ed25519PrivateKey.generate()) for _ in range(2)]
         (dialler, _), (acceptor, _) = await asyncio.gather(
-            Link.secure(one, sides[0], dialled=True), Link.secure(other, sides[1], dialled=False)
+            secure_end(one, sides[0], dialled=True), secure_end(other, sides[1], dialled=False)
         )
     else:
         dialler, acceptor = await Link.plain(one), await Link.plain(other)
@@ -307,8 +308,8 @@ def test_a_handshake_that_is_cancelled_at_any_moment_leaves_no_transport_on_a_cl
             for sock in (near, far):
                 sock.setblocking(False)
             number = near.fileno()
-            shaking = asyncio.create_task(Link.secure(near, sides[0], dialled=dialled))
-            other = asyncio.create_task(Link.secure(far, sides[1], dialled=not dialled))
+            shaking = asyncio.create_task(secure_end(near, sides[0], dialled=dialled))
+            other = asyncio.create_task(secure_end(far, sides[1], dialled=not dialled))
             for _ in range(turns):
                 await asyncio.sleep(0)
             shaking.cancel()
@@ -338,7 +339,7 @@ def test_a_handshake_with_someone_who_says_nothing_ends_in_time(monkeypatch: pyt
         near.setblocking(False)
         with far:
             with pytest.raises(ConnectError, match="TLS handshake"):
-                await Link.secure(near, Credentials(b"a" * 32, Ed25519PrivateKey.generate()), dialled=False)
+                await secure_end(near, Credentials(b"a" * 32, Ed25519PrivateKey.generate()), dialled=False)
             near.close()
 
     run(work)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.base.errors import ConfigError
+from covey.net import station
 from covey.net.interfaces import loopback_interfaces
 from covey.net.mdns import Beacon
 from covey.wire.beacon import SERVICE
@@ -59,9 +60,10 @@ def answering(places):
 async def main(key, announce, pattern):
     loop = asyncio.get_running_loop()
     began = loop.time()
-    def found(places):
+    def found(places, interface):
         after = loop.time() - began
-        say(found=[place.ip for place in places], port=places[0].port, after=after, connected=answering(places))
+        ips = [place.ip for place in places]
+        say(found=ips, port=places[0].port, after=after, connected=answering(places), interface=interface)
     beacon = Beacon(bytes.fromhex(key), own_port, pattern, found, announce=announce == "announce")
     try:
         await beacon.start()
@@ -274,17 +276,13 @@ def test_each_network_is_told_its_own_addresses_and_counted_apart(lan: Lan) -> N
     middle = lan.start(both, pattern="!172.16.0.0/12,10.0.0.0/8")
     left, right = lan.start(one), lan.start(two, OTHER_KEY)
     assert left.next("found", port=middle.port)["found"] == ["10.9.0.1"]
-    assert middle.next("found", port=left.port)["found"] == ["10.9.0.2", *link_local(one, "eth0")]
+    said = middle.next("found", port=left.port)  # its link-local address is not on a network that the pattern allows
+    assert (said["found"], said["interface"]) == (["10.9.0.2"], "eth0")
     assert right.report_once(lambda report: report["eth0"][3] == 1)["eth0"][2] == 0
-    report = middle.report_once(lambda report: report["eth1"][3] == 2)  # one node with another key, at two addresses
+    report = middle.report_once(lambda report: report["eth1"][3] == 1)  # one node with another key
     assert report["report"] == "announced on eth0, eth1"
     assert report["eth0"][2:] == [1, 0]
     assert report["eth1"][2] == 0
-
-
-def link_local(host: str, device: str) -> list[str]:
-    (link,) = json.loads(ip("-n", host, "-json", "-6", "address", "show", "dev", device))
-    return [address["local"] for address in link["addr_info"]]
 
 
 def test_silence_on_one_network_is_not_hidden_by_talk_on_another(lan: Lan) -> None:
@@ -327,7 +325,7 @@ def test_a_host_without_any_network_is_no_error(lan: Lan) -> None:
 
 
 def beacon(found: list[tuple[Address, ...]], port: int = 5, key: bytes = KEY, *, announce: bool = True) -> Beacon:
-    return Beacon(key, port, LO, found.append, announce=announce)
+    return Beacon(key, port, LO, lambda places, _interface: found.append(places), announce=announce)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -378,6 +376,35 @@ def test_beacons_on_loopback_find_each_other_and_not_themselves() -> None:
     on_loop(meet)
 
 
+def test_a_node_is_announced_anew_under_a_fresh_tag_and_an_announcement_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(station, "RENEW_SECONDS", 0.3)
+
+    async def listen() -> None:
+        found: list[tuple[Address, ...]] = []
+        texts: set[bytes] = set()
+        ours, theirs = beacon(found, 1001, announce=False), beacon([], 1002)
+        heard = Beacon._heard
+
+        def hear(self: Beacon, *said: Any) -> None:
+            texts.add(said[1][b"t"])
+            heard(self, *said)
+
+        monkeypatch.setattr(Beacon, "_heard", hear)
+        try:
+            await ours.start()
+            await theirs.start()
+            await until(lambda: len(texts) >= 3)
+            assert len(found) == len(texts) == ours.observed()[0].matching  # each is sent several times
+            assert set(found) == {found[0]}
+        finally:
+            await ours.close()
+            await theirs.close()
+
+    on_loop(listen)
+
+
 def test_another_key_is_noticed_and_not_followed() -> None:
     async def meet() -> None:
         found: list[tuple[Address, ...]] = []
@@ -424,10 +451,10 @@ def test_what_was_never_started_can_be_closed() -> None:
 
 def test_a_pattern_is_checked_at_once_and_one_that_selects_nothing_is_told_in_the_state() -> None:
     with pytest.raises(ConfigError):
-        Beacon(KEY, 1, "eth0,,", lambda _: None)
+        Beacon(KEY, 1, "eth0,,", lambda *_: None)
 
     async def start() -> None:
-        each = Beacon(KEY, 1, "nosuch*", lambda _: None)
+        each = Beacon(KEY, 1, "nosuch*", lambda *_: None)
         try:
             await each.start()
             assert "nosuch*" in each.state
@@ -464,7 +491,8 @@ def answer(*records: bytes) -> bytes:
 
 
 def test_junk_from_strangers_neither_stops_it_nor_is_followed() -> None:
-    txt = b"".join(bytes([len(part)]) + part for part in (b"v=1", b"n=" + b"a" * 32, b"t=" + b"b" * 32))
+    said = (b"v=1", b"n=" + b"a" * 32, b"t=" + b"b" * 32, b"p=9", b"4=" + bytes([127, 0, 0, 1]))
+    txt = b"".join(bytes([len(part)]) + part for part in said)
     foreign = f"evil.{SERVICE}"
     packets = [
         b"",
@@ -537,7 +565,7 @@ def sockets():
     udp = [line.split()[9] for kind in ("udp", "udp6") for line in open("/proc/self/net/" + kind) if ":14E9 " in line]
     return sum(link == f"socket:[{{inode}}]" for link in links for inode in udp)
 async def main():
-    beacon = Beacon(b"k" * 32, 1, {LO!r}, lambda _: None)
+    beacon = Beacon(b"k" * 32, 1, {LO!r}, lambda *_: None)
     await beacon.start()
     child = os.fork()
     if not child:

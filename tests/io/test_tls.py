@@ -11,6 +11,7 @@ import ssl
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,18 +22,20 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
+from tests.io.secured import secure_end
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.net import tls
 from covey.net.tls import PROTOCOL, Credentials, peer_id
 from covey.runtime.entrance import Entrance
 from covey.runtime.greet import Gate, RefusedError, admit, dial, no_delay, receive_exactly
-from covey.runtime.link import Link
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+
+    from covey.runtime.link import Link
 
 SOURCE = Path(__file__).parents[2] / "src"
 DEADLINE = 20.0
@@ -68,6 +71,7 @@ def authority(secret: ClusterSecret) -> bytes:
 def test_the_authority_is_the_same_byte_for_byte_in_every_process() -> None:
     code = """
 import sys
+import threading
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from covey.net.tls import Credentials
 from covey.wire.secret import ClusterSecret
@@ -112,7 +116,7 @@ def meet(dialling: ssl.SSLContext, accepting: ssl.SSLContext) -> tuple[Outcome, 
         side = Credentials.__new__(Credentials)
         side.dialling = side.accepting = context
         sock.setblocking(False)
-        link, peer = await Link.secure(sock, side, dialled=dialled)
+        link, peer = await secure_end(sock, side, dialled=dialled)
         try:
             link.send(b"word of the dialler" if dialled else b"word of the acceptor")
             assert await link.receive() == (b"word of the acceptor" if dialled else b"word of the dialler")
@@ -132,6 +136,16 @@ def meet(dialling: ssl.SSLContext, accepting: ssl.SSLContext) -> tuple[Outcome, 
     finally:
         one.close()
         other.close()
+
+
+def test_an_acceptor_asks_for_no_second_client_hello() -> None:
+    """The door has bound the connection to the first; a second one could be another dialler's."""
+    dialling, accepting = credentials(ONE).dialling, credentials(TWO).accepting
+    accepting.set_ecdh_curve("prime256v1")  # the dialler has sent a key for another curve, and could send this one
+    dialler, acceptor = meet(dialling, accepting)
+    assert isinstance(acceptor, AuthError)
+    assert "no key exchange in common" in str(acceptor)
+    assert isinstance(dialler, (AuthError, ConnectError))
 
 
 def test_two_nodes_of_a_cluster_know_each_other_by_their_keys() -> None:
@@ -234,6 +248,29 @@ def test_older_versions_of_tls_are_not_spoken(strange_dials: bool) -> None:
     results = meet(one.dialling, other.accepting)
     assert isinstance(results[1], AuthError), results  # the acceptor chooses the version
     assert isinstance(results[0], CoveyError)
+
+
+def test_no_session_is_resumed() -> None:
+    """No ticket is given out, so that every connection proves both keys anew."""
+    one, two = credentials(ONE), credentials(TWO)
+    session = None
+    for _ in range(3):
+        ends = socket.socketpair()
+        for end in ends:
+            end.settimeout(DEADLINE)
+        accepted: list[ssl.SSLSocket] = []
+        accepting = threading.Thread(
+            target=lambda sock=ends[1], taken=accepted: taken.append(two.accepting.wrap_socket(sock, server_side=True))
+        )
+        accepting.start()
+        with one.dialling.wrap_socket(ends[0], session=session) as dialler:
+            accepting.join(DEADLINE)
+            accepted[0].sendall(b"word")
+            assert dialler.recv(4) == b"word"
+            assert not dialler.session_reused
+            assert not dialler.session.has_ticket
+            session = dialler.session
+            accepted[0].close()
 
 
 def test_no_key_is_left_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -13,7 +14,7 @@ import time
 import types
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -105,20 +106,109 @@ def victim(cluster: Cluster, identity: NodeIdentity | None = None, run: str = "r
 
 
 def knock(
-    address: tuple[str, int], key: bytes, purpose: int = door.Purpose.LINK, source: str = "127.0.0.1"
+    address: tuple[str, int],
+    key: bytes,
+    purpose: int = door.Purpose.LINK,
+    source: str = "127.0.0.1",
+    first: bytes = b"",
+    token: bytes = b"",
 ) -> socket.socket:
-    """Pass the door with its key, for any purpose."""
+    """Pass the door with its key, for any purpose; the connection is bound to `first`, which follows, or to `token`."""
     sock = socket.create_connection(address, timeout=DEADLINE, source_address=(source, 0))
     try:
         challenge = read(sock, door.CHALLENGE_BYTES)
-        sock.sendall(door.answer(key, challenge, typing.cast("door.Purpose", purpose), secrets.token_bytes(15)))
+        bound = door.bind(first or token or secrets.token_bytes(16))
+        sock.sendall(door.answer(key, challenge, typing.cast("door.Purpose", purpose), bound) + first)
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-def read(sock: socket.socket, count: int) -> bytes:
+class Tls:
+    """TLS on a socket, as a dialler; its ClientHello is there before the socket is."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._session = context.wrap_bio(self._arrived, self._leaving)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self._session.do_handshake()
+        self.hello = self._leaving.read()
+        self._sock: socket.socket | None = None
+
+    def shake_hands(self, sock: socket.socket) -> Tls:
+        """Go on from where the ClientHello was sent on `sock`, which it owns from then on."""
+        self._sock = sock
+        self._until_done(self._session.do_handshake)
+        return self
+
+    def _until_done(self, step: Callable[[], T]) -> T:
+        assert self._sock is not None
+        while True:
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                self._send()
+                data = self._sock.recv(1 << 16)
+                if not data:
+                    raise EOFError("the other side has ended the connection") from None
+                self._arrived.write(data)
+            finally:
+                self._send()
+
+    def _send(self) -> None:
+        assert self._sock is not None
+        if data := self._leaving.read():
+            self._sock.sendall(data)
+
+    def sendall(self, data: bytes) -> None:
+        self._session.write(data)
+        self._send()
+
+    def recv(self, count: int) -> bytes:
+        try:
+            return self._until_done(lambda: self._session.read(count))
+        except (EOFError, ssl.SSLZeroReturnError):
+            return b""
+
+    def settimeout(self, seconds: float) -> None:
+        assert self._sock is not None
+        self._sock.settimeout(seconds)
+
+    def getpeercert(self) -> bytes | None:
+        """Return the certificate of the other side, if it has shown one."""
+        try:
+            return self._session.getpeercert(binary_form=True)
+        except ValueError:  # the handshake has not come so far
+            return None
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+
+    def __enter__(self) -> Tls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def knock_tls(address: tuple[str, int], key: bytes, context: ssl.SSLContext) -> Tls:
+    """Pass the door with its key, and finish a TLS handshake behind it."""
+    end = Tls(context)
+    sock = knock(address, key, first=end.hello)
+    try:
+        return end.shake_hands(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+class Wire(Protocol):
+    def recv(self, count: int, /) -> bytes: ...
+
+
+def read(sock: Wire, count: int) -> bytes:
     data = b""
     while len(data) < count:
         piece = sock.recv(count - len(data))
@@ -128,13 +218,13 @@ def read(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-def hear(sock: socket.socket) -> bytes:
+def hear(sock: Wire) -> bytes:
     """Return the next frame."""
     (length,) = struct.unpack("<I", read(sock, 4))
     return read(sock, length)
 
 
-def is_hung_up(sock: socket.socket) -> bool:
+def is_hung_up(sock: Wire) -> bool:
     """Wait until the other side ends the connection; False if it says something instead."""
     try:
         return sock.recv(1) == b""
@@ -166,13 +256,8 @@ class Insider:
         self.identity = identity or NodeIdentity.ephemeral()
         secret = prey.cluster.secret
         self.card = card_of(self.identity, **(card or {}))
-        sock = knock(prey.address, secret.derive("door"))
-        try:
-            context = dialling_context(secret.derive("node-ca"), self.identity.private)
-            self.link: ssl.SSLSocket = context.wrap_socket(sock)
-        except BaseException:
-            sock.close()
-            raise
+        context = dialling_context(secret.derive("node-ca"), self.identity.private)
+        self.link = knock_tls(prey.address, secret.derive("door"), context)
         try:
             values: dict[str, Any] = {
                 "version": messages.VERSION, "nonce": secrets.token_bytes(32), "purpose": purpose, "run": "run",
@@ -256,6 +341,8 @@ def _bounded(value: Any, rng: random.Random) -> Any:
         return value
     if isinstance(value, int):
         return abs(value) % (1 << 31)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else 0.0
     if isinstance(value, str):
         return "".join(letter for letter in value if " " <= letter <= "~")[:45]
     return value[:16]

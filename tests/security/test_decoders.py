@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import struct
 import time
 import typing
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from covey.net import clusters, neighbours
 from covey.net.identity import NodeIdentity
 from covey.net.interfaces import to_dial, usable_interfaces
 from covey.net.neighbours import Neighbours
+from covey.net.station import Station
 from covey.wire import beacon, board, door, formation, frame, messages
 from covey.wire.seal import RECORD_LIMIT, ForgedError, Opener, Sealer, record_length
 from covey.wire.secret import decode_join_code, encode_join_code
@@ -62,6 +64,7 @@ VALID: list[Any] = [
     messages.Vouch(((bytes(16), 1),)),
     messages.Founded(1, bytes(16), True, (messages.SeatedMember(0, CARD),)),
     messages.Posting(1, 2, b"x"),
+    messages.Ended("run", bytes(16), True),
     board.Put((("key", b"value"),)),
     board.Get(("key",)),
     board.Await(("key",)),
@@ -202,19 +205,55 @@ def test_no_record_opens_but_the_one_that_was_sealed(data: bytes) -> None:
 
 
 properties = st.dictionaries(
-    st.sampled_from([b"v", b"n", b"t", b"x", b""]), st.none() | st.binary(max_size=40) | st.just(b"1"), max_size=5
+    st.sampled_from([b"v", b"n", b"p", b"4", b"6", b"t", b"x", b""]),
+    st.none() | st.binary(max_size=40) | st.just(b"1"),
+    max_size=5,
 )
 
 
 @fuzzed
-@given(properties, st.integers(-(2**70), 2**70))
-def test_no_announcement_matches_that_no_member_made(said: dict[bytes, bytes | None], port: int) -> None:
-    assert not beacon.matches(KEY, said, port)
-    assert beacon.is_foreign_covey(KEY, said, port) in (True, False)
-    made: dict[bytes, bytes | None] = dict(beacon.make(KEY, bytes(16), 4711))
-    assert beacon.matches(KEY, made, 4711)
+@given(properties)
+def test_no_announcement_matches_that_no_member_made(said: dict[bytes, bytes | None]) -> None:
+    invented = beacon.read(KEY, said)
+    assert invented is None or not invented.is_ours
+    made: dict[bytes, bytes | None] = dict(beacon.make(KEY, bytes(16), 4711, ["10.0.0.1", "fd00::1"]))
     altered = made | {name: value for name, value in said.items() if name in made}
-    assert beacon.matches(KEY, altered, 4711) == (altered == made)
+    read = beacon.read(KEY, altered)
+    assert (read is not None and read.is_ours) == (altered == made)
+
+
+PACKET = (
+    struct.pack("!6H", 0, 0x8400, 0, 1, 0, 0)
+    + b"\x04node\x06_covey\x04_tcp\x05local\0"
+    + struct.pack("!HHIH", 16, 1, 120, 4)
+    + b"\x03v=1"
+)
+
+
+@fuzzed
+@given(data=mutations([PACKET]))
+def test_any_packet_about_covey_is_read_or_passed_over(data: bytes) -> None:
+    heard: list[object] = []
+    reader = object.__new__(Station)
+    reader._hear = lambda _station, said: heard.append(beacon.read(KEY, said))
+    reader._read(data)
+    assert len(heard) <= 4
+    assert set(heard) <= {None}
+
+
+def test_the_packet_of_the_fuzz_is_read() -> None:
+    heard: list[dict[bytes, bytes | None]] = []
+    reader = object.__new__(Station)
+    reader._hear = lambda _station, said: heard.append(said)
+    reader._read(PACKET)
+    assert heard == [{b"v": b"1"}]
+
+
+@fuzzed
+@given(st.binary(max_size=300))
+def test_the_text_of_a_record_is_read_or_passed_over(text: bytes) -> None:
+    said = beacon.read(KEY, beacon.split_txt(text))
+    assert said is None or not said.is_ours
 
 
 @fuzzed

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.security.attackers import (
@@ -20,6 +21,7 @@ from tests.security.attackers import (
     DEADLINE,
     LOOPBACK,
     Insider,
+    Tls,
     Victim,
     call_on_loop,
     card_of,
@@ -27,6 +29,7 @@ from tests.security.attackers import (
     hear,
     is_hung_up,
     knock,
+    knock_tls,
     new_cluster,
     on_loop,
     read,
@@ -152,13 +155,13 @@ def test_wrong_papers_are_refused_before_anything_is_heard(
     context = papers(prey)
     identity = NodeIdentity.ephemeral()
 
-    def intrude(sock: socket.socket) -> None:
-        with context.wrap_socket(sock) as secured:
+    def intrude() -> None:
+        with knock_tls(prey.address, prey.cluster.secret.derive("door"), context) as secured:
             secured.sendall(frame.frame(messages.encode(hello(identity))))
             hear(secured)
 
-    with knock(prey.address, prey.cluster.secret.derive("door")) as sock, pytest.raises(BROKEN):
-        intrude(sock)
+    with pytest.raises(BROKEN):
+        intrude()
     until(lambda: prey.entrance.turned_away > before)
     assert not prey.node.met
     assert not prey.node.refusals
@@ -191,8 +194,8 @@ def test_a_certificate_that_only_openssl_can_read_is_refused_in_one_line(
     load(context, own, ssl.DER_cert_to_PEM_cert(odd).encode())
     before = prey.entrance.turned_away
     for _ in range(5):
-        sock = knock(prey.address, prey.cluster.secret.derive("door"))
-        with sock, contextlib.suppress(*BROKEN), context.wrap_socket(sock) as secured:
+        key = prey.cluster.secret.derive("door")
+        with contextlib.suppress(*BROKEN), knock_tls(prey.address, key, context) as secured:
             secured.sendall(b"\0")
             hear(secured)
     until(lambda: prey.entrance.turned_away >= before + 5 or caplog.records)
@@ -308,8 +311,7 @@ def test_an_identity_in_use_is_refused_and_named(prey: Victim) -> None:
 )
 def test_whoever_does_not_say_hello_is_cut_off(prey: Victim, what: bytes) -> None:
     secret = prey.cluster.secret
-    sock = knock(prey.address, secret.derive("door"))
-    with sock, dialling_context(secret.derive("node-ca")).wrap_socket(sock) as secured:
+    with knock_tls(prey.address, secret.derive("door"), dialling_context(secret.derive("node-ca"))) as secured:
         began = time.monotonic()
         secured.sendall(what)
         assert is_hung_up(secured)
@@ -319,10 +321,10 @@ def test_whoever_does_not_say_hello_is_cut_off(prey: Victim, what: bytes) -> Non
 
 def test_whoever_does_not_finish_its_hello_is_cut_off_in_time(prey: Victim) -> None:
     secret, began = prey.cluster.secret, time.monotonic()
-    socks = [knock(prey.address, secret.derive("door")) for _ in range(4)]
-    context = dialling_context(secret.derive("node-ca"))
+    key, context = secret.derive("door"), dialling_context(secret.derive("node-ca"))
+    socks: list[Any] = [knock(prey.address, key) for _ in range(2)]
+    socks += [knock_tls(prey.address, key, context) for _ in range(2)]
     try:
-        socks[2:] = [context.wrap_socket(sock) for sock in socks[2:]]
         socks[1].sendall(b"\x16\x03\x01\x02\x00\x01")  # a part of a ClientHello
         socks[3].sendall(frame.LENGTH.pack(1000) + bytes(999))
         assert all(is_hung_up(sock) for sock in socks)
@@ -434,39 +436,92 @@ def test_a_refused_caller_is_told_why(prey: Victim) -> None:
 # Who stands between two nodes
 
 
-def test_a_relayed_door_answer_opens_the_door_and_nothing_behind_it(prey: Victim) -> None:
-    """The man in the middle lets an honest node answer the challenge, and goes on by himself, to both sides."""
-    caught: list[BaseException] = []
+@contextlib.contextmanager
+def led_astray(cluster: Any, serve: Callable[[socket.socket], None]) -> Iterator[None]:
+    """An honest node dials a stranger, which does with the connection as it likes."""
     listener = socket.create_server(("127.0.0.1", 0))
-    own = Ed25519PrivateKey.generate()
 
-    def relay() -> None:
+    def main() -> None:
         caller, _ = listener.accept()
-        with caller, socket.create_connection(prey.address, timeout=DEADLINE) as sock:
+        with caller, contextlib.suppress(*BROKEN):
             caller.settimeout(DEADLINE)
-            caller.sendall(read(sock, door.CHALLENGE_BYTES))
-            sock.sendall(read(caller, door.ANSWER_BYTES))
-            try:
-                with dialling_context(own.private_bytes_raw(), own).wrap_socket(sock) as secured:
-                    secured.sendall(frame.frame(messages.encode(hello(NodeIdentity.ephemeral()))))
-                    hear(secured)
-            except BROKEN as error:
-                caught.append(error)
-            server = Credentials(own.private_bytes_raw(), own).accepting
-            server.verify_mode = ssl.CERT_NONE
-            with contextlib.suppress(*BROKEN), server.wrap_socket(caller, server_side=True) as secured:
-                hear(secured)
+            serve(caller)
 
-    thread = threading.Thread(target=relay, daemon=True)
+    thread = threading.Thread(target=main, daemon=True)
     thread.start()
     try:
-        with pytest.raises(AuthError):
-            greet(listener.getsockname(), prey.cluster)
-    finally:
+        with pytest.raises((AuthError, ConnectError)):
+            greet(listener.getsockname(), cluster)
         thread.join(DEADLINE)
+        assert not thread.is_alive()
+        yield
+    finally:
         listener.close()
-    assert len(caught) == 1
-    assert not prey.node.met
+
+
+def anyones_context() -> ssl.SSLContext:
+    """What a stranger dials with: it has no certificate, and takes any."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols([tls.PROTOCOL])
+    return context
+
+
+def test_a_stranger_that_passes_on_an_answer_to_the_door_sees_no_certificate(prey: Victim) -> None:
+    """It leads one node to itself, has it answer the challenge of another, and goes on by itself."""
+    seen: list[Any] = []
+
+    def relay(caller: socket.socket) -> None:
+        with socket.create_connection(prey.address, timeout=DEADLINE) as sock:
+            caller.sendall(read(sock, door.CHALLENGE_BYTES))
+            answer = read(caller, door.ANSWER_BYTES)
+            own = Tls(anyones_context())
+            sock.sendall(answer + own.hello)
+            with contextlib.suppress(*BROKEN):
+                own.shake_hands(sock)
+            seen.append(own.getpeercert())
+
+    before = prey.entrance.turned_away
+    with led_astray(prey.cluster, relay):
+        assert seen == [None]
+        until(lambda: prey.entrance.turned_away > before)
+        assert not prey.node.met
+
+
+def test_a_stranger_that_passes_everything_on_sees_nothing_that_names_a_node_or_its_cluster(prey: Victim) -> None:
+    with Proxy(prey.address) as proxy:
+        welcome, peer = greet(proxy.address, prey.cluster)
+        assert welcome.card.id == peer
+        seen = proxy.recorded(0, Way.TO_TARGET) + proxy.recorded(0, Way.TO_CLIENT)
+    assert len(seen) > 1000
+    authority = Ed25519PrivateKey.from_private_bytes(prey.cluster.secret.derive("node-ca")).public_key()
+    names = (welcome.card.name, prey.cluster.name, "covey node", "covey authority")
+    for telling in (peer, authority.public_bytes_raw(), *(name.encode() for name in names)):
+        assert telling not in seen
+
+
+def test_an_answer_to_the_door_is_good_for_one_client_hello_only(prey: Victim) -> None:
+    key, context = prey.cluster.secret.derive("door"), dialling_context(prey.cluster.secret.derive("node-ca"))
+    for follows in (Tls(context).hello, Tls(anyones_context()).hello, b"", b"\x16\x03\x01\x00\x01\x00"):
+        meant = Tls(context)
+        with socket.create_connection(prey.address, timeout=DEADLINE) as sock:
+            challenge = read(sock, door.CHALLENGE_BYTES)
+            sock.sendall(door.answer(key, challenge, door.Purpose.LINK, door.bind(meant.hello)) + follows)
+            if not follows:
+                sock.shutdown(socket.SHUT_WR)
+            assert is_hung_up(sock)
+    assert welcomes_members(prey)
+
+
+def test_a_certificate_names_no_key_but_its_own() -> None:
+    own, authority = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    leaf = tls._certificate(authority, own.public_key(), "covey node", is_authority=False)
+    assert [type(extension.value).__name__ for extension in leaf.extensions] == ["BasicConstraints", "KeyUsage"]
+    key = authority.public_key()
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key).digest
+    der = leaf.public_bytes(serialization.Encoding.DER)
+    assert key.public_bytes_raw() not in der
+    assert identifier not in der
 
 
 def test_a_connection_led_to_another_node_is_known_as_that_nodes(prey: Victim) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 import secrets
+import socket
 import threading
 import typing
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,10 @@ from tests.security.attackers import (
     Insider,
     Victim,
     call_on_loop,
+    knock,
     new_cluster,
     nonsense,
+    read,
     resident_bytes,
     run_nodes,
     until,
@@ -33,7 +36,12 @@ from covey.net.clusters import Cluster
 from covey.net.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime import loop as control
-from covey.wire import formation, frame, messages
+from covey.runtime.allowance import SOCKETS
+from covey.runtime.follower import HINTS_AT_ONCE
+from covey.runtime.gathering import LINKS_LIMIT
+from covey.runtime.reach import NOT_TRIED
+from covey.runtime.visitors import LINKS_PER_KEY, VISITORS_LIMIT
+from covey.wire import door, formation, frame, messages
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
@@ -179,7 +187,7 @@ def test_a_member_that_never_reads_takes_no_more_than_its_share_of_memory(prey: 
 
 
 def test_early_words_about_a_run_take_no_more_than_their_share_of_memory(prey: Victim) -> None:
-    body = frame.frame(messages.encode(messages.Revoke(0, "PeerLostError", "x" * 250_000, ())))
+    body = frame.frame(messages.encode(messages.Posting(0, 0, bytes(250_000))))
     with Insider(prey) as insider:
         before = resident_bytes()
         for _ in range(400):
@@ -195,7 +203,7 @@ class Jam:
     def __init__(self) -> None:
         self.begun, self.over = 0, asyncio.Event()
 
-    async def __call__(self, *_: Any) -> Any:
+    async def __call__(self, *_: Any, **__: Any) -> Any:
         self.begun += 1
         await self.over.wait()
         raise ConnectError("the way was jammed")
@@ -204,46 +212,126 @@ class Jam:
 def test_questions_about_addresses_are_tried_a_few_at_a_time(prey: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question costs connections: one member must not make a node open hundreds."""
     jam = Jam()
-    monkeypatch.setattr("covey.runtime.probe.to_dial", lambda *_, **__: [("127.0.9.9", 9)])
+    monkeypatch.setattr("covey.runtime.probe.to_dial", lambda *_, **__: [("127.0.0.1", 9)])
     monkeypatch.setattr("covey.runtime.probe.connect", jam)
+    own = tuple(messages.Address("127.0.0.1", 9, f"lo{n}") for n in range(16))
     with Insider(prey, purpose="visitor") as insider:
         for _ in range(500):
-            insider.say(messages.Reach((messages.Address("127.0.9.9", 9),)))
+            insider.say(messages.Reach(own))
         for _ in range(20):  # turns of the loop, in which all begins that is going to
             insider.ping()
         begun = call_on_loop(lambda: jam.begun)
         call_on_loop(jam.over.set)
-    assert 1 <= begun < 100
+    assert 1 <= begun <= 3 * len(own)
 
 
-def test_hints_of_a_member_are_followed_a_few_at_a_time(prey: Victim) -> None:
-    before = tasks()
+@pytest.mark.parametrize("hosts", ["one", "many"])
+def test_a_member_has_no_other_machine_scanned(prey: Victim, hosts: str) -> None:
+    """It may ask for its own addresses only: those that it advertises and comes from, at the port where it listens."""
+    with socket.create_server(("127.0.0.1", 0)) as trap, socket.create_server(("127.0.0.77", 0)) as elsewhere:
+        ports = [trap.getsockname()[1], elsewhere.getsockname()[1]]
+        for listener in (trap, elsewhere):
+            listener.setblocking(False)
+        own = messages.Address("127.0.0.1", 9)
+        foreign = messages.Address("127.0.0.77", ports[1])
+        asked = (own, messages.Address("127.0.0.1", ports[0]), foreign)
+        advertised = (own,) if hosts == "one" else asked
+        contact = messages.Contact("elsewhere", advertised, "")
+        with Insider(prey, purpose="visitor", card={"contact": contact}) as insider:
+            insider.say(messages.Reach(asked))
+            answer = insider.hear(messages.Reached)
+            assert len(answer.problems) == 3
+            assert answer.problems[1:] == (NOT_TRIED, NOT_TRIED)
+        for listener in (trap, elsewhere):
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+
+
+def test_a_probe_proves_an_address_only_to_whom_its_token_belongs(prey: Victim) -> None:
+    key, token = prey.cluster.secret.derive("door"), secrets.token_bytes(16)
+    own, other = messages.Address("127.0.0.1", 9), messages.Address("127.0.0.77", 9)
+    contact = messages.Contact("elsewhere", (own, other), "")
+    with (
+        Insider(prey, purpose="visitor", card={"contact": contact}) as visitor,
+        Insider(prey, purpose="visitor", card={"contact": contact}) as thief,
+        knock(prey.address, key, door.Purpose.PROBE, "127.0.0.77", token=token) as probe,
+    ):
+        probe.sendall(b"ping1234")
+        assert read(probe, 8) == b"ping1234"
+        for guess in (b"", door.bind(token), secrets.token_bytes(16)):  # what is seen on the wire is of no use
+            thief.say(messages.Reach((other,), guess))
+            assert thief.hear(messages.Reached).problems == (NOT_TRIED,)
+        visitor.say(messages.Reach((other,), token))
+        assert visitor.hear(messages.Reached).problems != (NOT_TRIED,)
+
+
+def test_hints_of_a_member_open_a_few_sockets_at_a_time(prey: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
+    jam, before = Jam(), tasks()
+    monkeypatch.setattr("covey.runtime.greet.connect", jam)
+    here = prey.node.card.contact.host
     with Insider(prey) as insider:
         for number in range(20):
-            cards = tuple(insider_card(messages.Address(f"127.{number}.{n >> 8}.{n & 255}", 9)) for n in range(1, 900))
-            insider.say(messages.Known(cards))
-        insider.ping()
-        assert tasks() - before < 200
+            ports = [range(1 + 16 * n, 17 + 16 * n) for n in range(90 * number, 90 * number + 90)]
+            cards = [card_at(here, tuple(messages.Address("127.0.0.1", port) for port in each)) for each in ports]
+            insider.say(messages.Known(tuple(cards)))
+        until(lambda: jam.begun >= SOCKETS)
+        for _ in range(20):  # turns of the loop, in which all begins that is going to
+            insider.ping()
+        assert tasks() - before < 40 * HINTS_AT_ONCE
+        assert call_on_loop(lambda: jam.begun) == SOCKETS
+        call_on_loop(jam.over.set)
     assert welcomes_members(prey)
 
 
-def insider_card(address: messages.Address) -> messages.Card:
-    contact = messages.Contact("h", (address,), "")
+def card_at(host: str, addresses: tuple[messages.Address, ...]) -> messages.Card:
+    contact = messages.Contact(host, addresses, "")
     return messages.Card(secrets.token_bytes(32), secrets.token_bytes(16), "n", "h", 1, contact)
 
 
-def test_announcements_that_a_stranger_repeats_are_followed_a_few_at_a_time(prey: Victim) -> None:
-    """Anybody can repeat an announcement with other addresses in it: the tag covers only the port."""
-    before = tasks()
+def test_loopback_addresses_of_a_member_elsewhere_are_not_ours(prey: Victim) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as trap, Insider(prey) as insider:
+        trap.setblocking(False)
+        addresses = tuple(messages.Address(ip, trap.getsockname()[1]) for ip in ("127.0.0.1", "127.0.0.2", "::1"))
+        insider.say(messages.Known((card_at("another host", addresses),)))
+        with victim(prey.cluster) as friend:  # found after all of that was heard
+            until(lambda: friend.node.card.id in prey.node.met)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
 
-    def repeat() -> None:
-        for number in range(3000):
-            places = tuple(messages.Address(f"127.7.{number >> 8}.{number & 255}", port) for port in (9, 10))
-            prey.node.search.beacon._found(places)
 
-    call_on_loop(repeat)
-    assert tasks() - before < 200
-    assert welcomes_members(prey)
+@pytest.mark.parametrize("keys", ["one key", "many keys"])
+def test_visitors_of_a_member_are_bounded_and_displace_no_keeper_and_no_member(prey: Victim, keys: str) -> None:
+    keeper, same = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
+    with contextlib.ExitStack() as stack:
+        member = stack.enter_context(Insider(prey, card={"keeper": keeper.id}))
+        until(lambda: prey.node.met)
+        needed = stack.enter_context(Insider(prey, keeper, purpose="keeper"))
+        needed.ping()
+        crowd = [
+            stack.enter_context(Insider(prey, same if keys == "one key" else None, purpose="visitor"))
+            for _ in range(VISITORS_LIMIT + 20)
+        ]
+        most = LINKS_PER_KEY if keys == "one key" else VISITORS_LIMIT
+        until(lambda: len(prey.node._visitors) == most + 1)
+        for each in crowd[:-most]:
+            with pytest.raises(BROKEN):
+                each.ping()
+        for each in (*crowd[-most:], needed, member):
+            each.ping()
+
+
+@pytest.mark.parametrize("is_larger", [True, False], ids=["larger id", "smaller id"])
+def test_links_of_one_member_are_bounded(prey: Victim, is_larger: bool) -> None:
+    """Two nodes may end up with two links; a member that opens more of them has the others closed."""
+    identity = NodeIdentity.ephemeral()
+    while (identity.id > prey.node.card.id) is not is_larger:
+        identity = NodeIdentity.ephemeral()
+    with contextlib.ExitStack() as stack:
+        links = []
+        for _ in range(10 * LINKS_LIMIT):
+            links.append(stack.enter_context(Insider(prey, identity)))
+            assert call_on_loop(lambda: len(prey.node.met[identity.id].links) <= LINKS_LIMIT)
+        links[0 if is_larger else -1].ping()  # the one with the smaller id chooses which one is used
 
 
 def test_a_members_large_card_does_not_part_the_others(prey: Victim, caplog: pytest.LogCaptureFixture) -> None:
@@ -302,9 +390,12 @@ def test_a_new_secret_that_is_none_is_not_kept(home: Path) -> None:
     with victim(new_cluster("mine")) as prey:
         clusters.save(prey.cluster)
         with Insider(prey, purpose="visitor") as insider:
-            for key in (b"", bytes(31), bytes(33), bytes(100_000)):
+            for key in (b"", bytes(31), bytes(33), bytes(64)):
                 insider.say(messages.NewSecret(key))
                 assert insider.hear(messages.SecretKept).problem
+            insider.say(messages.NewSecret(bytes(100_000)))
+            with pytest.raises(BROKEN):
+                insider.ping()
         assert clusters.load("mine").secret == prey.cluster.secret
 
 

@@ -246,3 +246,38 @@ def test_logging_at_debug_shows_no_secret(caplog: pytest.LogCaptureFixture) -> N
     needles = hidden(cluster.secret)
     text = "\n".join(f"{record.getMessage()} {record.args!r}" for record in caplog.records).encode()
     assert [what for what, needle in needles.items() if needle in text] == []
+
+
+SHOW = """
+import os, subprocess, sys, covey
+before = "COVEY_SECRET" in os.environ
+{join}
+words = [sys.executable, "-c", "import os; print('COVEY_SECRET' in os.environ)"]
+child = subprocess.check_output(words, text=True).strip()
+print("before", before, "after", "COVEY_SECRET" in os.environ, "child", child)
+"""
+
+
+@pytest.mark.parametrize("how", ["a group of one", "covey run -n", "launch"])
+def test_a_secret_given_by_the_environment_is_in_no_child_of_any_group(home: Path, tmp_path: Path, how: str) -> None:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_")}
+    env |= {"COVEY_HOME": str(home), "COVEY_SECRET": secrets.token_hex(32), "PYTHONPATH": str(SOURCE)}
+    script = tmp_path / "script.py"
+    script.write_text(SHOW.format(join="covey.join().close()"))
+    words = [sys.executable, str(script)]
+    if how == "covey run -n":
+        words = [sys.executable, "-m", "covey", "run", "-n", "2", str(script)]
+    elif how == "launch":
+        script.write_text(
+            "import covey, os\n"
+            "def main(group):\n"
+            f"    exec({SHOW.format(join='')!r})\n"
+            "if __name__ == '__main__':\n"
+            "    covey.launch(main, 2)\n"
+        )
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, timeout=2 * DEADLINE)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line.partition("before ")[2] for line in ended.stdout.splitlines() if "before " in line]
+    # A group of one is told by its own environment, which it can only clear itself.
+    first = "True" if how == "a group of one" else "False"
+    assert lines == [f"{first} after False child False"] * (1 if how == "a group of one" else 2)

@@ -80,8 +80,7 @@ def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | 
     Raises:
         ConfigError: a secret cannot be used, or there is none and no such cluster here.
     """
-    global _environment_secret
-    _environment_secret = env.pop("COVEY_SECRET", _environment_secret)
+    take_secret(env)
     if name is not None:
         check_cluster_name(name)
     if secret is not None:
@@ -91,6 +90,12 @@ def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | 
     if _environment_secret is not None:
         return _given("COVEY_SECRET", name, _environment_secret)
     return find_saved(name)
+
+
+def take_secret(env: MutableMapping[str, str]) -> None:
+    """Take COVEY_SECRET out of `env`, so that processes started from here do not inherit it, and remember it."""
+    global _environment_secret
+    _environment_secret = env.pop("COVEY_SECRET", _environment_secret)
 
 
 _environment_secret: str | None = None

@@ -1,23 +1,109 @@
-"""Sockets that a forked child must not keep: they would hide this process's death from its peers."""
+"""Descriptors: how many are left, and sockets that a forked child must not keep.
+
+A child that kept them would hide this process's death from its peers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from covey.base.errors import ConnectError, CoveyError
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
 
 LEAST_PRUNED: Final = 256
+MOST_SPARED: Final = 64
+"""Descriptors that are left to what this process has begun, where it may open enough; else an eighth of what it may."""
+_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+_NO_THREAD: Final = "can't start new thread"
 
 # References without callbacks, unlike a WeakSet's: Python ignores a KeyboardInterrupt that arrives in a callback, and
 # sockets go while people wait for operations that they may want to interrupt.
 _tracked: list[weakref.ref[socket.socket]] = []
 _tracking = threading.Lock()
 _prune_at = LEAST_PRUNED
+_spare = -1
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Tell whether an error says that this process, or this system, can open no more files or start no more threads."""
+    if isinstance(error, RuntimeError):
+        return str(error) == _NO_THREAD
+    return isinstance(error, OSError) and error.errno in _EXHAUSTED
+
+
+def explain(error: OSError | RuntimeError) -> str:
+    """Return what the system says about an error, and what to do if it is that no more files can be opened."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:
+        return str(error)
+    reason = os.strerror(number)
+    if number == errno.EMFILE:
+        return f"{reason} (this process may have {_limit()}); raise the limit with ulimit -n"
+    return f"{reason}; end what is not needed on this machine" if is_exhausted(error) else reason
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Raise a ConnectError with its remedy where `what` fails because no more files can be opened."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, CoveyError) or not is_exhausted(error):
+            raise
+        raise ConnectError(f"{what}: {explain(error)}") from error
+
+
+def keep_a_spare() -> None:
+    """Hold a descriptor from now on, for what must be written even if the process has used up all others."""
+    global _spare
+    with _tracking:
+        if _spare < 0:
+            with contextlib.suppress(OSError):
+                _spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def with_the_spare(work: Callable[[], T]) -> T:
+    """Do `work`, which needs one descriptor at a time; if there is none, with the spare one, if there is that."""
+    try:
+        return work()
+    except OSError as error:
+        if error.errno != errno.EMFILE or not _give_the_spare():
+            raise
+    try:
+        return work()
+    finally:
+        keep_a_spare()
+
+
+def _give_the_spare() -> bool:
+    global _spare
+    with _tracking:
+        spare, _spare = _spare, -1
+        if spare >= 0:
+            os.close(spare)
+    return spare >= 0
+
+
+def is_scarce(descriptor: int) -> bool:
+    """Tell whether few descriptors are left, by the number that a new one got: the lowest that was free."""
+    limit = _limit()
+    return descriptor >= limit - min(MOST_SPARED, limit // 8)
+
+
+def _limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 30
 
 
 def track(sock: socket.socket) -> socket.socket:

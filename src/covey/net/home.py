@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import shlex
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from covey.base.errors import ConfigError
+from covey.net.descriptors import explain, with_the_spare
 
 _MAX_BYTES: Final = 1 << 20
 
@@ -48,7 +50,7 @@ def private_folder(folder: Path) -> Path:
             folder.mkdir(mode=0o700)
         status = folder.stat()
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set COVEY_HOME to another") from error
+        raise ConfigError(f"cannot make the folder {folder}: {explain(error)}; set COVEY_HOME to another") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{folder} is not a folder; move it away, or set COVEY_HOME to another place")
     if status.st_uid != os.geteuid():
@@ -76,7 +78,7 @@ def read_private(path: Path) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else explain(error)
         raise ConfigError(f"cannot read {path}: {reason}; put a file of yours with mode 0600 there") from error
     try:
         _check_private(path, os.fstat(descriptor))
@@ -105,20 +107,24 @@ def _check_private(path: Path, status: os.stat_result) -> None:
 def write_private(path: Path, data: bytes) -> None:
     """Put `data` into the file, for this user only; after a crash it holds either the old content or the new."""
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-        sync_folder(path.parent)
+        with_the_spare(functools.partial(_write, path, data))
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; make room, or set COVEY_HOME elsewhere") from error
+        raise ConfigError(f"cannot write {path}: {explain(error)}; make room, or set COVEY_HOME elsewhere") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Self
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.errors import ConfigError
+from covey.net.descriptors import explain
 from covey.net.home import home, private_folder, read_private, write_private
 from covey.net.locks import LockHolder, try_lock
 
@@ -156,7 +157,7 @@ def _lock_slot(path: Path) -> int | None:
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"cannot use the identity {path}: {error.strerror}; set COVEY_HOME elsewhere") from error
+        raise ConfigError(f"cannot use the identity {path}: {explain(error)}; set COVEY_HOME elsewhere") from error
     taken = False
     try:
         taken = try_lock(lock, path)

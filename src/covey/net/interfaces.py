@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import ifaddr
 
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, ConnectError
+from covey.net.descriptors import explain
 from covey.wire.messages import Address
 
 if TYPE_CHECKING:
@@ -129,15 +130,26 @@ def recent_interfaces(pattern: str = "") -> list[Interface]:
 
     Raises:
         ConfigError: as `usable_interfaces`.
+        ConnectError: the system cannot be asked, and was not asked before.
     """
     return _usable(parse_pattern(pattern), _recently())
 
 
+def is_loopback(name: str) -> bool:
+    """Tell whether an interface of that name is there, and reaches only processes of this host."""
+    return any(interface.name == name and interface.is_loopback for interface in _recently())
+
+
 def _recently() -> list[Interface]:
+    """Return the interfaces as they were a moment ago; if the system cannot be asked now, as they were before that."""
     global _known
     seen_at, there = _known
     if time.monotonic() > seen_at + RECENT_SECONDS:
-        there = all_interfaces()
+        try:
+            there = all_interfaces()
+        except OSError as error:  # out of descriptors, most likely
+            if not there:
+                raise ConnectError(f"the interfaces of this machine cannot be listed: {explain(error)}") from error
         _known = time.monotonic(), there
     return there
 
@@ -176,6 +188,26 @@ def advertised(interfaces: Iterable[Interface], port: int) -> tuple[Address, ...
     local6 = [address for address, ip in candidates if ip.is_link_local and ip.version == 6]
     local4 = [address for address, ip in candidates if ip.is_link_local and ip.version == 4]
     return tuple([*(routed or local4), *local6][:MOST_ADVERTISED])
+
+
+def on_link(interface: Interface, ip: str, index: int) -> bool:
+    """Tell whether an address belongs to a machine on the network of `interface`; a loopback one, to this machine.
+
+    `index` is that of the interface to which a link-local address of IPv6 refers. What is no address of one machine is
+    on no link.
+    """
+    try:
+        address: Ip = ipaddress.ip_address(ip)
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.is_link_local:
+            has_some = any(net.version == 6 for net in interface.networks) and not interface.is_loopback
+            return has_some and index == interface.index
+        address = address.ipv4_mapped or address
+    if address.is_loopback != interface.is_loopback or not (address.is_loopback or _can_be_remote(address)):
+        return False
+    return any(address.version == net.version and address in net.network for net in interface.networks)
 
 
 def to_dial(own: Sequence[Interface], theirs: Sequence[Address], same_host: bool) -> list[SocketAddress]:

@@ -10,6 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
+from covey.net.descriptors import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +29,7 @@ def only_one(path: Path, *, setting: str = "COVEY_HOME") -> Iterator[None]:
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; set {setting} to a folder of yours") from error
+        raise ConfigError(f"cannot write {path}: {explain(error)}; set {setting} to a folder of yours") from error
     try:
         deadline = time.monotonic() + LOCK_SECONDS
         while not try_lock(lock, path, setting=setting):
@@ -47,7 +48,7 @@ def try_lock(descriptor: int, path: Path, *, setting: str = "COVEY_HOME") -> boo
     except BlockingIOError:
         return False
     except OSError as error:
-        raise ConfigError(f"files like {path} cannot be locked: {error.strerror}; set {setting} elsewhere") from error
+        raise ConfigError(f"files like {path} cannot be locked: {explain(error)}; set {setting} elsewhere") from error
     return True
 
 

@@ -1,8 +1,11 @@
 """Multicast DNS: nodes of one cluster on one network hear of each other without an address being typed.
 
-Each usable interface has a responder and a browser of its own, so that one which forbids multicast harms no other,
-what is announced on a network are the addresses there, and what was sent and heard can be told apart for `doctor`.
-What is heard is a hint where somebody may be. It proves nothing, and silence proves nothing either.
+Each usable interface has a responder of its own, so that one which forbids multicast harms no other, what is announced
+on a network are the addresses there, and what was sent and heard can be told apart for `doctor`.
+
+What is heard is a hint where a node may be. It proves nothing, and silence proves nothing either. An address is taken
+only from an announcement that a holder of the cluster's secret made, only once, and only if it is on the network of the
+interface where it was heard: multicast leads no further than the next machine.
 """
 
 from __future__ import annotations
@@ -13,20 +16,23 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
 from covey.net import interfaces as network
+from covey.net.descriptors import explain
 from covey.net.station import Observation, Station
 from covey.wire import beacon
+from covey.wire.messages import Address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.net.interfaces import Interface
-    from covey.wire.messages import Address
 
 __all__ = ["Beacon", "Observation"]
 
 LOOK_EVERY: Final = 2.0
 """Seconds between looks at the interfaces."""
 MOST_FOREIGN: Final = 16
+MOST_KNOWN: Final = 4096
+"""Announcements remembered. A node makes one a minute; who repeats older ones than these is bounded where it is led."""
 
 
 class Beacon:
@@ -37,14 +43,15 @@ class Beacon:
         key: bytes,
         port: int,
         interfaces_pattern: str,
-        found: Callable[[tuple[Address, ...]], None],
+        found: Callable[[tuple[Address, ...], str], None],
         *,
         announce: bool = True,
     ) -> None:
         """Prepare it; nothing is sent before `start`.
 
-        `found` is called on the loop with the addresses of each announcement that a holder of `key` made. Those heard
-        on loopback are loopback addresses; those heard elsewhere never are. Without `announce` it only listens.
+        `found` is called on the loop with the addresses of each announcement that a holder of `key` made, and the name
+        of the interface where it was heard: all of them can be reached by that one. An announcement that is repeated
+        is passed over. Without `announce` it only listens.
 
         Raises:
             ConfigError: `interfaces_pattern` is not a pattern.
@@ -52,7 +59,8 @@ class Beacon:
         network.parse_pattern(interfaces_pattern)
         self._key, self._port, self._found, self._announce = key, port, found, announce
         self._pattern = interfaces_pattern
-        self._nonce = secrets.token_bytes(beacon.NONCE_BYTES)
+        self._known: dict[bytes, None] = {}
+        """The tags of announcements heard, and of our own: repeated, they are no news."""
         self._stations: dict[str, Station] = {}
         self._trouble = "not started"
         self._watch: asyncio.Task[None] | None = None
@@ -60,7 +68,7 @@ class Beacon:
 
     async def start(self) -> None:
         """Announce and ask, now and whenever an interface comes; see `state` where that is not possible."""
-        await self._look()
+        await self._try_to_look()
         if not self._closed:
             self._watch = asyncio.create_task(self._keep_looking(), name="covey-mdns")
 
@@ -90,7 +98,13 @@ class Beacon:
     async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY)
+            await self._try_to_look()
+
+    async def _try_to_look(self) -> None:
+        try:
             await self._look()
+        except OSError as error:  # out of descriptors, most likely: the next look may work
+            self._trouble = f"the interfaces cannot be looked at: {explain(error)}"
 
     async def _look(self) -> None:
         """Have a station on each interface as it is now."""
@@ -105,12 +119,10 @@ class Beacon:
             if name not in self._stations:
                 self._stations[name] = Station(interface, self._heard)
         self._stations = {name: self._stations[name] for name in present}
-        everything = network.all_interfaces()
-        for name, station in list(self._stations.items()):
-            station.elsewhere = [net.network for each in everything if each.name != name for net in each.networks]
+        for station in list(self._stations.values()):
             station.ask_if_silenced()
             if not station.opened and not self._closed:
-                await station.open(self._txt() if self._announce else None, self._port)
+                await station.open(self._txt if self._announce else None, self._port)
 
     def _usable(self) -> list[Interface]:
         try:
@@ -125,15 +137,29 @@ class Beacon:
         self._trouble = "no network but loopback is up" if loopback else "no network is up"
         return loopback
 
-    def _txt(self) -> dict[bytes, bytes]:
-        return beacon.make(self._key, self._nonce, self._port)
+    def _txt(self, interface: Interface) -> dict[bytes, bytes]:
+        """Return an announcement of this node on one of its interfaces, with a fresh tag."""
+        made = beacon.make(self._key, secrets.token_bytes(beacon.NONCE_BYTES), self._port, interface.addresses)
+        self._is_news(bytes.fromhex(made[b"t"].decode()))
+        return made
 
-    def _heard(self, station: Station, properties: dict[bytes, bytes | None], places: tuple[Address, ...]) -> None:
-        if self._closed or properties.get(b"n") == self._txt()[b"n"]:
+    def _heard(self, station: Station, properties: dict[bytes, bytes | None]) -> None:
+        said = beacon.read(self._key, properties)
+        if said is None or self._closed:
             return
-        port = places[0].port
-        if beacon.matches(self._key, properties, port):
-            station.matching += 1
-            self._found(places)
-        elif beacon.is_foreign_covey(self._key, properties, port):
+        here = station.interface
+        places = tuple(Address(ip, said.port) for ip in said.ips if network.on_link(here, ip, here.index))
+        if not said.is_ours:
             station.foreign = tuple(dict.fromkeys((*station.foreign, *places)))[-MOST_FOREIGN:]
+        elif self._is_news(said.tag) and places:
+            station.matching += 1
+            self._found(places, here.name)
+
+    def _is_news(self, tag: bytes) -> bool:
+        """Note an announcement; tell whether it was not heard before."""
+        if tag in self._known:
+            return False
+        self._known[tag] = None
+        if len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return True

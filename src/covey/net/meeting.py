@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
+from covey.net.descriptors import explain
 from covey.net.locks import LockHolder, only_one
 
 TOKEN_BYTES: Final = 32
@@ -43,7 +44,7 @@ def check_folder(folder: Path) -> Path:
     try:
         status = folder.lstat()
     except OSError as error:
-        raise ConfigError(f"the meeting folder {folder} is not there: {error.strerror}") from error
+        raise ConfigError(f"the meeting folder {folder} is not there: {explain(error)}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"{folder} must be a folder of yours with mode 0700; remove it, or set TMPDIR to another place"
@@ -59,7 +60,7 @@ def _own_folder(folder: Path) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise ConfigError(f"cannot make the meeting folder {folder}: {error.strerror}; set TMPDIR") from error
+        raise ConfigError(f"cannot make the meeting folder {folder}: {explain(error)}; set TMPDIR") from error
     check_folder(folder)
 
 

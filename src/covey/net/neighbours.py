@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.base.errors import ConfigError
+from covey.net.descriptors import explain
 from covey.net.locks import LockHolder
 from covey.net.meeting import check_folder, host_token, meeting_folder
 
@@ -67,7 +68,7 @@ class Neighbours(LockHolder):
             except OSError as error:
                 sock.close()
                 if not isinstance(error, FileNotFoundError):
-                    raise ConfigError(f"cannot listen at {path}: {error.strerror}; set TMPDIR") from error
+                    raise ConfigError(f"cannot listen at {path}: {explain(error)}; set TMPDIR") from error
                 _make_folder(self._folder)  # the last one to leave took it away
             else:
                 self._socket = path
@@ -91,7 +92,7 @@ class Neighbours(LockHolder):
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise ConfigError(f"cannot look for other nodes in {self._folder}: {error.strerror}") from error
+            raise ConfigError(f"cannot look for other nodes in {self._folder}: {explain(error)}") from error
         read = [self._read(self._folder / name) for name in names if self._own is None or name != self._own.name]
         return [neighbour for neighbour in read if neighbour is not None]
 
@@ -115,7 +116,7 @@ class Neighbours(LockHolder):
                 _make_folder(self._folder)  # the last one to leave took it away
                 continue
             except OSError as error:
-                raise ConfigError(f"cannot write to {self._folder}: {error.strerror}; set TMPDIR") from error
+                raise ConfigError(f"cannot write to {self._folder}: {explain(error)}; set TMPDIR") from error
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.write(lock, note)
@@ -178,7 +179,7 @@ def _make_folder(folder: Path) -> None:
         except FileExistsError:
             pass
         except OSError as error:
-            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set TMPDIR") from error
+            raise ConfigError(f"cannot make the folder {folder}: {explain(error)}; set TMPDIR") from error
         try:
             check_folder(folder)
             return

@@ -1,50 +1,55 @@
-"""Multicast DNS on one interface: a responder, a browser, and counters of what went out and came in."""
+"""Multicast DNS on one interface: announces a node, hears others, and counts what went out and came in.
+
+zeroconf has the sockets, announces, and answers questions. It sees no answer but our own: what others announce is read
+here, packet by packet, and nothing of it is kept, so that a flood of inventions has nothing to fill.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import functools
-import ipaddress
 import itertools
 import os
 import secrets
 import socket
 import struct
+import time
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from zeroconf import (  # type: ignore[attr-defined]  # all of them offered, not all of them in its __all__
-    BadTypeInNameException,
+    DNSIncoming,
     DNSOutgoing,
     DNSQuestion,
+    DNSText,
     NotRunningException,
-    ServiceStateChange,
     Zeroconf,
 )
-from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from covey.net.interfaces import MOST_ADVERTISED
+from covey.net.interfaces import on_link
+from covey.net.sieve import Sieve, is_response
 from covey.wire import beacon
-from covey.wire.messages import Address
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from covey.net.interfaces import Interface, IpNetwork
+    from covey.net.interfaces import Interface
+    from covey.wire.messages import Address
 
 QUERY_AT: Final = (0.0, 0.25, 1.0, 3.0, 10.0, 30.0)
 """Seconds after the start of an interface when all there are asked to answer; then every QUERY_EVERY seconds."""
 QUERY_EVERY: Final = 60.0
 TTL: Final = 20
 """Seconds that others remember an announcement: a killed node says no goodbye."""
-MOST_RESOLVED: Final = 16
-"""Announcements looked up at a time; a flood of incomplete ones costs no more than this."""
-RESOLVE_MILLISECONDS: Final = 3000
-MOST_TOLD: Final = 256
-"""Announcements remembered, so as not to tell of them twice."""
+RENEW_SECONDS: Final = 60.0
+"""How often a node is announced anew, under a fresh tag: who forgot it, or could not reach it, may try again then."""
+MOST_READ: Final = 4
+"""Announcements read of one packet: a node sends one at a time."""
 
 _PORT: Final = 5353
 _GROUP4, _GROUP6 = "224.0.0.251", "ff02::fb"
@@ -62,24 +67,21 @@ class Observation:
     """Packets sent."""
     heard: int
     """Packets of others heard, whatever they were about."""
+    dropped: int
+    """Those of them about covey that were not looked at: too many, or of an unusual size."""
     matching: int
-    """Announcements heard that our key made."""
+    """Announcements heard that our key made, each counted once."""
     foreign: tuple[Address, ...]
     """Where nodes with another key are."""
     errors: tuple[str, ...]
 
 
 class Station:
-    """The responder and the browser of one interface."""
+    """The responder of one interface."""
 
-    def __init__(
-        self,
-        interface: Interface,
-        hear: Callable[[Station, dict[bytes, bytes | None], tuple[Address, ...]], None],
-    ) -> None:
+    def __init__(self, interface: Interface, hear: Callable[[Station, dict[bytes, bytes | None]], None]) -> None:
+        """`hear` gets the properties of every announcement that comes by this interface, whoever made it."""
         self.interface = interface
-        self.elsewhere: list[IpNetwork] = []
-        """The networks of the other interfaces."""
         self.opened = self.works = self.announced = False
         self.sent = self.heard = self.matching = 0
         self.foreign: tuple[Address, ...] = ()
@@ -88,16 +90,15 @@ class Station:
         self._ways = 0
         self._ask: Callable[[], None] | None = None
         self._hear = hear
-        self._told: dict[str, tuple[dict[bytes, bytes | None], tuple[Address, ...]]] = {}
+        self._sieve = Sieve()
         self._echoes: deque[bytes] = deque(maxlen=32)
         self._responder: _Responder | None = None
-        self._browser: AsyncServiceBrowser | None = None
         self._tasks: set[asyncio.Future[Any]] = set()
         self._closed = False
         _stations.add(self)
 
-    async def open(self, txt: dict[bytes, bytes] | None, port: int) -> None:
-        """Listen, ask, and announce `txt` and `port` if there is a `txt`; what is in the way is kept in `errors`."""
+    async def open(self, make_txt: Callable[[Interface], dict[bytes, bytes]] | None, port: int) -> None:
+        """Listen, ask, and announce what `make_txt` makes, if there is one; what is in the way is kept in `errors`."""
         self.opened = True
         ways = self._open_ways()
         if not ways:
@@ -112,28 +113,41 @@ class Station:
         if not self._responder.engine.senders:
             return self._hindrances.append("none of its addresses can be sent from yet")
         self._listen_in(self._responder)
-        self._browser = AsyncServiceBrowser(self._responder, beacon.SERVICE, handlers=[self._changed])
         random = secrets.token_hex(8)  # the name of the service, and of a host: ours are nobody's business
-        info = AsyncServiceInfo(
-            beacon.SERVICE,
-            f"{random}.{beacon.SERVICE}",
-            port=port,
-            properties=dict(txt or {}),
-            server=f"{random}.local.",
-            parsed_addresses=list(self.interface.addresses),
-            host_ttl=TTL,
-            other_ttl=TTL,
-        )
+        info = self._info(random, make_txt, port)
         self._ask = functools.partial(self._responder.ask_all_but, info)
         self._ways = len(self._responder.engine.senders)
         self._spawn(self._keep_asking(self._ask))
-        if txt is not None:
+        if make_txt is not None:
             try:
                 self._spawn(await self._responder.async_register_service(info, cooperating_responders=True))
             except NotRunningException:
                 return  # closed in the meantime
+            self._spawn(self._keep_announcing(self._responder, random, make_txt, port))
             self.announced = True
         self.works = True
+
+    def _info(
+        self, name: str, make_txt: Callable[[Interface], dict[bytes, bytes]] | None, port: int
+    ) -> AsyncServiceInfo:
+        return AsyncServiceInfo(
+            beacon.SERVICE,
+            f"{name}.{beacon.SERVICE}",
+            port=port,
+            properties=dict(make_txt(self.interface)) if make_txt is not None else {},
+            server=f"{name}.local.",
+            parsed_addresses=list(self.interface.addresses[: beacon.MOST_ADDRESSES]),
+            host_ttl=TTL,
+            other_ttl=TTL,
+        )
+
+    async def _keep_announcing(
+        self, responder: _Responder, name: str, make_txt: Callable[[Interface], dict[bytes, bytes]], port: int
+    ) -> None:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            with contextlib.suppress(NotRunningException):
+                await (await responder.async_update_service(self._info(name, make_txt, port)))
 
     async def close(self) -> None:
         """Say goodbye and free everything; it may be called again, also after it was cancelled."""
@@ -141,9 +155,6 @@ class Station:
         self.works = self.announced = False
         for task in list(self._tasks):
             await _cancelled(task)
-        if self._browser is not None:
-            browser, self._browser = self._browser, None
-            await browser.async_cancel()
         if self._responder is not None:
             goodbye = self._responder.generate_unregister_all_services()
             if goodbye is not None:  # once: zeroconf would take a quarter of a second to say it three times
@@ -157,6 +168,7 @@ class Station:
             announced=self.announced,
             sent=self.sent,
             heard=self.heard,
+            dropped=self._sieve.dropped,
             matching=self.matching,
             foreign=self.foreign,
             errors=self.errors,
@@ -182,21 +194,31 @@ class Station:
             self._failures.append(f"sending failed: {error}")
 
     def receives(self, packet: bytes, source: tuple[Any, ...]) -> bool:
-        """Count a packet, and tell whether it came by this interface.
+        """Take a packet, and tell whether zeroconf has to see it: questions, and what it sent itself.
 
-        On Linux a socket hears the groups that any process joined on any interface. IP_MULTICAST_ALL=0 would end
-        that, but since Linux 6.6 a packet then goes to any one of the sockets that share the port (SO_REUSEPORT).
+        On Linux a socket hears the groups that any process joined on any interface, so what did not come by this
+        interface is passed over. IP_MULTICAST_ALL=0 would end that, but since Linux 6.6 a packet then goes to any one
+        of the sockets that share the port (SO_REUSEPORT).
         """
-        ip = ipaddress.ip_address(source[0].partition("%")[0])
-        ip = getattr(ip, "ipv4_mapped", None) or ip
-        if ip.version == 6 and ip.is_link_local:
-            is_here = bool(source[3] == self.interface.index)
-        else:
-            is_here = any(ip in net.network for net in self.interface.networks)
-            is_here = is_here or not (self.interface.is_loopback or any(ip in net for net in self.elsewhere))
-        is_echo = str(ip) in self.interface.addresses and packet in self._echoes
-        self.heard += is_here and not is_echo
-        return is_here
+        ip = source[0].partition("%")[0]
+        if not on_link(self.interface, ip, source[3] if len(source) == 4 else 0):
+            return False
+        if packet in self._echoes and ip.removeprefix("::ffff:") in self.interface.addresses:
+            return True
+        self.heard += 1
+        if not self._sieve.passes(packet, ip, time.monotonic()):
+            return False
+        if is_response(packet):
+            self._read(packet)
+            return False
+        return True
+
+    def _read(self, packet: bytes) -> None:
+        """Hand on the announcements in a packet."""
+        texts = [record for record in DNSIncoming(packet).answers() if isinstance(record, DNSText) and record.ttl]
+        for record in texts[:MOST_READ]:
+            if record.name.lower().endswith(f".{beacon.SERVICE}"):
+                self._hear(self, beacon.split_txt(record.text))
 
     def descriptors(self) -> list[int]:
         """Return the numbers of its open sockets."""
@@ -229,37 +251,6 @@ class Station:
             await asyncio.sleep(started_at + after - clock())
             ask()
 
-    def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        if state_change is ServiceStateChange.Removed:
-            self._told.pop(name, None)
-            return
-        try:
-            info = AsyncServiceInfo(service_type, name)
-        except BadTypeInNameException:
-            return
-        if info.load_from_cache(zeroconf):
-            self._tell(info)
-        elif len(self._tasks) < MOST_RESOLVED and not self._closed:
-            self._spawn(self._resolve(zeroconf, info))
-
-    async def _resolve(self, zeroconf: Zeroconf, info: AsyncServiceInfo) -> None:
-        if await info.async_request(zeroconf, RESOLVE_MILLISECONDS):
-            self._tell(info)
-
-    def _tell(self, info: AsyncServiceInfo) -> None:
-        ips = [ipaddress.ip_address(text) for text in info.parsed_addresses()]
-        places = [
-            Address(str(ip), info.port or 0)
-            for ip in ips
-            if ip.is_loopback == self.interface.is_loopback and not ip.is_unspecified and not ip.is_multicast
-        ]
-        heard = info.properties, tuple(places[:MOST_ADVERTISED])
-        if places and self._told.get(info.name) != heard:  # IPv4 and IPv6 bring the same news
-            while len(self._told) >= MOST_TOLD:
-                self._told.pop(next(iter(self._told)))
-            self._told[info.name] = heard
-            self._hear(self, *heard)
-
     def _spawn(self, work: Coroutine[Any, Any, None] | Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -288,7 +279,7 @@ class _Responder(Zeroconf):
 
 
 class _Ear(asyncio.DatagramProtocol):
-    """Stands before zeroconf's own protocol and counts what comes."""
+    """Stands before zeroconf's own protocol: every packet comes here first."""
 
     def __init__(self, inner: Any, station: Station) -> None:
         self._inner, self._station = inner, station

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROTOCOL: Final = "covey/1"
+RECORD_HEADER_BYTES: Final = 5
 _SINCE: Final = datetime.datetime(2000, 1, 1)
 _UNTIL: Final = datetime.datetime(9999, 12, 31)
 """A board whose clock starts in 2000 after each power cut has to work, too."""
@@ -44,6 +45,25 @@ class Credentials:
         self.accepting.num_tickets = 0  # nobody resumes, and each costs the handshake a write
 
 
+_RETRY: Final = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
+"""The `random` of a ServerHello that asks for another ClientHello (RFC 8446, 4.1.3)."""
+_RANDOM_AT: Final = RECORD_HEADER_BYTES + 4 + 2
+_HELLO_LIMIT_BYTES: Final = 1 << 14
+_HANDSHAKE: Final = 22
+
+
+def hello_bytes(header: bytes) -> int:
+    """Return how many bytes follow the header of the record that holds a ClientHello.
+
+    Raises:
+        AuthError: there is no such record.
+    """
+    length = int.from_bytes(header[3:RECORD_HEADER_BYTES], "big")
+    if header[0] != _HANDSHAKE or not 0 < length <= _HELLO_LIMIT_BYTES:
+        raise AuthError("the door was followed by something else than TLS")
+    return length
+
+
 class Channel:
     """One end of a TLS connection, without the connection: bytes go in and come out."""
 
@@ -51,6 +71,7 @@ class Channel:
         context = credentials.dialling if dialled else credentials.accepting
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._connection = context.wrap_bio(self._arrived, self._leaving, server_side=not dialled)
+        self._dialled = dialled
         self.is_done = False
         """Whether the handshake is over."""
 
@@ -68,7 +89,11 @@ class Channel:
             pass
         except ssl.SSLError as error:
             raise AuthError(f"the TLS handshake failed: {error.reason or error}") from error
-        return self._leaving.read()
+        flight = self._leaving.read()
+        # A second ClientHello could be another dialler's than the first, which the door has bound this connection to.
+        if not self._dialled and flight[_RANDOM_AT : _RANDOM_AT + len(_RETRY)] == _RETRY:
+            raise AuthError("the two ends have no key exchange in common: are both of one version of OpenSSL?")
+        return flight
 
     def peer_id(self) -> bytes:
         """Return the node id at the other end of a finished handshake: its public key.
@@ -128,7 +153,10 @@ def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
 def _certificate(
     authority: Ed25519PrivateKey, key: Ed25519PublicKey, name: str, *, is_authority: bool
 ) -> x509.Certificate:
-    """Sign a certificate that is the same each time it is made: Ed25519 needs no randomness."""
+    """Sign a certificate that is the same each time it is made: Ed25519 needs no randomness.
+
+    It names no key but its own. A key identifier of the authority would tell which nodes are of one cluster.
+    """
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "covey authority")])
     return (
         x509.CertificateBuilder()
@@ -140,8 +168,6 @@ def _certificate(
         .not_valid_after(_UNTIL)
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
         .add_extension(_usage(is_authority), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
         .sign(authority, None)
     )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
 from covey.net import shm
+from covey.net.descriptors import explained
 from covey.runtime.engine import Engine
 from covey.runtime.group import Group
 from covey.runtime.places import ClusterOptions, Place, find_place, find_run, launcher_wait, restarts
@@ -89,6 +90,7 @@ def join(
     Raises:
         ConfigError: the arguments, the environment or the settings contradict themselves.
         AuthError: the secret or this node's identity is not accepted.
+        ConnectError: this process can open no more files.
         DeadlineError: the others did not come; says who is here, and who was refused and why.
     """
     return join_as_asked(
@@ -120,6 +122,7 @@ _OF_GROUP: Final = ("lanes", "insecure", "interfaces", "streams", "on_loss", "pa
 _OF_CLUSTER: Final = ("cluster", "secret", "seeds")
 
 
+@explained("this process cannot join")
 def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newcomer: bool = False) -> Group:
     """Join with these arguments of `join`; who `is_elastic` waits outside of a run that goes on as long as it does.
 
@@ -127,6 +130,7 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
     """
     if unknown := asked.keys() - {*_OF_RUN, *_OF_GROUP, *_OF_CLUSTER, "op_timeout"}:
         raise TypeError(f"join has no argument {min(unknown)!r}")
+    _take_secret()
     settings = {name: asked.get(name) for name in _OF_GROUP}
     config = group_config(os.environ, timeout=asked.get("op_timeout"), **settings)
     wanted = find_run(os.environ, {name: asked.get(name) for name in _OF_RUN})
@@ -159,6 +163,14 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
         _joining.release()
 
 
+def _take_secret() -> None:
+    """Keep the cluster's secret from what this process starts, whatever kind of group it joins."""
+    if "COVEY_SECRET" in os.environ:
+        from covey.net import clusters
+
+        clusters.take_secret(os.environ)
+
+
 def joined() -> Group | None:
     """Return the group that `join` returned last, while it is open."""
     joined = _joined
@@ -168,6 +180,7 @@ def joined() -> Group | None:
 def join_as(place: Place, *, on_loss: str | None = None) -> Group:
     """Return the group of the run in which this process has `place`; `join` returns it from now on, too."""
     global _joined
+    _take_secret()
     with _joining:
         config = group_config(os.environ, on_loss=on_loss)
         group = join_at(place, config)

@@ -11,9 +11,10 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError, RemoteProtocolError
+from covey.base.pace import Seldom
+from covey.base.text import printable
 from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say
 from covey.runtime.gathering import Gathering
-from covey.runtime.link import printable
 from covey.runtime.records import Records
 from covey.wire import formation as forming
 from covey.wire import membership, messages
@@ -35,7 +36,13 @@ logger = logging.getLogger("covey")
 
 FIRST_WORD_SECONDS: Final = 3.0
 """After this much waiting, say what is waited for."""
+NEXT_WORD_SECONDS: Final = 5.0
+"""How soon it is said that something has changed: strangers can change it all the time."""
 REMINDER_SECONDS: Final = 30.0
+TOLD_LIMIT: Final = 8
+"""Nodes that were not taken, of which it is told why."""
+SITUATION_LIMIT: Final = 4000
+"""Characters in which it is told what is waited for."""
 WRONG_KEY_SECONDS: Final = 4.0
 """After this much hanging up by all seeds, believe that the secret is wrong."""
 RUNNING_LOOK_SECONDS: Final = 2.0
@@ -411,16 +418,19 @@ class Candidate(Gathering):
         report = self._formation.report()
         words = f"{report.waiting}; here: {', '.join(report.here)}"
         refused = [f"{name}: {reason}" for name, reason in (*report.refused, *self.problems().items())]
+        if (more := len(refused) - TOLD_LIMIT) > 0:
+            refused = [*refused[:TOLD_LIMIT], f"and {more} more"]
         if strangers := self.seat.entrance.about_strangers():
             refused.append(strangers)
-        return printable(f"{words}; not taken: {'; '.join(refused)}" if refused else words)
+        return printable(f"{words}; not taken: {'; '.join(refused)}" if refused else words, SITUATION_LIMIT)
 
     async def _say_what_is_waited_for(self) -> None:
-        said, said_at = "", 0.0
+        said, said_at, seldom = "", 0.0, Seldom(NEXT_WORD_SECONDS)
         await asyncio.sleep(FIRST_WORD_SECONDS)
         while not self._is_decided:
             words, now = self.situation(), time.monotonic()
-            if words != said or now > said_at + REMINDER_SECONDS:
+            is_news = words != said or now > said_at + REMINDER_SECONDS
+            if is_news and seldom.may(now):
                 said, said_at = words, now
                 logger.warning("run %r waits since %.0f s: %s", self.run, now - self._since, words)
             await asyncio.sleep(1.0)

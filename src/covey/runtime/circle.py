@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
+from covey.net.descriptors import explain, is_exhausted
 from covey.plan import barrier
 from covey.runtime.execute import execute
 from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
@@ -34,6 +35,8 @@ T = TypeVar("T")
 CACHED_PREFIXES: Final = 4096
 LANE_SECONDS: Final = 0.2
 """How long a lane is waited for at a time: then the group looks whether something is wrong."""
+SCARCE_SECONDS: Final = 0.02
+"""How long to wait for somebody to close a file, at a time, when no more can be opened."""
 COMMIT_PHASE: Final = 0xFFFF
 """Of the barrier in which those who are complete find out that all are."""
 
@@ -159,8 +162,7 @@ class Circle:
     def _open_lane(self, peer: int) -> Lane:
         engine, rank = self.engine, self.ranks[peer]
         assert engine.node is not None
-        self._bell.open()
-        self.wake_fd = self._bell.fd
+        self._open_bell()
         since = time.monotonic()
         while True:
             self.check()
@@ -179,6 +181,21 @@ class Circle:
                 self._lanes[peer] = lane
                 engine.lane_opened()
                 return lane
+
+    def _open_bell(self) -> None:
+        """Open what wakes this operation, which needs a descriptor: wait for one, as long as the operation may take."""
+        while True:
+            try:
+                self._bell.open()
+            except OSError as error:
+                if not is_exhausted(error):
+                    raise
+                self.check()
+                self.engine.check_deadline(explain(error))
+                time.sleep(SCARCE_SECONDS)
+            else:
+                self.wake_fd = self._bell.fd
+                return
 
     def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
         return self.engine.stalled(self, since, tuple(self.ranks[place] for place in waiting_for))

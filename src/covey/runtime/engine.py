@@ -31,6 +31,7 @@ from covey.base.errors import (
     PeerLostError,
     RemoteProtocolError,
 )
+from covey.net.descriptors import explained
 from covey.runtime import loop as control
 from covey.runtime.backlog import Backlog
 from covey.runtime.bell import Bell
@@ -292,8 +293,9 @@ class Engine:
             self._first_error = disagreement.error
             raise disagreement.error from None
         except BaseException as error:
-            self._gave_up(error)
-            raise
+            with explained(f"{self._what()} cannot go on"):
+                self._gave_up(error)
+                raise
         return result if then is None else then(result)
 
     def returned(self, contributors: tuple[int, ...]) -> None:

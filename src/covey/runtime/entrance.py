@@ -12,10 +12,11 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
-from covey.net.descriptors import track
+from covey.net.descriptors import is_scarce, track
 from covey.net.meeting import check_peer
 from covey.runtime.greet import GREETING_SECONDS, no_delay, receive_exactly
 from covey.runtime.link import plain_ip
+from covey.runtime.seldom import SeldomLog
 from covey.wire import door
 
 if TYPE_CHECKING:
@@ -30,11 +31,16 @@ GUESTS_AT_ONCE: Final = 256
 """Connections that have passed the door and are being greeted: all of them hold the key."""
 STRANGER_SECONDS: Final = 3.0
 TOLD_SECONDS: Final = 30.0
-"""Who was turned away is told at most this often."""
+"""The log tells at most this often of connections that were turned away, and as often of strangers among them."""
 ACCEPTS_AT_ONCE: Final = 16
 """Connections taken before the loop looks at other things."""
 PROBE_LIMIT: Final = 32 << 20
 """Bytes that a probe may send to measure a way."""
+PROBERS_LIMIT: Final = 256
+"""Probers whose addresses are remembered."""
+PROBER_IPS_LIMIT: Final = 16
+PROBER_SECONDS: Final = 60.0
+"""For how long."""
 
 
 class Entrance:
@@ -61,7 +67,9 @@ class Entrance:
         self._guests: dict[socket.socket, asyncio.Task[None]] = {}
         self._is_closing = False
         self.turned_away = self._without_key = 0
-        self._told_at: dict[int, float] = {}
+        self._logs = {level: SeldomLog(TOLD_SECONDS) for level in (logging.WARNING, logging.INFO)}
+        self._probers: dict[bytes, dict[str, float]] = {}
+        """What probes were bound to: from which addresses they came, and when the last one did."""
 
     def open(self) -> None:
         """Start to accept connections. On the control loop."""
@@ -85,6 +93,10 @@ class Entrance:
                 loop.remove_reader(listener)
                 loop.call_later(0.1, self._listen, listener)
                 return
+            if is_scarce(sock.fileno()) and _remote_ip(sock) not in self.member_ips:  # members may come back
+                sock.close()
+                self._turn_away(ConnectError("this process has few descriptors left"))
+                continue
             sock.setblocking(False)
             self._strangers[sock] = self._spawn(self._at_the_door(track(sock)))
             if len(self._strangers) > STRANGERS_AT_ONCE:
@@ -125,6 +137,7 @@ class Entrance:
             elif purpose is door.Purpose.LANE and self.on_lane is not None:
                 await self.on_lane(sock)
             elif purpose is door.Purpose.PROBE:
+                self._remember_prober(door.bound(said), _remote_ip(sock))
                 await _serve_probe(sock)
             else:
                 sock.close()
@@ -144,14 +157,25 @@ class Entrance:
         answer = await receive_exactly(sock, door.ANSWER_BYTES)
         return challenge + answer, door.check(self._door_key, challenge, answer)
 
+    def probed_from(self, token: bytes) -> set[str]:
+        """Return the addresses from which probes came lately that were bound to `token`."""
+        since = time.monotonic() - PROBER_SECONDS
+        return {ip for ip, at in self._probers.get(door.bind(token), {}).items() if at > since}
+
+    def _remember_prober(self, bound: bytes, ip: str) -> None:
+        ips = self._probers.pop(bound, {})
+        self._probers[bound] = ips
+        if ip in ips or len(ips) < PROBER_IPS_LIMIT:
+            ips[ip] = time.monotonic()
+        if len(self._probers) > PROBERS_LIMIT:
+            del self._probers[next(iter(self._probers))]
+
     def _turn_away(self, error: BaseException) -> None:
         self.turned_away += 1
         self._without_key += isinstance(error, AuthError)
         level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
-        if time.monotonic() > self._told_at.get(level, -TOLD_SECONDS) + TOLD_SECONDS:  # no flood of lines
-            self._told_at[level] = time.monotonic()
-            count, last = self.turned_away, error or type(error).__name__
-            logger.log(level, "%s has turned %d connections away; the last one: %s", self._name, count, last)
+        count, last = self.turned_away, error or type(error).__name__
+        self._logs[level].log(level, "%s has turned %d connections away; the last one: %s", self._name, count, last)
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)

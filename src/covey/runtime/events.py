@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
+from covey.net.descriptors import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,7 @@ class Events:
             try:
                 _append(self._path, "")
             except OSError as error:
-                raise ConfigError(f"COVEY_EVENTS={self._path!r} cannot be written: {error.strerror}") from error
+                raise ConfigError(f"COVEY_EVENTS={self._path!r} cannot be written: {explain(error)}") from error
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=KEPT)
         self._listeners: list[Callable[[Event], None]] = []
@@ -172,7 +173,7 @@ class Events:
             try:
                 _append(self._path, json.dumps({"pid": os.getpid(), **asdict(event)}) + "\n")
             except OSError as error:  # a full disk is no reason to end a run
-                logger.warning("could not write to COVEY_EVENTS=%s: %s", self._path, error.strerror)
+                logger.warning("could not write to COVEY_EVENTS=%s: %s", self._path, explain(error))
 
     @property
     def is_recovering(self) -> bool:

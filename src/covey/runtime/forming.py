@@ -14,9 +14,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
+from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any
-from covey.runtime.link import printable
 from covey.wire import messages
 
 if TYPE_CHECKING:

@@ -17,16 +17,24 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from covey.base import pace
 from covey.base.errors import AuthError, ConfigError, CoveyError
+from covey.base.text import printable
 from covey.net import clusters
+from covey.net.descriptors import is_exhausted
 from covey.net.identity import LIFE_BYTES, short_id
-from covey.net.interfaces import advertised, describe, recent_interfaces, to_dial, usable_interfaces
+from covey.net.interfaces import advertised, describe, is_loopback, recent_interfaces, to_dial, usable_interfaces
 from covey.runtime.acquaintance import Acquaintance
-from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any, spell
-from covey.runtime.link import printable
+from covey.runtime.allowance import Allowance
+from covey.runtime.follower import Follower, Outcome
+from covey.runtime.greet import GREETING_SECONDS, HungUpError, RefusedError, ScarceError, admit, dial_any, spell
+from covey.runtime.hints import Hint, Origin
 from covey.runtime.loop import aside
-from covey.runtime.probe import best_way, sound_each
-from covey.runtime.search import AGAIN_SECONDS, Hints, Search
+from covey.runtime.probe import best_way
+from covey.runtime.reach import Reaching
+from covey.runtime.search import Search
+from covey.runtime.seldom import SeldomLog
+from covey.runtime.visitors import Visitors
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
 
@@ -45,9 +53,7 @@ PING_SECONDS: Final = 2.0
 STILL_THERE_SECONDS: Final = 1.0
 """How long an old life of a node has to answer, when a new one comes."""
 TOLD_SECONDS: Final = 10.0
-"""Who was not taken is told at most this often."""
-DIALS_AT_ONCE: Final = 64
-"""Hints followed at the same time; more of them come again."""
+"""The log tells at most this often of nodes that were not taken."""
 VISITOR_SECONDS: Final = 20.0
 """A visitor that does not answer for so long has gone."""
 RETIRE_SECONDS: Final = 2.0
@@ -55,10 +61,14 @@ RETIRE_SECONDS: Final = 2.0
 LINKS_LIMIT: Final = 4
 """Links with one node at a time; further ones are closed at once."""
 PINGS_LIMIT: Final = 100
-CARDS_LIMIT: Final = 1000
+PROBLEMS_LIMIT: Final = 64
+"""Nodes that were not taken, and addresses that were not reached, of which the last are remembered."""
 CARDS_AT_ONCE: Final = 100
 """Cards in one message: with all their addresses they must fit into a frame."""
-REACH_LIMIT: Final = 16
+NEAR_SECONDS: Final = 2.0
+"""How soon what was announced on a network has to answer there; TCP repeats a lost first packet after one."""
+TOLD_AGAIN_SECONDS: Final = 30.0
+"""What the same member tells of the same node within this time is no news."""
 _GIVEN: Final = "its secret was given by COVEY_SECRET, COVEY_SECRET_FILE or secret=; change it there"
 
 
@@ -76,27 +86,29 @@ class Gathering:
         """By node id: those who take part in something; to a visitor, everyone."""
         self.refusals: dict[str, str] = {}
         """Who was heard but not taken, and why."""
-        self._told_at = -TOLD_SECONDS
+        self._log = SeldomLog(TOLD_SECONDS)
         self._failures: dict[str, tuple[str, tuple[messages.Address, ...]]] = {}
         """What came of dialling seeds and hints: why, and where."""
         self.hung_up: dict[str, float] = {}
         """Seeds that hang up on us at the door, and since when."""
+        self._follower = Follower(self._dial_hint, self._is_met, self.spawn)
         assert seat.neighbours is not None
         self.search = Search(
             cluster,
             self.card,
             config.interfaces,
             seat.neighbours,
-            found=self._found,
+            found=self._follower.found,
             try_seed=self._dial_seed,
             needs_seeds=lambda: not self.met,
             announce=announce,
         )
-        self._visitors: set[Acquaintance] = set()
+        self._visitors = Visitors(self._is_named_keeper)
         """Those who take part in nothing: other visitors, and keepers."""
-        self._dialling: set[tuple[messages.Address, ...]] = set()
-        self._hints = Hints()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._allowance = Allowance()
+        self._news = pace.Buckets(1 / TOLD_AGAIN_SECONDS, 1.0)
+        self._reaching = Reaching(seat, config.interfaces, self._allowance, self.spawn)
         self.is_closing = False
         seat.entrance.on_link = self._greet
 
@@ -105,7 +117,7 @@ class Gathering:
         self.seat.entrance.open()
         self.spawn(self.search.run())
         self.spawn(self._keep_addresses_true())
-        self.spawn(self._keep_following_hints())
+        self.spawn(self._follower.keep_following())
         self.spawn(self._ping_everyone())
 
     # What else a node may do with those it meets
@@ -146,35 +158,18 @@ class Gathering:
         """Tell others by which addresses we can be reached now: a laptop changes networks."""
         while True:
             await asyncio.sleep(PING_SECONDS)
-            with contextlib.suppress(ConfigError):
+            with contextlib.suppress(ConfigError, OSError):  # out of descriptors, say: the next look may work
                 addresses = advertised(usable_interfaces(self.config.interfaces), self.card.contact.addresses[0].port)
                 if addresses and addresses != self.card.contact.addresses:
                     self.card = messages.moved(self.card, addresses)
+                    self._follower.moved()
 
     async def _dial_seed(self, seed: str, addresses: tuple[messages.Address, ...]) -> None:
         await self._dial(addresses, seed=seed)
 
-    def _found(self, addresses: tuple[messages.Address, ...], same_host: bool = False) -> None:
-        """Someone may be at these addresses."""
-        self._hints.add(addresses, time.monotonic(), same_host=same_host)
-        self._follow_hints()
-
-    def _follow_hints(self) -> None:
-        for addresses, same_host in self._hints.due(time.monotonic()):
-            if len(self._dialling) < DIALS_AT_ONCE and not self._is_known(addresses, same_host) and not self.is_closing:
-                self._dialling.add(addresses)
-                self.spawn(self._dial_once(addresses, same_host))
-
-    async def _keep_following_hints(self) -> None:
-        while True:
-            await asyncio.sleep(AGAIN_SECONDS / 4)
-            self._follow_hints()
-
-    def _is_known(self, addresses: tuple[messages.Address, ...], same_host: bool) -> bool:
-        if addresses in self._dialling:
-            return True
-        places = {(address.ip, address.port) for address in addresses}
-        return any(places & self._places_of(someone, same_host) for someone in (*self.met.values(), *self._visitors))
+    def _is_met(self, hint: Hint) -> bool:
+        places = {(address.ip, address.port) for address in hint.addresses}
+        return any(places & self._places_of(each, hint.same_host) for each in (*self.met.values(), *self._visitors))
 
     def _places_of(self, someone: Acquaintance, same_host: bool) -> set[tuple[str, int]]:
         contact = someone.card.contact
@@ -183,38 +178,55 @@ class Gathering:
         is_here = contact.host == self.card.contact.host
         return {("127.0.0.1", address.port) for address in contact.addresses if is_here}
 
-    async def _dial_once(self, addresses: tuple[messages.Address, ...], same_host: bool) -> None:
-        try:
-            await self._dial(addresses, same_host=same_host)
-        finally:
-            self._dialling.discard(addresses)
+    async def _dial_hint(self, hint: Hint) -> Outcome:
+        return await self._dial(
+            hint.addresses, same_host=hint.same_host, interface=hint.interface, allowance=self._allowance
+        )
 
-    async def _dial(self, addresses: tuple[messages.Address, ...], *, same_host: bool = False, seed: str = "") -> None:
+    async def _dial(
+        self,
+        addresses: tuple[messages.Address, ...],
+        *,
+        same_host: bool = False,
+        seed: str = "",
+        interface: str = "",
+        allowance: Allowance | None = None,
+    ) -> Outcome:
+        """Try to make a link with the node at these addresses, by one interface or by any."""
         where = seed or ", ".join(spell((address.ip, address.port)) for address in addresses)
         try:
-            own = recent_interfaces(self.config.interfaces)
-            is_loopback = any(address.ip.startswith("127.") or address.ip == "::1" for address in addresses)
-            ways: list[Where] = list(to_dial(own, addresses, same_host or is_loopback))
-            link, welcome, _, way = await dial_any(ways, self.seat.gate, self._hello())
+            is_here = same_host or any(_is_loopback(address.ip) for address in addresses)
+            ways = self._ways(addresses, is_here, interface)
+            within = NEAR_SECONDS if interface else GREETING_SECONDS
+            link, welcome, _, way = await dial_any(ways, self.seat.gate, self._hello(), allowance, within)
         except HungUpError as error:
             self._failed(where, str(error), addresses)
             if seed:
                 self.hung_up.setdefault(seed, time.monotonic())
+            return Outcome.NOBODY
         except (RefusedError, CoveyError, OSError) as error:
             self.hung_up.pop(seed, None)
             said = "says" if isinstance(error, RefusedError) else "cannot be reached"
             text = str(error) if isinstance(error, AuthError) else f"{said}: {error}"
             self._failed(where, printable(text), addresses)
-        else:
-            self.hung_up.pop(seed, None)
-            self._failures.pop(where, None)
-            if welcome.card.id == self.card.id and welcome.card.life == self.card.life:
-                self._hints.forget(addresses)
-                link.abort()
-            elif self._objection(welcome.card):
-                link.abort()
-            else:
-                self._meet(welcome.card, welcome.purpose, link, way)
+            return Outcome.SCARCE if isinstance(error, ScarceError) or is_exhausted(error) else Outcome.NOBODY
+        self.hung_up.pop(seed, None)
+        self._failures.pop(where, None)
+        if welcome.card.id == self.card.id and welcome.card.life == self.card.life:
+            link.abort()
+            return Outcome.OURSELVES
+        if self._objection(welcome.card):
+            link.abort()
+            return Outcome.NOBODY
+        self._meet(welcome.card, welcome.purpose, link, way)
+        return Outcome.MET
+
+    def _ways(self, addresses: tuple[messages.Address, ...], same_host: bool, interface: str) -> list[Where]:
+        """Return what to dial; what was heard on one interface, by that one only."""
+        if interface and is_loopback(interface):
+            return [(address.ip, address.port) for address in addresses]
+        own = recent_interfaces(self.config.interfaces)
+        return list(to_dial([each for each in own if interface in ("", each.name)], addresses, same_host))
 
     def _hello(self) -> messages.Hello:
         return messages.Hello(
@@ -285,7 +297,7 @@ class Gathering:
     def _failed(self, where: str, reason: str, addresses: tuple[messages.Address, ...]) -> None:
         self._failures.pop(where, None)
         self._failures[where] = reason, addresses
-        if len(self._failures) > CARDS_LIMIT:
+        if len(self._failures) > PROBLEMS_LIMIT:
             del self._failures[next(iter(self._failures))]
 
     def problems(self) -> dict[str, str]:
@@ -304,17 +316,18 @@ class Gathering:
     def _note_refusal(self, card: messages.Card, reason: str) -> None:
         name = _spell_card(card)
         is_news = self.refusals.get(name) != reason
-        if name in self.refusals or len(self.refusals) < CARDS_LIMIT:
-            self.refusals[name] = reason
-        if is_news and time.monotonic() > self._told_at + TOLD_SECONDS:  # not a flood of lines, whatever they do
-            self._told_at = time.monotonic()
-            logger.warning("%s is not taken: %s", name, reason)
+        self.refusals[name] = reason
+        if len(self.refusals) > PROBLEMS_LIMIT:
+            del self.refusals[next(iter(self.refusals))]
+        if is_news:
+            self._log.log(logging.WARNING, "%s is not taken: %s", name, reason)
 
     def _meet(self, card: messages.Card, purpose: str, link: Link, way: Where | None) -> None:
         """A link stands."""
         if purpose == "keeper" or (purpose == "visitor" and self.purpose != "visitor"):
             someone = Acquaintance(card, purpose)
-            self._visitors.add(someone)
+            for each in self._visitors.add(someone):
+                self.part(each)
             self._use(someone, link, way)
             self._introduce_others_to(someone)
             if purpose == "keeper":
@@ -344,6 +357,11 @@ class Gathering:
     def keepers(self) -> list[Acquaintance]:
         """Those we are linked with who speak for processes of their own."""
         return [someone for someone in self._visitors if someone.purpose == "keeper"]
+
+    def _is_named_keeper(self, someone: Acquaintance) -> bool:
+        """Tell whether someone is the keeper of this process, or of one that we met."""
+        named = (self.card.keeper, *(each.card.keeper for each in self.met.values()))
+        return someone.purpose == "keeper" and someone.card.id in named
 
     def _introduce_others_to(self, someone: Acquaintance) -> None:
         cards = [each.card for each in self.met.values() if each is not someone]
@@ -387,6 +405,10 @@ class Gathering:
         self._listen_to(someone, link, way)
 
     def _listen_to(self, someone: Acquaintance, link: Link, way: Where | None) -> None:
+        idle = [each for each in someone.links if each is not someone.link]
+        for each in idle[: max(0, len(someone.links) + 1 - LINKS_LIMIT)]:
+            del someone.links[each]
+            each.abort()
         someone.links[link] = way
         someone.is_measuring = someone.is_measuring or way is not None
         self.switched(someone)
@@ -423,13 +445,16 @@ class Gathering:
 
     async def _find_best_way(self, someone: Acquaintance, known: Where) -> None:
         """Measure every way to a node that we dial, and take the shortest for lanes."""
-        own = recent_interfaces(self.config.interfaces)
         contact = someone.card.contact
-        ways: list[Where] = list(to_dial(own, contact.addresses, contact.host == self.card.contact.host))
-        way, round_trip = await best_way(ways, self.seat.gate, known)
-        if way is not None:
-            someone.way, someone.round_trip = way, round_trip
-        someone.is_measuring = False
+        try:
+            ways = self._ways(contact.addresses, contact.host == self.card.contact.host, "")
+            way, round_trip = await best_way(ways, self.seat.gate, known, self._allowance)
+            if way is not None:
+                someone.way, someone.round_trip = way, round_trip
+        except (ConfigError, OSError) as error:  # the way that is known works
+            logger.info("the ways to %s could not be compared: %s", someone.card.name, error)
+        finally:
+            someone.is_measuring = False
         self.switched(someone)
 
     # What is said on links
@@ -442,10 +467,9 @@ class Gathering:
             self.switched(someone)
         match message:
             case messages.Known(cards):
-                for card in cards[:CARDS_LIMIT]:
+                for card in cards:
                     if card.id not in self.met and card.id != self.card.id:
-                        same_host = card.contact.host == self.card.contact.host
-                        self._found(card.contact.addresses, same_host=same_host)
+                        self._heard_of(card, someone)
             case messages.Ping(number):
                 someone.send(messages.Pong(number, time.time()))
             case messages.Pong(number, clock) if number in someone.pings:
@@ -455,17 +479,26 @@ class Gathering:
                 if someone.round_trip < 0 or not someone.is_dialled:
                     someone.round_trip = taken if someone.round_trip < 0 else min(taken, someone.round_trip)
             case messages.Ask():
+                self._visitors.asked(someone)
                 someone.send(self.tell())
-            case messages.Reach(addresses):
-                if not someone.is_probing:
-                    someone.is_probing = True
-                    self.spawn(self._reach(someone, addresses))
+            case messages.Reach():
+                self._visitors.asked(someone)
+                self._reaching.asked(someone, message, self._linked_from(someone.card.id))
             case messages.NewSecret(key):
                 self.spawn(self._answer_new_secret(someone, key))
             case messages.Tell() | messages.Reached() | messages.SecretKept():
                 someone.answered(message)
             case _:
                 self.heard(someone, message)
+
+    def _heard_of(self, card: messages.Card, teller: Acquaintance) -> None:
+        """A member says that it is linked with another node."""
+        if self._news.take((teller.card.id, card.life), time.monotonic()):
+            same_host = card.contact.host == self.card.contact.host
+            addresses = card.contact.addresses
+            if not same_host:  # loopback would be ours
+                addresses = tuple(address for address in addresses if not _is_loopback(address.ip))
+            self._follower.found(Hint(addresses, same_host), Origin.MEMBER)
 
     async def _ping_everyone(self) -> None:
         while True:
@@ -498,17 +531,17 @@ class Gathering:
             clock_offset=someone.clock_offset,
         )
 
-    async def _reach(self, someone: Acquaintance, addresses: tuple[messages.Address, ...]) -> None:
-        """Try the addresses that a visitor says it has."""
-        own = recent_interfaces(self.config.interfaces)
-        results = await sound_each(addresses[:REACH_LIMIT], own, self.seat.gate)
-        someone.is_probing = False
-        round_trips = tuple(result.round_trip for result in results)
-        someone.send(messages.Reached(round_trips, tuple(result.problem for result in results)))
+    def _linked_from(self, id: bytes) -> set[str]:
+        """Return the addresses from which a node's links come."""
+        of_key = (each for each in (*self.met.values(), *self._visitors) if each.card.id == id)
+        return {link.remote_ip for each in of_key for link in each.links}
 
     async def _answer_new_secret(self, someone: Acquaintance, key: bytes) -> None:
-        keep = functools.partial(self._keep_secret, key)
-        someone.send(messages.SecretKept(await aside(keep)))
+        try:
+            problem = await aside(self._keep_secret, key)
+        except OSError as error:
+            problem = str(error)
+        someone.send(messages.SecretKept(problem))
 
     def _keep_secret(self, key: bytes) -> str:
         """Store the cluster's new secret for the next time; return why that failed, or nothing. Writes to disk."""
@@ -546,6 +579,7 @@ class Gathering:
         if self.is_closing:
             return
         self.is_closing = True
+        self._follower.close()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -559,6 +593,10 @@ class Gathering:
                 await asyncio.gather(*(link.ended.wait() for link in links))
         for link in links:
             link.abort()
+
+
+def _is_loopback(ip: str) -> bool:
+    return ip.startswith("127.") or ip == "::1"
 
 
 def _spell_card(card: messages.Card) -> str:

@@ -12,11 +12,11 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError, GroupChangedError, SplitRunError
+from covey.base.text import printable
 from covey.runtime import bootstrap
 from covey.runtime import loop as control
 from covey.runtime.council import seats_of
 from covey.runtime.fault import Fault
-from covey.runtime.link import printable
 from covey.runtime.saved import save_state
 from covey.wire import messages
 from covey.wire.membership import Successor

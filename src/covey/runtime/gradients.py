@@ -11,6 +11,7 @@ import numpy as np
 from covey.base.arithmetic import reduction
 from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError
+from covey.base.text import printable
 from covey.plan import choose
 from covey.runtime import movements
 from covey.runtime.buffers import Operand, readable, writable
@@ -86,9 +87,10 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
         if (digests == digest).all():
             return
         texts = movements.gather_all(circle, listed)
-        lists = {rank: text.tobytes().decode().split("\n") for rank, text in zip(circle.ranks, texts, strict=True)}
+        decoded = [text.tobytes().decode("utf-8", "replace") for text in texts]
+        lists = {rank: text.split("\n") for rank, text in zip(circle.ranks, decoded, strict=True)}
         first = next(at for at in range(max(map(len, lists.values())) + 1) if len({*_at(lists, at).values()}) > 1)
-        said = "; ".join(f"rank {rank} has {line or 'nothing'}" for rank, line in _at(lists, first).items())
+        said = "; ".join(f"rank {rank} has {printable(line) or 'nothing'}" for rank, line in _at(lists, first).items())
         text = f"sync_gradients: the arrays differ between ranks, first at number {first} in the order of names: {said}"
         circle.disagree(MismatchError(text))
 

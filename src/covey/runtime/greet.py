@@ -6,7 +6,9 @@ A `Gate` is what the nodes of a run share: the key of the door, and either a tok
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import hmac
 import os
 import secrets
 import socket
@@ -14,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
-from covey.net.descriptors import track
+from covey.base.text import printable
+from covey.net.descriptors import explain, is_exhausted, is_scarce, track
 from covey.runtime.link import Link
 from covey.wire import door, greeting, messages
 from covey.wire.frame import GREETING_LIMIT, LENGTH, frame, frame_length
@@ -23,11 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.net.tls import Credentials
+    from covey.runtime.allowance import Allowance
 
 GREETING_SECONDS: Final = 5.0
 """How long a greeting may take."""
 HEAD_START: Final = 0.15
 """Seconds that a better address has before the next one is tried, too."""
+
+SILENCE: Final = "no answer in time"
+"""What is said of a way on which nothing comes back, not even a refusal."""
 
 Where = str | tuple[Any, ...]
 """The path of a unix socket, or a TCP address as `socket` takes it."""
@@ -46,6 +53,10 @@ class HungUpError(ConnectError):
     """The other side closed the connection instead of answering: it rejects our key, or it has just died."""
 
 
+class ScarceError(ConnectError):
+    """This process can open no socket now: it has too many files open, or the system has."""
+
+
 @dataclass(frozen=True)
 class Gate:
     """What proves membership. `token` is used where `credentials` is None."""
@@ -60,40 +71,70 @@ class Gate:
         return cls(hashlib.sha256(b"covey/1/token-door" + token).digest(), token)
 
 
-async def connect(where: Where, gate: Gate, purpose: door.Purpose) -> tuple[socket.socket, bytes]:
+async def connect(
+    where: Where,
+    gate: Gate,
+    purpose: door.Purpose,
+    *,
+    first: Callable[[], bytes] = bytes,
+    token: bytes = b"",
+    spares: bool = False,
+    within: float = GREETING_SECONDS,
+) -> tuple[socket.socket, bytes]:
     """Connect and pass the door; return the socket and what was said there.
 
+    What `first` returns follows the answer at once, and the answer is bound to it; without it, to `token`. With
+    `spares`, no socket is opened if the process has few descriptors left: they are for what it has begun. What listens
+    there has to answer `within` so many seconds.
+
     Raises:
-        ConnectError: nobody answers there (yet), or what answers is not covey.
+        ConnectError: nobody answers there (yet), or what answers is not covey; a ScarceError if this process can open
+            no socket.
     """
     loop = asyncio.get_running_loop()
     sock: socket.socket | None = None
     try:
-        sock = track(_new_socket(where))
-        async with asyncio.timeout(GREETING_SECONDS):
+        sock = track(_new_socket(where, spares=spares))
+        async with asyncio.timeout(within):
             await loop.sock_connect(sock, where)
             no_delay(sock)
             challenge = await receive_exactly(sock, door.CHALLENGE_BYTES)
-            answer = door.answer(gate.door_key, challenge, purpose, secrets.token_bytes(door.SALT_BYTES))
-            await loop.sock_sendall(sock, answer)
+            following = first()
+            bound = door.bind(following or token or secrets.token_bytes(door.BOUND_BYTES))
+            answer = door.answer(gate.door_key, challenge, purpose, bound)
+            await loop.sock_sendall(sock, answer + following)
             return sock, challenge + answer
     except BaseException as error:
         if sock is not None:
             sock.close()
-        if isinstance(error, OSError):  # TimeoutError, and out of descriptors, too
-            raise ConnectError(f"{spell(where)}: {explain(error)}") from error
+        if isinstance(error, OSError) and not isinstance(error, ConnectError):  # TimeoutError, too
+            kind = ScarceError if is_exhausted(error) else ConnectError
+            raise kind(f"{spell(where)}: {explain(error) or SILENCE}") from error
         raise
 
 
-async def dial(where: Where, gate: Gate, hello: messages.Hello) -> tuple[Link, messages.Welcome, bytes]:
+async def dial(
+    where: Where, gate: Gate, hello: messages.Hello, *, spares: bool = False, within: float = GREETING_SECONDS
+) -> tuple[Link, messages.Welcome, bytes]:
     """Open a link; return it, who answered, and the id that TLS proved (empty without TLS).
 
+    `spares` and `within` are as for `connect`.
+
     Raises:
-        ConnectError: nobody answers there (yet); a HungUpError if they might not accept our key.
+        ConnectError: nobody answers there (yet); a HungUpError if they might not accept our key, a ScarceError if this
+            process can open no socket.
         AuthError: someone answers who is not of this run or cluster, or who rejects our certificate.
         RefusedError: a member answered and said no.
     """
-    sock, said = await connect(where, gate, door.Purpose.LINK)
+    first: Callable[[], bytes]
+    if gate.credentials is not None:
+        from covey.net.tls import Channel  # slow to load, and of no use to ranks of one host
+
+        channel = Channel(gate.credentials, dialled=True)
+        first = channel.shake
+    else:
+        first = bytes
+    sock, said = await connect(where, gate, door.Purpose.LINK, first=first, spares=spares, within=within)
     link: Link | None = None
     is_ours = True
     try:
@@ -101,7 +142,7 @@ async def dial(where: Where, gate: Gate, hello: messages.Hello) -> tuple[Link, m
             if gate.credentials is not None:
                 is_ours = False
                 try:
-                    link, peer = await Link.secure(sock, gate.credentials, dialled=True)
+                    link, peer = await Link.dialled(sock, channel)
                 except ConnectError as error:
                     raise HungUpError(f"{spell(where)} did not accept this cluster's secret") from error
                 link.send(messages.encode(hello))
@@ -125,7 +166,7 @@ async def dial(where: Where, gate: Gate, hello: messages.Hello) -> tuple[Link, m
         elif link is not None:
             link.abort()
         if isinstance(error, OSError) and not isinstance(error, ConnectError):
-            raise ConnectError(f"{spell(where)}: {explain(error)}") from error
+            raise ConnectError(f"{spell(where)}: {explain(error) or SILENCE}") from error
         raise
 
 
@@ -143,9 +184,16 @@ async def _prove(sock: socket.socket, token: bytes, said: bytes, hello: messages
 
 
 async def dial_any(
-    wheres: list[Where], gate: Gate, hello: messages.Hello
+    wheres: list[Where],
+    gate: Gate,
+    hello: messages.Hello,
+    allowance: Allowance | None = None,
+    within: float = GREETING_SECONDS,
 ) -> tuple[Link, messages.Welcome, bytes, Where]:
     """Open a link to the first address that works; each has a short head start before the next.
+
+    With an `allowance` each waits for its turn, and takes no descriptor that the process may need itself; `within`: see
+    `connect`.
 
     Raises:
         What `dial` raises: of what was tried, what tells most.
@@ -157,7 +205,7 @@ async def dial_any(
     try:
         while won is None and (remaining or len(errors) < len(tasks)):
             if remaining:
-                tasks.append(asyncio.ensure_future(dial(remaining.pop(0), gate, hello)))
+                tasks.append(asyncio.ensure_future(_dial_in_turn(remaining.pop(0), gate, hello, allowance, within)))
             running = [task for task in tasks if not task.done()]
             if running:
                 await asyncio.wait(
@@ -175,13 +223,22 @@ async def dial_any(
     return *won.result(), wheres[tasks.index(won)]
 
 
+async def _dial_in_turn(
+    where: Where, gate: Gate, hello: messages.Hello, allowance: Allowance | None, within: float
+) -> tuple[Link, messages.Welcome, bytes]:
+    if allowance is None:
+        return await dial(where, gate, hello, within=within)
+    async with allowance.turn(where):
+        return await dial(where, gate, hello, spares=True, within=within)
+
+
 def _drop(task: _Dialling) -> None:
     if not task.cancelled() and task.exception() is None:
         task.result()[0].abort()
 
 
 def _telling(error: BaseException) -> int:
-    kinds = (RefusedError, AuthError, HungUpError, ConnectError)
+    kinds = (RefusedError, AuthError, HungUpError, ScarceError, ConnectError)
     return next((place for place, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
 
 
@@ -203,8 +260,9 @@ async def admit(
     try:
         async with asyncio.timeout(GREETING_SECONDS):
             if gate.credentials is not None:
+                first = await _receive_hello(sock, door.bound(said))
                 is_ours = False
-                link, peer = await Link.secure(sock, gate.credentials, dialled=False)
+                link, peer = await Link.accepted(sock, gate.credentials, first)
                 hello = _as_hello(await link.receive())
                 answer = _judge(judge, hello, peer)
                 link.send(messages.encode(answer))
@@ -261,6 +319,21 @@ def _as_hello(body: bytes) -> messages.Hello:
     return hello
 
 
+async def _receive_hello(sock: socket.socket, bound: bytes) -> bytes:
+    """Return a ClientHello, if it is the one that a connection is bound to; nothing looks at it before that is known.
+
+    Raises:
+        AuthError: it is another one.
+    """
+    from covey.net.tls import RECORD_HEADER_BYTES, hello_bytes
+
+    header = await receive_exactly(sock, RECORD_HEADER_BYTES)
+    hello = header + await receive_exactly(sock, hello_bytes(header))
+    if not hmac.compare_digest(door.bind(hello), bound):
+        raise AuthError("someone passed on an answer to the door that was not meant for it")
+    return hello
+
+
 async def receive_exactly(sock: socket.socket, count: int) -> bytes:
     """Receive `count` bytes and not one more: what follows may carry descriptors."""
     loop = asyncio.get_running_loop()
@@ -278,21 +351,19 @@ async def _receive_frame(sock: socket.socket) -> bytes:
     return await receive_exactly(sock, length)
 
 
-def explain(error: OSError) -> str:
-    """Return what the system says about an error, in its own words."""
-    return os.strerror(error.errno) if error.errno else str(error) or "no answer in time"
-
-
 def spell(where: Where) -> str:
     """Return an address as people write it."""
     if isinstance(where, str):
-        return where
+        return printable(where)
     return f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
 
 
-def _new_socket(where: Where) -> socket.socket:
+def _new_socket(where: Where, *, spares: bool) -> socket.socket:
     family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET6 if ":" in where[0] else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
+    if spares and is_scarce(sock.fileno()):
+        sock.close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     sock.setblocking(False)
     return sock
 

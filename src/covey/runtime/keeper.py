@@ -115,8 +115,11 @@ class HostRun(abc.ABC):
         return process
 
     def _inherited(self) -> dict[str, str]:
-        """Return this process's environment without its own place in a run: it may be a rank itself."""
-        own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES} - {*self.inherits}
+        """Return this process's environment without its own place in a run, for it may be a rank itself.
+
+        A cluster's secret goes to those that need it by `handed_over`, and to no others.
+        """
+        own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES, "COVEY_SECRET"} - {*self.inherits}
         return {name: value for name, value in os.environ.items() if name not in own}
 
     def survives(self) -> bool | None:

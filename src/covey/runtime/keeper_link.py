@@ -8,8 +8,8 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.base.text import printable
 from covey.runtime.greet import RefusedError, dial
-from covey.runtime.link import printable
 from covey.wire import messages
 
 if TYPE_CHECKING:

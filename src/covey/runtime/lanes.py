@@ -24,7 +24,8 @@ from covey.net import memory, shm
 from covey.net.ring import RingLane, memory_bytes
 from covey.net.stream import StreamLane
 from covey.runtime import loop as control
-from covey.runtime.greet import GREETING_SECONDS, RefusedError, connect, receive_exactly
+from covey.runtime.greet import GREETING_SECONDS, RefusedError, ScarceError, connect, receive_exactly
+from covey.runtime.seldom import SeldomLog
 from covey.wire import door, greeting, messages
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ SMALL_RING_BYTES: Final = 128 << 10
 LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
 """Rings are large until a process has this much of them; programs with dozens of groups get small ones after that."""
 DIALS_AT_ONCE: Final = 256
+SCARCE_SECONDS: Final = 10.0
+"""The log tells at most this often that no lane can be opened for want of a descriptor."""
 LANES_LIMIT: Final = 100_000
 CLOSED_GROUPS_KEPT: Final = 10_000
 MEASURE_SECONDS: Final = 1.0
@@ -89,6 +92,7 @@ class Lanes:
         """Groups that were closed, and the last operation of each."""
         self._first_attempts: dict[int, int] = {}
         """By group: lanes of earlier attempts are refused."""
+        self._log = SeldomLog(SCARCE_SECONDS)
 
     # For groups, on any thread
 
@@ -242,9 +246,11 @@ class Lanes:
                 try:
                     self._opened(key, await self._connect(peer, key, kind))
                     return
-                except (ConnectError, TimeoutError):
+                except (ConnectError, TimeoutError) as error:
                     if peer.gone or self._node.is_closing or self._is_over(key):
                         raise
+                    if isinstance(error, ScarceError):
+                        self._log.log(logging.WARNING, "no lane to rank %d can be opened now: %s", rank, error)
                     await asyncio.sleep(0.02)  # a full backlog, or out of descriptors
         except CoveyError as error:
             self._failed(key, error)

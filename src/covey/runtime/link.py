@@ -54,8 +54,8 @@ class Link(asyncio.Protocol):
         return await cls(sock, None)._open()
 
     @classmethod
-    async def secure(cls, sock: socket.socket, credentials: Credentials, *, dialled: bool) -> tuple[Link, bytes]:
-        """Perform the TLS handshake on a connected socket and take it over; return the id at the other end, too.
+    async def dialled(cls, sock: socket.socket, channel: Channel) -> tuple[Link, bytes]:
+        """Finish the TLS handshake whose ClientHello `channel` made and was sent; return the id at the other end, too.
 
         A dialler that gets this far is not accepted yet: only the peer's first frame tells. If this raises, the socket
         is closed.
@@ -64,12 +64,25 @@ class Link(asyncio.Protocol):
             AuthError: the other side is not of this cluster.
             ConnectError: the connection broke.
         """
+        return await cls._secured(sock, channel, b"")
+
+    @classmethod
+    async def accepted(cls, sock: socket.socket, credentials: Credentials, hello: bytes) -> tuple[Link, bytes]:
+        """Perform the TLS handshake with the dialler whose ClientHello this is. If this raises, the socket is closed.
+
+        Raises:
+            AuthError: the other side is not of this cluster.
+            ConnectError: the connection broke.
+        """
         from covey.net.tls import Channel  # slow to load, and of no use to ranks of one host
 
-        channel = Channel(credentials, dialled=dialled)
+        return await cls._secured(sock, Channel(credentials, dialled=False), hello)
+
+    @classmethod
+    async def _secured(cls, sock: socket.socket, channel: Channel, data: bytes) -> tuple[Link, bytes]:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                await _shake_hands(sock, channel)
+                await _shake_hands(sock, channel, data)
             peer = channel.peer_id()
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -204,25 +217,21 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
 
-async def _shake_hands(sock: socket.socket, channel: Channel) -> None:
+async def _shake_hands(sock: socket.socket, channel: Channel, data: bytes) -> None:
+    """Take a TLS handshake to its end; `data` is what has come of it, if anything has."""
     loop = asyncio.get_running_loop()
-    answer = channel.shake()
-    while not channel.is_done or answer:
-        if answer:
+    while True:
+        if not data:
+            data = await loop.sock_recv(sock, 1 << 16)
+            if not data:
+                raise ConnectionResetError("closed by the other side")
+        if answer := channel.shake(data):
             await loop.sock_sendall(sock, answer)
         if channel.is_done:
             return
-        data = await loop.sock_recv(sock, 1 << 16)
-        if not data:
-            raise ConnectionResetError("closed by the other side")
-        answer = channel.shake(data)
+        data = b""
 
 
 def plain_ip(ip: str) -> str:
     """Return an address without its scope, and an IPv4 one that came to an IPv6 socket as itself."""
     return ip.partition("%")[0].removeprefix("::ffff:")
-
-
-def printable(text: str) -> str:
-    """Return what others said in a form that cannot write to a terminal or a log what they like."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -108,7 +109,11 @@ def finish(coroutine: Coroutine[Any, Any, object], within: float, then: Callable
     try:
         future.exception(within)
     except BaseException as error:  # Ctrl-C, too
-        threading.Thread(target=_finish_later, args=(future, then), name="covey-finish", daemon=True).start()
+        later = threading.Thread(target=_finish_later, args=(future, then), name="covey-finish", daemon=True)
+        try:
+            later.start()
+        except RuntimeError:  # the system starts no more threads
+            future.add_done_callback(lambda _: then())
         if not isinstance(error, TimeoutError):
             raise
     else:
@@ -128,7 +133,11 @@ def soon(function: Callable[..., object], *args: Any) -> None:
 
 
 async def aside(function: Callable[..., T], *args: Any) -> T:
-    """Call `function`, which may block, on a thread of its own; nobody waits for it when the program ends."""
+    """Call `function`, which may block, on a thread of its own; nobody waits for it when the program ends.
+
+    Raises:
+        What `function` raises; OSError if the system starts no more threads.
+    """
     import asyncio
 
     loop = asyncio.get_running_loop()
@@ -150,7 +159,10 @@ async def aside(function: Callable[..., T], *args: Any) -> T:
         with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
             loop.call_soon_threadsafe(conclude, result, error)
 
-    threading.Thread(target=work, name="covey-aside", daemon=True).start()
+    try:
+        threading.Thread(target=work, name="covey-aside", daemon=True).start()
+    except RuntimeError as error:  # callers expect what the system refuses to be an OSError
+        raise OSError(errno.EAGAIN, str(error)) from error
     return await done
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from covey.base.config import check_timeout
 from covey.base.dtypes import DTYPES
 from covey.base.errors import MismatchError
+from covey.net.descriptors import explained
 from covey.proto.matching import ANY
 from covey.runtime.buffers import BYTES, readable, writable
 from covey.runtime.issuer import Issuer, whole_number
@@ -142,4 +143,5 @@ class Messages(Issuer):
         engine = self._engine
         engine.require_open()
         limit = engine.config.timeout if timeout is None else check_timeout(timeout)
-        return engine.post.messenger(), time.monotonic() + limit
+        with explained("messages cannot be sent or received"):
+            return engine.post.messenger(), time.monotonic() + limit

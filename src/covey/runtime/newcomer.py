@@ -10,9 +10,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
+from covey.base.text import printable
 from covey.runtime.greet import RefusedError, admit, dial
 from covey.runtime.keeper_link import KeeperLink
-from covey.runtime.link import printable
 from covey.runtime.node import Node
 from covey.wire import messages
 

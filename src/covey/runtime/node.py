@@ -19,6 +19,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ConnectError, CoveyError
+from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.boards import Boards
 from covey.runtime.events import Events
@@ -26,7 +27,6 @@ from covey.runtime.fault import Fault
 from covey.runtime.forming import Forming
 from covey.runtime.history import History
 from covey.runtime.lanes import LaneKey, Lanes
-from covey.runtime.link import printable
 from covey.runtime.peers import Lobby, Peer
 from covey.runtime.vigil import Vigil
 from covey.wire import messages

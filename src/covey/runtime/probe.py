@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConnectError
 from covey.net.interfaces import to_dial
-from covey.runtime.greet import connect, receive_exactly
+from covey.runtime.greet import SILENCE, connect, receive_exactly
 from covey.wire import door
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from covey.net.interfaces import Interface
+    from covey.runtime.allowance import Allowance
     from covey.runtime.greet import Gate, Where
     from covey.wire.messages import Address
 
 WORDS: Final = 5
 PROBE_SECONDS: Final = 1.0
-SILENCE: Final = "no answer in time"
-"""What is said of a way on which nothing comes back, not even a refusal."""
 CLEARLY_BETTER: Final = 0.8
 """A way must take at most this share of the time to be taken instead of one that is known to work."""
 FIRST_PIECE: Final = 1 << 14
@@ -58,11 +57,21 @@ class Sounding:
     """The one that was tried, if it works."""
 
 
-async def sound(way: Where, gate: Gate) -> Sounding:
-    """Connect to a node and send it some words, which it sends back."""
+async def sound(way: Where, gate: Gate, allowance: Allowance | None = None, *, token: bytes = b"") -> Sounding:
+    """Connect to a node and send it some words, which it sends back; with an `allowance`, when there is a turn for it.
+
+    Who shows the node `token` later, on a link, proves that it came from here.
+    """
+    if allowance is not None:
+        async with allowance.turn(way):
+            return await _sound(way, gate, token, spares=True)
+    return await _sound(way, gate, token, spares=False)
+
+
+async def _sound(way: Where, gate: Gate, token: bytes, *, spares: bool) -> Sounding:
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            sock, _ = await connect(way, gate, door.Purpose.PROBE)
+            sock, _ = await connect(way, gate, door.Purpose.PROBE, token=token, spares=spares)
             with sock:
                 loop = asyncio.get_running_loop()
                 quickest = float("inf")
@@ -80,33 +89,35 @@ async def sound(way: Where, gate: Gate) -> Sounding:
         return Sounding(problem=str(error))
 
 
-async def probe(way: Where, gate: Gate) -> tuple[float, str]:
-    """Return the seconds of the quickest round trip by this way, or a negative number and why there is none."""
-    sounding = await sound(way, gate)
-    return sounding.round_trip, sounding.problem
-
-
 async def sound_each(
-    addresses: Iterable[Address], own: Sequence[Interface], gate: Gate, *, same_host: bool = False
+    addresses: Iterable[Address],
+    own: Sequence[Interface],
+    gate: Gate,
+    allowance: Allowance | None = None,
+    *,
+    same_host: bool = False,
+    token: bytes = b"",
 ) -> list[Sounding]:
     """Try all addresses of a node at once, each by whatever interface leads there; the best way to each, in order."""
-    return list(await asyncio.gather(*(_sound_address(address, own, gate, same_host) for address in addresses)))
+
+    async def try_one(address: Address) -> Sounding:
+        is_loopback = same_host and address.ip in ("127.0.0.1", "::1")
+        ways = [(address.ip, address.port)] if is_loopback else to_dial(own, (address,), same_host=False)
+        results = await asyncio.gather(*(sound(way, gate, allowance, token=token) for way in ways))
+        working = [result for result in results if result.round_trip >= 0]
+        if working:
+            return min(working, key=lambda result: result.round_trip)
+        return results[0] if results else Sounding(problem="no interface leads there")
+
+    return list(await asyncio.gather(*map(try_one, addresses)))
 
 
-async def _sound_address(address: Address, own: Sequence[Interface], gate: Gate, same_host: bool) -> Sounding:
-    is_loopback = same_host and address.ip in ("127.0.0.1", "::1")
-    ways = [(address.ip, address.port)] if is_loopback else to_dial(own, (address,), same_host=False)
-    results = await asyncio.gather(*(sound(way, gate) for way in ways))
-    working = [result for result in results if result.round_trip >= 0]
-    if working:
-        return min(working, key=lambda result: result.round_trip)
-    return results[0] if results else Sounding(problem="no interface leads there")
-
-
-async def best_way(ways: Sequence[Where], gate: Gate, known: Where | None) -> tuple[Where | None, float]:
+async def best_way(
+    ways: Sequence[Where], gate: Gate, known: Where | None, allowance: Allowance | None = None
+) -> tuple[Where | None, float]:
     """Probe all ways at once; return the shortest, or `known` unless one is clearly shorter, and its round trip."""
-    results = await asyncio.gather(*(probe(way, gate) for way in ways))
-    times = {way: taken for way, (taken, _) in zip(ways, results, strict=True) if taken >= 0}
+    results = await asyncio.gather(*(sound(way, gate, allowance) for way in ways))
+    times = {way: result.round_trip for way, result in zip(ways, results, strict=True) if result.round_trip >= 0}
     if not times:
         return known, -1.0
     best = min(times, key=lambda way: times[way])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
 from covey.net.mdns import Beacon
+from covey.runtime.hints import Hint, Origin
 from covey.runtime.loop import aside
 from covey.runtime.seat import numeric
 from covey.wire.messages import Address
@@ -21,38 +22,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS: Final = 0.2
 """How often the folder of this host is looked at, while others are waited for."""
-AGAIN_SECONDS: Final = 1.0
-"""How soon a hint that led nowhere is followed again, the first time."""
-SELDOM_SECONDS: Final = 15.0
-HINTS_LIMIT: Final = 256
 SEED_SECONDS: Final = 1.0
 """How often a seed that did not answer is tried again, at most."""
-
-
-class Hints:
-    """Addresses at which somebody may be, and when to try each again: nobody repeats them for us."""
-
-    def __init__(self) -> None:
-        self._hints: dict[tuple[Address, ...], tuple[float, float, bool]] = {}
-        """When to try, how long to wait after that, and whether they are on this host."""
-
-    def add(self, addresses: tuple[Address, ...], now: float, *, same_host: bool) -> None:
-        """Note that somebody said so, just now."""
-        if addresses and addresses not in self._hints:
-            while len(self._hints) >= HINTS_LIMIT:
-                del self._hints[next(iter(self._hints))]
-            self._hints[addresses] = now, AGAIN_SECONDS, same_host
-
-    def due(self, now: float) -> list[tuple[tuple[Address, ...], bool]]:
-        """Return those to try now, and whether each is on this host; they are due again later, and ever later."""
-        ready = [(addresses, hint) for addresses, hint in self._hints.items() if hint[0] <= now]
-        for addresses, (_, pause, same_host) in ready:
-            self._hints[addresses] = now + pause, min(2 * pause, SELDOM_SECONDS), same_host
-        return [(addresses, same_host) for addresses, (_, _, same_host) in ready]
-
-    def forget(self, addresses: tuple[Address, ...]) -> None:
-        """Note that nobody else is there."""
-        self._hints.pop(addresses, None)
 
 
 class Search:
@@ -65,12 +36,12 @@ class Search:
         interfaces: str,
         neighbours: Neighbours,
         *,
-        found: Callable[..., None],
+        found: Callable[[Hint, Origin], None],
         try_seed: Callable[[str, tuple[Address, ...]], Awaitable[None]],
         needs_seeds: Callable[[], bool] = lambda: True,
         announce: bool = True,
     ) -> None:
-        """`found(addresses, same_host=)` gets hints as they come; `try_seed` dials a seed, while `needs_seeds()`.
+        """`found` gets hints as they come; `try_seed` dials a seed, while `needs_seeds()`.
 
         Without `announce` it only looks.
         """
@@ -78,7 +49,7 @@ class Search:
         self._seeds = cluster.seeds
         self._found, self._try_seed, self._announces = found, try_seed, announce
         self._needs_seeds = needs_seeds
-        self.beacon = Beacon(cluster.secret.derive("mdns"), self._port, interfaces, found, announce=announce)
+        self.beacon = Beacon(cluster.secret.derive("mdns"), self._port, interfaces, self._heard, announce=announce)
         self._neighbours = neighbours
         self.look_seconds = LOOK_SECONDS
         self.problems: dict[str, str] = {}
@@ -96,6 +67,9 @@ class Search:
             self._neighbours.close()
             await self.beacon.close()
 
+    def _heard(self, addresses: tuple[Address, ...], interface: str) -> None:
+        self._found(Hint(addresses, interface=interface), Origin.MULTICAST)
+
     async def _announce(self) -> None:
         try:
             await self.beacon.start()
@@ -110,7 +84,8 @@ class Search:
                     self._neighbours.announce(self._port, self._socket)
                     is_announced = True
                 for neighbour in self._neighbours.others():
-                    self._found((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
+                    here = Hint((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
+                    self._found(here, Origin.HOST)
                 self.problems.pop("this host", None)
             except (OSError, CoveyError) as error:  # a full disk, no descriptor: the next look may work
                 self.problems["this host"] = str(error)

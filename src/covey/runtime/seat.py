@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, ConnectError
 from covey.base.version import __version__
+from covey.net.descriptors import explain, keep_a_spare
 from covey.net.meeting import Meeting, check_folder, host_token, local_address_towards, socket_path
 from covey.runtime import loop as control
 from covey.runtime.entrance import Entrance
@@ -170,6 +171,7 @@ def cluster_seat(
             return plain in loopbacks or not config.interfaces or pattern.allows(describe(plain), plain)
 
         entrance = Entrance(listeners, gate.door_key, run, allows=allows)
+        keep_a_spare()  # what a member promises is written down before it is said
         release = undo.pop_all().close
     return Seat(gate, card, entrance, contacts or {}, release, neighbours, cluster.denied)
 
@@ -212,7 +214,7 @@ def _listen_at(host: str, port: int) -> socket.socket:
     try:
         sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
+        raise ConfigError(f"cannot listen at {host}, port {port}: {explain(error)}") from error
     sock.setblocking(False)
     return sock
 
@@ -234,4 +236,4 @@ def _listen_everywhere(ports: range | tuple[int, ...]) -> socket.socket:
             sock.setblocking(False)
             return sock
     wanted = str(ports[0]) if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
-    raise ConfigError(f"cannot listen on port {wanted}: {problem.strerror if problem else 'none'}; set COVEY_PORT")
+    raise ConfigError(f"cannot listen on port {wanted}: {explain(problem) if problem else 'none'}; set COVEY_PORT")

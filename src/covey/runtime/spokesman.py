@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import CoveyError, RemoteProtocolError
+from covey.base.text import printable
 from covey.net.meeting import host_token
 from covey.proto.ballot import first_record
 from covey.proto.health import Vouch
 from covey.runtime.council import Council, seats_of
 from covey.runtime.entrance import Entrance
 from covey.runtime.greet import Gate, admit
-from covey.runtime.link import printable
 from covey.runtime.warden import keeper_path
 from covey.runtime.wards import Rounds, Wards
 from covey.wire import messages

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
-from covey.net.descriptors import track
+from covey.net.descriptors import explain, track
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
@@ -67,7 +67,7 @@ class Warden:
             waking, ringing = socket.socketpair()
         except OSError as error:
             listener.close()
-            raise ConfigError(f"cannot listen at {self.path}: {error.strerror}") from error
+            raise ConfigError(f"cannot listen at {self.path}: {explain(error)}") from error
         self._bell = track(waking), track(ringing)
         self._thread = threading.Thread(target=self._serve, args=(listener, waking), name="covey-warden", daemon=True)
         self._thread.start()

@@ -30,21 +30,25 @@ class Ward:
 
     def __init__(self, life: bytes, pid: int, now: float) -> None:
         self.life, self.pid = life, pid
-        self._began = _state(self.pid)[1]
-        """Tells it from a later process that got its number."""
-        self.state, self.changed_at = Vouch.EXITED if self._began is None else Vouch.BUSY, now
+        self._began: bytes | None = None
+        """When it began, as far as that is known: tells it from a later process that got its number."""
+        self.state, self.changed_at = Vouch.BUSY, now
         self.look(now)
         self.closely_until = -1.0
 
     def look(self, now: float) -> bool:
-        """Ask the kernel; return whether something has changed. Who has exited stays so."""
+        """Ask the kernel; return whether something has changed. What has exited stays so.
+
+        While the kernel cannot be asked, nothing changes: a process is not taken to be dead for want of a descriptor.
+        """
         before = self.state
-        if before is not Vouch.EXITED:
-            letter, began = _state(self.pid)
-            if began is None or began != self._began or letter in "ZX":
+        if before is not Vouch.EXITED and (seen := _state(self.pid)) is not None:
+            letter, began = seen
+            self._began = self._began or began
+            if began is None or began != self._began or letter in tuple("ZX"):
                 self.state = Vouch.EXITED
             else:
-                self.state = Vouch.STOPPED if letter in "Tt" else Vouch.BUSY
+                self.state = Vouch.STOPPED if letter in tuple("Tt") else Vouch.BUSY
         if self.state is before:
             return False
         self.changed_at = now
@@ -151,8 +155,11 @@ def _has_exited(ward: Ward) -> bool:
     return ward.state is Vouch.EXITED
 
 
-def _state(pid: int) -> tuple[str, bytes | None]:
-    """Return the letter that stands for the state of a process, and when it began; None: there is no such process."""
+def _state(pid: int) -> tuple[str, bytes | None] | None:
+    """Return the letter that stands for the state of a process, and when it began, which is None if there is none.
+
+    Returns None if the kernel cannot be asked now.
+    """
     if pid <= 0:
         return "", None
     try:
@@ -166,3 +173,5 @@ def _state(pid: int) -> tuple[str, bytes | None]:
         return "", None
     except PermissionError:  # another user's, and so not ours
         return "", None
+    except OSError:  # out of descriptors, most likely
+        return None

@@ -1,52 +1,90 @@
-"""What an mDNS announcement says: that somebody who holds a cluster's secret listens on a port, and nothing else.
+"""What an mDNS announcement says: a holder of a cluster's secret listens at these addresses and this port.
 
-The tag is an HMAC over fresh random bytes and the port: members recognise each other, strangers learn neither the
-cluster nor the node, and two announcements cannot be told to be of one cluster. Anybody can repeat an announcement,
-so an address heard with one is a hint; the handshake decides.
+Everything is in one TXT record, under a tag: an HMAC over the version, fresh random bytes, the port and the addresses.
+Members recognise each other, strangers learn neither the cluster nor the node, two announcements cannot be told to be
+of one cluster, and no address can be added to one or taken from it. Other records (SRV, A, AAAA) are not believed.
+
+Anybody can repeat an announcement, so an address heard with one is a hint; the handshake decides. The tag is different
+each time a node announces itself anew, so what is only repeated can be told from what is fresh.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 SERVICE: Final = "_covey._tcp.local."
 VERSION: Final = b"1"
 NONCE_BYTES: Final = 16
 TAG_BYTES: Final = 16
+MOST_ADDRESSES: Final = 8
+"""Addresses in one announcement: those of one interface, IPv4 first."""
 _LABEL: Final = b"covey/1/mdns-tag"
 _HEX: Final = re.compile(rb"[0-9a-f]{32}")
+_PORT: Final = re.compile(rb"[1-9][0-9]{0,4}")
 
 
-def make(key: bytes, nonce: bytes, port: int) -> dict[bytes, bytes]:
-    """Return the TXT properties of one announcement; `nonce` is `NONCE_BYTES` random bytes."""
-    return {b"v": VERSION, b"n": nonce.hex().encode(), b"t": _tag(key, nonce, port)}
+@dataclass(frozen=True)
+class Announcement:
+    """What was announced, and by whom as far as the tag tells."""
+
+    port: int
+    ips: tuple[str, ...]
+    """Numeric; link-local ones of IPv6 have no scope."""
+    nonce: bytes
+    tag: bytes
+    is_ours: bool
+    """Whether a holder of our key made it; else of another key, or nobody who holds any."""
 
 
-def matches(key: bytes, properties: Mapping[bytes, bytes | None], port: int) -> bool:
-    """Tell whether a holder of `key` made these properties for `port`; whatever else they hold, they do not match."""
-    said = _read(properties)
-    return said is not None and 0 < port < 1 << 16 and hmac.compare_digest(said[1], _tag(key, said[0], port))
+def make(key: bytes, nonce: bytes, port: int, ips: Iterable[str]) -> dict[bytes, bytes]:
+    """Return the TXT properties of one announcement; `nonce` is `NONCE_BYTES` random bytes.
+
+    Of more than `MOST_ADDRESSES` addresses, the first are announced.
+    """
+    parsed = sorted((ipaddress.ip_address(ip) for ip in ips), key=lambda ip: ip.version)[:MOST_ADDRESSES]
+    four = b"".join(ip.packed for ip in parsed if ip.version == 4)
+    six = b"".join(ip.packed for ip in parsed if ip.version == 6)
+    said = {b"v": VERSION, b"n": nonce.hex().encode(), b"p": b"%d" % port, b"4": four, b"6": six}
+    return {**said, b"t": _tag(key, nonce, port, four, six).hex().encode()}
 
 
-def is_foreign_covey(key: bytes, properties: Mapping[bytes, bytes | None], port: int) -> bool:
-    """Tell whether this is an announcement of covey, well formed, by somebody who holds another key."""
-    return _read(properties) is not None and 0 < port < 1 << 16 and not matches(key, properties, port)
-
-
-def _read(properties: Mapping[bytes, bytes | None]) -> tuple[bytes, bytes] | None:
-    """Return nonce and tag (in hex, as it travels), or None if these are not properties that `make` makes."""
-    nonce, tag = properties.get(b"n"), properties.get(b"t")
-    if properties.get(b"v") != VERSION or not isinstance(nonce, bytes) or not isinstance(tag, bytes):
+def read(key: bytes, properties: Mapping[bytes, bytes | None]) -> Announcement | None:
+    """Return what properties announce, or None if they are not such as `make` makes."""
+    version, nonce, port, four, six, tag = (properties.get(name) for name in (b"v", b"n", b"p", b"4", b"6", b"t"))
+    if version != VERSION or not (nonce and _HEX.fullmatch(nonce) and tag and _HEX.fullmatch(tag)):
         return None
-    if not _HEX.fullmatch(nonce) or not _HEX.fullmatch(tag):
+    four, six = four or b"", six or b""
+    if port is None or not _PORT.fullmatch(port) or int(port) >= 1 << 16 or len(four) % 4 or len(six) % 16:
         return None
-    return bytes.fromhex(nonce.decode()), tag
+    ips = [str(ipaddress.IPv4Address(four[at : at + 4])) for at in range(0, len(four), 4)]
+    ips += [str(ipaddress.IPv6Address(six[at : at + 16])) for at in range(0, len(six), 16)]
+    if not 0 < len(ips) <= MOST_ADDRESSES:
+        return None
+    random, given = bytes.fromhex(nonce.decode()), bytes.fromhex(tag.decode())
+    is_ours = hmac.compare_digest(given, _tag(key, random, int(port), four, six))
+    return Announcement(int(port), tuple(ips), random, given, is_ours)
 
 
-def _tag(key: bytes, nonce: bytes, port: int) -> bytes:
-    return hmac.digest(key, _LABEL + nonce + port.to_bytes(2, "big"), "sha256")[:TAG_BYTES].hex().encode()
+def split_txt(text: bytes) -> dict[bytes, bytes | None]:
+    """Return the properties in the data of a TXT record; of a name that comes twice, the first counts (RFC 6763)."""
+    properties: dict[bytes, bytes | None] = {}
+    at = 0
+    while at < len(text):
+        end = at + 1 + text[at]
+        name, separator, value = text[at + 1 : end].partition(b"=")
+        properties.setdefault(name, value if separator else None)
+        at = end
+    return properties
+
+
+def _tag(key: bytes, nonce: bytes, port: int, four: bytes, six: bytes) -> bytes:
+    numbers = bytes((len(VERSION),)) + VERSION + nonce + port.to_bytes(2, "big")
+    said = numbers + bytes((len(four),)) + four + bytes((len(six),)) + six
+    return hmac.digest(key, _LABEL + said, "sha256")[:TAG_BYTES]

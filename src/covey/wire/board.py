@@ -11,6 +11,7 @@ import msgspec
 
 from covey.base.errors import RemoteProtocolError
 from covey.wire.frame import CONTROL_LIMIT
+from covey.wire.messages import Text, Worded
 
 KEY_LIMIT: Final = 1000
 """Characters of a key."""
@@ -119,10 +120,10 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=15):
     number: Number = 0
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=16):
+class Refused(Worded, frozen=True, array_like=True, tag=16):
     """There is no answer, and why."""
 
-    reason: Annotated[str, msgspec.Meta(max_length=1000)]
+    reason: Text
 
 
 Question = Put | Get | Await | Check | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length

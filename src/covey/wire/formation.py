@@ -14,6 +14,7 @@ import msgspec
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.wire.lineage import Ending, Lineage
 from covey.wire.messages import MAX_MEMBERS as MAX_MEMBERS
+from covey.wire.messages import Worded
 
 ID_BYTES: Final = 32
 LIFE_BYTES: Final = 16
@@ -76,7 +77,7 @@ def difference(mine: Terms, theirs: Terms) -> str:
     )
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True):
+class Member(Worded, frozen=True, array_like=True):
     """One life of a node, as the others know it."""
 
     id: NodeId
@@ -99,7 +100,7 @@ class Phase(enum.IntEnum):
     FORMED = 2
 
 
-class Here(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class Here(Worded, frozen=True, array_like=True, tag=1):
     """Who the sender is, whom it hears, what it is doing."""
 
     terms: Terms
@@ -141,7 +142,7 @@ class Outcome(enum.IntEnum):
     ABORT = 2
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class Row(Worded, frozen=True, array_like=True):
     """What one member of a proposal has bound itself to. Every number only grows, so of two rows the later is known."""
 
     answer: Answer = Answer.NONE

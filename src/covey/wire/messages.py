@@ -1,26 +1,63 @@
 """Control messages: what nodes say to each other beside the tensor bytes.
 
-Tags and fields are only ever added, at the end.
+Tags and fields are only ever added, at the end. Text that people read is bounded, and has no character that a terminal
+or a log would obey: names by their type, sentences because `Worded` cleans them, where they are made and where they
+are decoded.
 """
 
 from __future__ import annotations
 
+import functools
+import typing
 from typing import Annotated, Final
 
 import msgspec
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.text import TEXT_LIMIT, printable
 
 VERSION: Final = 1
 NAME_LIMIT: Final = 100
+ADDRESSES_LIMIT: Final = 16
+"""Addresses of one node."""
+CARDS_LIMIT: Final = 1000
+"""Cards in one message: with all their addresses fewer fit into a frame."""
+RANKS_LIMIT: Final = 4096
+"""Ranks that one message names."""
 MAX_MEMBERS: Final = 128
 """Members of a view; so many fit into one control frame, whatever their names and contacts."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
 """What people read: short, and nothing that a terminal would obey."""
 Ip = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F.:]{0,45}\Z")]
-Text = Annotated[str, msgspec.Meta(max_length=1000)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
+Story = Annotated[str, msgspec.Meta(max_length=8 * TEXT_LIMIT)]
+"""Text that tells of many ranks."""
 Bytes = Annotated[bytes, msgspec.Meta(max_length=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""A time that can be computed with and shown: neither infinite nor no number."""
+
+
+class Worded(msgspec.Struct, frozen=True, array_like=True):
+    """A message with sentences for people: whoever wrote them, they are printable and bounded here."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, printable(value, _limit(type(self), name)))
+            elif isinstance(value, tuple) and value and isinstance(value[0], str):
+                most = _limit(type(self), name)
+                msgspec.structs.force_setattr(self, name, tuple(printable(text, most) for text in value))
+
+
+@functools.cache
+def _limit(kind: type[Worded], field: str) -> int:
+    """Return how many characters a text of a message, or each of a list of texts, may have."""
+    hint = typing.get_type_hints(kind, include_extras=True)[field]
+    if typing.get_origin(hint.__origin__) is tuple:
+        hint = typing.get_args(hint.__origin__)[0]
+    return next((meta.max_length for meta in hint.__metadata__ if meta.max_length is not None), NAME_LIMIT)
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -38,7 +75,7 @@ class Contact(msgspec.Struct, frozen=True, array_like=True):
 
     host: Name
     """Equal for processes that can share memory."""
-    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=16)]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
     """Where it accepts TCP connections, best first."""
     socket: Text
     """Path of the unix socket where it accepts connections, or empty."""
@@ -99,7 +136,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """As in Hello."""
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class Refusal(Worded, frozen=True, array_like=True, tag=3):
     """The answer to a Hello that is not."""
 
     reason: Text
@@ -125,60 +162,60 @@ class Dial(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Please open this lane: one end of each pair does all the dialling."""
 
     group: int
-    purpose: str
+    purpose: Name
     attempt: int = 0
 
 
-class Announce(msgspec.Struct, frozen=True, array_like=True, tag=8):
+class Announce(Worded, frozen=True, array_like=True, tag=8):
     """The sender's operation `sequence` does not move; where is everyone?"""
 
     group: int
     sequence: int
     fingerprint: int
-    call: str
+    call: Story
 
 
-class Position(msgspec.Struct, frozen=True, array_like=True, tag=9):
+class Position(Worded, frozen=True, array_like=True, tag=9):
     """Answer to Announce: the last operation entered here, and what was called at the announced sequence."""
 
     group: int
     entered: int
     sequence: int
     fingerprint: int
-    call: str
+    call: Story
     """Empty if this rank has not come to that sequence, or passed it long ago."""
 
 
-class Revoke(msgspec.Struct, frozen=True, array_like=True, tag=10):
+class Revoke(Worded, frozen=True, array_like=True, tag=10):
     """The group has failed on the sender; the first cause."""
 
     group: int
-    kind: str
-    text: str
-    ranks: tuple[int, ...]
+    kind: Name
+    text: Story
+    ranks: Annotated[tuple[int, ...], msgspec.Meta(max_length=RANKS_LIMIT)]
     """The ranks to blame: lost or late, in the group's numbering."""
 
 
-class NoLane(msgspec.Struct, frozen=True, array_like=True, tag=11):
+class NoLane(Worded, frozen=True, array_like=True, tag=11):
     """Answer to Dial or Offer: there will be no such lane."""
 
     group: int
-    purpose: str
-    reason: str
+    purpose: Name
+    reason: Text
     attempt: int = 0
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """The sender is about to open a lane, and this is its key."""
 
-    lane: bytes
+    lane: Bytes
     """16 random bytes that name it."""
-    secret: bytes
+    secret: Bytes
     """32 random bytes that only the two ends know: links are private."""
     group: int
-    purpose: str
+    purpose: Name
     """`collectives` or `messages`."""
-    kind: str
+    kind: Name
     capacity: int
     """Bytes of each of its rings, if it is made of shared memory."""
     streams: int
@@ -193,13 +230,13 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
 class Expect(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """Answer to Offer: the lane may come."""
 
-    lane: bytes
+    lane: Bytes
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True, tag=14):
     """Others that the sender is linked with: a seed known to all makes all known to each other."""
 
-    cards: tuple[Card, ...]
+    cards: Annotated[tuple[Card, ...], msgspec.Meta(max_length=CARDS_LIMIT)]
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=15):
@@ -212,7 +249,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=16):
     """Answer to Ping, with the sender's clock in seconds since 1970."""
 
     number: int
-    clock: float
+    clock: Seconds
 
 
 class Forming(msgspec.Struct, frozen=True, array_like=True, tag=17):
@@ -225,66 +262,70 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """A visitor wants to know how things stand."""
 
 
-class Tell(msgspec.Struct, frozen=True, array_like=True, tag=19):
+class Tell(Worded, frozen=True, array_like=True, tag=19):
     """Answer to Ask: how the sender sees its run."""
 
-    run: str
-    state: str
+    run: Text
+    state: Name
     """`joining` or `running`."""
-    leader: bytes
+    leader: Bytes
     """The id of the first of the view; empty while there is none."""
-    tie_breaker: bytes
-    since: float
+    tie_breaker: Bytes
+    since: Seconds
     """Seconds in this state."""
     peers: tuple[PeerState, ...]
     rank: int = -1
     """The sender's own, once there is one."""
 
 
-class PeerState(msgspec.Struct, frozen=True, array_like=True):
+class PeerState(Worded, frozen=True, array_like=True):
     """How a node reaches another."""
 
     card: Card
     rank: int
-    lane: str
+    lane: Name
     """The kind of lane between them."""
-    local: str
+    local: Text
     """The address used on the teller's side, and its interface."""
-    remote: str
-    interface: str
-    round_trip: float
-    """Seconds; negative if not measured."""
-    clock_offset: float
-    """Seconds that the peer's clock is ahead of the teller's."""
+    remote: Text
+    interface: Text
+    round_trip: Seconds
+    """Negative if not measured."""
+    clock_offset: Seconds
+    """How far the peer's clock is ahead of the teller's."""
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """Please try to connect to these addresses of mine, and tell what came of it."""
+    """Please try to connect to these addresses of mine, and tell what came of it.
 
-    addresses: tuple[Address, ...]
+    Those are tried from which the sender has come: by its link, or by a probe that was bound to `token`.
+    """
+
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
+    token: Bytes = b""
 
 
-class Reached(msgspec.Struct, frozen=True, array_like=True, tag=21):
+class Reached(Worded, frozen=True, array_like=True, tag=21):
     """Answer to Reach, in the same order."""
 
-    round_trips: tuple[float, ...]
-    """Seconds; negative where there was no way."""
-    problems: tuple[str, ...]
+    round_trips: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
+    """Negative where there was no way."""
+    problems: Annotated[tuple[Text, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
 
 
 class NewSecret(msgspec.Struct, frozen=True, array_like=True, tag=22):
     """The cluster's secret was changed by one of its members; keep this one for the next time."""
 
-    key: bytes
+    key: Bytes
 
     def __repr__(self) -> str:
         return "NewSecret()"
 
 
-class SecretKept(msgspec.Struct, frozen=True, array_like=True, tag=23):
+class SecretKept(Worded, frozen=True, array_like=True, tag=23):
     """Answer to NewSecret."""
 
-    problem: str
+    problem: Text
     """Empty, or why it was not kept."""
 
 
@@ -345,7 +386,7 @@ class Posting(msgspec.Struct, frozen=True, array_like=True, tag=27):
     body: bytes
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag=28):
+class Ended(Worded, frozen=True, array_like=True, tag=28):
     """A run is over. Members tell processes that wait for it, and keepers."""
 
     run: Text

@@ -339,3 +339,12 @@ def test_the_json_has_all_facts_and_findings() -> None:
         *("format", "machine", "cluster", "cluster_problem", "interfaces", "interfaces_problem", "multicast_problem"),
         *("looked", "people", "unreachable", "seeds", "refusals", "seconds", "findings"),
     }
+
+
+def test_a_flood_of_multicast_is_noticed_and_a_few_packets_too_many_are_not() -> None:
+    flooded = only(replace(WELL, interfaces=(LOOPBACK, replace(CABLE, dropped=12_345))))
+    assert (flooded.weight, flooded.code) == ("warning", "multicast-flood")
+    assert "12345 packets" in flooded.text
+    assert "eth0" in flooded.text
+    assert "tcpdump -ni eth0" in flooded.remedy
+    assert found(replace(WELL, interfaces=(LOOPBACK, replace(CABLE, dropped=3)))) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
@@ -145,3 +146,14 @@ def test_the_picture_is_json() -> None:
 def test_times_are_short() -> None:
     assert [milliseconds(seconds) for seconds in (0.0000584, 0.01234, 0.2)] == ["0.06 ms", "12.3 ms", "200 ms"]
     assert [duration(seconds) for seconds in (7.4, 119, 300, 9000)] == ["7 s", "119 s", "5 min", "2 h 30 min"]
+
+
+@pytest.mark.parametrize("name", ["[/bold]", "[red]", "[link=http://x]x", "[[", "\\["])
+def test_names_of_nodes_and_runs_are_shown_as_they_are(name: str) -> None:
+    """A bracket in what others call themselves is no instruction to the terminal."""
+    named = replace(card(1), name=name)
+    peers = (replace(state(2), card=card(2)), replace(state(1, lane="shm", round_trip=1e-3), card=named))
+    story = Tell(name, "joining", b"", b"", 1.0, peers)
+    drawn = picture("lab", [replace(state(1), card=named)], [story], {name: name})
+    text = "\n".join(shown(drawn))
+    assert text.count(name) >= 4

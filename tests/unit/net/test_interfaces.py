@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, ConnectError
+from covey.net import interfaces as interfaces_module
 from covey.net.interfaces import (
     MOST_ADVERTISED,
     MOST_DIALLED,
@@ -21,6 +22,7 @@ from covey.net.interfaces import (
     all_interfaces,
     describe,
     loopback_interfaces,
+    on_link,
     parse_pattern,
     recent_interfaces,
     to_dial,
@@ -238,3 +240,49 @@ def test_what_is_no_port_is_never_dialled(port: int) -> None:
 def test_nobody_can_make_us_dial_without_end() -> None:
     theirs = at(*(f"10.{i}.{j}.1" for i in range(20) for j in range(20)))
     assert len(to_dial([ETH], theirs, same_host=False)) == MOST_DIALLED
+
+
+@pytest.mark.parametrize(
+    ("where", "ip", "index", "is_there"),
+    [
+        (ETH, "192.168.1.77", 0, True),
+        (ETH, "::ffff:192.168.1.77", 0, True),
+        (ETH, "192.168.7.2", 0, False),
+        (ETH, "8.8.8.8", 0, False),
+        (ETH, "fd00::77", 0, True),
+        (ETH, "fd01::77", 0, False),
+        (ETH, "fe80::77", 2, True),
+        (ETH, "fe80::77", 3, False),
+        (ETH, "127.0.0.1", 0, False),
+        (ETH, "::ffff:127.0.0.1", 0, False),
+        (ETH, "::1", 0, False),
+        (ETH, "224.0.0.251", 0, False),
+        (ETH, "0.0.0.0", 0, False),
+        (ETH, "ff02::fb", 2, False),
+        (ETH, "no address", 0, False),
+        (DOCKER, "fe80::77", 4, False),
+        (LO, "127.9.9.9", 0, True),
+        (LO, "::1", 0, True),
+        (LO, "fe80::77", 1, False),
+        (LO, "192.168.1.2", 0, False),
+    ],
+)
+def test_an_address_is_on_the_link_of_one_interface_or_not(
+    where: Interface, ip: str, index: int, is_there: bool
+) -> None:
+    assert on_link(where, ip, index) is is_there
+
+
+def test_where_the_system_cannot_be_asked_the_interfaces_are_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = describe("127.0.0.1")
+
+    def refuse() -> list[Interface]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(interfaces_module, "all_interfaces", refuse)
+    seen_at, there = interfaces_module._known
+    monkeypatch.setattr(interfaces_module, "_known", (seen_at - 2 * RECENT_SECONDS, there))
+    assert describe("127.0.0.1") == before != ""
+    monkeypatch.setattr(interfaces_module, "_known", (-RECENT_SECONDS, []))
+    with pytest.raises(ConnectError, match="ulimit -n"):
+        recent_interfaces()

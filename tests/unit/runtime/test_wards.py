@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from covey.proto.health import STOPPED_SILENCE, Vouch
+from covey.runtime import wards as wards_module
 from covey.runtime.wards import LOOK_CLOSELY_EVERY, LOOK_EVERY, REMEMBERED_SECONDS, WARDS_LIMIT, Ward, Wards
 from covey.wire.messages import Card, Contact
 
@@ -92,3 +93,33 @@ def test_a_process_whose_link_ended_is_looked_at_more_often_for_a_moment() -> No
     wards.watch_closely(ward, 0.0)
     assert wards.look_again_in(0.9) == LOOK_CLOSELY_EVERY
     assert wards.look_again_in(1.1) == LOOK_EVERY
+
+
+def test_a_process_is_not_taken_to_be_dead_because_the_kernel_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a descriptor left nothing can be read about any process."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    known = Ward(b"life", os.getpid(), 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", refuse)
+        patched.setattr(os, "kill", refuse)
+        late = Ward(b"late", os.getpid(), 0.0)
+        for ward in (known, late):
+            assert ward.look(1.0) is False
+            assert ward.state is Vouch.BUSY
+    for ward in (known, late):
+        assert ward.look(2.0) is False
+        assert ward.state is Vouch.BUSY
+
+
+def test_a_process_that_ended_while_the_kernel_could_not_be_asked_is_noticed_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wards_module, "_state", lambda _pid: None)
+    ward = Ward(b"life", 1, 0.0)
+    assert ward.state is Vouch.BUSY
+    monkeypatch.setattr(wards_module, "_state", lambda _pid: ("", None))
+    assert ward.look(1.0) is True
+    assert ward.state is Vouch.EXITED

@@ -11,7 +11,7 @@ from covey.wire import door
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 challenges = st.binary(min_size=door.CHALLENGE_BYTES, max_size=door.CHALLENGE_BYTES)
-salts = st.binary(min_size=door.SALT_BYTES, max_size=door.SALT_BYTES)
+salts = st.binary(min_size=door.BOUND_BYTES, max_size=door.BOUND_BYTES)
 purposes = st.sampled_from(door.Purpose)
 
 
@@ -60,7 +60,7 @@ def test_no_other_bytes_open_the_door_or_break_it(challenge: bytes, given_bytes:
 
 @pytest.mark.parametrize("purpose", [0, 4, 99, 255])
 def test_a_purpose_that_does_not_exist_is_refused_even_with_the_key(purpose: int) -> None:
-    challenge, salt = b"c" * door.CHALLENGE_BYTES, b"s" * door.SALT_BYTES
+    challenge, salt = b"c" * door.CHALLENGE_BYTES, b"s" * door.BOUND_BYTES
     answer = door.answer(KEY, challenge, purpose, salt)  # type: ignore[arg-type]
     with pytest.raises(AuthError, match=f"unknown purpose, {purpose}"):
         door.check(KEY, challenge, answer)
@@ -68,9 +68,9 @@ def test_a_purpose_that_does_not_exist_is_refused_even_with_the_key(purpose: int
 
 def test_an_answer_shows_nothing_that_two_connections_have_in_common() -> None:
     challenge = b"c" * door.CHALLENGE_BYTES
-    one, other = (door.answer(KEY, challenge, door.Purpose.LINK, salt * door.SALT_BYTES) for salt in (b"1", b"2"))
+    one, other = (door.answer(KEY, challenge, door.Purpose.LINK, salt * door.BOUND_BYTES) for salt in (b"1", b"2"))
     assert one[:1] == other[:1] == b"\1"
-    assert one[1 + door.SALT_BYTES :] != other[1 + door.SALT_BYTES :]
+    assert one[1 + door.BOUND_BYTES :] != other[1 + door.BOUND_BYTES :]
 
 
 def test_the_numbers_on_the_wire_never_change() -> None:

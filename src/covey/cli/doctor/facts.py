@@ -74,6 +74,8 @@ class Network:
     """Packets of this machine's own that multicast brought back: it works as far as this machine."""
     heard: int = 0
     """Packets of other machines, whatever they were about."""
+    dropped: int = 0
+    """Those of them about covey that were not looked at: too many, or of an unusual size."""
     heard_from: tuple[str, ...] = ()
     """The machines among them that spoke about covey."""
     foreign: tuple[str, ...] = ()

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 Weight = Literal["problem", "warning", "note"]
 WEIGHTS: Final[tuple[Weight, ...]] = ("problem", "warning", "note")
 CLOCK_SECONDS: Final = 5.0
+MOST_DROPPED: Final = 50
+"""Packets that are not looked at without a flood: many nodes that start at once on one machine, say."""
 PORT_RANGE: Final = f"{PORTS[0]}-{PORTS[-1]}/tcp"
 OPEN_PORTS: Final = f"ufw allow {PORTS[0]}:{PORTS[-1]}/tcp, or firewall-cmd --add-port={PORT_RANGE}"
 
@@ -236,6 +238,19 @@ def _multicast(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _flood(facts: Facts) -> Iterator[Finding]:
+    for each in facts.interfaces:
+        if each.dropped >= MOST_DROPPED:
+            yield Finding(
+                "warning",
+                "multicast-flood",
+                f"{each.dropped} packets about covey were not looked at on {each.name}: more than nodes send, "
+                "so a machine there repeats or invents them. Nodes may be slow to find each other.",
+                f"Find that machine (tcpdump -ni {each.name} udp port 5353) and stop it. Until then, name one node "
+                "to the others: --seeds or COVEY_SEEDS.",
+            )
+
+
 def _one_way(facts: Facts) -> Iterator[Finding]:
     for person in facts.people:
         if person.is_here or not person.ways_there or not person.ways_back:
@@ -316,5 +331,5 @@ def _some(names: list[str], most: int = 4) -> str:
 _CHECKS: Final = (
     *(_permissions, _unknown_variables, _no_cluster, _no_interface),
     *(_unreachable, _seeds, _refused, _foreign, _nobody),
-    *(_one_way, _multicast, _wireless, _versions, _clocks, _only_ipv6),
+    *(_one_way, _multicast, _flood, _wireless, _versions, _clocks, _only_ipv6),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import secrets
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -13,8 +15,9 @@ from covey.cli.doctor.ear import Ear
 from covey.cli.doctor.facts import Network, Person, Seed, Way
 from covey.net.interfaces import all_interfaces, describe, parse_pattern, usable_interfaces
 from covey.runtime import loop as control
-from covey.runtime.greet import spell
-from covey.runtime.probe import PROBE_SECONDS, SILENCE, Sounding, sound, sound_each, throughput
+from covey.runtime.greet import SILENCE, spell
+from covey.runtime.probe import PROBE_SECONDS, Sounding, sound, sound_each, throughput
+from covey.runtime.reach import NOT_TRIED, TOO_OFTEN
 from covey.runtime.visit import visiting
 from covey.wire import messages
 
@@ -48,6 +51,8 @@ NO_WAY: Final = "cannot be reached"
 MOST_EXAMINED: Final = 32
 MOST_KNOCKS: Final = 4
 """Ports that a silent machine is tried at."""
+MOST_SILENT: Final = 16
+"""Silent machines that are tried: their packets can be invented."""
 LATE_SECONDS: Final = 1.0
 """How much later than planned the control loop may be."""
 
@@ -65,6 +70,8 @@ class Search:
         self._seeds = cluster.seeds
         self._cluster = replace(cluster, seeds=tuple(dict.fromkeys((*cluster.seeds, *_doctors_at(cluster.seeds)))))
         self._own = usable_interfaces(config.interfaces)
+        self._token = secrets.token_bytes(16)
+        """Shows the others that our probes are ours."""
         self._until = time.monotonic() + ENOUGH_SECONDS
         self.interfaces: tuple[Network, ...] = ()
         self.people: tuple[Person, ...] = ()
@@ -98,14 +105,16 @@ class Search:
         trying = [control.start(self._try_ways(gathering, card)) for card in cards]
         stories = visit.ask_all(cards, messages.Ask(), PROBE_SECONDS)
         ours = gathering.card.contact
+        for attempt in trying:  # they try what they have seen us come from
+            attempt.result(PROBE_SECONDS + LATE_SECONDS)
         remote = [card for card in cards if card.contact.host != ours.host]  # on this machine all of them work
-        replies = visit.ask_all(remote, messages.Reach(ours.addresses), ANSWER_SECONDS)
+        replies = visit.ask_all(remote, messages.Reach(ours.addresses, self._token), ANSWER_SECONDS)
         answers = {card.id: answer for card, answer in zip(remote, replies, strict=True)}
         people = []
         for card, attempt, story in zip(cards, trying, stories, strict=True):
             someone = gathering.met.get(card.id)
             if someone is not None and someone.link is not None:  # or it has gone meanwhile
-                soundings = attempt.result(PROBE_SECONDS + LATE_SECONDS)
+                soundings = attempt.result()
                 person = self._describe(someone, gathering, soundings, self._found_by(card, gathering, ear))
                 person = _with_ways_back(person, ours.addresses, answers[card.id]) if card.id in answers else person
                 people.append((_with_story(person, story), someone.way or _quickest(soundings)))
@@ -130,7 +139,8 @@ class Search:
 
     async def _try_ways(self, gathering: Gathering, card: messages.Card) -> list[Sounding]:
         is_here = card.contact.host == gathering.card.contact.host
-        return await sound_each(card.contact.addresses, self._own, gathering.seat.gate, same_host=is_here)
+        gate, addresses = gathering.seat.gate, card.contact.addresses
+        return await sound_each(addresses, self._own, gate, same_host=is_here, token=self._token)
 
     def _found_by(self, card: messages.Card, gathering: Gathering, ear: Ear) -> tuple[str, ...]:
         addresses = {address.ip for address in card.contact.addresses}
@@ -192,7 +202,7 @@ class Search:
         ports = (*PORTS[:MOST_KNOCKS], PORTS[-1])
         knocks = {
             ip: [sound((ip, port, 0, index) if ":" in ip else (ip, port), gathering.seat.gate) for port in ports]
-            for ip, index in silent.items()
+            for ip, index in itertools.islice(silent.items(), MOST_SILENT)
         }
         answers = await asyncio.gather(*(asyncio.gather(*each) for each in knocks.values()))
         return {
@@ -243,6 +253,7 @@ def look_at_interfaces(
                 sent=seen.sent if seen else 0,
                 came_back=heard.own if heard else 0,
                 heard=heard.others if heard else 0,
+                dropped=seen.dropped if seen else 0,
                 heard_from=tuple(sorted(heard.speakers)) if heard else (),
                 foreign=tuple(spell((place.ip, place.port)) for place in seen.foreign) if seen else (),
                 errors=seen.errors if seen else (),
@@ -279,7 +290,11 @@ def _with_ways_back(person: Person, ours: tuple[messages.Address, ...], answer: 
     if not len(ours) == len(answer.round_trips) == len(answer.problems):
         return replace(person, ways_back_problem="it answered something else")
     said = zip(ours, answer.round_trips, answer.problems, strict=True)
-    return replace(person, ways_back=tuple(_way(address, Sounding(taken, why), {}) for address, taken, why in said))
+    tried = [(address, Sounding(taken, why)) for address, taken, why in said if why not in (NOT_TRIED, TOO_OFTEN)]
+    if not tried:
+        why = answer.problems[0].removeprefix("not tried: ") if answer.problems else NOT_TRIED
+        return replace(person, ways_back_problem=f"it tried none of our addresses: {why}")
+    return replace(person, ways_back=tuple(_way(address, sounding, {}) for address, sounding in tried))
 
 
 def _with_story(person: Person, story: messages.Answer | CoveyError) -> Person:

@@ -111,6 +111,8 @@ def _interfaces(interfaces: Sequence[Network]) -> RenderableType:
             story.append(f"\ncovey heard from {_some(each.heard_from)}", style="green")
         if each.foreign:
             story.append(f"\nanother secret at {_some(each.foreign)}", style="yellow")
+        if each.dropped:
+            story.append(f"\n{each.dropped} packets about covey were not looked at", style="yellow")
         for error in each.errors:
             story.append(f"\n{error}", style="yellow")
         table.add_row(

@@ -87,11 +87,11 @@ def _matrix(nodes: tuple[Node, ...], told: list[Node]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("from", overflow="fold")
     for node in nodes:
-        table.add_column(f"to {_label(node)}", overflow="fold")
+        table.add_column(Text(f"to {_label(node)}"), overflow="fold")
     for node in told:
         ways = {way.id: way for way in node.peers}
         cells = (_cell(ways[other.id]) if other.id in ways else "" for other in nodes)
-        table.add_row(_label(node), *map(Text, cells))
+        table.add_row(*map(Text, (_label(node), *cells)))
     return table
 
 

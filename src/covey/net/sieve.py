@@ -1,0 +1,54 @@
+"""What of the packets on a network's multicast is looked at: those about covey, of a usual size, and not too many.
+
+Everybody on the network can send such packets, under any address. What does not pass costs nothing but its receipt.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from covey.base.pace import Bucket, Buckets
+
+MOST_BYTES: Final = 1500
+"""Of a packet: what covey sends has at most half of that."""
+MOST_RECORDS: Final = 16
+"""Of a packet, questions included."""
+SOURCE_RATE, SOURCE_BURST = 20.0, 60.0
+"""Packets a second, and at once, from one address. Several nodes may share it, and say a few things as they start."""
+TOTAL_RATE, TOTAL_BURST = 200.0, 400.0
+"""The same from all addresses together: they can be invented."""
+_HEADER_BYTES: Final = 12
+_TRUNCATED: Final = 0x02
+_RESPONSE: Final = 0x80
+_COVEY: Final = b"\x06_covey\x04_tcp\x05local"
+
+
+class Sieve:
+    """Decides on packets one by one, and counts those that do not pass."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        """Packets about covey that did not pass."""
+        self._by_source = Buckets(SOURCE_RATE, SOURCE_BURST)
+        self._total = Bucket(TOTAL_RATE, TOTAL_BURST)
+
+    def passes(self, packet: bytes, source: str, now: float) -> bool:
+        """Tell whether a packet is worth parsing."""
+        if _COVEY not in packet:
+            return False
+        is_usual = len(packet) <= MOST_BYTES and _records(packet) <= MOST_RECORDS and not packet[2] & _TRUNCATED
+        if is_usual and self._by_source.take(source, now) and self._total.take(now):
+            return True
+        self.dropped += 1
+        return False
+
+
+def is_response(packet: bytes) -> bool:
+    """Tell whether a packet of DNS answers, or else asks."""
+    return len(packet) > 2 and bool(packet[2] & _RESPONSE)
+
+
+def _records(packet: bytes) -> int:
+    """Return how many records a packet of DNS says it has."""
+    header = packet[:_HEADER_BYTES]
+    return sum(int.from_bytes(header[at : at + 2], "big") for at in range(4, _HEADER_BYTES, 2))

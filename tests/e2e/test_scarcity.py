@@ -1,0 +1,106 @@
+"""Ranks that have used up all the descriptors they may have: what has begun goes on, the rest says what to do."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.e2e.jobs import Job, finish, new_job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+FULL = """
+import errno, json, os, resource, sys, time
+import numpy as np
+import covey
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+options = json.loads(os.environ["JOIN"])
+group = covey.join(**options)
+x, held, said = np.ones(1000), [], {}
+group.all_reduce(x)
+
+def fill():
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError as error:
+        assert error.errno == errno.EMFILE
+
+def attempt(name, call):
+    try:
+        call()
+        said[name] = "done"
+    except covey.CoveyError as error:
+        said[name] = str(error)
+
+def message():
+    if group.rank == 0:
+        group.send(x, 1, timeout=20)
+    else:
+        group.recv(0, timeout=20)
+
+def part(timeout):
+    with group.split(0) as other:
+        other.all_reduce(x, timeout=timeout)
+
+fill()
+until = time.monotonic() + 6
+while not group.all_reduce(int(time.monotonic() > until)):  # longer than others look for signs of life
+    fill()
+    time.sleep(0.05)
+attempt("message", message)
+attempt("part", lambda: part(2))
+for each in held:
+    os.close(each)
+attempt("message again", message)
+attempt("part again", lambda: part(20))
+said["sum"] = group.all_reduce(group.rank + 1)
+group.close()
+print(json.dumps(said))
+"""
+ALONE = """
+import os, resource, sys
+from covey import CoveyError, join
+
+held = [os.open("/dev/null", os.O_RDONLY) for _ in range(10)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, held[-1] + 1))
+try:
+    join("my-run", size=2, timeout=20)
+except CoveyError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with new_job() as made:
+        made.home.mkdir(mode=0o700)
+        yield made
+
+
+@pytest.mark.parametrize("where", ["one host", "cluster", "cluster that survives"])
+def test_a_group_without_a_descriptor_left_goes_on_and_says_what_to_do(job: Job, where: str) -> None:
+    if where == "one host":
+        ranks = job.ranks(FULL, 2, JOIN="{}")
+    else:
+        on_loss = "continue" if "survives" in where else "raise"
+        join = f'{{"run": "full", "size": 2, "interfaces": "lo", "lanes": "secure", "on_loss": "{on_loss}"}}'
+        secret = secrets.token_hex(32)
+        ranks = [job.start(FULL, JOIN=join, COVEY_SECRET=secret, COVEY_RUN_PROGRAM="x") for _ in range(2)]
+    for said in (finish(rank).report for rank in ranks):
+        assert "ulimit -n" in said["message"]
+        assert "ulimit -n" in said["part"]
+        assert said["message again"] == said["part again"] == "done"
+        assert said["sum"] == 3
+
+
+def test_a_process_that_can_open_nothing_is_told_so_when_it_joins(job: Job) -> None:
+    ended = finish(job.start(ALONE, COVEY_SECRET=secrets.token_hex(32), COVEY_INTERFACES="lo"))
+    assert ended.code == 0, ended.err
+    assert "Error " in ended.out
+    assert "ulimit -n" in ended.out

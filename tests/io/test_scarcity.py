@@ -1,0 +1,183 @@
+"""A node whose process can open no more files: what keeps something true goes on, and works again when it can."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.io.test_gathering import Crew, home, know_each_other, new_cluster, run, seed_of, until
+
+from covey.base.errors import ConnectError
+from covey.net import interfaces, mdns
+from covey.net.mdns import Beacon
+from covey.runtime import gathering as gathering_module
+from covey.runtime import greet
+from covey.runtime.follower import Follower, Outcome
+from covey.runtime.hints import TRIES, Hint, Origin
+from covey.runtime.loop import aside
+from covey.wire.messages import Address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.search import Search
+
+
+__all__ = ["home"]  # a fixture of every test here
+
+FULL = errno.EMFILE, os.strerror(errno.EMFILE)
+
+
+class Shortage:
+    """A function that fails for want of a descriptor until it is over."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.is_over, self.refused = False, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_over:
+            self.refused += 1
+            raise OSError(*FULL)
+        return self._function(*args, **kwargs)
+
+
+def test_addresses_are_kept_true_after_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = (Address("192.0.2.1", 9, "eth0"),)
+    shortage = Shortage(interfaces.usable_interfaces)
+    monkeypatch.setattr(gathering_module, "PING_SECONDS", 0.02)
+    monkeypatch.setattr(gathering_module, "usable_interfaces", shortage)
+    monkeypatch.setattr(gathering_module, "advertised", lambda *_: moved)
+
+    async def work(crew: Crew) -> None:
+        node = await crew.add(new_cluster())
+        await until(lambda: shortage.refused > 3)
+        assert node.card.contact.addresses != moved
+        shortage.is_over = True
+        await until(lambda: node.card.contact.addresses == moved)
+
+    run(work)
+
+
+def test_multicast_begins_after_a_shortage_at_the_start_and_goes_on_after_one_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mdns, "LOOK_EVERY", 0.05)
+    shortage = Shortage(interfaces.all_interfaces)
+    monkeypatch.setattr(interfaces, "all_interfaces", shortage)
+
+    async def work(_crew: Crew) -> None:
+        beacon = Beacon(bytes(32), 9, "lo", lambda *_: None)
+        try:
+            await beacon.start()
+            assert "ulimit -n" in beacon.state
+            await until(lambda: shortage.refused > 3)
+            shortage.is_over = True
+            await until(lambda: beacon.state == "announced on lo")
+            shortage.is_over, shortage.refused = False, 0
+            await until(lambda: shortage.refused > 3)
+            shortage.is_over = True
+            await until(lambda: beacon.state == "announced on lo")
+        finally:
+            await beacon.close()
+
+    run(work)
+
+
+def test_seeds_and_neighbours_are_found_after_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    shortage = Shortage(greet._new_socket)
+    monkeypatch.setattr(greet, "_new_socket", shortage)
+
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        first = await crew.add(cluster)
+        second = await crew.add(new_cluster(secret=cluster.secret, seeds=(seed_of(first),)))
+        await until(lambda: shortage.refused > 3)
+        (problem,) = second.problems().values()
+        assert "ulimit -n" in problem
+        shortage.is_over = True
+        await until(lambda: know_each_other(first, second))
+
+    run(work)
+
+
+def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        first = await crew.add(cluster)
+        second = await crew.add(new_cluster(secret=cluster.secret))
+        monkeypatch.setattr(interfaces, "all_interfaces", Shortage(interfaces.all_interfaces))
+        _, there = interfaces._known
+        monkeypatch.setattr(interfaces, "_known", (time.monotonic() - 60, there))
+        assert await second._dial(first.card.contact.addresses) is Outcome.MET
+        await until(lambda: not second.met[first.card.id].is_measuring)
+        assert second.met[first.card.id].round_trip > 0
+        told = second.tell()  # names the interface of each link
+        assert told.peers[0].interface == "lo"
+
+    run(work)
+
+
+def test_a_hint_is_not_given_up_because_this_process_can_open_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.runtime.follower.SCARCE_SECONDS", 0.0)
+    monkeypatch.setattr("covey.runtime.follower.AGAIN_SECONDS", 0.004)
+    monkeypatch.setattr("covey.runtime.hints.AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr("covey.runtime.hints.SELDOM_SECONDS", 0.002)
+    hint, dials = Hint((Address("192.0.2.1", 9),)), 0
+
+    async def dial(_hint: Hint) -> Outcome:
+        nonlocal dials
+        dials += 1
+        return Outcome.SCARCE if dials <= 3 * TRIES else Outcome.NOBODY
+
+    async def work(_crew: Crew) -> None:
+        tasks = set()
+        follower = Follower(dial, lambda _: False, lambda work: tasks.add(asyncio.create_task(work)))
+        follower.found(hint, Origin.MULTICAST)
+        following = asyncio.create_task(follower.keep_following())
+        await until(lambda: dials == 4 * TRIES)
+        await asyncio.sleep(0.1)
+        assert dials == 4 * TRIES  # then it sleeps
+        following.cancel()
+        await asyncio.gather(following, *tasks, return_exceptions=True)
+
+    run(work)
+
+
+def test_where_no_thread_can_be_started_what_was_to_run_there_fails_as_the_system_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def work(_crew: Crew) -> None:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OSError, match="can't start new thread"):
+            await aside(time.monotonic)
+
+    run(work)
+
+
+@pytest.mark.parametrize("error", [OSError(*FULL), ConnectError("no such host")])
+def test_a_seed_is_tried_again_whatever_happened(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    tries = 0
+
+    async def fail(*_: Any) -> None:
+        nonlocal tries
+        tries += 1
+        raise error
+
+    monkeypatch.setattr("covey.runtime.search.aside", fail)
+
+    async def work(crew: Crew) -> None:
+        node = await crew.add(new_cluster(seeds=("127.0.0.1:9",)))
+        search: Search = node.search
+        await until(lambda: tries > 2)
+        assert "127.0.0.1:9" in search.problems
+
+    run(work)
