@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 import socket
@@ -342,7 +341,7 @@ def _bounded(value: Any, rng: random.Random) -> Any:
     if isinstance(value, int):
         return abs(value) % (1 << 31)
     if isinstance(value, float):
-        return value if math.isfinite(value) else 0.0
+        return value if abs(value) < 1e12 else -1.0
     if isinstance(value, str):
         return "".join(letter for letter in value if " " <= letter <= "~")[:45]
     return value[:16]
