@@ -43,7 +43,6 @@ def test_an_operation_moves_over_the_other_network_when_one_dies(kind: str) -> N
         options = {"patience": 20, "count": 200_000, "pause": 0.01}
         started = [start_kept(cluster, host, "paths", STEADY, "--size", "2", **options) for host in lan.hosts]
         members = by_rank(started)
-        marks = 0
         for number in (0, 1):  # one of them carries links and lanes
             time.sleep(1.0)
             kill_network(lan, number, kind)
@@ -51,9 +50,8 @@ def test_an_operation_moves_over_the_other_network_when_one_dies(kind: str) -> N
             time.sleep(0.5)  # so that what follows is after the cut
             members[0].signal(signal.SIGUSR2)
             for member in members:
-                taken = member.said("marked", marks)["at"] - at
+                taken = member.said("marked", number)["at"] - at
                 assert taken < MOVE_SECONDS + STANDSTILL_SECONDS, member.story()
-            marks += 1
             revive(lan, number, kind)
             time.sleep(2.5)  # addresses come back, and what was tried in vain is tried again
         for member in members:
