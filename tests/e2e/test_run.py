@@ -67,12 +67,14 @@ def runtime() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-@pytest.fixture
-def covey_run(tmp_path: Path, runtime: Path) -> Iterator[Callable[..., Keeper]]:
+@pytest.fixture(params=["0", "1"], ids=["cold", "warm"])
+def covey_run(request: pytest.FixtureRequest, tmp_path: Path, runtime: Path) -> Iterator[Callable[..., Keeper]]:
+    """Start `covey run`: all of this holds for ranks with interpreters of their own, and for forks of one."""
     keepers: list[Keeper] = []
 
     def start(*words: str, **streams: object) -> Keeper:
-        keepers.append(Keeper(tmp_path, runtime, *words, **streams))
+        env = {"COVEY_WARM_START": request.param, **streams.pop("env", {})}  # type: ignore[dict-item]
+        keepers.append(Keeper(tmp_path, runtime, *words, **streams, env=env))
         return keepers[-1]
 
     try:
@@ -87,6 +89,8 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     """Write a script that knows its rank and return its name."""
     prelude = """
 import os, signal, subprocess, sys, time
+if not sys.argv:
+    import covey  # never: only scripts that name it are started warm
 rank = int(os.environ['COVEY_RANK'])
 def print(*words, file=sys.stdout, end="\\n"):
     file.write(" ".join(map(str, words)) + end)  # at once: a line that takes long to finish is shown in parts

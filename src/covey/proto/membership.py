@@ -175,7 +175,8 @@ class Membership:
         if place is None or place == self._me:
             return False
         self._presence.link_up(place, peer_life, now)
-        self._send(place, self._pulse())
+        if self._keeper in (None, place, self._me):  # members of a keeper hear from it how far the others are
+            self._send(place, self._pulse())
         if self._proposal is not None:
             self._ask(self._proposal, [place])
         self._heard_news(now)

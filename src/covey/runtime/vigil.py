@@ -27,24 +27,25 @@ if TYPE_CHECKING:
 class Vigil:
     """Judges the other processes of a run."""
 
-    def __init__(self, node: Node, lost: Callable[[int, str, bool], None], trusted: Callable[[int], None]) -> None:
-        """`lost(seat, reason, is_cut_off)` is called for one that should be given up, `trusted(seat)` when it is back.
-
-        Who is cut off cannot be heard on the link there is, even if the network comes back soon.
-        """
+    def __init__(
+        self, node: Node, lost: Callable[[int, str, health.Cause], None], trusted: Callable[[int], None]
+    ) -> None:
+        """`lost(seat, reason, cause)` is called for one that should be given up, `trusted(seat)` when it is back."""
         self._node, self._lost, self._trusted = node, lost, trusted
         self._health = health.Health(node.host, time.monotonic())
         self._pings: dict[int, tuple[int, float]] = {}
         """By seat: the last one, and when it was sent."""
         self._wards: dict[int, Ward] = {}
         """By seat: processes of this host, as the kernel sees them."""
+        self._watched: set[int] = set()
         self._given_up: set[int] = set()
         self._changed = asyncio.Event()
 
     async def keep(self) -> None:
         """Watch until cancelled."""
         for peer in self._node.peers.values():
-            self.watch(peer)
+            if peer.rank not in self._watched:
+                self.watch(peer)
         while True:
             self._changed.clear()
             self._perform()
@@ -55,8 +56,10 @@ class Vigil:
             self._health.tick(time.monotonic())
 
     def watch(self, peer: Peer) -> None:
-        """Begin to judge a peer."""
-        if peer.contact is not None and peer.contact.host == self._node.host and peer.pid and peer.life:
+        """Begin to judge a peer, or trust it anew in the next generation."""
+        self._watched.add(peer.rank)
+        is_here = peer.contact is not None and peer.contact.host == self._node.host
+        if is_here and peer.pid and peer.life and peer.rank not in self._wards:
             self._wards[peer.rank] = Ward(peer.life, peer.pid, time.monotonic())
         if peer.contact is not None and not peer.excluded and not peer.left and peer.life:
             self._health.watch(_id(peer.rank), peer.contact.host, time.monotonic())
@@ -109,6 +112,7 @@ class Vigil:
         """There is nothing more to find out about a peer."""
         self._health.forget(_id(seat))
         self._wards.pop(seat, None)
+        self._watched.discard(seat)
         self._given_up.discard(seat)
 
     def _perform(self) -> None:
@@ -121,7 +125,7 @@ class Vigil:
                 case health.Dead(_, cause, reason):
                     self._given_up.add(seat)
                     reason = reason.replace(f"host {_host(peer)}", peer.host_name or "host")
-                    self._lost(seat, reason, cause is health.Cause.HOST_SILENT)
+                    self._lost(seat, reason, cause)
                 case health.Trust() if seat in self._given_up:
                     self._given_up.discard(seat)
                     self._trusted(seat)

@@ -30,25 +30,25 @@ class Ward:
 
     def __init__(self, life: bytes, pid: int, now: float) -> None:
         self.life, self.pid = life, pid
-        self._began = _state(self.pid)[1]
-        """Tells it from a later process that got its number."""
-        self.state, self.changed_at = Vouch.EXITED if self._began is None else Vouch.BUSY, now
-        self.look(now)
+        letter, self._began = _state(pid)
+        """The latter tells it from a later process that got its number."""
+        self.state, self.changed_at = self._judge(letter, self._began), now
         self.closely_until = -1.0
 
     def look(self, now: float) -> bool:
         """Ask the kernel; return whether something has changed. Who has exited stays so."""
         before = self.state
         if before is not Vouch.EXITED:
-            letter, began = _state(self.pid)
-            if began is None or began != self._began or letter in "ZX":
-                self.state = Vouch.EXITED
-            else:
-                self.state = Vouch.STOPPED if letter in "Tt" else Vouch.BUSY
+            self.state = self._judge(*_state(self.pid))
         if self.state is before:
             return False
         self.changed_at = now
         return True
+
+    def _judge(self, letter: str, began: bytes | None) -> Vouch:
+        if began is None or began != self._began or letter in ("Z", "X"):
+            return Vouch.EXITED
+        return Vouch.STOPPED if letter in ("T", "t") else Vouch.BUSY
 
     def is_lost(self, now: float) -> bool:
         """Tell whether to go on without it: it has exited, or was stopped too long."""
