@@ -216,7 +216,7 @@ def _founded(
     lives = b"".join(member.card.life for member in members)
     lineage = hashlib.blake2b(generation.founded.lineage + lives, digest_size=16, key=str(number).encode()).digest()
     is_kept = generation.founded.is_kept
-    return messages.Founded(number, lineage, is_kept, tuple(members), node.config.on_loss)
+    return messages.Founded(number, lineage, is_kept, tuple(members), node.config.on_loss, node.config.patience)
 
 
 def _await_someone(node: Node) -> None:

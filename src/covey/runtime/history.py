@@ -54,7 +54,7 @@ class History:
         digest = hashlib.blake2b(lives, digest_size=16, key=node.run.encode()[:64]).digest()
         members = tuple(messages.SeatedMember(seat, card) for seat, card in enumerate(cards))
         is_kept = self.keeper is not None
-        self.found(messages.Founded(0, lineage or digest, is_kept, members, node.config.on_loss))
+        self.found(messages.Founded(0, lineage or digest, is_kept, members, node.config.on_loss, node.config.patience))
 
     def found(self, founded: messages.Founded) -> Generation:
         """Begin a generation; those of its members that waited outside sit down, and are told."""
@@ -123,6 +123,12 @@ class History:
         """A process was given up, or is trusted again."""
         for council, rank in self._councils(seat):
             council.judged(rank, is_dead=is_dead)
+
+    def vouched(self, seat: int) -> None:
+        """The keeper of a process says that it is alive, and not stopped."""
+        for generation in self._generations.values():
+            if not generation.founded.is_kept and (rank := generation.rank_of(seat)) is not None:
+                generation.council.vouched(rank)
 
     def _councils(self, seat: int) -> list[tuple[Council, int]]:
         """Return the councils in which a process has a place, and the place."""

@@ -19,7 +19,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ConnectError, CoveyError
-from covey.proto.health import Cause
+from covey.proto.health import Cause, Vouch
 from covey.runtime import loop as control
 from covey.runtime.boards import Boards
 from covey.runtime.events import Events
@@ -301,6 +301,8 @@ class Node:
         for life, value in processes:
             if life in by_life and self._vigil is not None:
                 self._vigil.vouched(by_life[life], value)
+                if value == Vouch.BUSY:
+                    self.history.vouched(by_life[life].rank)
 
     def noticed(self, rank: int) -> None:
         """A rank of the run said something."""

@@ -60,6 +60,7 @@ class _Generation:
             raise RemoteProtocolError(f"nobody can be in generation {founded.generation} as it was founded")
         self.told_by: set[bytes] = set()
         """The lives that know of it, and so can be spoken to about it."""
+        self.patience = founded.patience
         self.open_by = now + FOUNDING_SECONDS
         self.council: Council | None = None
         self.given_up: set[int] = set()
@@ -218,6 +219,7 @@ class Spokesman:
             return
         self.survives = bool(self.survives) or founded.on_loss == "continue"
         generation.told_by.add(life)
+        generation.patience = min(generation.patience, told.patience)
         self._judge_members(generation, now)
 
     def _agreeing(self, life: bytes, number: int, said: bytes) -> None:
@@ -254,7 +256,7 @@ class Spokesman:
                 for number, life in enumerate(waiting)
             )
             lineage = secrets.token_bytes(PROPOSAL_BYTES)
-            founded = messages.Founded(last.number + 1, lineage, True, seated, "continue")
+            founded = messages.Founded(last.number + 1, lineage, True, seated, "continue", last.patience)
             for life in waiting:
                 self._links[life].send(messages.encode(founded))
 
@@ -273,6 +275,9 @@ class Spokesman:
             if len(lost | here) < len(wards) and now < generation.open_by:
                 return
             generation.council = self._open_council(generation)
+        for place, ward in enumerate(wards):
+            if ward is not None and ward.state is Vouch.BUSY:
+                generation.council.vouched(place)
         for place in sorted(lost ^ generation.given_up):
             generation.council.judged(place, is_dead=place in lost)
         generation.given_up = lost
@@ -280,7 +285,15 @@ class Spokesman:
     def _open_council(self, generation: _Generation) -> Council:
         record = first_record(generation.seats, generation.lineage, has_keeper=True)
         chamber = _Chamber(self._links, generation.lives)
-        council = Council(generation.number, record, len(generation.seats), self._card.life, chamber, has_keeper=True)
+        council = Council(
+            generation.number,
+            record,
+            len(generation.seats),
+            self._card.life,
+            chamber,
+            has_keeper=True,
+            patience=generation.patience,
+        )
         for rank, life in enumerate(generation.lives):
             if life in self._links:
                 council.link_up(rank, life)

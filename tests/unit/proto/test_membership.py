@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from covey.proto.views import is_quorum, judge, largest_company, next_tie_breake
 from covey.testing.workers import Worker
 from covey.testing.world import World
 from covey.wire.membership import (
+    MAX_MEMBERS,
     Accept,
     Accepted,
     Decided,
@@ -488,6 +490,16 @@ def test_a_company_of_a_hundred_in_two_halves_is_found_quickly_with_the_tie_brea
     hears = {rank: [other for other in range(100) if other // 50 == rank // 50] for rank in range(100)}
     assert largest_company(hears, 70) == tuple(range(50, 100))
     assert largest_company(hears, 0) == tuple(range(50))
+
+
+def test_the_company_of_the_most_members_that_there_may_be_is_found_at_once() -> None:
+    """A keeper looks for it after every answer, while all members wait."""
+    everybody = range(MAX_MEMBERS)
+    hears = {rank: tuple(other for other in everybody if other not in (rank, 5, 50)) for rank in everybody}
+    began = time.process_time()
+    for _ in everybody:
+        largest_company(hears, 0)
+    assert time.process_time() - began < 2.0
 
 
 def test_the_tie_breaker_stays_as_long_as_it_can() -> None:
