@@ -301,6 +301,22 @@ def test_ranks_die_with_a_keeper_that_is_killed(covey_run, script) -> None:
     wait_until(lambda: all(map(is_gone, pids)))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_what_a_killed_keeper_leaves_behind_goes_with_the_next_run(covey_run, script, runtime) -> None:
+    job = script("""
+        print(os.getpid())
+        wait_for_signals()
+    """)
+    keeper = covey_run("-n", "2", job)
+    pids = [int(keeper.process.stdout.readline()[4:]) for _ in range(2)]
+    keeper.process.kill()
+    wait_until(lambda: all(map(is_gone, pids)))
+    (left,) = runtime.glob("covey-run-*")
+    os.utime(left, (time.time() - 100,) * 2)  # seconds after a keeper began, its folder would not be touched
+    assert covey_run("-n", "1", script("")).finish()[0] == 0
+    assert list(runtime.glob("covey-run-*")) == []
+
+
 def test_what_a_rank_leaves_running_neither_survives_nor_holds_up_the_keeper(covey_run, script) -> None:
     job = script("""
         child = subprocess.Popen(["sleep", "1000"])

@@ -11,16 +11,14 @@ import contextlib
 import functools
 import os
 import secrets
-import shutil
 import signal
-import stat
 import subprocess
-import tempfile
 import time
 from typing import IO, TYPE_CHECKING, Final, Self
 
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
+from covey.net.run_folder import RunFolder
 from covey.runtime.processes import close_pipes, die_with, libc, signal_group
 from covey.runtime.torch_env import free_port, torch_variables
 from covey.runtime.warden import Warden
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from covey.runtime.warm_start import Template
 
 TOKEN_BYTES: Final = 32
-FOLDER_LIMIT_BYTES: Final = 75
-"""Longest path of a run's folder. A unix socket's path may have 103 bytes, so its name in the folder may have 27."""
 
 FAILURE_GRACE: Final = 1.0
 """Seconds in which the other ranks may notice a failure by themselves and say what they lost, before SIGTERM."""
@@ -216,12 +212,13 @@ class LocalRun(HostRun):
         super().__init__(size)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._torch_port = free_port() if torch_env else 0
-        self.folder = _fresh_folder()
+        self._own_folder = RunFolder()
+        self.folder = self._own_folder.path
         self.warden = Warden(self.folder, self.token)
         try:
             self.warden.start()
         except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._own_folder.remove()
             raise
 
     def place(self, rank: int) -> dict[str, object]:
@@ -247,7 +244,7 @@ class LocalRun(HostRun):
         try:
             super().__exit__(*exception)
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._own_folder.remove()
 
 
 class ClusterRun(HostRun):
@@ -272,23 +269,3 @@ class ClusterRun(HostRun):
 
     def handed_over(self) -> tuple[str, bytes]:
         return ("COVEY_SECRET_FD" if self._key else ""), self._key
-
-
-def _fresh_folder() -> str:
-    for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
-        with contextlib.suppress(OSError):
-            if _is_guarded(base):
-                folder = tempfile.mkdtemp(prefix="covey-", dir=base)
-                if len(os.fsencode(folder)) <= FOLDER_LIMIT_BYTES:
-                    return folder
-                os.rmdir(folder)
-    raise ConfigError("found no folder with a short path for the run's sockets; set TMPDIR to one that you can write")
-
-
-def _is_guarded(base: str) -> bool:
-    """Whether no other user could swap a folder that we make in `base` for one of theirs."""
-    if not os.path.isabs(base):
-        return False
-    info = os.stat(base)
-    others_may_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return info.st_uid in (0, os.geteuid()) and (not others_may_write or bool(info.st_mode & stat.S_ISVTX))
