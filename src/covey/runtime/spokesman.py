@@ -43,6 +43,8 @@ FOUNDING_SECONDS: Final = 3.0
 FAREWELL_SECONDS: Final = 1.0
 GATHER_SECONDS: Final = 2.0
 """How long those who wait outside may come, before the run is founded anew with them because no member is left."""
+GATHER_OLD_SECONDS: Final = 10.0
+"""The same while all who wait have been in the run before: one that was started again may be on its way."""
 
 
 class _Generation:
@@ -93,6 +95,8 @@ class Spokesman:
         """Of those who are linked, by life."""
         self._left: set[bytes] = set()
         """Lives that ended in good order."""
+        self._last_in: dict[bytes, int] = {}
+        """By life, the last generation of processes that were members and have not exited."""
         self._next_seat = 0
         self._forsaken_at = math.inf
         """Since when no member lives while others wait outside."""
@@ -210,6 +214,7 @@ class Spokesman:
             self._next_seat = max(self._next_seat, *(member.seat + 1 for member in founded.members))
             for member in founded.members:
                 self._wards.watch(member.card, now)  # it may never come
+                self._last_in[member.card.life] = told.number
         generation = self._generations.get(told.number)
         if generation is None:
             return  # it is over
@@ -249,8 +254,20 @@ class Spokesman:
         if any(life in self._left for life in members):
             for life in waiting:
                 self._links[life].send(messages.encode(messages.Goodbye()))
-        elif now >= self._forsaken_at + GATHER_SECONDS:
+            return
+        # A process that lost its place has an older state of the run. The first rank gives its state to all: it should
+        # be one that was started again, with what the program begins with or has read from a checkpoint.
+        last_in = {life: self._was_last_in(life) for life in waiting}
+        waiting.sort(key=lambda life: (last_in[life] >= 0, -last_in[life]))
+        are_old = last_in[waiting[0]] >= 0
+        if now >= self._forsaken_at + (GATHER_OLD_SECONDS if are_old else GATHER_SECONDS):
             self._forsaken_at = now  # those who come now are for the next time, if this one fails
+            if are_old:
+                logger.warning(
+                    "no member is left, and no process was started again: the run goes back to the state that process "
+                    "%d had when it lost its place in generation %d",
+                    *(self._cards[waiting[0]].pid, last_in[waiting[0]]),
+                )
             seated = tuple(
                 messages.SeatedMember(self._next_seat + number, self._cards[life])
                 for number, life in enumerate(waiting)
@@ -259,6 +276,14 @@ class Spokesman:
             founded = messages.Founded(last.number + 1, lineage, True, seated, "continue", last.patience)
             for life in waiting:
                 self._links[life].send(messages.encode(founded))
+
+    def _was_last_in(self, life: bytes) -> int:
+        """Return the last generation in which the process of a life was a member, in an earlier life; -1 for none."""
+        wards = {old: self._wards.get(old) for old in self._last_in}
+        for old in [old for old, ward in wards.items() if ward is None or ward.state is Vouch.EXITED]:
+            del self._last_in[old], wards[old]
+        pid = self._cards[life].pid
+        return max((self._last_in[old] for old, ward in wards.items() if ward and ward.pid == pid), default=-1)
 
     def _lives(self, life: bytes) -> bool:
         ward = self._wards.get(life)
