@@ -135,7 +135,11 @@ class _Generations:
             if isinstance(error, GroupChangedError):
                 return self._join(again=True)
             raise error if error is not None else ClosedError(f"group {group.name!r} is closed")
-        founded = self._agree(group, node)
+        try:
+            founded = self._agree(group, node)
+        except GroupChangedError:  # between two generations the loop of the program cannot catch it
+            group.close()
+            return self._join(again=True)
         if founded is None:
             group.close()
             return None

@@ -25,10 +25,10 @@ SOURCE = Path(__file__).parents[3] / "src"
 DEADLINE = 120.0
 
 
-def run(folder: Path, size: int, body: str) -> tuple[int, dict[int, str], str]:
+def run(folder: Path, size: int, body: str, *options: str) -> tuple[int, dict[int, str], str]:
     """Return the exit code of a run, the last line of every rank and all errors."""
     (folder / "job.py").write_text(textwrap.dedent(body))
-    words = [sys.executable, "-m", "covey", "run", "-n", str(size), "job.py"]
+    words = [sys.executable, "-m", "covey", "run", "-n", str(size), *options, "job.py"]
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     ended = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE)
     said = (re.fullmatch(r"\[(\d+)\] (.*)", line) for line in ended.stdout.splitlines())
@@ -75,6 +75,46 @@ def test_a_rank_whose_connections_all_break_while_it_is_busy_keeps_its_place(tmp
     code, said, err = run(tmp_path, 4, body)
     assert said == dict.fromkeys(range(4), "(0, 1, 2, 3) 10.0"), err
     assert code == 0
+
+
+def test_a_process_that_loses_its_place_between_two_generations_comes_back_by_itself(tmp_path: Path) -> None:
+    """There the loop of a program cannot catch GroupChangedError: it would come out of `covey.generations()`."""
+    body = """
+        import os, signal, threading, time
+        import covey, numpy as np
+
+        for group in covey.generations():
+            try:
+                pids = group.all_gather_object(os.getpid())
+                is_first = group.generation == 0
+                if is_first and group.rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)  # and comes back, which is the change
+                is_over = False
+                while not is_over and not group.change_pending:
+                    x = np.array([float(group.size == 3 and group.generation >= 2)])
+                    group.all_reduce(x)
+                    is_over = x[0] >= 3
+                    time.sleep(0.01)
+            except covey.GroupChangedError:
+                continue
+            if is_over:
+                break
+            if is_first and group.rank == 0:
+                threading.Timer(2.0, os.kill, (pids[1], signal.SIGCONT)).start()
+            if is_first and group.rank == 1:
+                agree = group.all_gather_object
+
+                def stop_first(value):
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                    return agree(value)
+
+                group.all_gather_object = stop_first
+        print("over", group.generation >= 2, group.size)
+    """
+    code, said, err = run(tmp_path, 3, body, "--restarts", "1")
+    assert said == dict.fromkeys(range(3), "over True 3"), err
+    assert code == 0
+    assert "rank 1 failed" not in err
 
 
 def test_two_kills_in_the_first_operation_of_many_ranks_cost_no_other_its_place(tmp_path: Path) -> None:
