@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from covey.proto.health import Cause
+from covey.proto.health import Cause, Vouch
 from covey.runtime import loop as control
 from covey.runtime.node import Node
 from covey.testing.threads import run_threads
@@ -43,10 +45,32 @@ def test_no_rank_of_one_host_is_told_what_it_knows_already(monkeypatch: pytest.M
     assert said["Roster"] == 0
 
 
+def test_the_word_of_a_keeper_reaches_those_who_agree_on_views() -> None:
+    """In a cluster members decide: they have to know who is vouched for."""
+
+    def work(group: covey.Group) -> float:
+        node, generation = group._engine.node, group._engine.generation
+        assert node is not None
+        assert generation is not None
+        group.barrier()
+        presence, other = generation.council._core._presence, 1 - group.rank
+
+        async def hear(value: Vouch) -> float:
+            node.vouched([(node.peers[other].life, int(value))])
+            return presence.vouched_until(other)
+
+        assert control.start(hear(Vouch.STOPPED)).result(10) < 0
+        return control.start(hear(Vouch.BUSY)).result(10)
+
+    began = time.monotonic()
+    assert min(run_threads(2, work, lanes="unix", timeout=20)) > began
+
+
 @pytest.mark.parametrize("news", ["its process has exited", "a view without it"])
 def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
     """The keeper's word that a process has exited may be read before the last that the process itself said."""
     nodes: dict[int, Node] = {}
+    is_heard = threading.Event()
 
     def work(group: covey.Group) -> None:
         node = group._engine.node
@@ -54,6 +78,7 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
         nodes[group.rank] = node
         group.barrier()
         if group.rank:
+            is_heard.wait(10)  # its own goodbye comes later
             return
 
         async def hear_both_at_once() -> bool:
@@ -65,7 +90,10 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
                 node._silent(1, news, Cause.EXITED)
             return node.peers[1].left
 
-        assert control.start(hear_both_at_once()).result(10)
-        assert group._engine.fault_error() is None, "taken for a loss"
+        try:
+            assert control.start(hear_both_at_once()).result(10)
+            assert group._engine.fault_error() is None, "taken for a loss"
+        finally:
+            is_heard.set()
 
     run_threads(2, work, lanes="unix", timeout=20)

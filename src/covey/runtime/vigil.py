@@ -44,8 +44,7 @@ class Vigil:
     async def keep(self) -> None:
         """Watch until cancelled."""
         for peer in self._node.peers.values():
-            if peer.rank not in self._watched:
-                self.watch(peer)
+            self.watch(peer)
         while True:
             self._changed.clear()
             self._perform()
@@ -56,7 +55,9 @@ class Vigil:
             self._health.tick(time.monotonic())
 
     def watch(self, peer: Peer) -> None:
-        """Begin to judge a peer, or trust it anew in the next generation."""
+        """Begin to judge a peer, or trust it again in the next generation."""
+        if peer.rank in self._watched and peer.rank not in self._given_up:
+            return  # or every generation would begin with a ping of everybody to everybody
         self._watched.add(peer.rank)
         is_here = peer.contact is not None and peer.contact.host == self._node.host
         if is_here and peer.pid and peer.life and peer.rank not in self._wards:

@@ -296,6 +296,23 @@ def test_under_one_keeper_any_number_may_die_at_once() -> None:
     assert stage.ends == {}, "nothing was needed of it"
 
 
+@pytest.mark.parametrize(("is_vouched_for", "seconds"), [(False, 1), (True, 5)])
+def test_in_a_cluster_a_member_that_is_cut_off_is_waited_for_a_little_longer_if_its_keeper_is_heard(
+    is_vouched_for: bool, seconds: float
+) -> None:
+    stage = Stage("abc")
+    stage.run(2)
+    stage.partition("ab", "c")
+    since = stage.world.now
+    while stage.members().get("a") != "1:ab":
+        if is_vouched_for:
+            for name in "ab":
+                stage.cores[name].vouched(seat("c").id, stage.world.now)
+        stage.run(0.1)
+        assert stage.world.now < since + 20
+    assert seconds <= stage.world.now - since < seconds + 2
+
+
 def test_only_one_leads_and_after_its_death_another() -> None:
     stage = Stage("abc", anchor=1)
     stage.run(2)
