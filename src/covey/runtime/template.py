@@ -94,6 +94,7 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     import select
     import signal
     import socket
+    import warnings
 
     keeper = os.getppid()
     ranks: dict[int, int] = {}
@@ -114,7 +115,10 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
             body, descriptors, _, _ = socket.recv_fds(channel, REQUEST_LIMIT, STREAMS + 1)
             if not body:
                 os._exit(0)  # the keeper has no more use for us
-            pid = os.fork()
+            with warnings.catch_warnings():
+                # Of threads of numpy's libraries: these end themselves before a fork, and begin again when needed.
+                warnings.simplefilter("ignore")
+                pid = os.fork()
             if pid == 0:
                 return json.loads(body), descriptors
             for received in descriptors:
@@ -196,6 +200,8 @@ def _within(code: CodeType | None, traceback: TracebackType | None) -> Traceback
 def _show(error: BaseException) -> None:
     """Show an error that nothing has handled, as the interpreter would."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
     of_hook: BaseException | None = None
     try:
         sys.excepthook(type(error), error, error.__traceback__)
