@@ -256,6 +256,8 @@ def _bounded(value: Any, rng: random.Random) -> Any:
         return value
     if isinstance(value, int):
         return abs(value) % (1 << 31)
+    if isinstance(value, float):
+        return abs(value) if 0 < abs(value) < 1e6 else rng.uniform(0.1, 100.0)
     if isinstance(value, str):
         return "".join(letter for letter in value if " " <= letter <= "~")[:45]
     return value[:16]
