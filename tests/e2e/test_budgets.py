@@ -54,6 +54,28 @@ def test_covey_run_of_four_empty_scripts_takes_less_than_1_5_seconds(job: Job) -
     assert job.left_behind() == []
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize(("size", "seconds"), [(16, 2.0), (64, 6.0)])
+def test_many_ranks_join_and_sum_quickly(job: Job, size: int, seconds: float) -> None:
+    """On two cores."""
+    code = """
+import numpy as np, covey
+with covey.join() as group:
+    x = np.full(1, group.rank, np.float32)
+    group.all_reduce(x)
+    assert x[0] == sum(range(group.size))
+"""
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        process = job.start(code, before=[sys.executable, "-m", "covey", "run", "-n", str(size)])
+        assert finish(process).code == 0
+        taken.append(time.perf_counter() - start)
+    print(f"covey run -n {size} of a script that joins: {min(taken):.2f} s")
+    assert min(taken) < seconds
+    assert job.left_behind() == []
+
+
 @pytest.mark.parametrize("lanes", ["shm", "tcp"])
 def test_a_large_all_reduce_needs_at_most_32_mebibytes_beside_its_array(job: Job, lanes: str) -> None:
     """The lanes, opened by this very call, are part of what it costs."""

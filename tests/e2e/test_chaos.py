@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.jobs import finish, new_job
+from tests.e2e.jobs import SOURCE, finish, new_job
 
 from covey.base.errors import ConfigError
+from covey.cli.chaos.checked.processes import started_for
 from covey.cli.chaos.cutting import require_cutting
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Iterator
 
     from tests.e2e.jobs import Job
@@ -156,6 +158,110 @@ def test_ctrl_c_ends_the_job_and_still_reports(job: Job) -> None:
     assert ended.code == 130, ended.err
     assert json.loads(ended.out)["faults"][0]["kind"] == "slow"
     assert running_with(job.folder) == []
+
+
+def checked(job: Job, *words: str, **env: str) -> subprocess.Popen[str]:
+    """Start checked runs, in folders of the test's own."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_")}
+    clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(job.temp), "XDG_RUNTIME_DIR": ""} | env
+    process = subprocess.Popen(
+        [sys.executable, "-m", "covey", "chaos", *words],
+        env=clean,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    job.processes.append(process)
+    return process
+
+
+def test_every_operation_of_a_checked_run_is_right(job: Job) -> None:
+    options = ("-n", "3", "--seed", "7", "--faults", "kill,stop,order", "--count", "3", "--every", "0.5", "--json")
+    ended = finish(checked(job, "--check", *options), 120)
+    assert ended.code == 0, ended.err
+    (run,) = ended.report["runs"]
+    assert (run["right"], run["problems"], run["seed"], run["folder"]) == (True, [], 7, "")
+    assert run["figures"]["operations"] > 30
+    assert run["figures"]["results"] > run["figures"]["operations"]
+    assert run["figures"]["processes"] > 3
+    assert "covey:    0.00 s  3 processes are at work" in ended.err
+    assert sum(" kill: killed " in line for line in run["faults"]) >= 1
+    assert started_for(str(job.folder)) == []
+
+
+SABOTAGE = """
+import sys
+if any("workload" in word for word in sys.orig_argv):
+    from covey.runtime.group import Group
+
+    right = Group.all_reduce
+
+    def all_reduce(self, x, *args, **options):
+        result = right(self, x, *args, **options)
+        if self.sequence == 20 and self.rank == 1 and not options.get("async_op"):
+            x.reshape(-1)[-1] += 1
+        return result
+
+    Group.all_reduce = all_reduce
+"""
+
+
+def test_a_wrong_number_in_one_operation_of_one_rank_is_found(job: Job) -> None:
+    (job.folder / "sitecustomize.py").write_text(SABOTAGE)
+    path = f"{job.folder}{os.pathsep}{SOURCE}"
+    options = ("-n", "3", "--seed", "1", "--count", "0", "--faults", "kill")
+    found = ""
+    for seed in range(1, 6):  # operation 20 may be another one
+        ended = finish(checked(job, "--check", *options[:3], str(seed), *options[4:], PYTHONPATH=path), 120)
+        if ended.code == 1:
+            found = ended.out
+            break
+    assert "WRONG RESULT on h0." in found
+    folder = re.search(r"what the processes wrote is in (\S+);", found)
+    assert folder is not None
+    again = finish(checked(job, "--records", folder[1]))
+    assert again.code == 1
+    assert again.out.startswith("WRONG: ")
+    shutil.rmtree(folder[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and `ip`")
+def test_a_checked_run_across_hosts_survives_a_host_that_is_cut_off(job: Job) -> None:
+    options = ("--hosts", "3", "-n", "1", "--seed", "3", "--faults", "isolate", "--count", "1", "--json")
+    process = checked(job, "--check", *options)
+    ended = finish(process, 180)
+    assert ended.code == 0, ended.err
+    (run,) = ended.report["runs"]
+    assert run["right"]
+    assert any("isolate: packets are lost between hosts" in line for line in run["faults"])
+    assert not [name for name in os.listdir("/run/netns") if name.startswith(f"covey-chaos-{process.pid}-")]
+
+
+def test_ctrl_c_ends_a_checked_run_and_leaves_nothing(job: Job) -> None:
+    process = checked(job, "--check", "-n", "2", "--seed", "1")
+    assert process.stderr is not None
+    while "processes are at work" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    assert finish(process).code == 130
+    assert started_for(str(job.folder)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ((), "name a script or program after --, or use --check"),
+        (("--check", "train.py"), "--check and --records take no command"),
+        (("--hosts", "3", "train.py"), "--hosts and --runs go with --check"),
+        (("--check", "--faults", "plague"), "knows no 'plague'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(job: Job, words: tuple[str, ...], complaint: str) -> None:
+    ended = finish(checked(job, *words))
+    assert ended.code == 2
+    assert complaint in ended.err
 
 
 def test_a_command_that_joins_no_group_is_left_alone(job: Job) -> None:

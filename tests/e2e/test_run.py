@@ -67,12 +67,14 @@ def runtime() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-@pytest.fixture
-def covey_run(tmp_path: Path, runtime: Path) -> Iterator[Callable[..., Keeper]]:
+@pytest.fixture(params=["0", "1"], ids=["cold", "warm"])
+def covey_run(request: pytest.FixtureRequest, tmp_path: Path, runtime: Path) -> Iterator[Callable[..., Keeper]]:
+    """Start `covey run`: all of this holds for ranks with interpreters of their own, and for forks of one."""
     keepers: list[Keeper] = []
 
     def start(*words: str, **streams: object) -> Keeper:
-        keepers.append(Keeper(tmp_path, runtime, *words, **streams))
+        env = {"COVEY_WARM_START": request.param, **streams.pop("env", {})}  # type: ignore[dict-item]
+        keepers.append(Keeper(tmp_path, runtime, *words, **streams, env=env))
         return keepers[-1]
 
     try:
@@ -87,6 +89,8 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     """Write a script that knows its rank and return its name."""
     prelude = """
 import os, signal, subprocess, sys, time
+if not sys.argv:
+    import covey  # never: only scripts that name it are started warm
 rank = int(os.environ['COVEY_RANK'])
 def print(*words, file=sys.stdout, end="\\n"):
     file.write(" ".join(map(str, words)) + end)  # at once: a line that takes long to finish is shown in parts
@@ -295,6 +299,22 @@ def test_ranks_die_with_a_keeper_that_is_killed(covey_run, script) -> None:
     pids = [int(keeper.process.stdout.readline()[4:]) for _ in range(3)]
     keeper.process.kill()
     wait_until(lambda: all(map(is_gone, pids)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_what_a_killed_keeper_leaves_behind_goes_with_the_next_run(covey_run, script, runtime) -> None:
+    job = script("""
+        print(os.getpid())
+        wait_for_signals()
+    """)
+    keeper = covey_run("-n", "2", job)
+    pids = [int(keeper.process.stdout.readline()[4:]) for _ in range(2)]
+    keeper.process.kill()
+    wait_until(lambda: all(map(is_gone, pids)))
+    (left,) = runtime.glob("covey-run-*")
+    os.utime(left, (time.time() - 100,) * 2)  # seconds after a keeper began, its folder would not be touched
+    assert covey_run("-n", "1", script("")).finish()[0] == 0
+    assert list(runtime.glob("covey-run-*")) == []
 
 
 def test_what_a_rank_leaves_running_neither_survives_nor_holds_up_the_keeper(covey_run, script) -> None:

@@ -54,10 +54,18 @@ def run(machine: Machine, *words: str, **env: str) -> Any:
     return machine.start("-m", "covey", "run", *words, **env)
 
 
-def test_processes_started_on_two_machines_become_one_run(lab) -> None:
+both_starts = pytest.mark.parametrize("warm", ["0", "1"], ids=["cold", "warm"])
+"""Processes with interpreters of their own, and forks of one that has imported covey."""
+
+
+@both_starts
+def test_processes_started_on_two_machines_become_one_run(lab, warm: str) -> None:
     key = secrets.token_bytes(32)
     one, two = (lab.machine(name, "lab", key) for name in ("one", "two"))
-    keepers = [run(one, "mine", "--size", "3", "-n", "2", "job.py"), run(two, "mine", "--size", "3", "job.py")]
+    keepers = [
+        run(one, "mine", "--size", "3", "-n", "2", "job.py", COVEY_WARM_START=warm),
+        run(two, "mine", "--size", "3", "job.py"),
+    ]
     here, there = map(ended_well, keepers)
     assert (sorted(here), sorted(there)) == ([0, 1], [0])
     everyone = [*here.values(), *there.values()]
@@ -80,9 +88,11 @@ def test_two_runs_with_the_names_of_their_scripts_do_not_meet(lab) -> None:
         assert sorted(report["local_rank"] for report in places.values()) == [0, 1]
 
 
-def test_a_secret_of_the_environment_is_not_in_that_of_the_processes(lab) -> None:
+@both_starts
+def test_a_secret_of_the_environment_is_not_in_that_of_the_processes(lab, warm: str) -> None:
     machine, secret = lab.machine(), secrets.token_hex(32)
-    keeper = run(machine, "mine", "--size", "2", "-n", "2", "--lanes", "secure", "job.py", COVEY_SECRET=secret)
+    env = {"COVEY_SECRET": secret, "COVEY_WARM_START": warm}
+    keeper = run(machine, "mine", "--size", "2", "-n", "2", "--lanes", "secure", "job.py", **env)
     places = ended_well(keeper)
     assert sorted(report["rank"] for report in places.values()) == [0, 1]
     for report in places.values():

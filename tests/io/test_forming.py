@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from covey.proto.health import Cause, Vouch
+from covey.runtime import loop as control
 from covey.runtime.node import Node
 from covey.testing.threads import run_threads
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    import pytest
+    import covey
 
 
 def test_every_rank_tells_every_other_once_that_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +30,70 @@ def test_every_rank_tells_every_other_once_that_it_is_ready(monkeypatch: pytest.
     monkeypatch.setattr(Node, "send", count)
     run_threads(5, lambda group: group.barrier(), lanes="unix", timeout=20)
     assert said == {(rank, peer): 1 for rank in range(5) for peer in range(5) if rank != peer}
+
+
+def test_no_rank_of_one_host_is_told_what_it_knows_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: Counter[str] = Counter()
+    send = Node.send
+
+    def count(node: Node, peer: int, message: Any) -> None:
+        said[type(message).__name__] += 1
+        send(node, peer, message)
+
+    monkeypatch.setattr(Node, "send", count)
+    run_threads(3, lambda group: group.barrier(), lanes="unix", timeout=20)
+    assert said["Roster"] == 0
+
+
+def test_the_word_of_a_keeper_reaches_those_who_agree_on_views() -> None:
+    """In a cluster members decide: they have to know who is vouched for."""
+
+    def work(group: covey.Group) -> float:
+        node, generation = group._engine.node, group._engine.generation
+        assert node is not None
+        assert generation is not None
+        group.barrier()
+        presence, other = generation.council._core._presence, 1 - group.rank
+
+        async def hear(value: Vouch) -> float:
+            node.vouched([(node.peers[other].life, int(value))])
+            return presence.vouched_until(other)
+
+        assert control.start(hear(Vouch.STOPPED)).result(10) < 0
+        return control.start(hear(Vouch.BUSY)).result(10)
+
+    began = time.monotonic()
+    assert min(run_threads(2, work, lanes="unix", timeout=20)) > began
+
+
+@pytest.mark.parametrize("news", ["its process has exited", "a view without it"])
+def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
+    """The keeper's word that a process has exited may be read before the last that the process itself said."""
+    nodes: dict[int, Node] = {}
+    is_heard = threading.Event()
+
+    def work(group: covey.Group) -> None:
+        node = group._engine.node
+        assert node is not None
+        nodes[group.rank] = node
+        group.barrier()
+        if group.rank:
+            is_heard.wait(10)  # its own goodbye comes later
+            return
+
+        async def hear_both_at_once() -> bool:
+            nodes[1].send(0, messages.Goodbye())  # it is in the socket now, and this rank has not looked there
+            assert not node.peers[1].left
+            if news == "a view without it":
+                node.exclude(1)
+            else:
+                node._silent(1, news, Cause.EXITED)
+            return node.peers[1].left
+
+        try:
+            assert control.start(hear_both_at_once()).result(10)
+            assert group._engine.fault_error() is None, "taken for a loss"
+        finally:
+            is_heard.set()
+
+    run_threads(2, work, lanes="unix", timeout=20)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import pytest
 
 from covey.base.errors import ConfigError
 from covey.net.meeting import meeting_folder
-from covey.net.neighbours import MOST_NEIGHBOURS, Neighbour, Neighbours
+from covey.net.neighbours import AGE_SECONDS, MOST_NEIGHBOURS, Neighbour, Neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,6 +215,78 @@ def test_an_announcement_is_never_lost_to_those_who_clean_up() -> None:
         for thread in threads:
             thread.join(DEADLINE)
     assert trouble == []
+
+
+LISTEN = """
+import sys
+from covey.net.neighbours import Neighbours
+neighbours = Neighbours(sys.argv[1])
+listener, path = neighbours.listen(8)
+print(path, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def listening(tag: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A node of another process that listens and has not announced itself."""
+    words = [sys.executable, "-c", LISTEN, tag]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process, Path(process.stdout.readline().strip())
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE)
+
+
+def make_old(path: Path) -> None:
+    os.utime(path, (time.time() - AGE_SECONDS - 5,) * 2)
+
+
+def test_the_socket_of_a_killed_node_goes_with_the_next_one_and_that_of_a_living_one_stays() -> None:
+    with listening(TAG) as (_, living), listening(TAG) as (process, dead):
+        process.kill()
+        process.wait(DEADLINE)
+        with neighbour():
+            assert dead.exists(), "it is seconds old"
+        make_old(dead)
+        make_old(living)
+        with neighbour():
+            assert not dead.exists()
+            assert living.exists()
+
+
+def test_what_killed_nodes_of_other_clusters_left_goes_too() -> None:
+    """Nobody may ever look into the folder of that cluster again."""
+    other = "ffeeddccbbaa9988"
+    with listening(other) as (process, socket):
+        node = subprocess.Popen([sys.executable, "-c", ANNOUNCE + SAY, other, "47777"],
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+        assert node.stdout is not None
+        node.stdout.readline()
+        with neighbour():
+            assert len(list(socket.parent.iterdir())) == 2
+        for each in (node, process):
+            each.kill()
+            each.wait(DEADLINE)
+        node.communicate(timeout=DEADLINE)
+    make_old(socket)
+    with neighbour():
+        assert not socket.parent.exists()
+
+
+def test_sockets_and_notes_of_another_host_that_shares_the_folder_stay() -> None:
+    with neighbour() as own:
+        folder = own._folder
+        foreign = [folder / "szzz000000", folder / "somebody's own"]
+        for path in foreign:
+            path.touch()
+            make_old(path)
+        with neighbour():
+            assert all(path.exists() for path in foreign)
+        for path in foreign:
+            path.unlink()
 
 
 def test_looking_is_cheap_and_works_after_the_folder_is_gone() -> None:

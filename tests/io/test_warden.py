@@ -21,6 +21,7 @@ import pytest
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.proto.ballot import first_record
 from covey.proto.health import Vouch
+from covey.runtime import spokesman
 from covey.runtime.council import Council, place_id
 from covey.runtime.greet import Gate, RefusedError, dial
 from covey.runtime.warden import Warden, keeper_path
@@ -457,6 +458,65 @@ def test_a_run_survives_once_a_member_said_so(warden: Warden) -> None:
     run(work)
     warden.close()
     assert warden.survives  # asked when all is over
+
+
+async def all_members_lost_but_one_that_was_evicted(stack: contextlib.AsyncExitStack, warden: Warden) -> Rank:
+    """Return the evicted process in its next life: it waits outside, and no member is left."""
+    ranks = [await Rank.come(stack, warden) for _ in range(3)]
+    members = [Member(ranks, place) for place in range(3)]
+    for member in members:
+        stack.callback(member.council.close)
+        member.open(members)
+    for rank in ranks:
+        rank.send(founded(ranks, on_loss="continue"))
+    evicted = ranks[0]
+    await evicted.until(lambda: any(isinstance(each, messages.Agreeing) for each in evicted.said))
+    members[0].council.leave()
+    await evicted.until(lambda: members[0].is_excluded)
+    evicted.send(messages.Goodbye())
+    again = Rank(evicted.process)
+    await again.dial(stack, warden)
+    for rank, member in zip(ranks[1:], members[1:], strict=True):
+        member.gone()
+        rank.process.kill()
+    return again
+
+
+def anew(rank: Rank) -> messages.Founded:
+    return next(each for each in rank.said if isinstance(each, messages.Founded))
+
+
+@linux
+def test_a_run_that_lost_all_members_begins_with_what_a_process_has_that_was_started_again(warden: Warden) -> None:
+    """And not with the older state of one that had lost its place, though that one came first."""
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        again = await all_members_lost_but_one_that_was_evicted(stack, warden)
+        new = await Rank.come(stack, warden)
+        await again.until(lambda: any(isinstance(each, messages.Founded) for each in again.said))
+        told = anew(again)
+        assert (told.generation, told.is_kept) == (2, True)
+        assert [member.card.life for member in told.members] == [new.card.life, again.card.life]
+
+    run(work)
+
+
+@linux
+def test_a_run_whose_processes_have_all_lost_their_places_says_that_it_goes_back(
+    warden: Warden, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spokesman, "GATHER_OLD_SECONDS", 3.0)
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        again = await all_members_lost_but_one_that_was_evicted(stack, warden)
+        began = time.monotonic()
+        await again.until(lambda: any(isinstance(each, messages.Founded) for each in again.said))
+        assert time.monotonic() - began > 2.0  # one that was started again had time to come
+        assert [member.card.life for member in anew(again).members] == [again.card.life]
+        said = f"the state that process {again.process.pid} had when it lost its place in generation 1"
+        assert said in caplog.text
+
+    run(work)
 
 
 def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:

@@ -341,7 +341,7 @@ def _bounded(value: Any, rng: random.Random) -> Any:
     if isinstance(value, int):
         return abs(value) % (1 << 31)
     if isinstance(value, float):
-        return value if abs(value) < 1e12 else -1.0
+        return abs(value) if 0 < abs(value) < 1e6 else rng.uniform(0.1, 100.0)
     if isinstance(value, str):
         return "".join(letter for letter in value if " " <= letter <= "~")[:45]
     return value[:16]

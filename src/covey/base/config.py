@@ -59,8 +59,8 @@ CLUSTER_VARIABLES: Final = (
     "COVEY_TIE_BREAKER",
 )
 """Which cluster, and where it may be found."""
-OTHER_VARIABLES: Final = ("COVEY_DEBUG", "COVEY_EVENTS")
-"""Tracebacks for the command line; a file to which events are added."""
+OTHER_VARIABLES: Final = ("COVEY_DEBUG", "COVEY_EVENTS", "COVEY_WARM_START")
+"""Tracebacks for the command line; a file to which events are added; whether `covey run` forks its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +154,7 @@ def _seconds(key: str, text: str) -> float:
         raise ConfigError(f"{key}={text!r} is not a number of seconds") from None
 
 
-def _flag(key: str, text: str) -> bool:
+def flag(key: str, text: str) -> bool:
     if text.lower() in ("1", "true", "yes"):
         return True
     if text.lower() in ("", "0", "false", "no"):
@@ -169,7 +169,7 @@ def _text(_key: str, text: str) -> str:
 _ENVIRONMENT: Final[dict[str, tuple[str, Callable[[str, str], Any]]]] = {
     "COVEY_LANES": ("lanes", _text),
     "COVEY_TIMEOUT": ("timeout", _seconds),
-    "COVEY_INSECURE": ("insecure", _flag),
+    "COVEY_INSECURE": ("insecure", flag),
     "COVEY_INTERFACES": ("interfaces", _text),
     "COVEY_STREAMS": ("streams", _text),
     "COVEY_ON_LOSS": ("on_loss", _text),

@@ -1,7 +1,8 @@
 """Nodes of one user on one host find each other by files, with or without a network.
 
 A node's file lies in a folder that only its user may enter, and is locked for as long as the node lives. A lock
-cannot outlive its process, so what a killed node left behind is recognised, and removed by whoever looks next.
+cannot outlive its process, so what a killed node left behind is recognised, and removed by the next node that looks. A
+node also cleans up the folders of other clusters, in which nobody may ever look again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import itertools
 import os
 import secrets
 import socket
+import stat
+import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_NEIGHBOURS: Final = 256
+MOST_FOLDERS: Final = 64
+"""Clusters whose leftovers are looked at."""
+AGE_SECONDS: Final = 60.0
+"""Sockets that are younger are left alone: they may be about to listen."""
+_HOST_LETTERS: Final = 3
+"""So many letters of a socket's name tell the host apart; its path must stay short."""
 _MOST_BYTES: Final = 4096
 _TRIES: Final = 100
 _SUFFIX: Final = ".node"
@@ -55,11 +64,14 @@ class Neighbours(LockHolder):
         self._own: Path | None = None
         self._socket: Path | None = None
         super().__init__()
+        siblings = itertools.islice(self._folder.parent.glob("nodes-*"), MOST_FOLDERS)
+        for folder in {self._folder, *siblings}:
+            self._clean_up(folder)
 
     def listen(self, backlog: int) -> tuple[socket.socket, str]:
         """Return a unix socket that listens in the folder, and its path; it is removed with the announcement."""
         for _ in range(_TRIES):
-            path = self._folder / f"s{secrets.token_hex(4)}"
+            path = self._folder / f"s{self._host[:_HOST_LETTERS]}{secrets.token_hex(3)}"
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.bind(os.fspath(path))
@@ -146,7 +158,7 @@ class Neighbours(LockHolder):
             with contextlib.suppress(OSError):
                 left_behind = self._parse(path.name, os.read(descriptor, _MOST_BYTES + 1))
                 path.unlink()
-                if left_behind is not None and os.path.dirname(left_behind.socket) == str(self._folder):
+                if left_behind is not None and os.path.dirname(left_behind.socket) == str(path.parent):
                     os.unlink(left_behind.socket)
             return None
         finally:
@@ -161,6 +173,21 @@ class Neighbours(LockHolder):
             return None
         return note if 0 < note.port < 1 << 16 and note.pid > 0 and "\0" not in note.socket else None
 
+    def _clean_up(self, folder: Path) -> None:
+        """Remove what dead nodes of this host left in a folder, and the folder if it is empty then."""
+        with contextlib.suppress(OSError):
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                return
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in itertools.islice(entries, MOST_NEIGHBOURS)]
+            for name in names:
+                if name.startswith(f"s{self._host[:_HOST_LETTERS]}"):
+                    _remove_deaf(folder / name)
+                elif name.startswith(f"{self._host}-"):
+                    self._read(folder / name)
+            if folder != self._folder:
+                folder.rmdir()
+
     def _withdraw(self) -> None:
         path, self._own = self._own, None
         if path is not None:
@@ -170,6 +197,19 @@ class Neighbours(LockHolder):
     def forked(self) -> None:
         super().forked()
         self._own = self._socket = None  # they are the parent's
+
+
+def _remove_deaf(path: Path) -> None:
+    """Remove a socket at which no process listens any more."""
+    status = path.lstat()
+    if not stat.S_ISSOCK(status.st_mode) or time.time() < status.st_mtime + AGE_SECONDS:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
 
 
 def _make_folder(folder: Path) -> None:

@@ -87,9 +87,9 @@ class Proposal:
         """Return the most of those who could be in the view that all hear each other."""
         return largest_company(self._live(), self.base.tie_breaker)
 
-    def is_deaf(self) -> bool:
-        """Tell whether some who could be in the view do not hear each other."""
-        return len(self.company()) < len(self._live())
+    def left_out(self) -> Collection[int]:
+        """Return those who could be in the view but would not be: some others do not hear them."""
+        return self._live().keys() - self.company()
 
     def value(self, company: Collection[int], successor: Successor | None = None) -> View:
         """Return the view of these members, with what becomes of the operations of each group.

@@ -1,6 +1,7 @@
 """Who is well: each member judges the others by what it *heard* of them, never by what it could send.
 
-Any message on a peer's link is a word of it; only a peer that was quiet for an interval is asked for one (`Ping`).
+Any message on a peer's link is a word of it; only a peer that was quiet for an interval is asked for one (`Ping`). A
+peer on this node's own machine is asked rarely as long as its keeper vouches for it.
 A silent peer is suspect first and dead later. How soon depends on what else there is to go by:
 
 - *Another word from its machine* (of another member, of the keeper, an acknowledgement of its kernel) tells a busy
@@ -45,6 +46,12 @@ from running other threads."""
 STOPPED_SILENCE: Final = 0.5
 """Seconds that a process may be stopped: a debugger that attaches stops it for moments, and the keeper needs some of
 the second in which others want to know."""
+ASK_VOUCHED: Final = 10.0
+"""Seconds without a word after which a peer on this machine is asked for one while its keeper vouches for it. Processes
+of one machine cannot be cut off from each other, and the kernel tells the keeper more than an answer would; with a
+hundred of them, pings twice a second for every pair would take both cores of a small machine."""
+FRESH: Final = SUSPECT_MOST
+"""Seconds for which a keeper's "alive, busy" takes the place of such an answer. Six words of a keeper can be lost."""
 VOUCHED: Final = 300.0
 """Seconds of silence that a keeper's "alive, busy" can explain; after that a process is taken to hang for good."""
 BEAT: Final = 0.25
@@ -164,6 +171,8 @@ class _Peer:
         self.is_linked = self.is_unheard = False
         self.heard_at = now
         self.vouched_at = now
+        self.has_keeper = False
+        """Whether a keeper has ever vouched for it."""
         self.stopped_at: float | None = None
         self.pinged_at = -math.inf
         self.round_trip: float | None = None
@@ -179,6 +188,15 @@ class _Peer:
     @property
     def has_exited(self) -> bool:
         return self.cause is Cause.EXITED
+
+    @property
+    def ask_at(self) -> float:
+        """When to ask it for a word if none comes by itself."""
+        quiet_until = self.heard_at + INTERVAL
+        if self.host.is_own and self.has_keeper:
+            asked_or_heard_at = max(self.heard_at, self.pinged_at)
+            quiet_until = max(quiet_until, min(self.vouched_at + FRESH, asked_or_heard_at + ASK_VOUCHED))
+        return max(quiet_until, self.pinged_at + REPEAT)
 
     def end(self) -> tuple[float, Cause]:
         """Return when it will be dead if nothing more is heard, and why."""
@@ -280,7 +298,7 @@ class Health:
         self._look_by(now + HOST_SILENCE)
         match vouch:
             case Vouch.BUSY:
-                peer.vouched_at, peer.stopped_at = now, None
+                peer.vouched_at, peer.stopped_at, peer.has_keeper = now, None, True
                 if peer.standing is not Standing.TRUSTED:
                     self._reconsider(peer, now)
             case Vouch.STOPPED:
@@ -365,13 +383,13 @@ class Health:
             return math.inf
         again = math.inf
         if peer.is_linked:
-            if not peer.is_unheard and now >= peer.heard_at + peer.patience:
+            # Processes of one machine are asked seldom, and have no path that could die.
+            if not (peer.is_unheard or peer.host.is_own) and now >= peer.heard_at + peer.patience:
                 peer.is_unheard = True
                 self._effects.append(Unheard(peer.id))
-            again = max(peer.heard_at + INTERVAL, peer.pinged_at + REPEAT)
-            if now >= again:
+            if now >= peer.ask_at:
                 self._ping(peer, now)
-                again = now + REPEAT
+            again = peer.ask_at
         if peer.standing is Standing.TRUSTED:
             if now < (due := peer.alive_at + peer.patience):
                 return min(again, due)
@@ -407,7 +425,10 @@ class Health:
             self._effects.append(Trust(peer.id))
 
     def _forgive(self, seconds: float, now: float) -> None:
-        """Take time in which nobody could be heard off everybody's silence, and ask them all."""
+        """Take time in which nobody could be heard off everybody's silence, and ask all but those who are vouched for.
+
+        Many members of one loaded machine are late at the same time: if each asked all others, they would be later.
+        """
         for host in self._hosts.values():
             host.heard_at = min(now, host.heard_at + seconds)
         for peer in self._peers.values():
@@ -415,7 +436,8 @@ class Health:
             peer.vouched_at = min(now, peer.vouched_at + seconds)
             if peer.stopped_at is not None:
                 peer.stopped_at = min(now, peer.stopped_at + seconds)
-            if peer.is_linked and not peer.has_exited:
+            is_vouched_for = peer.host.is_own and peer.has_keeper and now < peer.ask_at
+            if peer.is_linked and not peer.has_exited and not is_vouched_for:
                 self._ping(peer, now)
 
     def _look_by(self, at: float) -> None:

@@ -54,6 +54,10 @@ PATIENCE: Final = 30.0
 RELINK: Final = 1.0
 """Seconds in which a member whose link ended may be back. A reset can be forged, so it evicts nobody at once; a process
 that exited is known to have by its keeper."""
+RELINK_VOUCHED: Final = 5.0
+"""The same while its keeper vouches for it: then it is only slow. All operations wait meanwhile, and between machines
+the way may be cut for long, so this is little more than a silent machine has. On one host nothing can be cut, and a
+member has as long as it has to answer."""
 STAGGER: Final = 0.15
 """Seconds between members that start a ballot for the same reason: longer than a ballot takes on a local network."""
 MOST_TURNS: Final = 8
@@ -206,7 +210,8 @@ class Membership:
         if place is None or place == self._me:
             return False
         self._presence.link_up(place, peer_life, now)
-        self._send(place, self._pulse())
+        if self._keeper in (None, place, self._me):  # members of a keeper hear from it how far the others are
+            self._send(place, self._pulse())
         if self._proposal is not None:
             self._ask(self._proposal, [place])
         self._heard_news(now)
@@ -227,6 +232,11 @@ class Membership:
             self._given_up(place, now)
         else:
             self._heard_news(now)
+
+    def vouched(self, peer_id: bytes, now: float) -> None:
+        """A keeper says that the process of a node is alive and not stopped; wanted again and again while it is so."""
+        if (place := self._places.get(peer_id)) is not None:
+            self._presence.vouch(place, now)
 
     def disturbed(self, number: int, now: float) -> None:
         """Something of attempt `number` failed that may be nobody's death: a lane broke, an operation is late."""
@@ -504,7 +514,8 @@ class Membership:
         is_finished = self._me in self._presence.finished
         if self._is_wanted or is_leaving or self._wish is not None or self._keeper not in (None, self._me):
             trouble = Trouble(self.view.lineage, self.view.number, is_leaving, is_finished, self._wish)
-            for place in self._audience():
+            # Only a keeper can do something about its members' trouble; that all of them leave, each has to know.
+            for place in self._audience() if is_leaving or self._wish is not None else self._acceptors():
                 self._send(place, trouble)
 
     def _received_answer(self, place: int, message: Promise | Accepted | Refuse, now: float) -> None:
@@ -558,20 +569,31 @@ class Membership:
 
     def _settled_at(self, proposal: Proposal) -> float:
         """Return until when answers, or links between those who answered, are waited for."""
-        answer_within = self._patience / 2
+        presence, answer_within = self._presence, self._patience / 2
         if self._may_end:
             away = [rank for rank in self.view.ranks if rank not in proposal.answers]
-            may_live = [rank for rank in away if not self._presence.has_ended(rank)]
+            may_live = [rank for rank in away if not presence.has_ended(rank)]
             return self._trouble_at + self._patience if may_live else -math.inf
+        relink_vouched = answer_within if self._keeper is not None else min(answer_within, RELINK_VOUCHED)
+        # Who answered, and whose link has ended since, would not be in the view either.
+        awaited = [rank for rank in self.view.ranks if rank not in proposal.answers or not presence.is_well(rank)]
         settled_at = max(
-            self._presence.expected_until(rank, self._trouble_at, answer_within, self._relink)
-            if rank not in proposal.answers
-            else -math.inf
-            for rank in self.view.ranks
+            (
+                presence.expected_until(
+                    rank,
+                    self._trouble_at,
+                    answer_within=answer_within,
+                    relink=self._relink,
+                    relink_vouched=relink_vouched,
+                )
+                for rank in awaited
+            ),
+            default=-math.inf,
         )
-        if proposal.is_deaf():
+        if left_out := proposal.left_out():
             relinked_at = min(proposal.changed_at + self._relink, self._trouble_at + answer_within)
-            settled_at = max(settled_at, relinked_at)
+            vouched_until = min(max(map(presence.vouched_until, left_out)), self._trouble_at + relink_vouched)
+            settled_at = max(settled_at, relinked_at, vouched_until)
         return settled_at
 
     def _decided(self, view: View, now: float) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from covey.wire.membership import Seat
+
+WORD_LASTS: Final = 3.0
+"""Seconds for which a keeper's word that a process is alive and not stopped counts: six times as long as it takes the
+keeper to say so again."""
 
 
 class Presence:
@@ -18,6 +23,7 @@ class Presence:
         self._me = me
         self._links: dict[int, bytes] = {}
         self._changed_at = dict.fromkeys(range(len(members) + 1), now)
+        self._vouched_at = dict.fromkeys(range(len(members) + 1), -math.inf)
         self._dead: set[int] = set()
         self.parted: set[int] = set()
         """Those that went on as another lineage."""
@@ -44,6 +50,14 @@ class Presence:
         else:
             self._dead.discard(place)
 
+    def vouch(self, place: int, now: float) -> None:
+        """A keeper says that the process in this place is alive, and not stopped."""
+        self._vouched_at[place] = now
+
+    def vouched_until(self, place: int) -> float:
+        """Return until when a keeper's last word for the process in this place counts."""
+        return self._vouched_at[place] + WORD_LASTS
+
     def is_linked(self, place: int) -> bool:
         """Tell whether something can be said to this place."""
         return place in self._links
@@ -64,12 +78,18 @@ class Presence:
         """Return those of `ranks` that are well."""
         return tuple(filter(self.is_well, ranks))
 
-    def expected_until(self, place: int, asked_at: float, answer_within: float, relink: float) -> float:
+    def expected_until(
+        self, place: int, asked_at: float, *, answer_within: float, relink: float, relink_vouched: float
+    ) -> float:
         """Return until when an answer of a place may come: -inf for one that is dead, was started anew or is elsewhere.
 
-        Who is well is believed for `answer_within`; one whose link ended may be back within `relink`.
+        Who is well is believed for `answer_within`. One whose link ended may be back within `relink`; if a keeper goes
+        on vouching for it, within `relink_vouched`.
         """
+        since = max(self._changed_at[place], asked_at)
         if self.is_well(place):
-            return max(self._changed_at[place], asked_at) + answer_within
+            return since + answer_within
         is_away = place not in self._links and place not in self._dead and place not in self.parted
-        return self._changed_at[place] + relink if is_away else -float("inf")
+        if not is_away:
+            return -math.inf
+        return max(self._changed_at[place] + relink, min(self.vouched_until(place), since + relink_vouched))

@@ -32,10 +32,7 @@ def largest_company(hears: Mapping[int, Collection[int]], tie_breaker: int) -> t
 
     The rank that misses most others is either left out, or kept without those it misses.
     """
-    deaf = {
-        rank: {other for other in hears if other != rank and not (other in hears[rank] and rank in hears[other])}
-        for rank in hears
-    }
+    deaf = _deaf(hears)
     best: tuple[int, bool, list[int]] = (0, False, [])
     steps = 0
     open_sets = [frozenset(hears)]
@@ -50,6 +47,16 @@ def largest_company(hears: Mapping[int, Collection[int]], tie_breaker: int) -> t
         else:
             open_sets += [ranks - deaf[worst], ranks - {worst}]
     return tuple(sorted(-rank for rank in best[2]))
+
+
+def _deaf(hears: Mapping[int, Collection[int]]) -> dict[int, set[int]]:
+    """Return for each rank those that it misses, or that miss it. A proposer asks after every answer of a hundred."""
+    ranks = set(hears)
+    deaf = {rank: ranks.difference(heard, (rank,)) for rank, heard in hears.items()}
+    for rank, missed in [(rank, tuple(missed)) for rank, missed in deaf.items() if missed]:
+        for other in missed:
+            deaf[other].add(rank)
+    return deaf
 
 
 def judge(answers: Mapping[int, tuple[State, ...]]) -> tuple[Verdict, ...]:

@@ -133,6 +133,10 @@ class Council:
         self._core.judged(self._ids[place], time.monotonic(), is_dead=is_dead)
         self._perform()
 
+    def vouched(self, place: int) -> None:
+        """A keeper says that the process of a member is alive, and not stopped."""
+        self._core.vouched(self._ids[place], time.monotonic())
+
     def disturbed(self, number: int) -> None:
         """Something of the attempt of this number failed that may be nobody's death."""
         self._core.disturbed(number, time.monotonic())

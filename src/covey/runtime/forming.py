@@ -47,6 +47,8 @@ class Forming:
         self._formed: asyncio.Future[None] | None = None
         self._complaint: CoveyError | None = None
         self._refusal = ""
+        self._tells_roster = node.rank == 0 and any(peer.contact is None for peer in node.peers.values())
+        """Ranks of one host know each other's sockets from the start."""
 
     def form(self, timeout: float) -> None:
         """Return once every rank is linked with every other and knows it.
@@ -111,14 +113,14 @@ class Forming:
         for peer in self._node.peers.values():
             if peer.link is not None and peer.link is not peer.told:
                 peer.told = peer.link
-                if self._node.rank == 0:
-                    contacts = [
-                        self._node.card.contact,
-                        *(self._node.peers[rank].contact for rank in range(1, self._node.size)),
-                    ]
-                    roster = messages.Roster(tuple(contact for contact in contacts if contact is not None))
-                    self._node.send(peer.rank, roster)
+                if self._tells_roster:
+                    self._node.send(peer.rank, self._roster())
                 self._node.send(peer.rank, messages.Ready())
+
+    def _roster(self) -> messages.Roster:
+        node = self._node
+        contacts = [node.card.contact, *(node.peers[rank].contact for rank in range(1, node.size))]
+        return messages.Roster(tuple(contact for contact in contacts if contact is not None))
 
     async def dial(self, peer: Peer) -> None:
         pause, hang_ups, hung_up_at = 0.005, 0, 0.0

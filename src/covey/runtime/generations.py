@@ -145,16 +145,21 @@ class _Generations:
             if isinstance(error, GroupChangedError):
                 return self._join(again=True)
             raise error if error is not None else ClosedError(f"group {group.name!r} is closed")
-        founded = self._agree(group, node)
-        if founded is not None and engine.generation is not None and not founded.is_kept:
-            founded = _decide(engine.generation, founded)
-            if founded is None:  # this process is in no view any more
-                error = engine.fault_error()
-                group.close()
-                if isinstance(error, GroupChangedError):
-                    return self._join(again=True)
-                raise error if error is not None else DeadlineError("Timed out: no agreement on the next generation")
-        elif founded is None:
+        try:
+            founded = self._agree(group, node)
+            is_decided = founded is None or engine.generation is None or founded.is_kept
+            if founded is not None and engine.generation is not None and not is_decided:
+                founded = _decide(engine.generation, founded)
+        except GroupChangedError:  # between two generations the loop of the program cannot catch it
+            group.close()
+            return self._join(again=True)
+        if founded is None and not is_decided:  # this process is in no view any more
+            error = engine.fault_error()
+            group.close()
+            if isinstance(error, GroupChangedError):
+                return self._join(again=True)
+            raise error if error is not None else DeadlineError("Timed out: no agreement on the next generation")
+        if founded is None:
             group.close()
             return None
         if all(member.seat != node.rank for member in founded.members):
@@ -236,9 +241,10 @@ def _founded(
     number = generation.number + 1
     lives = b"".join(member.card.life for member in members)
     lineage = hashlib.blake2b(generation.founded.lineage + lives, digest_size=16, key=str(number).encode()).digest()
-    old = generation.founded
+    old, config = generation.founded, node.config
+    tie_breaker = _tie_breaker(generation, members)
     return messages.Founded(
-        number, lineage, old.is_kept, tuple(members), node.config.on_loss, old.origin, _tie_breaker(generation, members)
+        number, lineage, old.is_kept, tuple(members), config.on_loss, config.patience, old.origin, tie_breaker
     )
 
 

@@ -59,7 +59,8 @@ class History:
         members = tuple(messages.SeatedMember(seat, card) for seat, card in enumerate(cards))
         is_kept = self.keeper is not None
         origin = lineage or digest
-        self.found(messages.Founded(0, origin, is_kept, members, node.config.on_loss, origin, tie_breaker))
+        config = node.config
+        self.found(messages.Founded(0, origin, is_kept, members, config.on_loss, config.patience, origin, tie_breaker))
 
     def found(self, founded: messages.Founded, record: Record | None = None) -> Generation:
         """Begin a generation; those of its members that waited outside sit down, and are told.
@@ -140,6 +141,12 @@ class History:
         """A process was given up, or is trusted again."""
         for council, rank in self._councils(seat):
             council.judged(rank, is_dead=is_dead)
+
+    def vouched(self, seat: int) -> None:
+        """The keeper of a process says that it is alive, and not stopped."""
+        for generation in self._generations.values():
+            if not generation.founded.is_kept and (rank := generation.rank_of(seat)) is not None:
+                generation.council.vouched(rank)
 
     def _councils(self, seat: int) -> list[tuple[Council, int]]:
         """Return the councils in which a process has a place, and the place."""

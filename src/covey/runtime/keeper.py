@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import ctypes
 import functools
 import os
 import secrets
-import shutil
 import signal
-import stat
 import subprocess
-import sys
-import tempfile
 import time
 from typing import IO, TYPE_CHECKING, Final, Self
 
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
+from covey.net.run_folder import RunFolder
+from covey.runtime.processes import close_pipes, die_with, libc, signal_group
 from covey.runtime.torch_env import free_port, torch_variables
 from covey.runtime.warden import Warden
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from covey.runtime.processes import Process
     from covey.runtime.warden import ClusterWarden
+    from covey.runtime.warm_start import Template
 
 TOKEN_BYTES: Final = 32
-FOLDER_LIMIT_BYTES: Final = 75
-"""Longest path of a run's folder. A unix socket's path may have 103 bytes, so its name in the folder may have 27."""
 
 FAILURE_GRACE: Final = 1.0
 """Seconds in which the other ranks may notice a failure by themselves and say what they lost, before SIGTERM."""
@@ -63,7 +60,8 @@ class HostRun(abc.ABC):
         if size < 1:
             raise ConfigError(f"a run needs at least one {self.noun}, got {size}")
         self.size = size
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
+        self._template: Template | None = None
 
     @abc.abstractmethod
     def place(self, rank: int) -> dict[str, object]:
@@ -90,29 +88,66 @@ class HostRun(abc.ABC):
         """
         if not 0 <= rank < self.size:
             raise ConfigError(f"{self.noun} {rank} is not in a run of {self.size}")
-        _libc()  # loaded here, because little is safe between fork and exec
+        libc()  # loaded here, because little is safe between fork and exec
+        with self._secret() as (variable, secret_end):
+            try:
+                process = subprocess.Popen(
+                    argv,
+                    env=self._environment(rank, env or {}) | ({variable: str(secret_end)} if variable else {}),
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    pass_fds=(secret_end,) if variable else (),
+                    start_new_session=True,
+                    preexec_fn=functools.partial(die_with, os.getpid()),
+                )
+            except OSError as error:
+                raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from error
+        self._processes.append(process)
+        return process
+
+    def warm_up(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Get ready to `fork` processes that execute `argv`, where that is of use; see `runtime.warm_start`.
+
+        Raises:
+            ConfigError: the setting for it is malformed.
+        """
+        from covey.runtime import warm_start
+
+        if warm_start.is_of_use(argv, self.size, {**os.environ, **env}):
+            first, last = (self._environment(rank, env) for rank in (0, self.size - 1))
+            common = {name: value for name, value in first.items() if last.get(name) == value}
+            with contextlib.suppress(warm_start.TemplateLostError):
+                self._template = warm_start.Template(argv, common)
+
+    def fork(self, rank: int, env: Mapping[str, str]) -> Process | None:
+        """Return a process as `start` makes it, with pipes for its output, but sooner; None: use `start` instead."""
+        from covey.runtime.warm_start import TemplateLostError
+
+        if self._template is None:
+            return None
+        with self._secret() as secret, contextlib.suppress(TemplateLostError):
+            process = self._template.fork(self._environment(rank, env), secret)
+            self._processes.append(process)
+            return process
+        return None
+
+    @contextlib.contextmanager
+    def _secret(self) -> Iterator[tuple[str, int]]:
+        """Yield a variable, and the descriptor that it names in a process: the end of a pipe that holds the secret."""
         variable, secret = self.handed_over()
         secret_end, write_end = os.pipe()
         try:
             os.write(write_end, secret)
-            place = {**self.place(rank), **({variable: secret_end} if variable else {}), "PYTHONUNBUFFERED": 1}
-            process = subprocess.Popen(
-                argv,
-                env={**self._inherited(), **(env or {}), **{name: str(value) for name, value in place.items()}},
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                pass_fds=(secret_end,) if variable else (),
-                start_new_session=True,
-                preexec_fn=functools.partial(die_with, os.getpid()),
-            )
-            self._processes.append(process)
-        except OSError as error:
-            raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from error
+            yield variable, secret_end
         finally:
             os.close(secret_end)
             os.close(write_end)
-        return process
+
+    def _environment(self, rank: int, env: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of a rank, but for the one that names a descriptor."""
+        place = {**self.place(rank), "PYTHONUNBUFFERED": 1}
+        return {**self._inherited(), **env, **{name: str(value) for name, value in place.items()}}
 
     def _inherited(self) -> dict[str, str]:
         """Return this process's environment without its own place in a run, for it may be a rank itself.
@@ -127,11 +162,11 @@ class HostRun(abc.ABC):
         self.warden.catch_up()
         return self.warden.survives
 
-    def clear_away(self, process: subprocess.Popen[bytes]) -> None:
+    def clear_away(self, process: Process) -> None:
         """Forget a process that has ended: kill what it left running, and close the pipes to it."""
         signal_group(process.pid, signal.SIGKILL, reaped=True)
         self._processes.remove(process)
-        _close_pipes(process)
+        close_pipes(process)
 
     def signal(self, signum: int) -> None:
         """Send `signum` to every process of the run that is still there."""
@@ -160,9 +195,11 @@ class HostRun(abc.ABC):
         try:
             self.stop()
         finally:
+            if self._template is not None:
+                self._template.close()
             self.warden.close()
             for process in self._processes:
-                _close_pipes(process)
+                close_pipes(process)
 
 
 class LocalRun(HostRun):
@@ -178,12 +215,13 @@ class LocalRun(HostRun):
         super().__init__(size)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._torch_port = free_port() if torch_env else 0
-        self.folder = _fresh_folder()
+        self._own_folder = RunFolder()
+        self.folder = self._own_folder.path
         self.warden = Warden(self.folder, self.token)
         try:
             self.warden.start()
         except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._own_folder.remove()
             raise
 
     def place(self, rank: int) -> dict[str, object]:
@@ -209,7 +247,7 @@ class LocalRun(HostRun):
         try:
             super().__exit__(*exception)
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._own_folder.remove()
 
 
 class ClusterRun(HostRun):
@@ -234,71 +272,3 @@ class ClusterRun(HostRun):
 
     def handed_over(self) -> tuple[str, bytes]:
         return ("COVEY_SECRET_FD" if self._key else ""), self._key
-
-
-def signal_group(pid: int, signum: int, *, reaped: bool) -> bool:
-    """Send `signum` (0 only asks) to the process group that child `pid` leads; False when there is nobody in it."""
-    # While a group has members the kernel gives its number to nobody else. So when our child was reaped and there is
-    # a process with its number, that is a stranger, and the group is empty.
-    if reaped and _exists(pid):
-        return False
-    try:
-        os.killpg(pid, signum)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent`, which started it, dies; only Linux can."""
-    if libc := _libc():
-        libc.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
-        with contextlib.suppress(OSError):  # input that the rank never took
-            pipe.close()
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _fresh_folder() -> str:
-    for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
-        with contextlib.suppress(OSError):
-            if _is_guarded(base):
-                folder = tempfile.mkdtemp(prefix="covey-", dir=base)
-                if len(os.fsencode(folder)) <= FOLDER_LIMIT_BYTES:
-                    return folder
-                os.rmdir(folder)
-    raise ConfigError("found no folder with a short path for the run's sockets; set TMPDIR to one that you can write")
-
-
-def _is_guarded(base: str) -> bool:
-    """Whether no other user could swap a folder that we make in `base` for one of theirs."""
-    if not os.path.isabs(base):
-        return False
-    info = os.stat(base)
-    others_may_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return info.st_uid in (0, os.geteuid()) and (not others_may_write or bool(info.st_mode & stat.S_ISVTX))
-
-
-def signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"

@@ -20,7 +20,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 from covey.base.errors import ClosedError, ConfigError, ConnectError, DeadlineError, PeerLostError, RankFailedError
-from covey.runtime.keeper import FAILURE_GRACE, TERM_GRACE, LocalRun, die_with, signal_group, signal_name
+from covey.runtime.keeper import FAILURE_GRACE, TERM_GRACE, LocalRun
+from covey.runtime.processes import die_with, signal_group, signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -182,6 +182,14 @@ class Link(asyncio.Protocol):
         if self.ended.is_set():
             on_end()
 
+    def catch_up(self) -> None:
+        """Read what has arrived already, and hand it to who is attached: what a process said before it exited."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        with contextlib.suppress(OSError):
+            while data := self._sock.recv(1 << 16):
+                self.data_received(data)
+
     def send(self, body: bytes) -> None:
         """Send a frame. Returns at once; the dead are skipped, and those who do not read are not waited for."""
         transport = self._transport

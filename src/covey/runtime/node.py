@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ConnectError, CoveyError
 from covey.base.text import printable
+from covey.proto.health import Cause, Vouch
 from covey.runtime import loop as control
 from covey.runtime.boards import Boards
 from covey.runtime.events import Events
@@ -46,6 +47,8 @@ logger = logging.getLogger("covey")
 
 CLOSE_SECONDS: Final = 1.0
 """How long goodbyes may take."""
+LAST_WORDS_SECONDS: Final = 0.5
+"""How long the link of a process that has exited may take to end by itself: a child of it may hold it open."""
 
 
 class Member(Protocol):
@@ -344,6 +347,8 @@ class Node:
         for life, value in processes:
             if life in by_life and self._vigil is not None:
                 self._vigil.vouched(by_life[life], value)
+                if value == Vouch.BUSY:
+                    self.history.vouched(by_life[life].rank)
 
     def noticed(self, rank: int) -> None:
         """A rank of the run said something."""
@@ -362,23 +367,33 @@ class Node:
         """Tell whether a process is not heard on its link."""
         return self._vigil is not None and self._vigil.is_unheard(seat)
 
-    def _silent(self, seat: int, reason: str, is_cut_off: bool) -> None:
+    def _silent(self, seat: int, reason: str, cause: Cause) -> None:
         peer = self.peers[seat]
         peer.reason = reason
         self.events.phase("detect")
+        if peer.link is not None:
+            peer.link.catch_up()
         self.history.judged(seat, is_dead=True)
-        is_over = self.config.on_loss == "raise"
-        if is_over and not peer.left:
+        if self.config.on_loss == "raise" and not peer.left:
             logger.warning("rank %d is given up: %s", seat, reason)
-        if peer.link is None:
-            if is_over and not peer.gone:
+        if cause is Cause.EXITED and peer.link is not None:
+            # The kernel ends the link of a process that has exited, and what it said last may still be on the way.
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._hang_up, peer, peer.link)
+        elif peer.link is None:
+            if self.config.on_loss == "raise" and not peer.gone:
                 self._give_up(peer)
-        elif is_over or is_cut_off:
+        elif self.config.on_loss == "raise" or cause is Cause.HOST_SILENT:
             # TCP repeats itself less and less often; a new link is there soon after the network is.
-            if self.on_silent is not None:
-                self.on_silent(seat)
-            else:
-                peer.link.abort()
+            self._hang_up(peer, peer.link)
+
+    def _hang_up(self, peer: Peer, link: Link) -> None:
+        """End a link on which nothing more is to be expected."""
+        if peer.link is not link or self.is_closing:
+            return
+        if self.on_silent is not None:
+            self.on_silent(peer.rank)
+        else:
+            link.abort()
 
     def _trusted(self, seat: int) -> None:
         self.peers[seat].reason = ""
@@ -400,6 +415,8 @@ class Node:
                 group.end(fault)
 
     def _give_up(self, peer: Peer) -> None:
+        if peer.link is not None:
+            peer.link.catch_up()  # it may have left in good order, which is no loss
         peer.gone = True
         self.lanes.abandon(lambda key: key.peer == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
         self.boards.peer_gone(peer.rank)

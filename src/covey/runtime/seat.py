@@ -16,6 +16,7 @@ from covey.base.errors import ConfigError, ConnectError
 from covey.base.version import __version__
 from covey.net.descriptors import explain, keep_a_spare
 from covey.net.meeting import Meeting, check_folder, host_token, local_address_towards, socket_path
+from covey.net.run_folder import RunFolder
 from covey.runtime import loop as control
 from covey.runtime.entrance import Entrance
 from covey.runtime.greet import Gate
@@ -95,8 +96,9 @@ def insecure_seat(place: Place) -> Seat:
     with contextlib.ExitStack() as undo:
         own = host if place.rank == 0 else local_address_towards(host)
         listener = undo.enter_context(_listen_at(own, port + PORT_OFFSET if place.rank == 0 else 0))
-        folder = check_folder(Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="covey-"))))
-        path = str(socket_path(folder, place.rank))
+        folder = RunFolder()
+        undo.callback(folder.remove)
+        path = str(socket_path(check_folder(Path(folder.path)), place.rank))
         local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         local.bind(path)
         local.listen(BACKLOG)
@@ -104,7 +106,7 @@ def insecure_seat(place: Place) -> Seat:
         # Nothing secret is shared: this only keeps different runs apart.
         gate = Gate.of_token(f"insecure/{place.name}".encode())
         address = Address(*listener.getsockname()[:2])
-        card = _anonymous_card(Contact(host_token(Path(tempfile.gettempdir())), (address,), path))
+        card = _anonymous_card(Contact(host_token(Path(folder.path).parent), (address,), path))
         entrance = Entrance([listener, local], gate.door_key, place.name)
         release = undo.pop_all().close
     return Seat(gate, card, entrance, _rank_zero(place), release)

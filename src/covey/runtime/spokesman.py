@@ -44,6 +44,8 @@ FOUNDING_SECONDS: Final = 3.0
 FAREWELL_SECONDS: Final = 1.0
 GATHER_SECONDS: Final = 2.0
 """How long those who wait outside may come, before the run is founded anew with them because no member is left."""
+GATHER_OLD_SECONDS: Final = 10.0
+"""The same while all who wait have been in the run before: one that was started again may be on its way."""
 
 
 class _Generation:
@@ -61,6 +63,7 @@ class _Generation:
             raise RemoteProtocolError(f"nobody can be in generation {founded.generation} as it was founded")
         self.told_by: set[bytes] = set()
         """The lives that know of it, and so can be spoken to about it."""
+        self.patience = founded.patience
         self.open_by = now + FOUNDING_SECONDS
         self.council: Council | None = None
         self.given_up: set[int] = set()
@@ -93,6 +96,8 @@ class Spokesman:
         """Of those who are linked, by life."""
         self._left: set[bytes] = set()
         """Lives that ended in good order."""
+        self._last_in: dict[bytes, int] = {}
+        """By life, the last generation of processes that were members and have not exited."""
         self._next_seat = 0
         self._forsaken_at = math.inf
         """Since when no member lives while others wait outside."""
@@ -210,6 +215,7 @@ class Spokesman:
             self._next_seat = max(self._next_seat, *(member.seat + 1 for member in founded.members))
             for member in founded.members:
                 self._wards.watch(member.card, now)  # it may never come
+                self._last_in[member.card.life] = told.number
         generation = self._generations.get(told.number)
         if generation is None:
             return  # it is over
@@ -219,6 +225,7 @@ class Spokesman:
             return
         self.survives = bool(self.survives) or founded.on_loss == "continue"
         generation.told_by.add(life)
+        generation.patience = min(generation.patience, told.patience)
         self._judge_members(generation, now)
 
     def _agreeing(self, life: bytes, number: int, said: bytes) -> None:
@@ -248,16 +255,36 @@ class Spokesman:
         if any(life in self._left for life in members):
             for life in waiting:
                 self._links[life].send(messages.encode(messages.Goodbye()))
-        elif now >= self._forsaken_at + GATHER_SECONDS:
+            return
+        # A process that lost its place has an older state of the run. The first rank gives its state to all: it should
+        # be one that was started again, with what the program begins with or has read from a checkpoint.
+        last_in = {life: self._was_last_in(life) for life in waiting}
+        waiting.sort(key=lambda life: (last_in[life] >= 0, -last_in[life]))
+        are_old = last_in[waiting[0]] >= 0
+        if now >= self._forsaken_at + (GATHER_OLD_SECONDS if are_old else GATHER_SECONDS):
             self._forsaken_at = now  # those who come now are for the next time, if this one fails
+            if are_old:
+                logger.warning(
+                    "no member is left, and no process was started again: the run goes back to the state that process "
+                    "%d had when it lost its place in generation %d",
+                    *(self._cards[waiting[0]].pid, last_in[waiting[0]]),
+                )
             seated = tuple(
                 messages.SeatedMember(self._next_seat + number, self._cards[life])
                 for number, life in enumerate(waiting)
             )
             lineage = secrets.token_bytes(PROPOSAL_BYTES)
-            founded = messages.Founded(last.number + 1, lineage, True, seated, "continue", lineage)
+            founded = messages.Founded(last.number + 1, lineage, True, seated, "continue", last.patience, lineage)
             for life in waiting:
                 self._links[life].send(messages.encode(founded))
+
+    def _was_last_in(self, life: bytes) -> int:
+        """Return the last generation in which the process of a life was a member, in an earlier life; -1 for none."""
+        wards = {old: self._wards.get(old) for old in self._last_in}
+        for old in [old for old, ward in wards.items() if ward is None or ward.state is Vouch.EXITED]:
+            del self._last_in[old], wards[old]
+        pid = self._cards[life].pid
+        return max((self._last_in[old] for old, ward in wards.items() if ward and ward.pid == pid), default=-1)
 
     def _lives(self, life: bytes) -> bool:
         ward = self._wards.get(life)
@@ -274,6 +301,9 @@ class Spokesman:
             if len(lost | here) < len(wards) and now < generation.open_by:
                 return
             generation.council = self._open_council(generation)
+        for place, ward in enumerate(wards):
+            if ward is not None and ward.state is Vouch.BUSY:
+                generation.council.vouched(place)
         for place in sorted(lost ^ generation.given_up):
             generation.council.judged(place, is_dead=place in lost)
         generation.given_up = lost
@@ -281,7 +311,15 @@ class Spokesman:
     def _open_council(self, generation: _Generation) -> Council:
         record = first_record(generation.seats, generation.lineage, has_keeper=True)
         chamber = _Chamber(self._links, generation.lives)
-        council = Council(generation.number, record, len(generation.seats), self._card.life, chamber, has_keeper=True)
+        council = Council(
+            generation.number,
+            record,
+            len(generation.seats),
+            self._card.life,
+            chamber,
+            has_keeper=True,
+            patience=generation.patience,
+        )
         for rank, life in enumerate(generation.lives):
             if life in self._links:
                 council.link_up(rank, life)

@@ -30,13 +30,12 @@ class Vigil:
     def __init__(
         self,
         node: Node,
-        lost: Callable[[int, str, bool], None],
+        lost: Callable[[int, str, health.Cause], None],
         trusted: Callable[[int], None],
         unheard: Callable[[int], None],
     ) -> None:
-        """`lost(seat, reason, is_cut_off)` is called for one that should be given up, `trusted(seat)` when it is back.
+        """`lost(seat, reason, cause)` is called for one that should be given up, `trusted(seat)` when it is back.
 
-        A process that is cut off cannot be heard on the link there is, even if the network comes back soon.
         `unheard(seat)` is called for one that is not heard on its link, and may be by another.
         """
         self._node, self._lost, self._trusted, self._unheard = node, lost, trusted, unheard
@@ -45,6 +44,7 @@ class Vigil:
         """By seat: the last one, and when it was sent."""
         self._wards: dict[int, Ward] = {}
         """By seat: processes of this host, as the kernel sees them."""
+        self._watched: set[int] = set()
         self._given_up: set[int] = set()
         self._changed = asyncio.Event()
 
@@ -62,8 +62,12 @@ class Vigil:
             self._health.tick(time.monotonic())
 
     def watch(self, peer: Peer) -> None:
-        """Begin to judge a peer."""
-        if peer.contact is not None and peer.contact.host == self._node.host and peer.pid and peer.life:
+        """Begin to judge a peer, or trust it again in the next generation."""
+        if peer.rank in self._watched and peer.rank not in self._given_up:
+            return  # or every generation would begin with a ping of everybody to everybody
+        self._watched.add(peer.rank)
+        is_here = peer.contact is not None and peer.contact.host == self._node.host
+        if is_here and peer.pid and peer.life and peer.rank not in self._wards:
             self._wards[peer.rank] = Ward(peer.life, peer.pid, time.monotonic())
         if peer.contact is not None and not peer.excluded and not peer.left and peer.life:
             self._health.watch(_id(peer.rank), peer.contact.host, time.monotonic())
@@ -120,6 +124,7 @@ class Vigil:
         """There is nothing more to find out about a peer."""
         self._health.forget(_id(seat))
         self._wards.pop(seat, None)
+        self._watched.discard(seat)
         self._given_up.discard(seat)
 
     def _perform(self) -> None:
@@ -132,7 +137,7 @@ class Vigil:
                 case health.Dead(_, cause, reason):
                     self._given_up.add(seat)
                     reason = reason.replace(f"host {_host(peer)}", peer.host_name or "host")
-                    self._lost(seat, reason, cause is health.Cause.HOST_SILENT)
+                    self._lost(seat, reason, cause)
                 case health.Unheard():
                     self._unheard(seat)
                 case health.Trust() if seat in self._given_up:

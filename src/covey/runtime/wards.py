@@ -43,16 +43,17 @@ class Ward:
         """
         before = self.state
         if before is not Vouch.EXITED and (seen := _state(self.pid)) is not None:
-            letter, began = seen
-            self._began = self._began or began
-            if began is None or began != self._began or letter in tuple("ZX"):
-                self.state = Vouch.EXITED
-            else:
-                self.state = Vouch.STOPPED if letter in tuple("Tt") else Vouch.BUSY
+            self.state = self._judge(*seen)
         if self.state is before:
             return False
         self.changed_at = now
         return True
+
+    def _judge(self, letter: str, began: bytes | None) -> Vouch:
+        self._began = self._began or began
+        if began is None or began != self._began or letter in ("Z", "X"):
+            return Vouch.EXITED
+        return Vouch.STOPPED if letter in ("T", "t") else Vouch.BUSY
 
     def is_lost(self, now: float) -> bool:
         """Tell whether to go on without it: it has exited, or was stopped too long."""

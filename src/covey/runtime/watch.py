@@ -12,13 +12,15 @@ import subprocess
 import time
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
-from covey.runtime.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST, TERM_GRACE, signal_name
+from covey.runtime.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST, TERM_GRACE
+from covey.runtime.processes import signal_name
 from covey.runtime.voices import LINE_LIMIT_BYTES, Cursor, Voice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from covey.runtime.keeper import HostRun
+    from covey.runtime.processes import Process
 
 SIGNAL_GRACE: Final = 30.0
 """Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C ends them at once."""
@@ -74,9 +76,9 @@ class _Watch:
         self._selector.register(wake, selectors.EVENT_READ)
         self._out = Cursor()
         self._err = self._out if _same_file(1, 2) else Cursor()
-        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        self._started: dict[int, Process] = {}
         """Every rank's latest process."""
-        self._alive: dict[int, subprocess.Popen[bytes]] = {}
+        self._alive: dict[int, Process] = {}
         self._waiting: dict[int, float] = {}
         """Ranks that are started again, and when."""
         self._restarts: dict[int, int] = {}
@@ -102,6 +104,7 @@ class _Watch:
 
     def over(self) -> int:
         """Start all ranks, watch until the last has ended, and return the exit code of the whole."""
+        self._run.warm_up(self._command.argv, self._command.env)
         for rank in range(self._run.size):
             self._start(rank)
         while self._alive or self._waiting or self._failed:
@@ -128,7 +131,9 @@ class _Watch:
     def _start(self, rank: int) -> None:
         command, restarts = self._command, self._restarts.get(rank, 0)
         env = {**command.env, "COVEY_RESTART": str(restarts)} if restarts else command.env
-        process = self._run.start(rank, command.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = self._run.fork(rank, env) if not restarts else None  # one that failed gets an interpreter of its own
+        if process is None:
+            process = self._run.start(rank, command.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self._started[rank] = self._alive[rank] = process
         for source, target, cursor in ((process.stdout, 1, self._out), (process.stderr, 2, self._err)):
             assert source is not None

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from covey.base.config import YEAR_SECONDS
 from covey.base.errors import RemoteProtocolError
 from covey.base.text import TEXT_LIMIT, printable
 
@@ -353,6 +354,8 @@ class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
     """By rank."""
     on_loss: Name = "raise"
     """What the members do when one of them is lost: `raise` or `continue`."""
+    patience: Annotated[float, msgspec.Meta(gt=0, le=YEAR_SECONDS)] = 30.0
+    """Seconds that members wait for a view: a keeper that decides has to be done by then."""
     origin: Bytes = b""
     """The lineage of the whole run, from its founding on."""
     tie_breaker: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.proto.health import (
+    ASK_VOUCHED,
+    FRESH,
     GRAIN,
     HOST_SILENCE,
     INTERVAL,
@@ -392,3 +394,40 @@ def test_a_link_that_carries_nothing_is_noticed_although_the_keeper_vouches_for_
     watch.log.clear()
     watch.run(10.0, A, vouches=Vouch.BUSY)
     assert [effect for _, effect in watch.log if isinstance(effect, Unheard)] == [Unheard(A)], "and again"
+
+
+# Many members of one machine
+
+
+def pings(watch: Watch, since: float) -> int:
+    return sum(isinstance(effect, Ping) for at, effect in watch.log if at >= since)
+
+
+def test_a_peer_of_this_machine_is_asked_rarely_while_its_keeper_vouches_for_it() -> None:
+    watch = Watch(a="north")
+    began = watch.now
+    assert watch.run(60.0, A, every=INTERVAL, vouches=Vouch.BUSY) == []
+    assert 60 / ASK_VOUCHED - 1 <= pings(watch, began) <= 60 / ASK_VOUCHED + 1
+
+
+def test_a_peer_of_another_machine_is_asked_as_ever_though_its_keeper_vouches_for_it() -> None:
+    watch = Watch(a="south")
+    began = watch.now
+    watch.run(10.0, A, every=INTERVAL, vouches=Vouch.BUSY)
+    assert pings(watch, began) >= 10 / INTERVAL - 1
+
+
+def test_a_peer_of_this_machine_is_asked_once_its_keeper_is_silent() -> None:
+    watch = Watch(a="north")
+    watch.run(5.0, A, every=INTERVAL, vouches=Vouch.BUSY)
+    silent_since = watch.now
+    watch.run(FRESH + INTERVAL)
+    assert pings(watch, silent_since) >= 1
+
+
+def test_members_of_one_loaded_machine_do_not_all_ask_each_other_when_they_are_late() -> None:
+    watch = Watch(a="north", b="south")
+    watch.run(2.0, A, every=INTERVAL, vouches=Vouch.BUSY)
+    before = watch.now
+    watch.sleep(1.0)
+    assert [effect for at, effect in watch.log if at > before] == [Ping(B)]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from covey.proto.views import is_quorum, judge, largest_company, next_tie_breake
 from covey.testing.workers import Worker
 from covey.testing.world import World
 from covey.wire.membership import (
+    MAX_MEMBERS,
     Accept,
     Accepted,
     Decided,
@@ -469,6 +471,23 @@ def test_under_one_keeper_any_number_may_die_at_once() -> None:
     assert stage.ends == {}, "nothing was needed of it"
 
 
+@pytest.mark.parametrize(("is_vouched_for", "seconds"), [(False, 1), (True, 5)])
+def test_in_a_cluster_a_member_that_is_cut_off_is_waited_for_a_little_longer_if_its_keeper_is_heard(
+    is_vouched_for: bool, seconds: float
+) -> None:
+    stage = Stage("abc")
+    stage.run(2)
+    stage.partition("ab", "c")
+    since = stage.world.now
+    while stage.members().get("a") != "1:ab":
+        if is_vouched_for:
+            for name in "ab":
+                stage.cores[name].vouched(seat("c").id, stage.world.now)
+        stage.run(0.1)
+        assert stage.world.now < since + 20
+    assert seconds <= stage.world.now - since < seconds + 2
+
+
 def test_only_one_leads_and_after_its_death_another() -> None:
     stage = Stage("abc", anchor=1)
     stage.run(2)
@@ -717,6 +736,16 @@ def test_a_company_of_a_hundred_in_two_halves_is_found_quickly_with_the_tie_brea
     hears = {rank: [other for other in range(100) if other // 50 == rank // 50] for rank in range(100)}
     assert largest_company(hears, 70) == tuple(range(50, 100))
     assert largest_company(hears, 0) == tuple(range(50))
+
+
+def test_the_company_of_the_most_members_that_there_may_be_is_found_at_once() -> None:
+    """A keeper looks for it after every answer, while all members wait."""
+    everybody = range(MAX_MEMBERS)
+    hears = {rank: tuple(other for other in everybody if other not in (rank, 5, 50)) for rank in everybody}
+    began = time.process_time()
+    for _ in everybody:
+        largest_company(hears, 0)
+    assert time.process_time() - began < 2.0
 
 
 def test_the_tie_breaker_stays_as_long_as_it_can() -> None:

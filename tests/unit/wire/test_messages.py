@@ -43,7 +43,7 @@ CONTROLS: list[Any] = [
     messages.SecretKept("the disk is full"),
     messages.Agreeing(3, b"anything"),
     messages.Vouch(((b"l" * 16, 2), (b"m" * 16, 3))),
-    messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(7, CARD),), "continue", b"o" * 16, 5),
+    messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(7, CARD),), "continue", 12.5, b"o" * 16, 5),
     messages.Ended("train", b"o" * 16, True),
     messages.Posting(1, 2, b"body"),
 ]

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
+from covey.base.config import split_list
 from covey.base.errors import ConfigError
 from covey.cli.chaos.crew import Crew
 from covey.cli.chaos.cutting import require_cutting
@@ -29,16 +30,52 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def chaos(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="A script or program; after --.")],
-    processes: Annotated[int, typer.Option("-n", metavar="N", help="Processes that the job begins with.")] = 3,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[COMMAND...]", help="A script or program; after --.")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            metavar="N",
+            help="Processes that the job begins with; with --hosts, on each.",
+            show_default="3; with --check, what the seed says",
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Instead of a command, run a workload whose every operation is checked against its exact result.",
+        ),
+    ] = False,
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="H", help="With --check: on so many hosts, made of network namespaces; as root, on Linux."
+        ),
+    ] = None,
+    runs: Annotated[
+        int, typer.Option(min=1, metavar="R", help="With --check: so many runs, each with the next seed.")
+    ] = 1,
+    records: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Check again what a run of --check left in a folder.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Same seed, same faults in the same order.", show_default="a new one")
     ] = None,
     faults: Annotated[
-        str | None, typer.Option(metavar="A,B", help=f"Of {', '.join(KINDS)}.", show_default="all that work here")
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help=f"Of {', '.join(KINDS)}; with --check, of those in the guide.",
+            show_default="all that work here",
+        ),
     ] = None,
     every: Annotated[float, typer.Option(metavar="S", help="Seconds between faults, on average.")] = 2.0,
-    count: Annotated[int, typer.Option(min=0, help="Faults at most.")] = 10,
+    count: Annotated[
+        int | None, typer.Option(min=0, help="Faults at most.", show_default="10; with --check, 7")
+    ] = None,
     duration: Annotated[
         float | None, typer.Option(metavar="S", help="None later than this; the job then ends in peace.")
     ] = None,
@@ -61,13 +98,26 @@ def chaos(
     seed decides. Moments count from when the job has formed its group.
 
     Exits with 0 if the job ends with 0: somebody finished it, and nobody failed to whom nothing was done.
+
+    With --check the job is a workload of covey's own. Each process writes down what every operation came to, and all of
+    them are checked afterwards: exact results, the same end on all ranks, no gaps, one history. Exits with 0 if all is
+    right.
     """
+    if records is not None or check:
+        if command or (check and records is not None):
+            raise ConfigError("--check and --records take no command, and only one of them")
+        raise typer.Exit(_checked(records, processes, hosts, runs, seed, faults, every, count, lanes, as_json))
+    if not command:
+        raise ConfigError("name a script or program after --, or use --check")
+    if hosts is not None or runs != 1:
+        raise ConfigError("--hosts and --runs go with --check")
+    processes = 3 if processes is None else processes
     chosen = Chaos(
         size=processes,
         seed=random.SystemRandom().randrange(1 << 32) if seed is None else seed,
         kinds=_kinds(faults),
         every=every,
-        count=count,
+        count=10 if count is None else count,
         duration=duration,
         restarts=restarts,
         min_alive=min_alive,
@@ -99,6 +149,43 @@ def chaos(
         console.print()
         console.print(view(chosen, story))
     raise typer.Exit(story.code if code is None else code)
+
+
+def _checked(
+    records: str | None,
+    processes: int | None,
+    hosts: int | None,
+    runs: int,
+    seed: int | None,
+    faults: str | None,
+    every: float,
+    count: int | None,
+    lanes: Lanes | None,
+    as_json: bool,
+) -> int:
+    """Perform checked runs, or check one again; return the exit code."""
+    from covey.cli.chaos.checked.campaign import Campaign, judge_kept
+
+    if records is not None:
+        return judge_kept(records, as_json=as_json)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _interrupt)
+    campaign = Campaign(
+        seed=seed,
+        runs=runs,
+        processes=processes,
+        hosts=hosts,
+        kinds=tuple(split_list(faults or "")),
+        every=every,
+        count=7 if count is None else count,
+        lanes="" if lanes is None else lanes.value,
+        as_json=as_json,
+    )
+    try:
+        return campaign.perform()
+    except KeyboardInterrupt as interrupt:
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
 
 
 def _kinds(text: str | None) -> tuple[str, ...]:

@@ -1,0 +1,83 @@
+"""Faults that wait for a moment in the life of a process: a file each, which the first process in that moment takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FOLDER: Final = "orders"
+MOMENTS: Final = ("join", "restore", "change", "split", "async", "messages", "large", "all_reduce")
+"""When a process is about to do this."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a process is to do to itself."""
+
+    moment: str
+    whom: str
+    """`any`, `first` (rank 0), `fresh` (a newcomer) or `old` (a member that is none)."""
+    signal: int
+    delay: float
+    """Seconds after the moment."""
+    seconds: float = 0.0
+    """How long it is stopped; whoever gave the order lets it go on."""
+
+
+def give(folder: str, number: int, order: Order) -> None:
+    """Leave an order for the first process that it fits."""
+    draft = os.path.join(folder, FOLDER, f".{number}")
+    with open(draft, "wb") as file:
+        file.write(msgspec.json.encode(order))
+    os.rename(draft, os.path.join(folder, FOLDER, f"{number}.{order.moment}"))
+
+
+def take(folder: str, moment: str, *, rank: int, is_fresh: bool) -> Order | None:
+    """Return an order that fits this process in this moment, if there is one: no other gets it."""
+    place = os.path.join(folder, FOLDER)
+    for name in _waiting(place, f".{moment}"):
+        with contextlib.suppress(OSError):  # another was quicker
+            with open(os.path.join(place, name), "rb") as file:
+                order = msgspec.json.decode(file.read(), type=Order)
+            if _fits(order, rank, is_fresh=is_fresh):
+                os.rename(os.path.join(place, name), os.path.join(place, f".taken-{name}-{os.getpid()}"))
+                return order
+    return None
+
+
+def are_waiting(folder: str) -> bool:
+    """Tell whether there are orders that no process took."""
+    return bool(_waiting(os.path.join(folder, FOLDER)))
+
+
+def withdraw(folder: str) -> int:
+    """Remove the orders that no process took; return how many."""
+    place, count = os.path.join(folder, FOLDER), 0
+    for name in _waiting(place):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(place, name))
+            count += 1
+    return count
+
+
+def _waiting(place: str, moment: str = "") -> Sequence[str]:
+    try:
+        return sorted(name for name in os.listdir(place) if name.endswith(moment) and name[0] != ".")
+    except FileNotFoundError:
+        return ()
+
+
+def _fits(order: Order, rank: int, *, is_fresh: bool) -> bool:
+    match order.whom:
+        case "first":
+            return rank == 0
+        case "fresh":
+            return is_fresh
+        case "old":
+            return rank >= 0 and not is_fresh
+    return True

@@ -1,0 +1,145 @@
+"""The private folder of a run on this host. Its keeper holds a lock in it for as long as it lives.
+
+A keeper that is killed cannot remove its folder, so the next one to make a folder in the same place does. It touches
+nothing but folders that are certainly abandoned: made by this user, on this machine since it was started, some time
+ago, with a lock that no process holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from typing import Final
+
+from covey.base.errors import ConfigError
+from covey.net.locks import LockHolder
+
+PREFIX: Final = "covey-run-"
+LOCK: Final = "keeper.lock"
+LIMIT_BYTES: Final = 75
+"""Longest path of a run's folder. A unix socket's path may have 103 bytes, so its name in the folder may have 27."""
+AGE_SECONDS: Final = 60.0
+"""Folders that changed since then are left alone: their keeper may be about to lock them."""
+LOOKED_AT: Final = 4096
+"""Most names in one place that are looked at."""
+_TRIES: Final = 100
+
+
+class RunFolder(LockHolder):
+    """A new folder that only this user may enter, until it is removed."""
+
+    def __init__(self) -> None:
+        """Make one, and remove those next to it that are abandoned.
+
+        Raises:
+            ConfigError: there is no place for it.
+        """
+        super().__init__()
+        self.path = self._make()
+        with contextlib.suppress(OSError):
+            sweep(os.path.dirname(self.path))
+
+    def remove(self) -> None:
+        """Remove it with all that is in it. Removing it twice is fine."""
+        if self.path:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path = ""
+        self.let_go()
+
+    def forked(self) -> None:
+        super().forked()
+        self.path = ""  # the parent's
+
+    def _make(self) -> str:
+        for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
+            with contextlib.suppress(OSError):
+                for _ in range(_TRIES if _is_guarded(base) else 0):
+                    folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
+                    if len(os.fsencode(folder)) > LIMIT_BYTES:
+                        os.rmdir(folder)
+                        break
+                    if self._take(folder):
+                        return folder
+        raise ConfigError("found no folder with a short path for a run's sockets; set TMPDIR to one that you can write")
+
+    def _take(self, folder: str) -> bool:
+        """Lock a new folder; tell whether it is still there: this process may have stood still for long."""
+        path = os.path.join(folder, LOCK)
+        try:
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # some file systems have no locks; what lies there is never swept
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self._lock, _this_machine())
+            if os.path.samestat(os.stat(path), os.fstat(self._lock)):
+                return True
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            self.let_go()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self.let_go()
+        return False
+
+
+def sweep(base: str) -> None:
+    """Remove the folders of runs in `base` whose keepers are gone.
+
+    Raises:
+        OSError: `base` cannot be read.
+    """
+    with os.scandir(base) as entries:
+        names = [entry.name for entry in itertools.islice(entries, LOOKED_AT) if entry.name.startswith(PREFIX)]
+    for name in names:
+        with contextlib.suppress(OSError):
+            _sweep_one(os.path.join(base, name))
+
+
+def _sweep_one(folder: str) -> None:
+    status = os.lstat(folder)
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+    if not is_ours or time.time() < status.st_mtime + AGE_SECONDS:
+        return
+    with contextlib.ExitStack() as held:
+        try:
+            lock = _open(os.path.join(folder, LOCK), held)
+        except FileNotFoundError:
+            os.rmdir(folder)  # only if it is empty: its keeper was killed at its very beginning
+            return
+        if os.read(lock, 256) != _this_machine():
+            return  # another machine's, or not what it seems to be
+        for name in os.listdir(folder):
+            if name.endswith(".lock"):  # ranks have some, too; where they do not die with their keeper they may go on
+                fcntl.flock(_open(os.path.join(folder, name), held), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open(path: str, held: contextlib.ExitStack) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    return descriptor
+
+
+def _this_machine() -> bytes:
+    """Return what tells this machine, since it was started, from others that may share its folders."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname().encode()
+
+
+def _is_guarded(base: str) -> bool:
+    """Whether no other user could swap a folder that we make in `base` for one of theirs."""
+    if not os.path.isabs(base):
+        return False
+    info = os.stat(base)
+    others_may_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return info.st_uid in (0, os.geteuid()) and (not others_may_write or bool(info.st_mode & stat.S_ISVTX))
