@@ -105,5 +105,8 @@ class Lane(Protocol):
     def unpark(self) -> None:
         """The sleep is over."""
 
+    def shutdown(self, how: int) -> None:
+        """End the connection, as `socket.shutdown` does; what has arrived can still be received. On any thread."""
+
     def close(self) -> None:
         """Free everything. Closing twice is fine."""

@@ -217,5 +217,8 @@ class RingLane:
         with contextlib.suppress(OSError):
             self._doorbell.send(b"\0")
 
+    def shutdown(self, how: int) -> None:
+        self._doorbell.shutdown(how)
+
     def close(self) -> None:
         self._doorbell.close()

@@ -140,6 +140,9 @@ class StreamLane(SocketLane):
     def park(self, *, sending: bool, receiving: bool) -> int:
         return (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
 
+    def shutdown(self, how: int) -> None:
+        self._sock.shutdown(how)
+
     def close(self) -> None:
         # Unread bytes would turn the close into a reset that can overtake what we sent.
         with contextlib.suppress(OSError):

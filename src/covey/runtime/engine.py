@@ -29,6 +29,7 @@ from covey.base.errors import (
     ConnectError,
     CoveyError,
     PeerLostError,
+    Remedy,
     RemoteProtocolError,
 )
 from covey.runtime import loop as control
@@ -206,6 +207,11 @@ class Engine:
         return self._closed or self._fault is not None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether something has ended the group."""
+        return self._fault is not None
+
+    @property
     def is_closed(self) -> bool:
         """Whether the group was closed."""
         return self._closed
@@ -345,12 +351,16 @@ class Engine:
             self._first_error = error
 
     def refuse(self, call: Call) -> None:
-        """Raise what keeps `call` from running."""
+        """Raise what keeps `call` from running; `base.errors` has the rule."""
         if self._fault is None:
             raise ClosedError(f"{call.text}: group {self.name!r} is closed")
+        error = self._error(call.text, self.sequence + 1)
         if self._first_error is None:
-            self._first_error = self._error(call.text, self.sequence + 1)
-            raise self._first_error
+            self._first_error = error
+            raise error
+        is_own = isinstance(error, PeerLostError) and self._fault.culprit == self.rank
+        if error.remedy is Remedy.REGROUP and not isinstance(error, ClosedError) and not is_own:
+            raise error
         raise ClosedError(
             f"{call.text}: group {self.name!r} is closed since an earlier failure: {self._first_error}"
         ) from self._first_error
@@ -549,9 +559,8 @@ class Engine:
             why = f"is gone: {reason}" if reason else "is gone"
             self.fail(Fault("PeerLostError", f"{self.name_ranks((rank,))} {why}", (rank,)))
 
-    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> None:
-        if purpose == "messages":
-            self.post.lane_arrived(self.ranks_by_member[peer], lane)
+    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> bool:
+        return purpose == "messages" and self.post.lane_arrived(self.ranks_by_member[peer], lane)
 
     def forked(self) -> None:
         self._issuing, self._is_issuing = threading.RLock(), False

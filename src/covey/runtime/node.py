@@ -24,14 +24,14 @@ from covey.runtime.boards import Boards
 from covey.runtime.events import Events
 from covey.runtime.forming import Forming
 from covey.runtime.history import History
-from covey.runtime.lanes import LaneKey, Lanes
+from covey.runtime.lanes import LaneKey, Lanes, lane_key
 from covey.runtime.link import printable
 from covey.runtime.peers import Lobby, Peer
 from covey.runtime.vigil import Vigil
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from covey.base.config import GroupConfig
     from covey.runtime.entrance import Entrance
@@ -62,7 +62,10 @@ class Member(Protocol):
     @property
     def survives(self) -> bool: ...
 
-    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> None: ...
+    @property
+    def members(self) -> Collection[int]: ...
+
+    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> bool: ...
 
     def forked(self) -> None: ...
 
@@ -208,11 +211,15 @@ class Node:
             self._groups.pop(group_id, None)
         self.lanes.forget(group_id, sequence)
 
-    def lane_arrived(self, key: LaneKey, lane: Any) -> None:
-        """Tell the group, if it exists already, that a lane is open."""
+    def lane_arrived(self, key: LaneKey, lane: Any) -> bool:
+        """Tell the group, if it exists already, that a lane is open; return whether it uses that from now on."""
         group = self._groups.get(key.group)
-        if group is not None:
-            group.lane_arrived(key.peer, key.purpose, lane)
+        return group is not None and group.lane_arrived(key.peer, key.purpose, lane)
+
+    def is_member(self, group_id: int, seat: int) -> bool:
+        """Tell whether a process is in a group; of groups that do not exist here yet that is not known."""
+        group = self._groups.get(group_id)
+        return group is None or seat in group.members
 
     def tell(self, peers: Iterable[int], message: messages.Control) -> None:
         """Send a control message to some ranks of the run. Returns at once; the dead are skipped."""
@@ -373,16 +380,14 @@ class Node:
             case messages.Pong(number, _):
                 if self._vigil is not None:
                     self._vigil.answered(rank, number)
-            case messages.Dial(group, purpose, attempt):
-                if peer.is_dialled and not self.lanes.dial(LaneKey(group, rank, purpose, attempt)):
-                    reason = f"rank {self.rank} has closed the group"
-                    self.send(rank, messages.NoLane(group, purpose, reason, attempt))
+            case messages.Dial():
+                self.lanes.asked(rank, message)
             case messages.Offer():
                 self.lanes.offered(rank, message)
             case messages.Expect(lane):
                 self.lanes.expected(rank, lane)
             case messages.NoLane(group, purpose, reason, attempt):
-                self.lanes.refused(LaneKey(group, rank, purpose, attempt), reason)
+                self.lanes.refused(lane_key(group, rank, purpose, attempt), reason)
             case messages.Posting():
                 self.boards.heard(rank, message)
             case messages.Announce() | messages.Position() | messages.Revoke():

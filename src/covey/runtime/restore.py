@@ -20,7 +20,7 @@ import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.dtypes import DTYPES, dtype_code
-from covey.base.errors import ClosedError, ConfigError, CoveyError, MismatchError, PeerLostError, RemoteProtocolError
+from covey.base.errors import ConfigError, CoveyError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.transferring import Election, Fetch, Orders, differing, elect, listed, objection
 from covey.runtime.buffers import as_array, readable
 from covey.runtime.mailbox import Mailbox
@@ -311,12 +311,7 @@ class _Restore:
             # What landed later may have overwritten what was checked before.
             digest = Manifest(is_fresh=False, entries=tuple(self._survey())).digest
         lost = failure.rank if isinstance(failure, PeerLostError) else -1
-        try:
-            outcomes = self._gather([digest, lost, "" if failure is None else str(failure)])
-        except ClosedError as error:
-            if isinstance(error.__cause__, PeerLostError):  # told to one of our messages, before the group had failed
-                raise error.__cause__ from None
-            raise
+        outcomes = self._gather([digest, lost, "" if failure is None else str(failure)])
         for rank, (_, lost, text) in outcomes.items():
             if lost >= 0:
                 text = f"restore: no rank is left that has what rank {rank} lacks: {text}"
