@@ -285,7 +285,7 @@ class Lanes:
         # It has seen all that this end has offered, and asks for another: its end of the last lane is broken.
         again = key.purpose == "messages" and wanted.attempt >= self._epochs.next(key)
         if self._node.peers[rank].is_dialled and not self.dial(key, again=again):
-            reason = f"rank {self._node.rank} has closed the group, or goes on without rank {rank}"
+            reason = f"rank {self._node.rank} has closed the group, or rank {rank} is not in it any more"
             self._node.send(rank, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
 
     def dial(self, key: LaneKey, *, again: bool = False) -> bool:
@@ -330,7 +330,9 @@ class Lanes:
     def _is_over(self, key: LaneKey) -> bool:
         if key.purpose == "collectives" and key.attempt < self._first_attempts.get(key.group, 0):
             return True
-        return key.group in self._closed_groups or key in self._given_up or self._node.peers[key.peer].excluded
+        if key.group in self._closed_groups or key in self._given_up or self._node.peers[key.peer].excluded:
+            return True
+        return not self._node.is_member(key.group, key.peer)
 
     async def _connect(self, peer: Peer, key: LaneKey, kind: str, attempt: int) -> Any:
         purpose, capacity = key.purpose, 0
@@ -482,10 +484,10 @@ class Lanes:
         key = lane_key(offer.group, rank, offer.purpose, offer.attempt)
         if self._node.peers[rank].excluded:
             return f"the run goes on without rank {rank}"
-        if self._is_over(key) or self._node.is_closing:
-            return f"rank {self._node.rank} has closed the group"
         if not self._node.is_member(offer.group, rank):
             return f"rank {rank} of the run is not in this group"
+        if self._is_over(key) or self._node.is_closing:
+            return f"rank {self._node.rank} has closed the group"
         future = self._lanes.get(key)
         is_open = future is not None and future.done()
         if key.purpose == "messages":
