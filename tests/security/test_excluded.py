@@ -17,12 +17,12 @@ from tests.security.attackers import DEADLINE, LOOPBACK, call_on_loop, new_clust
 from covey.base.dtypes import dtype_code
 from covey.base.errors import CoveyError, PeerLostError
 from covey.runtime import loop as control
-from covey.runtime.lanes import LaneKey
 from covey.wire import message_header as wire
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.runtime.group import Group
+    from covey.runtime.lanes import LaneKey
     from covey.runtime.node import Node
 
 SURVIVING = replace(LOOPBACK, on_loss="continue")

@@ -211,7 +211,7 @@ class Desk:
                     if asked.outcome.done():  # with an error of ours
                         raise
                     if time.monotonic() >= until:
-                        raise DeadlineError(f"no answer within {timeout:g} s") from None
+                        raise DeadlineError(f"no answer within the timeout of {timeout:g} s") from None
         except BaseException:  # Ctrl-C, too
             control.soon(self._boards.withdraw, number)
             raise

@@ -234,7 +234,8 @@ class Candidate(Gathering):
                 return self._founded.result()
             if left <= 0 and not (self._is_elastic and self._core.going_on is not None):
                 raise DeadlineError(
-                    f"no run {self.run!r} in cluster {self.cluster.name!r} after {within:g} s: {self.situation()}"
+                    f"no run {self.run!r} in cluster {self.cluster.name!r} within the timeout of {within:g} s: "
+                    f"{self.situation()}"
                     ". `covey doctor` looks for the reason."
                 )
 

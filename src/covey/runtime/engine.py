@@ -319,7 +319,10 @@ class Engine:
         if time.monotonic() >= self._deadline:
             late = self._roll.late(())
             names = f"{self.name_ranks(late)} did not come; " if late else ""
-            text = f"{self._what()} did not finish within {self._timeout:g} s; {names}the last trouble was: {trouble}"
+            text = (
+                f"{self._what()} did not finish within the timeout of {self._timeout:g} s; "
+                f"{names}the last trouble was: {trouble}"
+            )
             self.fail(Fault("DeadlineError", text, late))
 
     def root_lost(self, root: int) -> PeerLostError:
@@ -385,7 +388,10 @@ class Engine:
             self._await_fault(ANSWER_SECONDS)
             circle.check()
             late = self._roll.late(waiting_for)
-            text = f"{self._what()} did not finish within {self._timeout:g} s; {self.name_ranks(late)} did not come"
+            text = (
+                f"{self._what()} did not finish within the timeout of {self._timeout:g} s; "
+                f"{self.name_ranks(late)} did not come"
+            )
             self.fail(Fault("DeadlineError", text, late))
             circle.check()
         if not self._announced and now >= since + ANNOUNCE_SECONDS:

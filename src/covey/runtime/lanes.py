@@ -139,7 +139,7 @@ class Lanes:
         try:
             return future.result(timeout)
         except TimeoutError:
-            raise DeadlineError(f"no lane to rank {peer} after {timeout:g} s", late=(peer,)) from None
+            raise DeadlineError(f"no lane to rank {peer} within the timeout of {timeout:g} s", late=(peer,)) from None
 
     def _request(self, key: LaneKey) -> Future[Any]:
         peer = key.peer

@@ -92,7 +92,7 @@ class Mailbox:
             peer, number, work = self._over.get(timeout=max(0.0, self._deadline - time.monotonic()))
         except queue.Empty:
             names = ", ".join(map(str, late))
-            raise DeadlineError(f"nothing came in time from rank {names}", late=tuple(late)) from None
+            raise DeadlineError(f"the timeout ended before anything came from rank {names}", late=tuple(late)) from None
         self._waiting -= 1
         error: BaseException | None = None
         if isinstance(work, PeerLostError):

@@ -165,7 +165,8 @@ class Pact:
                 self._engine.check()
                 left = give_up_at - time.monotonic()
                 if left <= 0:
-                    text = f"no view of the run was agreed on within {self._generation.patience:g} s"
+                    patience = self._generation.patience
+                    text = f"no view of the run was agreed on within the timeout of {patience:g} s (patience)"
                     self._engine.end(Fault("DeadlineError", text))
                 self._changed.wait(max(0.0, left))
             step, self._step = self._step, None

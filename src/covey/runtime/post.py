@@ -85,7 +85,9 @@ class Post:
                 lost = engine.lost_error(rank)
                 engine.told(lost)
                 raise lost from error
-        raise DeadlineError(f"no lane for messages to {engine.name_ranks((rank,))} opened in time", late=(rank,))
+        raise DeadlineError(
+            f"no lane for messages to {engine.name_ranks((rank,))} opened before the timeout ended", late=(rank,)
+        )
 
     def _renew(self, rank: int, ended: Any, pause: float) -> None:
         """Ask for another socket in place of one that ended, after a pause."""

@@ -1,4 +1,4 @@
-"""What operations raise in a group that has ended: one class of error, however they were issued and whichever they are."""
+"""What operations raise in a group that has ended: one class of error, whichever they are and however issued."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def be_evicted(victim: int) -> Any:
         ]
         told = [attempt(call)["error"] for call in calls]
         part.close()
-        return errors, told + [attempt(part.barrier)["error"], attempt(part.recv)["error"]]
+        return errors, [*told, attempt(part.barrier)["error"], attempt(part.recv)["error"]]
 
 
 def test_an_evicted_process_gets_group_changed_error_from_every_operation() -> None:
@@ -141,5 +141,3 @@ def close_it(on_loss: str) -> Any:
 def test_a_group_that_its_owner_closed_raises_closed_error(on_loss: str) -> None:
     with Members(2, close_it, on_loss) as ranks:
         assert ranks.results() == [["ClosedError"] * 4, ["ClosedError"] * 3]
-
-
