@@ -105,6 +105,9 @@ class Lane(Protocol):
     def unpark(self) -> None:
         """The sleep is over."""
 
+    def peek(self) -> bytes:
+        """Return the next 64 bytes that have arrived, or fewer; the lane may not be received from afterwards."""
+
     def shutdown(self, how: int) -> None:
         """End the connection, as `socket.shutdown` does; what has arrived can still be received. On any thread."""
 

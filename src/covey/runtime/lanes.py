@@ -222,12 +222,20 @@ class Lanes:
         """The others go on without a peer: end what there is of lanes to it, and the waits for them.
 
         What it sent before is still read; those who use the lanes close them. On the control loop.
+
+        A peer that left in order may be needed no more by a group that ends with its first loss, though the last bytes
+        of its part are still on their way: those lanes are left to the group.
         """
         self.abandon(lambda key: key.peer == peer, ConnectError(f"seat {peer} is gone"))
         for lane in [lane for lane, expected in self._expected.items() if expected.peer == peer]:
             self._stop_expecting(lane)
+        has_left = self._node.peers[peer].left
         with self._lock:
-            futures = [future for key, future in self._lanes.items() if key.peer == peer]
+            futures = [
+                future
+                for key, future in self._lanes.items()
+                if key.peer == peer and not (has_left and key.purpose == "collectives")
+            ]
         for future in futures:
             if future.done() and future.exception() is None:
                 with contextlib.suppress(OSError):  # it has ended already

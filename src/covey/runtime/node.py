@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from covey.base.errors import ConnectError, CoveyError
 from covey.runtime import loop as control
@@ -45,12 +45,14 @@ logger = logging.getLogger("covey")
 
 CLOSE_SECONDS: Final = 1.0
 """How long goodbyes may take."""
+LAST_WORDS_KEPT: Final = 1000
+GroupTalk: TypeAlias = "messages.Announce | messages.Position | messages.Revoke | messages.Calls"
 
 
 class Member(Protocol):
     """A group, as its node sees it. Called on the control loop; `peer` is a rank of the run."""
 
-    def heard(self, peer: int, message: messages.Announce | messages.Position | messages.Revoke) -> None: ...
+    def heard(self, peer: int, message: GroupTalk) -> None: ...
 
     def peer_gone(self, peer: int, *, left: bool) -> None: ...
 
@@ -120,6 +122,8 @@ class Node:
             for peer in (range(size) if seats is None else seats)
             if peer != rank
         }
+        self._last_words: dict[tuple[int, int], messages.Calls] = {}
+        """Of groups that do not exist here yet: what ranks called that have closed them already."""
         self._groups: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self.lanes = Lanes(self)
         self.boards = Boards(self)
@@ -199,6 +203,8 @@ class Node:
         """Let `group` hear what is said about it from now on."""
         with self._lock:
             self._groups[group_id] = group
+        for key in [key for key in self._last_words if key[0] == group_id]:
+            control.soon(group.heard, key[1], self._last_words.pop(key))
 
     def groups(self) -> list[Member]:
         """Return the groups that are open."""
@@ -390,10 +396,14 @@ class Node:
                 self.lanes.refused(lane_key(group, rank, purpose, attempt), reason)
             case messages.Posting():
                 self.boards.heard(rank, message)
-            case messages.Announce() | messages.Position() | messages.Revoke():
+            case messages.Announce() | messages.Position() | messages.Revoke() | messages.Calls():
                 member = self._groups.get(message.group)
                 if member is not None:
                     member.heard(rank, message)
+                elif isinstance(message, messages.Calls):
+                    self._last_words[message.group, rank] = message
+                    while len(self._last_words) > LAST_WORDS_KEPT:
+                        del self._last_words[next(iter(self._last_words))]
                 elif isinstance(message, messages.Announce) and self.lanes.ended(message.group, message.sequence):
                     text = f"rank {self.rank} of the run has closed the group"
                     self.send(rank, messages.Revoke(message.group, "PeerLostError", text, ()))

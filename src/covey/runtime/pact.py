@@ -194,11 +194,17 @@ class Pact:
         control.soon(self._generation.disturbed, circle.attempt, pause)
         raise HaltedError
 
-    def give_up(self, fault: Fault) -> None:
-        """Ask all to end the operation in progress, or the next, and with it the group. On any thread."""
+    def give_up(self, fault: Fault, differs_at: int = 0) -> None:
+        """Ask all to end the operation in progress, or the next, and with it the group. On any thread.
+
+        `differs_at` is the operation that the ranks called differently: it must not return.
+        """
         with self._lock:
             self._reason = self._reason or fault
-            self._commit.give_up()
+            if differs_at == self._commit.returned + 1:
+                self._commit.disagree()
+            else:
+                self._commit.give_up()
             self.circle.is_stopped = True
             attempt = self._commit.attempt
         self._bell.ring()

@@ -329,6 +329,24 @@ class Posting(msgspec.Struct, frozen=True, array_like=True, tag=27):
     body: bytes
 
 
+class Calls(msgspec.Struct, frozen=True, array_like=True, tag=28):
+    """What the sender called last in a group that it leaves: others may have called something else."""
+
+    group: int
+    runs: Annotated[tuple[CallRun, ...], msgspec.Meta(max_length=64)]
+    """In the order of their sequences."""
+
+
+class CallRun(msgspec.Struct, frozen=True, array_like=True):
+    """Equal calls, one after the other."""
+
+    first: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    """The sequence of the first."""
+    count: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    fingerprint: Annotated[int, msgspec.Meta(ge=0)]
+    call: Text
+
+
 Greeting = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret
 Answer = Tell | Reached | SecretKept
@@ -357,6 +375,7 @@ Control = (
     | Vouch
     | Founded
     | Posting
+    | Calls
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])
