@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, TypeAlias, TypeVar
 
-from covey.base.errors import ConfigError, PeerLostError, RemoteProtocolError
+from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.message import HEADER_COST, Arrival, Operation, Receive, Received, Send
 from covey.proto.message_stream import EAGER_BYTES, Inlet, Landing, Outlet, Payload
 from covey.wire import message_header as wire
@@ -491,7 +491,7 @@ class Matcher:
             raise ConfigError(f"a tag is a number from 0 to 2**63 - 1, not {tag}")
 
 
-def _place(arrival: Arrival, receive: Receive) -> MemoryError | None:
+def _place(arrival: Arrival, receive: Receive) -> MismatchError | None:
     """Decide where the payload lands, if that is not settled; return the error if there is no room for it."""
     if arrival.store is None:
         if receive.out is not None:
@@ -499,8 +499,11 @@ def _place(arrival: Arrival, receive: Receive) -> MemoryError | None:
         else:
             try:
                 arrival.allocate()
-            except MemoryError as error:
-                return error
+            except MemoryError:
+                return MismatchError(
+                    f"the message from rank {arrival.source} with tag {arrival.header.tag} has "
+                    f"{arrival.header.payload_bytes} bytes, and there is no memory for it; it is consumed"
+                )
     return None
 
 

@@ -18,7 +18,7 @@ import select
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
@@ -474,6 +474,13 @@ class Engine:
         is_same = theirs.sequence == ours.sequence
         self.fail(Fault("MismatchError", text, (peer,)), differs_at=ours.sequence if is_same else 0)
         circle.check()
+
+    def reject(self, circle: Circle, kind: str, rank: int, what: str) -> NoReturn:
+        """End the group because of what a rank sent, with an error of this kind; raise it."""
+        fault = Fault(kind, f"{self.name_ranks((rank,))} sent {what} (in {self._what()})", (rank,))
+        self.fail(fault)
+        circle.check()
+        raise RemoteProtocolError(fault.text)  # if the group ended otherwise
 
     # Faults
 

@@ -152,7 +152,7 @@ class Group(Reductions, Moves, Messages):
         operand = readable(choice)
 
         def body(circle: Circle) -> tuple[dict[int, Array], int]:
-            gathered = movements.gather_all(circle, operand)
+            gathered = movements.gather_all(circle, operand, wanted=movements.Wanted(shape=operand.shape))
             return dict(zip(circle.ranks, gathered, strict=True)), circle.engine.sequence
 
         choices, sequence = self._engine.run(call, body, timeout=timeout, async_op=False)

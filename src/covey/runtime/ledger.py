@@ -11,6 +11,8 @@ from covey.base.dtypes import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+TEXT_LIMIT: Final = 2000
+"""Characters kept of what another rank calls an operation."""
 KEPT: Final = 64
 """Past operations that can still be compared. Ranks further apart than this did not just slip."""
 
@@ -94,7 +96,7 @@ class Ledger:
         known = self._others.get(rank)
         calls = known.calls if known is not None else {}
         if text:
-            calls[sequence] = (fingerprint, text)
+            calls[sequence] = (fingerprint, text[:TEXT_LIMIT])
             while len(calls) > KEPT:
                 del calls[min(calls)]
         known = known or Heard(0, 0, calls)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.dtypes import DTYPES
 from covey.runtime import loop as control
 from covey.runtime.fault import Fault
-from covey.runtime.ledger import OPERATIONS, Ledger
+from covey.runtime.ledger import OPERATIONS, TEXT_LIMIT, Ledger
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ ANSWER_SECONDS: Final = 0.15
 """How long a rank that found a contradiction collects what the others called."""
 ROUNDS: Final = 3
 """How often it asks those who have called nothing yet."""
-TEXT_LIMIT: Final = 2000
 PARTING_LIMIT: Final = 200
 """Characters of each call that a rank leaves with the others when it closes a group."""
 POLL_SECONDS: Final = 0.002

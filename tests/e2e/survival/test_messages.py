@@ -255,3 +255,35 @@ def test_a_receive_from_anyone_hears_of_each_loss_once_and_then_that_no_rank_is_
         assert [each["rank"] for each in told[2:]] == [-1, -1]
         assert "no other rank" in told[2]["text"]
         ranks.await_exit([0])
+
+
+def restore_over_broken_connections(count: int) -> Any:
+    with covey.join(on_loss="continue") as group:
+        state = {name: values(group.rank, count) + at for at, name in enumerate("abcd")}
+        state["step"] = group.rank
+        group.barrier()
+        say("restoring")
+        report = group.restore(state, timeout=60)
+        say("restored")
+        right = all(np.array_equal(state[name], values(0, count) + at) for at, name in enumerate("abcd"))
+        group.barrier()
+        return {"right": right and state["step"] == 0, "received": report.bytes_received, "donors": report.donors}
+
+
+@pytest.mark.parametrize("lanes", ["unix", "tcp", "secure"])
+def test_a_restore_goes_on_over_connections_that_break(lanes: str) -> None:
+    count = 6_000_000
+    with Members(3, restore_over_broken_connections, count, lanes=lanes) as ranks:
+        ranks.hear("restoring")
+        broken, number = 0, 0
+        while not all(ranks.all_said(rank, "restored") for rank in (1, 2)) and number < 25:
+            time.sleep(0.03)
+            broken += break_all_connections(ranks.pid(number % 3), str(ranks.folder / "keeper.sock"))
+            number += 1
+        for rank, report in enumerate(ranks.results(timeout=90)):
+            assert report["right"], (rank, report)
+            assert report["donors"] == [0], (rank, report)
+            assert (report["received"] >= 4 * 4 * count) == (rank > 0)
+            assert report["received"] < 4 * 4 * count + 1000  # nothing came twice
+        ranks.await_exit()
+        assert broken > 0
