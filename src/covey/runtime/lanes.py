@@ -57,6 +57,8 @@ PURPOSES: Final = ("collectives", "messages")
 LANE_BYTES: Final = 16
 NOT_YOURS: Final = "the other end opens the lanes of this pair"
 SECRET_BYTES: Final = 32
+REPLACE_SECONDS: Final = (0.3, 1.5)
+"""After a link was replaced: when lanes for messages are, too, at the first and the second try."""
 FIRST_PAUSE_SECONDS: Final = 0.02
 MOST_PAUSE_SECONDS: Final = 0.5
 """Between attempts to connect: a full backlog, out of descriptors, a network that is down."""
@@ -263,15 +265,28 @@ class Lanes:
     def link_up(self, peer: int) -> None:
         """There is a new link with a peer: ask again for what is waited for. On the control loop.
 
-        Where the link broke, lanes may have broken without a sign. Those for messages are replaced: that loses nothing.
+        Where the link broke, lanes may have broken without a sign. Those for messages are replaced, which loses
+        nothing; a moment later, when both ends know which of them dials.
         """
+        loop = asyncio.get_running_loop()
         with self._lock:
             futures = [(key, future) for key, future in self._lanes.items() if key.peer == peer]
         for key, future in futures:
             if not future.done():
                 self._ask(key)
-            elif key.purpose == "messages" and future.exception() is None and self._node.peers[peer].is_dialled:
-                self.dial(key, again=True)
+            elif key.purpose == "messages":
+                for seconds in REPLACE_SECONDS:
+                    loop.call_later(seconds, self._replace, key, future)
+
+    def _replace(self, key: LaneKey, before: Future[Any]) -> None:
+        """Have a lane for messages replaced, unless it was."""
+        peer = self._node.peers[key.peer]
+        if self._lanes.get(key) is not before or peer.link is None or self._node.is_closing:
+            return
+        if peer.is_dialled:
+            self.dial(key, again=True)
+        else:
+            self._node.send(key.peer, messages.Dial(key.group, key.purpose, self._epochs.next(key)))
 
     def stop_expecting(self) -> None:
         """Close what came of lanes that are not complete. On the control loop."""

@@ -203,8 +203,9 @@ class Node:
         """Let `group` hear what is said about it from now on."""
         with self._lock:
             self._groups[group_id] = group
-        for key in [key for key in self._last_words if key[0] == group_id]:
-            control.soon(group.heard, key[1], self._last_words.pop(key))
+            words = [(key[1], self._last_words.pop(key)) for key in list(self._last_words) if key[0] == group_id]
+        for peer, calls in words:
+            control.soon(group.heard, peer, calls)
 
     def groups(self) -> list[Member]:
         """Return the groups that are open."""
@@ -401,9 +402,10 @@ class Node:
                 if member is not None:
                     member.heard(rank, message)
                 elif isinstance(message, messages.Calls):
-                    self._last_words[message.group, rank] = message
-                    while len(self._last_words) > LAST_WORDS_KEPT:
-                        del self._last_words[next(iter(self._last_words))]
+                    with self._lock:
+                        self._last_words[message.group, rank] = message
+                        while len(self._last_words) > LAST_WORDS_KEPT:
+                            del self._last_words[next(iter(self._last_words))]
                 elif isinstance(message, messages.Announce) and self.lanes.ended(message.group, message.sequence):
                     text = f"rank {self.rank} of the run has closed the group"
                     self.send(rank, messages.Revoke(message.group, "PeerLostError", text, ()))
