@@ -72,7 +72,7 @@ class Suspicion:
             engine.await_news(HEARING_SECONDS, lambda: engine.is_mismatched or self._witnesses(engine) <= self._spoken)
         if engine.roll.is_comparing:
             engine.await_news(COMPARE_SECONDS, lambda: engine.is_mismatched)
-        engine.fail(fault)
+            engine.roll.conclude()  # if the control loop stands still
 
     def search(self, call: Call | None = None) -> bool:
         """Look for calls that differ from ours, and have them compared; tell whether there are any.

@@ -40,7 +40,7 @@ SPIN_SECONDS: Final = 100e-6
 FIRST_PAUSE_SECONDS: Final = 0.01
 MOST_PAUSE_SECONDS: Final = 2.0
 """Before another lane is asked for, when one after the other breaks before anything has moved."""
-LOOK_SECONDS: Final = 0.02
+LOOK_SECONDS: Final = 0.003
 """How often closing looks whether the kernel has delivered what it was given."""
 _MAX_POLL_MS: Final = 2**31 - 1
 

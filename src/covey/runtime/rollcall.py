@@ -128,6 +128,10 @@ class RollCall:
             self._begin(sequence)
         return self.is_comparing
 
+    def conclude(self) -> None:
+        """End the group with what is known of the calls that differ. On any thread."""
+        self._tell(self._engine, is_last=True)
+
     def _begin(self, sequence: int) -> None:
         self._compared = sequence
         self.call(sequence)
@@ -204,7 +208,7 @@ class RollCall:
         """End the group with what all ranks called, once that is known or nothing more will be."""
         sequence, ranks = self._compared, engine.circle.ranks
         if not self._is_told and (is_last or self.ledger.heard_all(sequence, ranks, engine.rank)):
-            self._is_told = True
             story = self.ledger.story(sequence, ranks, engine.rank)
             text = f"ranks of group {engine.name!r} called different things as operation {sequence}: {story}"
             engine.fail(Fault("MismatchError", text), differs_at=sequence)
+            self._is_told = True  # afterwards: another thread may conclude at the same time, and relies on the fault
