@@ -116,7 +116,7 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
             for node in nodes:
                 await node.open()
             await asyncio.gather(larger.form(10), smaller.form(10))
-            (someone,) = larger.seated({smaller.card.life: 0}).values()
+            (someone,) = larger.seated({(smaller.card.id, smaller.card.life): 0}).values()
             used: list[object] = []
             in_use = someone.link
             switched = larger.switched

@@ -172,7 +172,9 @@ class Candidate(Gathering):
                 self._heard_founded(someone, message)
             case messages.Ended(run, lineage, is_finished):
                 if run == self.run and len(lineage) == LINEAGE_BYTES:
-                    self._core.ended(Ending(lineage, is_finished), time.monotonic())
+                    # Our keeper passes on what members told it.
+                    teller = self.card.id if someone.card.id == self.card.keeper else someone.card.id
+                    self._core.ended(Ending(lineage, is_finished), time.monotonic(), teller)
                     self._pump()
             case messages.Vouch():
                 self._heard_vouch(someone, message)
@@ -236,8 +238,7 @@ class Candidate(Gathering):
     def _heard_vouch(self, keeper: Acquaintance, message: messages.Vouch) -> None:
         """A keeper speaks for its processes, and for no others."""
         if self._node is not None and keeper.purpose == "keeper":
-            own = {peer.life for peer in self._node.peers.values() if peer.keeper == keeper.card.id}
-            self._node.vouched((life, value) for life, value in message.processes if life in own)
+            self._node.vouched(keeper.card.id, message.processes)
 
     def noticed(self, someone: Acquaintance) -> None:
         if self._node is not None and someone.rank >= 0:
@@ -462,6 +463,7 @@ class Candidate(Gathering):
                 _tell_how_to_reach(peer, someone)
             elif seat in cards:
                 peer.introduce(cards[seat])
+        self._core.may_go_on = lambda: node.hears_quorum
         node.on_silent = self._give_up
         node.on_founded = self._founded_another
         node.on_ended = self._run_ended

@@ -46,6 +46,8 @@ logger = logging.getLogger("covey")
 
 CLOSE_SECONDS: Final = 1.0
 """How long goodbyes may take."""
+OF_THE_EXCLUDED: Final = (messages.Agreeing, messages.Ping, messages.Pong, messages.Goodbye)
+"""What a process may say to the members that go on without it."""
 
 
 class Member(Protocol):
@@ -253,6 +255,12 @@ class Node:
         """The last that this node was in."""
         return self.history.current
 
+    @property
+    def hears_quorum(self) -> bool:
+        """Whether this node is in a generation, and hears a quorum of it."""
+        generation = self.generation
+        return generation is not None and not generation.is_over and generation.council.hears_quorum
+
     def begin(self, lineage: bytes = b"", tie_breaker: int = 0) -> None:
         """The run is formed: watch over the others, and found its first generation."""
         self._vigil = Vigil(self, self._silent, self._trusted)
@@ -330,12 +338,13 @@ class Node:
 
     # Losses
 
-    def vouched(self, processes: Iterable[tuple[bytes, int]]) -> None:
-        """A keeper says how some processes are."""
-        by_life = {peer.life: peer for peer in self.peers.values()}
+    def vouched(self, keeper: bytes, processes: Iterable[tuple[bytes, int]]) -> None:
+        """The keeper with this id says how some processes are: it is believed about those that named it."""
+        own = [peer for peer in self.peers.values() if peer.keeper == keeper]
         for life, value in processes:
-            if life in by_life and self._vigil is not None:
-                self._vigil.vouched(by_life[life], value)
+            for peer in own:
+                if peer.life == life and self._vigil is not None:
+                    self._vigil.vouched(peer, value)
 
     def noticed(self, rank: int) -> None:
         """A rank of the run said something."""
@@ -387,8 +396,10 @@ class Node:
             group.peer_gone(peer.rank, left=peer.left)
 
     def heard(self, rank: int, message: messages.Control) -> None:
-        """Take a message from a rank of the run."""
+        """Take a message from a rank of the run; from one that a view has excluded, only what concerns views."""
         peer = self.peers[rank]
+        if peer.excluded and not isinstance(message, OF_THE_EXCLUDED):
+            return
         match message:
             case messages.Ready():
                 peer.ready = True
