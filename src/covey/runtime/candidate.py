@@ -231,7 +231,8 @@ class Candidate(Gathering):
         )
         if not is_ours or theirs not in keys or founded.generation < 1:
             return
-        check_founded(founded, self._terms.largest)
+        # A generation of an elastic run may have lost members that the next one waits for.
+        check_founded(founded, 1 if self._is_elastic else self._terms.smallest, self._terms.largest)
         if self._core.may_enter(founded.origin, founded.generation):
             self._founded.set_result(founded)
 
@@ -558,12 +559,12 @@ class _Waiting:
             self._node.heard(peer.rank, message)
 
 
-def check_founded(founded: messages.Founded, most: int) -> None:
+def check_founded(founded: messages.Founded, least: int, most: int) -> None:
     """Raise RemoteProtocolError for a generation that cannot be, whatever a member says."""
     cards = [member.card for member in founded.members]
     whole = all(len(card.id) == forming.ID_BYTES and len(card.life) == forming.LIFE_BYTES for card in cards)
     counts = (len({member.seat for member in founded.members}), len({card.id for card in cards}))
-    is_sound = whole and counts == (len(cards), len(cards)) and len(cards) <= most
+    is_sound = whole and counts == (len(cards), len(cards)) and least <= len(cards) <= most
     if not is_sound or founded.tie_breaker >= len(cards) or len(founded.lineage) != LINEAGE_BYTES or founded.is_kept:
         raise RemoteProtocolError(f"generation {founded.generation} cannot be as it was told of")
 
