@@ -14,7 +14,7 @@ import pytest
 from covey.base.text import TEXT_LIMIT
 from covey.net import descriptors, mdns, sieve
 from covey.runtime import allowance, candidate, entrance, follower, gathering, greet, hints, reach, visitors
-from covey.wire import frame
+from covey.wire import frame, seal
 
 ROOT = Path(__file__).parents[2]
 SECURITY = (ROOT / "docs" / "security.md").read_text()
@@ -127,6 +127,14 @@ ELSEWHERE: dict[str, list[str]] = {
         "security/test_handshake.py::test_a_certificate_names_no_key_but_its_own",
         "security/test_handshake.py::test_a_stranger_that_passes_on_an_answer_to_the_door_sees_no_certificate",
     ],
+    "The key of a stream changes every quarter of an hour and after 2^24 records": [
+        "contract/test_sealed_lanes.py::"
+        "test_every_stream_has_another_key_after_a_quarter_of_an_hour_and_nothing_is_lost",
+        "unit/wire/test_seal.py::test_a_record_that_begins_the_next_key_is_marked_and_the_opener_follows_the_mark",
+    ],
+    "A later key does not tell an earlier one": [
+        "unit/wire/test_seal.py::test_a_key_that_was_left_behind_cannot_be_computed_from_the_one_in_use",
+    ],
     "There is no fallback to anything older, and no session resumption": [
         "io/test_tls.py::test_older_versions_of_tls_are_not_spoken",
         "io/test_tls.py::test_no_session_is_resumed",
@@ -211,3 +219,4 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"{mdns.MOST_KNOWN} at most" in words
     assert f"The last {descriptors.MOST_SPARED}" in words
     assert (reach.RATE, reach.TOTAL_RATE) == (0.5, 4.0)
+    assert (seal.REKEY_SECONDS, seal.REKEY_RECORDS) == (15 * 60, 1 << 24)
