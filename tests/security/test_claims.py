@@ -13,7 +13,7 @@ import pytest
 
 from covey.base.text import TEXT_LIMIT
 from covey.net import descriptors, mdns, sieve
-from covey.runtime import allowance, candidate, entrance, follower, gathering, greet, hints, reach, visitors
+from covey.runtime import allowance, arrivals, candidate, entrance, follower, gathering, greet, hints, reach, visitors
 from covey.wire import frame, seal
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +120,22 @@ ELSEWHERE: dict[str, list[str]] = {
         "security/test_door.py::test_a_stranger_costs_no_more_than_a_place_at_the_door",
         "io/test_entrance.py::test_in_a_crowd_those_from_a_members_address_stay",
     ],
+    "the oldest goes of the source that has most of them, and those of members' addresses go last": [
+        "io/test_entrance.py::test_in_a_crowd_the_source_with_most_connections_gives_way",
+        "io/test_entrance.py::test_in_a_crowd_those_from_a_members_address_stay",
+    ],
+    "A source is an IPv4 address or an IPv6 network of 64 bits": [
+        "unit/runtime/test_arrivals.py::test_an_ipv6_source_is_its_network_of_64_bits",
+    ],
+    "After a burst of 256 it may send 64 connections a second that do not prove the secret": [
+        "unit/runtime/test_arrivals.py::test_a_source_has_a_burst_and_a_rate_and_another_source_has_its_own",
+        "io/test_entrance.py::test_a_source_that_sends_too_many_strangers_is_not_even_challenged_and_others_are",
+        "io/test_entrance.py::test_nodes_that_hold_the_key_may_come_as_often_as_they_like",
+    ],
+    "What comes too often is closed at once and counted: `covey doctor` shows the numbers": [
+        "security/test_door.py::test_a_crowd_without_the_key_is_counted_and_members_get_in_meanwhile",
+        "unit/cli/test_doctor_findings.py::test_a_flood_at_the_door_of_a_node_is_told_with_its_numbers",
+    ],
     "The answer is bound to the dialler's TLS ClientHello, and the acceptor takes no other": [
         "security/test_handshake.py::test_an_answer_to_the_door_is_good_for_one_client_hello_only",
     ],
@@ -201,6 +217,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     rows = (
         f"{entrance.STRANGERS_AT_ONCE}; {entrance.GUESTS_AT_ONCE}",
         f"{entrance.STRANGER_SECONDS:.0f}; {greet.GREETING_SECONDS:.0f}",
+        f"{arrivals.SOURCE_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.TOTAL_RATE:.0f}",
         dials,
         f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",
         f"{sieve.SOURCE_RATE:.0f} from one address, {sieve.TOTAL_RATE:.0f} in all",
@@ -218,5 +235,6 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"more than {sieve.SOURCE_RATE:.0f} a second from one address or {sieve.TOTAL_RATE:.0f} in all" in words
     assert f"{mdns.MOST_KNOWN} at most" in words
     assert f"The last {descriptors.MOST_SPARED}" in words
+    assert f"After a burst of {arrivals.SOURCE_BURST:.0f} it may send" in plain(SECURITY)
     assert (reach.RATE, reach.TOTAL_RATE) == (0.5, 4.0)
     assert (seal.REKEY_SECONDS, seal.REKEY_RECORDS) == (15 * 60, 1 << 24)

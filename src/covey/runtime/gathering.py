@@ -480,7 +480,7 @@ class Gathering:
                     someone.round_trip = taken if someone.round_trip < 0 else min(taken, someone.round_trip)
             case messages.Ask():
                 self._visitors.asked(someone)
-                someone.send(self.tell())
+                someone.send(self._with_counts(self.tell()))
             case messages.Reach():
                 self._visitors.asked(someone)
                 self._reaching.asked(someone, message, self._linked_from(someone.card.id))
@@ -530,6 +530,11 @@ class Gathering:
             round_trip=someone.round_trip,
             clock_offset=someone.clock_offset,
         )
+
+    def _with_counts(self, tell: messages.Tell) -> messages.Tell:
+        """Add what this node's door has seen."""
+        entrance = self.seat.entrance
+        return messages.counted(tell, entrance.turned_away, entrance.arrivals.refused)
 
     def _linked_from(self, id: bytes) -> set[str]:
         """Return the addresses from which a node's links come."""

@@ -34,6 +34,7 @@ Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
 Story = Annotated[str, msgspec.Meta(max_length=8 * TEXT_LIMIT)]
 """Text that tells of many ranks."""
 Bytes = Annotated[bytes, msgspec.Meta(max_length=64)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """A time that can be computed with and shown: neither infinite nor no number."""
 
@@ -276,6 +277,15 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     peers: tuple[PeerState, ...]
     rank: int = -1
     """The sender's own, once there is one."""
+    turned_away: Count = 0
+    """Connections that got no further than its door, or than its greeting."""
+    too_many: Count = 0
+    """Those of them that came too often from one source."""
+
+
+def counted(tell: Tell, turned_away: int, too_many: int) -> Tell:
+    """Return the same with what the sender's door has seen."""
+    return msgspec.structs.replace(tell, turned_away=turned_away, too_many=too_many)
 
 
 class PeerState(Worded, frozen=True, array_like=True):
