@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.proto import health
-from covey.proto.health import INTERVAL, Cause, Dead, Health, Ping, Standing, Suspect, Trust, Vouch
+from covey.proto.health import INTERVAL, Cause, Dead, Health, Ping, Standing, Suspect, Trust, Unheard, Vouch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -203,7 +203,7 @@ class Ward:
 
     def _perform(self, actor: Actor) -> None:
         for effect in actor.health.effects():
-            if type(effect) is not Ping:
+            if type(effect) not in (Ping, Unheard):
                 self.log.append((self.now, actor.name, effect))
                 continue
             other = self.actors[effect.peer[0] - 97]

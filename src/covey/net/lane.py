@@ -105,5 +105,8 @@ class Lane(Protocol):
     def unpark(self) -> None:
         """The sleep is over."""
 
+    def is_stuck(self) -> bool:
+        """Tell whether what was sent gets nowhere, although the peer may be well: the path is dead."""
+
     def close(self) -> None:
         """Free everything. Closing twice is fine."""

@@ -166,6 +166,9 @@ class SealedLane(SocketLane):
         self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
         """The scratch payload, seen as elements of the dtype that was reduced last."""
 
+    def sockets(self) -> Sequence[socket.socket]:
+        return [pipe.sock for pipe in self._pipes]
+
     def transmit(self, out: Outgoing) -> bool:
         pipes = self._pipes
         turn = self._out_turn

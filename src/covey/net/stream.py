@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from covey.net import tcp
 from covey.net.descriptors import track
 from covey.net.lane import SMALL_BYTES, Incoming, LaneClosedError, Outgoing
 from covey.wire.header import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SEND_BYTES = 1 << 20
 """Bytes handed to the kernel at once. Much more leaves the cache before the peer reads it."""
@@ -41,6 +45,12 @@ class SocketLane:
     def unpark(self) -> None:
         pass
 
+    def is_stuck(self) -> bool:
+        return any(map(tcp.is_stuck, self.sockets()))
+
+    def sockets(self) -> Sequence[socket.socket]:
+        raise NotImplementedError
+
 
 class StreamLane(SocketLane):
     """A connected stream socket. Takes ownership of the socket."""
@@ -56,6 +66,9 @@ class StreamLane(SocketLane):
         self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
         """The scratch payload, seen as elements of the dtype that was reduced last."""
         self._carry = 0  # bytes of an element that arrived in part, at the front of the scratch payload
+
+    def sockets(self) -> Sequence[socket.socket]:
+        return (self._sock,)
 
     def transmit(self, out: Outgoing) -> bool:
         sent = out.sent

@@ -95,8 +95,18 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class Unheard:
+    """Nothing is heard on the link with this peer: dial it by other ways, even if its keeper vouches for the process.
+
+    The path of the link may be dead.
+    """
+
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Suspect:
-    """The peer may be gone. A lost link or a stop is reason to ask the others at once, silence to dial it anew."""
+    """The peer may be gone. A lost link or a stop is reason to ask the others at once."""
 
     peer: bytes
     cause: Cause
@@ -119,7 +129,7 @@ class Dead:
     reason: str
 
 
-Effect: TypeAlias = Ping | Suspect | Trust | Dead
+Effect: TypeAlias = Ping | Unheard | Suspect | Trust | Dead
 
 
 def suspect_after(round_trip: float, jitter: float) -> float:
@@ -151,7 +161,7 @@ class _Peer:
         self.standing = Standing.TRUSTED
         self.cause = Cause.SILENT
         """Why it is not trusted, if it is not."""
-        self.is_linked = False
+        self.is_linked = self.is_unheard = False
         self.heard_at = now
         self.vouched_at = now
         self.stopped_at: float | None = None
@@ -222,6 +232,7 @@ class Health:
         peer = self._peers.get(peer_id)
         if peer is not None:
             peer.heard_at = peer.host.heard_at = now
+            peer.is_unheard = False
             if peer.standing is not Standing.TRUSTED:
                 self._reconsider(peer, now)
 
@@ -303,6 +314,10 @@ class Health:
 
     # For people and for other cores.
 
+    def is_unheard(self, peer_id: bytes) -> bool:
+        """Tell whether nothing is heard on the link with a peer, whatever its keeper says."""
+        return peer_id in self._peers and self._peers[peer_id].is_unheard
+
     def standing(self, peer_id: bytes) -> Standing:
         """Return the opinion of a peer that is watched."""
         return self._peers[peer_id].standing
@@ -350,6 +365,9 @@ class Health:
             return math.inf
         again = math.inf
         if peer.is_linked:
+            if not peer.is_unheard and now >= peer.heard_at + peer.patience:
+                peer.is_unheard = True
+                self._effects.append(Unheard(peer.id))
             again = max(peer.heard_at + INTERVAL, peer.pinged_at + REPEAT)
             if now >= again:
                 self._ping(peer, now)

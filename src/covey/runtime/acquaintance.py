@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING, Final
 
 from covey.wire import messages
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from covey.runtime.link import Link
 
 ANSWERS_LIMIT: Final = 16
+SILENT_SECONDS: Final = 1.2
+"""After so long without a word, another link with the same node is used instead."""
 
 
 class Acquaintance:
@@ -34,6 +37,8 @@ class Acquaintance:
         """Whether the ways to it are being compared."""
         self.round_trip = -1.0
         self.clock_offset = 0.0
+        self.heard_at = time.monotonic()
+        """When it last said anything on the link in use."""
         self.pings: dict[int, float] = {}
         """Those without an answer, and when they were sent."""
         self.early: list[messages.Control] = []
@@ -52,6 +57,10 @@ class Acquaintance:
     def is_dialled(self) -> bool:
         """Whether this end dialled the link in use, and so is known to reach the other."""
         return self.link is not None and self.links[self.link] is not None
+
+    def is_silent(self) -> bool:
+        """Tell whether the link in use carries nothing: a node that is heard answers a ping every half second."""
+        return time.monotonic() - self.heard_at > SILENT_SECONDS
 
     def send(self, message: messages.Control) -> None:
         if self.link is not None:

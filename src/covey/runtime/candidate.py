@@ -105,6 +105,8 @@ class Candidate(Gathering):
         self._changed = asyncio.Event()
         self._node: Node | None = None
         self._rivals_told: set[bytes] = set()
+        self._sought: set[Acquaintance] = set()
+        """Members that are not heard and are dialled by other ways."""
 
     @property
     def _is_decided(self) -> bool:
@@ -169,6 +171,29 @@ class Candidate(Gathering):
             generation = self._node.generation
             if generation is not None and generation.number:  # a link may have ended with this news on it
                 someone.send(generation.founded)
+
+    def exchanged(self, someone: Acquaintance) -> None:
+        if self._node is not None and someone.rank >= 0:
+            self._node.exchanged(someone.rank)
+
+    def _unheard(self, seat: int) -> None:
+        """A member is not heard on its link: dial it by every way there is. It may be busy, or the path may be dead."""
+        someone = next((each for each in self.met.values() if each.rank == seat), None)
+        if someone is not None and someone not in self._sought:
+            self._sought.add(someone)
+            self.spawn(self._seek(someone))
+
+    async def _seek(self, someone: Acquaintance) -> None:
+        contact, pause = someone.card.contact, 0.1
+        try:
+            while someone.link is not None and someone.is_silent() and not self.is_closing:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(REDIAL_SECONDS):
+                        await self._dial(contact.addresses, same_host=contact.host == self.card.contact.host)
+                await asyncio.sleep(pause)
+                pause = min(1.0, 2 * pause)
+        finally:
+            self._sought.discard(someone)
 
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
         match message:
@@ -473,6 +498,7 @@ class Candidate(Gathering):
             elif seat in cards:
                 peer.introduce(cards[seat])
         node.on_silent = self._give_up
+        node.on_unheard = self._unheard
         node.on_founded = self._founded_another
         node.on_ended = self._run_ended
         node.find_newcomer = self._find_newcomer

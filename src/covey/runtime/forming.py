@@ -183,6 +183,21 @@ class Forming:
             await asyncio.sleep(pause)
             pause = min(0.5, pause * 1.5)
 
+    async def dial_anew(self, peer: Peer, silent: Link) -> None:
+        """Link with a process by another way, while nothing is heard on the link there is."""
+        pause = 0.1
+        while peer.link is silent and self._node.is_unheard(peer.rank) and not self._node.is_closing:
+            with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
+                async with asyncio.timeout(REDIAL_SECONDS):
+                    link, welcome, where = await self._call(peer)
+                if messages.key_of(welcome.card) != (peer.id, peer.life) or peer.link is not silent:
+                    link.abort()
+                    return
+                self._reached(peer, link, welcome, where)
+                return
+            await asyncio.sleep(pause)
+            pause = min(1.0, 2 * pause)
+
     def _reached(self, peer: Peer, link: Link, welcome: messages.Welcome, where: Where) -> None:
         """A process that was dialled has answered, there."""
         if not isinstance(where, str):

@@ -131,6 +131,9 @@ class Gathering:
     def switched(self, someone: Acquaintance) -> None:
         """Another link with someone is in use, or a better way was found."""
 
+    def exchanged(self, someone: Acquaintance) -> None:
+        """Another link with someone is in use, because nothing was heard on the last one."""
+
     def may_switch(self, someone: Acquaintance) -> bool:
         """Tell whether the link with someone may be exchanged for another now: what is on its way may be lost."""
         return True
@@ -378,9 +381,14 @@ class Gathering:
             await aside(clusters.remember, self.cluster.name, card.id, card.name)
 
     def _choose(self, someone: Acquaintance, card: messages.Card, link: Link, way: Where | None) -> None:
-        """There is a second link to someone. Nothing changes while a run is decided on: messages could overtake."""
+        """There is a second link to someone. Nothing changes while a run is decided on: messages could overtake.
+
+        But a link on which nothing is heard is given up at once: its path may be dead, and the new one is not.
+        """
         someone.card = card  # it may have moved, and is known by its addresses
-        if self.card.id > someone.card.id:
+        if someone.is_silent():
+            self._exchange(someone, link, way)
+        elif self.card.id > someone.card.id:
             self._listen_to(someone, link, way)  # and answer there when it speaks there
         elif way is not None and not someone.is_dialled and self.may_switch(someone):
             old = list(someone.links)
@@ -394,6 +402,16 @@ class Gathering:
             self._retire(link)
         else:
             link.close()
+
+    def _exchange(self, someone: Acquaintance, link: Link, way: Where | None) -> None:
+        """Use another link instead of one that fell silent. What was said there may never arrive."""
+        silent, someone.links = list(someone.links), {}
+        someone.heard_at = time.monotonic()
+        self._use(someone, link, way)
+        self._ping(someone)
+        for each in silent:
+            asyncio.get_running_loop().call_later(RETIRE_SECONDS, each.abort)
+        self.exchanged(someone)
 
     def _retire(self, link: Link) -> None:
         """Close a link when nothing can be on its way any more: the other side hears on another one which is in use."""
@@ -461,6 +479,8 @@ class Gathering:
 
     def _heard_frame(self, someone: Acquaintance, link: Link, body: bytes) -> None:
         message = messages.decode_control(body)
+        if link is someone.link:
+            someone.heard_at = time.monotonic()
         self.noticed(someone)
         if link is not someone.link and link in someone.links and self.card.id > someone.card.id:
             someone.link = link

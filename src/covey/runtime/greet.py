@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
 from covey.base.text import printable
@@ -23,7 +23,7 @@ from covey.wire import door, greeting, messages
 from covey.wire.frame import GREETING_LIMIT, LENGTH, frame, frame_length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from covey.net.tls import Credentials
     from covey.runtime.allowance import Allowance
@@ -38,7 +38,7 @@ SILENCE: Final = "no answer in time"
 
 Where = str | tuple[Any, ...]
 """The path of a unix socket, or a TCP address as `socket` takes it."""
-_Dialling = asyncio.Future[tuple[Link, messages.Welcome, bytes]]
+T = TypeVar("T")
 
 
 class RefusedError(Exception):
@@ -198,14 +198,44 @@ async def dial_any(
     Raises:
         What `dial` raises: of what was tried, what tells most.
     """
+    opened, where = await _first_of(
+        wheres,
+        lambda where: _dial_in_turn(where, gate, hello, allowance, within),
+        lambda opened: opened[0].abort(),
+    )
+    return *opened, where
+
+
+async def connect_any(wheres: list[Where], gate: Gate, purpose: door.Purpose) -> socket.socket:
+    """Connect to the first address that works, and pass the door; each has a short head start before the next.
+
+    Raises:
+        ConnectError: there is no way.
+    """
+    opened, _ = await _first_of(wheres, lambda where: connect(where, gate, purpose), lambda opened: opened[0].close())
+    return opened[0]
+
+
+async def _first_of(
+    wheres: list[Where], open_one: Callable[[Where], Coroutine[Any, Any, T]], drop: Callable[[T], object]
+) -> tuple[T, Where]:
+    """Try addresses, each with a short head start; return what the first that works gave, and which that was.
+
+    What comes of the others is dropped. If none works, the error is raised that tells most.
+    """
     if not wheres:
         raise ConnectError("the peer has no address that can be dialled from here")
-    remaining, tasks, errors = list(wheres), list[_Dialling](), list[BaseException]()
-    won: _Dialling | None = None
+    remaining, tasks, errors = list(wheres), list[asyncio.Future[T]](), list[BaseException]()
+    won: asyncio.Future[T] | None = None
+
+    def drop_late(task: asyncio.Future[T]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            drop(task.result())
+
     try:
         while won is None and (remaining or len(errors) < len(tasks)):
             if remaining:
-                tasks.append(asyncio.ensure_future(_dial_in_turn(remaining.pop(0), gate, hello, allowance, within)))
+                tasks.append(asyncio.ensure_future(open_one(remaining.pop(0))))
             running = [task for task in tasks if not task.done()]
             if running:
                 await asyncio.wait(
@@ -217,10 +247,10 @@ async def dial_any(
         for task in tasks:
             if task is not won:
                 task.cancel()
-                task.add_done_callback(_drop)
+                task.add_done_callback(drop_late)
     if won is None:
         raise min(errors, key=_telling)
-    return *won.result(), wheres[tasks.index(won)]
+    return won.result(), wheres[tasks.index(won)]
 
 
 async def _dial_in_turn(
@@ -230,11 +260,6 @@ async def _dial_in_turn(
         return await dial(where, gate, hello, within=within)
     async with allowance.turn(where):
         return await dial(where, gate, hello, spares=True, within=within)
-
-
-def _drop(task: _Dialling) -> None:
-    if not task.cancelled() and task.exception() is None:
-        task.result()[0].abort()
 
 
 def _telling(error: BaseException) -> int:

@@ -24,7 +24,7 @@ from covey.net import memory, shm
 from covey.net.ring import RingLane, memory_bytes
 from covey.net.stream import StreamLane
 from covey.runtime import loop as control
-from covey.runtime.greet import GREETING_SECONDS, RefusedError, ScarceError, connect, receive_exactly
+from covey.runtime.greet import GREETING_SECONDS, RefusedError, ScarceError, connect_any, receive_exactly
 from covey.runtime.seldom import SeldomLog
 from covey.wire import door, greeting, messages
 
@@ -335,13 +335,7 @@ class Lanes:
         ways = self._node.ways_to(peer, offer.kind)
         if not ways:
             raise ConfigError(f"rank {peer.rank} has no address that can be dialled from here")
-        for number, way in enumerate(ways, 1):
-            try:
-                sock, _ = await connect(way, self._node.gate, door.Purpose.LANE)
-                break
-            except ConnectError:
-                if number == len(ways):
-                    raise
+        sock = await connect_any(ways, self._node.gate, door.Purpose.LANE)
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 proof = greeting.lane_proof(offer.secret, b"dial", offer.lane, stream)

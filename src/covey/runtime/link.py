@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import socket
-import struct
-import sys
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.net import tcp
 from covey.net.descriptors import track
 from covey.wire.frame import CONTROL_LIMIT, Framer, frame
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from covey.net.tls import Channel, Credentials
@@ -24,9 +23,6 @@ BACKLOG_LIMIT: Final = 1 << 20
 UNREAD_LIMIT: Final = 256
 """Frames that may wait for an owner before the peer is kept from sending more."""
 HANDSHAKE_SECONDS: Final = 5.0
-LAST_ACK: Final = struct.Struct("=I")
-LAST_ACK_AT: Final = 56
-"""tcpi_last_ack_recv, in milliseconds, in Linux's struct tcp_info."""
 
 
 class Link(asyncio.Protocol):
@@ -196,13 +192,8 @@ class Link(asyncio.Protocol):
 
     def acknowledged_seconds_ago(self) -> float | None:
         """Return when the other machine's kernel last acknowledged something; None where that cannot be known."""
-        if sys.platform != "linux" or self._sock.family == socket.AF_UNIX:
-            return None
-        try:
-            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-            return float(LAST_ACK.unpack_from(info, LAST_ACK_AT)[0]) / 1000
-        except (OSError, struct.error):
-            return None
+        known = tcp.acknowledgements(self._sock)
+        return None if known is None else known.seconds_ago
 
     def close(self) -> None:
         """Close once everything is sent."""

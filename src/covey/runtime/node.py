@@ -138,6 +138,8 @@ class Node:
         self.most_size = messages.MAX_MEMBERS
         self.on_silent: Callable[[int], None] | None = None
         """Who ends all links with a rank that is given up, where that is not the node."""
+        self.on_unheard: Callable[[int], None] | None = None
+        """Who looks for another way to a process that is not heard on its link, where that is not the node."""
         self.on_founded: Callable[[messages.Founded], None] | None = None
         """Who else has to know of another generation."""
         self.on_ended: Callable[[bytes, bool], None] | None = None
@@ -181,6 +183,12 @@ class Node:
         self.lanes.link_up(peer.rank)
         self.boards.link_up(peer.rank)
         self.history.link_up(peer.rank, peer.life)
+
+    def exchanged(self, seat: int) -> None:
+        """Another link with a process is in use: what was said on the last one may be lost."""
+        self.lanes.link_lost(seat)
+        self.boards.link_down(seat)
+        self.relinked(self.peers[seat])
 
     def voter_up(self, seat: int, life: bytes, vote: Callable[[messages.Control], None]) -> None:
         """A node was started anew: it is no member any more, but it votes."""
@@ -255,7 +263,7 @@ class Node:
 
     def begin(self, lineage: bytes = b"", tie_breaker: int = 0) -> None:
         """The run is formed: watch over the others, and found its first generation."""
-        self._vigil = Vigil(self, self._silent, self._trusted)
+        self._vigil = Vigil(self, self._silent, self._trusted, self._unheard)
         if self.size <= messages.MAX_MEMBERS:
             self.history.found_first(lineage, tie_breaker)
         self.spawn(self._vigil.keep())
@@ -275,7 +283,7 @@ class Node:
         if self.forming is not None:
             self.entrance.on_link = self.forming.greet
         self.history.meet_keeper()
-        self._vigil = Vigil(self, self._silent, self._trusted)
+        self._vigil = Vigil(self, self._silent, self._trusted, self._unheard)
         self.history.found(founded, record)
         self.spawn(self._vigil.keep())
 
@@ -341,6 +349,18 @@ class Node:
         """A rank of the run said something."""
         if self._vigil is not None:
             self._vigil.heard(rank)
+
+    def _unheard(self, seat: int) -> None:
+        """A process is not heard on its link: link with it anew, in case only the path of that link is dead."""
+        peer = self.peers[seat]
+        if self.on_unheard is not None:
+            self.on_unheard(seat)
+        elif self.forming is not None and peer.link is not None and peer.is_dialled:
+            self.spawn(self.forming.dial_anew(peer, peer.link))
+
+    def is_unheard(self, seat: int) -> bool:
+        """Tell whether a process is not heard on its link."""
+        return self._vigil is not None and self._vigil.is_unheard(seat)
 
     def _silent(self, seat: int, reason: str, is_cut_off: bool) -> None:
         peer = self.peers[seat]

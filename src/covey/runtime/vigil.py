@@ -27,12 +27,19 @@ if TYPE_CHECKING:
 class Vigil:
     """Judges the other processes of a run."""
 
-    def __init__(self, node: Node, lost: Callable[[int, str, bool], None], trusted: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        lost: Callable[[int, str, bool], None],
+        trusted: Callable[[int], None],
+        unheard: Callable[[int], None],
+    ) -> None:
         """`lost(seat, reason, is_cut_off)` is called for one that should be given up, `trusted(seat)` when it is back.
 
-        Who is cut off cannot be heard on the link there is, even if the network comes back soon.
+        A process that is cut off cannot be heard on the link there is, even if the network comes back soon.
+        `unheard(seat)` is called for one that is not heard on its link, and may be by another.
         """
-        self._node, self._lost, self._trusted = node, lost, trusted
+        self._node, self._lost, self._trusted, self._unheard = node, lost, trusted, unheard
         self._health = health.Health(node.host, time.monotonic())
         self._pings: dict[int, tuple[int, float]] = {}
         """By seat: the last one, and when it was sent."""
@@ -105,6 +112,10 @@ class Vigil:
         if sent == number:
             self._health.round_trip(_id(seat), time.monotonic() - at)
 
+    def is_unheard(self, seat: int) -> bool:
+        """Tell whether a peer is not heard on its link."""
+        return self._health.is_unheard(_id(seat))
+
     def forget(self, seat: int) -> None:
         """There is nothing more to find out about a peer."""
         self._health.forget(_id(seat))
@@ -122,6 +133,8 @@ class Vigil:
                     self._given_up.add(seat)
                     reason = reason.replace(f"host {_host(peer)}", peer.host_name or "host")
                     self._lost(seat, reason, cause is health.Cause.HOST_SILENT)
+                case health.Unheard():
+                    self._unheard(seat)
                 case health.Trust() if seat in self._given_up:
                     self._given_up.discard(seat)
                     self._trusted(seat)

@@ -23,6 +23,7 @@ from covey.proto.health import (
     Standing,
     Suspect,
     Trust,
+    Unheard,
     Vouch,
     suspect_after,
 )
@@ -60,7 +61,7 @@ class Watch:
                 self.health.tick(self.now)
             self.drain()
         self.now = end
-        return [effect for _, effect in self.log[start:] if not isinstance(effect, Ping)]
+        return [effect for _, effect in self.log[start:] if not isinstance(effect, Ping | Unheard)]
 
     def sleep(self, seconds: float) -> None:
         """Let this node do nothing for a while, and wake up."""
@@ -375,3 +376,19 @@ def test_it_explains_itself() -> None:
     assert "suspect: its link ended; " in watch.health.explain(B, watch.now)
     watch.told("vouched", B, Vouch.STOPPED)
     assert "its process is stopped (SIGSTOP, a debugger)" in watch.health.explain(B, watch.now)
+
+
+def test_a_link_that_carries_nothing_is_noticed_although_the_keeper_vouches_for_the_process() -> None:
+    watch = Watch(a="south")
+    watch.run(2.0, A)
+    watch.log.clear()
+    assert watch.run(10.0, A, vouches=Vouch.BUSY) == [], "the process is not even suspect"
+    (unheard,) = [(at, effect) for at, effect in watch.log if isinstance(effect, Unheard)]
+    assert unheard[1] == Unheard(A), "once"
+    assert unheard[0] - 102.0 <= SUSPECT_MOST
+    assert watch.health.is_unheard(A)
+    watch.health.heard(A, watch.now)
+    assert not watch.health.is_unheard(A)
+    watch.log.clear()
+    watch.run(10.0, A, vouches=Vouch.BUSY)
+    assert [effect for _, effect in watch.log if isinstance(effect, Unheard)] == [Unheard(A)], "and again"

@@ -1,0 +1,54 @@
+"""What Linux knows about a TCP connection: when the other machine last acknowledged something, and whether it does."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from typing import Final, NamedTuple
+
+STUCK_TIMEOUTS: Final = 3
+"""Retransmission timeouts in a row, each twice as long as the one before, after which a path is taken to be dead..."""
+STUCK_SECONDS: Final = 2.0
+"""... if nothing was acknowledged for so long either. On a local network both together take two to three seconds."""
+
+_INFO_BYTES: Final = 104
+_TIMEOUTS: Final = struct.Struct("=2xB")
+_UNACKED: Final = struct.Struct("=24xI")
+_LAST_ACK: Final = struct.Struct("=56xI")
+"""Offsets in Linux's struct tcp_info: tcpi_retransmits, tcpi_unacked, tcpi_last_ack_recv (milliseconds)."""
+
+
+class Acknowledgements(NamedTuple):
+    """How the other machine's kernel answers."""
+
+    seconds_ago: float
+    """When it last acknowledged anything."""
+    unacknowledged: int
+    """Segments that were sent and not acknowledged."""
+    timeouts: int
+    """Times in a row that they were sent again in vain."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing gets through any more. The kernel of a receiver that does not read answers all the same."""
+        is_overdue = self.timeouts >= STUCK_TIMEOUTS and self.seconds_ago >= STUCK_SECONDS
+        return self.unacknowledged > 0 and is_overdue
+
+
+def acknowledgements(sock: socket.socket) -> Acknowledgements | None:
+    """Return what the kernel knows; None where it does not tell: other systems, and sockets that are not TCP."""
+    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        last, unacked, timeouts = (form.unpack_from(info)[0] for form in (_LAST_ACK, _UNACKED, _TIMEOUTS))
+    except (OSError, struct.error):
+        return None
+    return Acknowledgements(last / 1000, unacked, timeouts)
+
+
+def is_stuck(sock: socket.socket) -> bool:
+    """Tell whether what is sent on a connection gets nowhere."""
+    known = acknowledgements(sock)
+    return known is not None and known.is_stuck
