@@ -19,8 +19,50 @@ from covey.wire import frame, seal
 ROOT = Path(__file__).parents[2]
 SECURITY = (ROOT / "docs" / "security.md").read_text()
 SEE, DO, BOUNDS = "What strangers can see", "What strangers can make a node do", "Bounds"
+OWNER = "The owner key"
 
 CLAIMS: dict[str, dict[str, list[str]]] = {
+    OWNER: {
+        "`covey init` makes an Ed25519 key pair, the owner key": [
+            "io/test_owner.py::test_init_makes_an_owner_key_that_enroll_pins_and_does_not_have",
+        ],
+        "Its private half stays on that machine": [
+            "io/test_owner.py::test_init_makes_an_owner_key_that_enroll_pins_and_does_not_have",
+        ],
+        "Its public half is in the join code, so `covey enroll` pins it": [
+            "io/test_owner.py::test_init_makes_an_owner_key_that_enroll_pins_and_does_not_have",
+            "unit/wire/test_secret.py::test_a_join_code_brings_back_name_key_seeds_and_owner",
+        ],
+        "A machine takes a change of the cluster from the network only with a signature": [
+            "security/test_owner.py::test_a_visitor_with_a_fresh_key_cannot_replace_the_secret",
+            "security/test_owner.py::test_the_owner_can_replace_the_secret_through_any_member",
+        ],
+        "has pinned no owner, and takes no change from the network at all": [
+            "security/test_owner.py::test_a_machine_that_knows_no_owner_takes_no_new_secret_from_the_network",
+            "e2e/test_secret_rotate.py::test_a_machine_that_knows_no_owner_takes_no_new_secret",
+        ],
+        "A new secret is signed for one node": [
+            "unit/wire/test_owner.py::test_a_signature_of_a_new_secret_is_good_for_this_very_change_and_receiver",
+            "security/test_owner.py::test_the_parts_of_a_signed_change_cannot_be_exchanged",
+        ],
+        "The node takes it only if the id is its own, the old secret is the one it has": [
+            "security/test_owner.py::test_a_secret_that_was_signed_for_another_node_is_not_taken",
+            "security/test_owner.py::test_an_older_change_of_the_secret_that_is_repeated_is_not_taken",
+        ],
+        "So a visitor with a fresh key, a repeated change, a change for another node": [
+            "security/test_owner.py::test_a_visitor_with_a_fresh_key_cannot_replace_the_secret",
+            "security/test_owner.py::test_an_older_change_of_the_secret_that_is_repeated_is_not_taken",
+            "security/test_owner.py::test_a_secret_that_was_signed_for_another_node_is_not_taken",
+            "security/test_owner.py::test_a_secret_that_another_owner_signed_is_not_taken",
+        ],
+        "Losing the owner key means making a new cluster": [
+            "e2e/test_secret_rotate.py::test_the_secret_is_changed_only_where_the_owner_key_is",
+        ],
+        "A person who copies it can change the secret of every member that it can reach": [
+            "security/test_owner.py::test_the_owner_can_replace_the_secret_through_any_member",
+            "io/test_owner.py::test_an_owner_key_that_others_may_read_is_refused",
+        ],
+    },
     SEE: {
         "That two machines talk, when, and how much": [
             "security/test_secrecy.py::test_what_two_nodes_exchange_tells_nothing_to_who_captures_all_of_it",

@@ -58,7 +58,7 @@ VALID: list[Any] = [
     messages.Tell("run", "joining", b"", b"", 0.0, (PEER,)),
     messages.Reach((ADDRESS,)),
     messages.Reached((0.1,), ("",)),
-    messages.NewSecret(bytes(32)),
+    messages.NewSecret(bytes(32), 1, 600, bytes(64)),
     messages.SecretKept(""),
     messages.Agreeing(1, b"x"),
     messages.Vouch(((bytes(16), 1),)),

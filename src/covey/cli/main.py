@@ -24,7 +24,7 @@ COMMANDS: Final = {
     "status": "Show who is in the cluster and how they reach each other.",
     "doctor": "Find out why machines do not find or reach each other.",
     "clusters": "List the clusters this machine is in.",
-    "secret": "Change a cluster's secret.",
+    "secret": "Change a cluster's secret, or show whether this machine may.",
     "deny": "Keep a node out of a cluster.",
     "demo": "Watch four ranks train a small model together.",
     "bench": "Measure collectives: sizes, lanes, rank counts, opponents.",

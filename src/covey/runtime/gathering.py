@@ -14,13 +14,12 @@ import functools
 import logging
 import secrets
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base import pace
 from covey.base.errors import AuthError, ConfigError, CoveyError
 from covey.base.text import printable
-from covey.net import clusters
+from covey.net import clusters, rotation
 from covey.net.descriptors import is_exhausted
 from covey.net.identity import LIFE_BYTES, short_id
 from covey.net.interfaces import advertised, describe, is_loopback, recent_interfaces, to_dial, usable_interfaces
@@ -36,7 +35,6 @@ from covey.runtime.search import Search
 from covey.runtime.seldom import SeldomLog
 from covey.runtime.visitors import Visitors
 from covey.wire import messages
-from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     import socket
@@ -69,7 +67,6 @@ NEAR_SECONDS: Final = 2.0
 """How soon what was announced on a network has to answer there; TCP repeats a lost first packet after one."""
 TOLD_AGAIN_SECONDS: Final = 30.0
 """What the same member tells of the same node within this time is no news."""
-_GIVEN: Final = "its secret was given by COVEY_SECRET, COVEY_SECRET_FILE or secret=; change it there"
 
 
 class Gathering:
@@ -504,8 +501,10 @@ class Gathering:
             case messages.Reach():
                 self._visitors.asked(someone)
                 self._reaching.asked(someone, message, self._linked_from(someone.card.id))
-            case messages.NewSecret(key):
-                self.spawn(self._answer_new_secret(someone, key))
+            case messages.NewSecret():
+                if not someone.is_changing_secret:  # one at a time: each is written to disk
+                    someone.is_changing_secret = True
+                    self.spawn(self._answer_new_secret(someone, message))
             case messages.Tell() | messages.Reached() | messages.SecretKept():
                 someone.answered(message)
             case _:
@@ -561,31 +560,18 @@ class Gathering:
         of_key = (each for each in (*self.met.values(), *self._visitors) if each.card.id == id)
         return {link.remote_ip for each in of_key for link in each.links}
 
-    async def _answer_new_secret(self, someone: Acquaintance, key: bytes) -> None:
+    async def _answer_new_secret(self, someone: Acquaintance, message: messages.NewSecret) -> None:
+        problem = ""
         try:
-            problem = await aside(self._keep_secret, key)
-        except OSError as error:
-            problem = str(error)
-        someone.send(messages.SecretKept(problem))
-
-    def _keep_secret(self, key: bytes) -> str:
-        """Store the cluster's new secret for the next time; return why that failed, or nothing. Writes to disk."""
-        name, own = self.cluster.name, self.cluster.secret
-
-        def change(saved: Cluster) -> Cluster:
-            if saved.secret not in (own, secret):
-                raise ConfigError(_GIVEN)
-            return replace(saved, secret=secret)
-
-        try:
-            secret = ClusterSecret(name, key)
-            if not clusters.cluster_path(name).exists():
-                return _GIVEN
-            clusters.update(name, change)
+            await aside(rotation.keep, self.cluster, self.card.id, message)
         except (CoveyError, OSError) as error:
-            return str(error)
-        logger.warning("the secret of cluster %r was changed; it is used from the next start on", name)
-        return ""
+            problem = str(error)
+            self._log.log(logging.WARNING, "a new secret from %s is not taken: %s", someone.card.name, problem)
+        else:
+            logger.warning("the secret of cluster %r was changed by its owner", self.cluster.name)
+        finally:
+            someone.is_changing_secret = False
+        someone.send(messages.SecretKept(problem))
 
     # The end
 

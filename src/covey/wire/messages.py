@@ -324,12 +324,18 @@ class Reached(Worded, frozen=True, array_like=True, tag=21):
 
 
 class NewSecret(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """The cluster's secret was changed by one of its members; keep this one for the next time."""
+    """The owner of the cluster has changed its secret: use this one from now on."""
 
     key: Bytes
+    serial: Count
+    """Grows with every change."""
+    grace: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    """Seconds for which the old secret stays good."""
+    signature: Bytes
+    """The owner's, of `owner.rotation_words` for this receiver."""
 
     def __repr__(self) -> str:
-        return "NewSecret()"
+        return f"NewSecret({self.serial})"
 
 
 class SecretKept(Worded, frozen=True, array_like=True, tag=23):

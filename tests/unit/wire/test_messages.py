@@ -39,7 +39,7 @@ CONTROLS: list[Any] = [
     messages.Tell("a run", "running", b"i" * 32, b"i" * 32, 12.5, (STATE,)),
     messages.Reach(ADDRESSES),
     messages.Reached((0.001, -1.0), ("", "no answer in time")),
-    messages.NewSecret(b"k" * 32),
+    messages.NewSecret(b"k" * 32, 1, 600, b"s" * 64),
     messages.SecretKept("the disk is full"),
     messages.Agreeing(3, b"anything"),
     messages.Vouch(((b"l" * 16, 2), (b"m" * 16, 3))),
