@@ -14,12 +14,12 @@ import pytest
 from covey.base.text import TEXT_LIMIT
 from covey.net import descriptors, mdns, sieve
 from covey.runtime import allowance, arrivals, candidate, entrance, follower, gathering, greet, hints, reach, visitors
-from covey.wire import frame, seal
+from covey.wire import frame, messages, seal
 
 ROOT = Path(__file__).parents[2]
 SECURITY = (ROOT / "docs" / "security.md").read_text()
 SEE, DO, BOUNDS = "What strangers can see", "What strangers can make a node do", "Bounds"
-OWNER = "The owner key"
+OWNER, REMOVING = "The owner key", "Removing a node"
 
 CLAIMS: dict[str, dict[str, list[str]]] = {
     OWNER: {
@@ -61,6 +61,76 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
         "A person who copies it can change the secret of every member that it can reach": [
             "security/test_owner.py::test_the_owner_can_replace_the_secret_through_any_member",
             "io/test_owner.py::test_an_owner_key_that_others_may_read_is_refused",
+        ],
+    },
+    REMOVING: {
+        "`covey secret rotate`, on the machine with the owner key, makes a new secret": [
+            "e2e/test_secret_rotate.py::test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on",
+            "e2e/test_secret_rotate.py::test_a_denied_node_gets_nothing",
+            "e2e/test_secret_rotate.py::test_nothing_changes_unless_the_person_says_yes",
+        ],
+        "This is how you remove a person who has the secret": [
+            "e2e/test_secret_rotate.py::test_a_new_secret_goes_only_to_the_nodes_that_are_named",
+        ],
+        "`covey deny NODE` on the machine with the owner key makes a *charter*": [
+            "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+            "unit/wire/test_owner.py::test_no_two_charters_have_the_same_words",
+        ],
+        "members pass it on to each other whenever they link and when it changes": [
+            "security/test_charter.py::test_members_pass_a_charter_on_and_show_it_to_nodes_that_come",
+            "security/test_charter.py::test_a_charter_reaches_a_node_through_another_one",
+        ],
+        "A member obeys the charter with the latest serial number that its pinned owner key verifies": [
+            "security/test_charter.py::test_only_the_owner_makes_charters_and_the_latest_counts",
+            "security/test_charter.py::test_a_node_that_knows_no_owner_obeys_no_charter",
+        ],
+        "It ends its links with a denied node at once, gives that node up as lost": [
+            "security/test_charter.py::test_a_charter_ends_the_links_of_a_denied_node_at_once_and_refuses_new_ones",
+            "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+        ],
+        "The denied process itself ends its group with `ClosedError` and that text": [
+            "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+        ],
+        "On any other machine `covey deny NODE` holds for the nodes of that machine only": [
+            "e2e/test_charter.py::test_a_denial_on_another_machine_holds_there_and_for_what_runs_there",
+        ],
+        "Processes that run there obey it within two seconds": [
+            "security/test_charter.py::test_a_running_node_obeys_what_commands_write_to_the_file_within_two_seconds",
+        ],
+        "No machine denies itself": ["e2e/test_charter.py::test_a_machine_does_not_deny_itself"],
+        "Lists name machines": ["io/test_charter.py::test_what_is_said_of_a_machine_holds_for_all_its_nodes"],
+        "A machine is known by its first node key": [
+            "io/test_charter.py::test_all_nodes_of_a_machine_name_its_first_key",
+            "io/test_charter.py::test_a_card_that_names_another_machine_without_its_signature_is_refused",
+            "security/test_charter.py::test_denying_a_machine_denies_its_other_nodes",
+        ],
+        "A member that holds the secret can still make a fresh key that names no machine": [
+            "security/test_charter.py::test_only_the_owner_makes_charters_and_the_latest_counts",
+        ],
+        "`covey allow --ask on` makes the charter a list of the only machines": [
+            "e2e/test_charter.py::test_with_the_list_on_a_new_machine_waits_until_it_is_approved",
+        ],
+        "A node that proves the secret but is not on the list is refused": [
+            "security/test_charter.py::test_with_a_list_a_fresh_key_is_refused_although_it_holds_the_secret",
+            "e2e/test_charter.py::test_an_unapproved_machine_is_told_where_to_ask",
+        ],
+        "Each member remembers the last 64 of them": [
+            "security/test_charter.py::test_nodes_that_wait_are_bounded_however_many_come",
+            "e2e/test_charter.py::test_with_the_list_on_a_new_machine_waits_until_it_is_approved",
+        ],
+        "and `covey allow --ask off` take these steps back": [
+            "e2e/test_charter.py::test_an_unapproved_machine_is_told_where_to_ask",
+            "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+        ],
+        "Runs of torchrun, mpirun and srun read the lists when they start": [
+            "security/test_handshake.py::test_a_denied_node_is_no_rank_of_a_launcher_either",
+            "security/test_handshake.py::test_a_node_that_is_not_on_the_list_is_no_rank_of_a_launcher",
+        ],
+        "A copied configuration folder (a disk image, a synchronised home) gives two machines one identity": [
+            "io/test_gathering.py::test_an_identity_in_use_elsewhere_is_refused_and_the_later_one_is_told",
+        ],
+        "Delete `identities/` in the copy": [
+            "io/test_gathering.py::test_an_identity_in_use_elsewhere_is_refused_and_the_later_one_is_told",
         ],
     },
     SEE: {
@@ -264,6 +334,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",
         f"{sieve.SOURCE_RATE:.0f} from one address, {sieve.TOTAL_RATE:.0f} in all",
         f"{visitors.VISITORS_LIMIT}; {visitors.LINKS_PER_KEY}",
+        f"{messages.CHARTER_LIMIT}; {messages.WAITING_LIMIT}",
         f"{frame.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"one in {entrance.TOLD_SECONDS:.0f}, {gathering.TOLD_SECONDS:.0f}, {candidate.NEXT_WORD_SECONDS:.0f} s",
     )

@@ -65,6 +65,7 @@ VALID: list[Any] = [
     messages.Founded(1, bytes(16), True, (messages.SeatedMember(0, CARD),)),
     messages.Posting(1, 2, b"x"),
     messages.Ended("run", bytes(16), True),
+    messages.Charter(1, "node", (bytes(32),), (bytes(32),), bytes(64)),
     board.Put((("key", b"value"),)),
     board.Get(("key",)),
     board.Await(("key",)),

@@ -46,9 +46,11 @@ def enroll(
             "then no longer meets those that have the old key"
         )
     if old is not None and is_same:
-        has_new_secret = old.secret != secret
-        clusters.save(replace(old, secret=secret, seeds=seeds or old.seeds, owner=owner or old.owner))
-        joined = "has the new secret of" if has_new_secret else "stays in"
+        joined = "stays in"
+        kept = replace(old, seeds=seeds or old.seeds, owner=owner or old.owner)
+        if old.secret != secret:  # nodes that run here may meet others that have not heard of the new one
+            kept, joined = clusters.with_secret(kept, secret, kept.serial, clusters.GRACE), "has the new secret of"
+        clusters.save(kept)
     else:
         denied = old.denied if old is not None else frozenset()  # nodes that were kept out stay out, whatever the key
         clusters.save(Cluster(secret, seeds, denied, owner))

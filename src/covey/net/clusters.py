@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.net.home import home, private_folder, read_private, write_private
 from covey.net.identity import ID_BYTES
 from covey.net.locks import only_one
-from covey.wire.owner import OWNER_BYTES, files_tag
+from covey.wire.messages import WAITING_LIMIT, Charter, decode_control, encode
+from covey.wire.owner import OWNER_BYTES, charter_words, files_tag, is_signed
 from covey.wire.secret import (
     CLUSTER_NAME,
     KEY_BYTES,
@@ -32,7 +33,7 @@ from covey.wire.secret import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Callable, Iterable, MutableMapping
 
 MAX_KNOWN: Final = 1000
 GRACE: Final = 600
@@ -58,6 +59,8 @@ class Cluster:
     """The secret before that change, which is good until `previous_until`."""
     previous_until: float = 0.0
     """In seconds since 1970, by the clock of this machine."""
+    charter: Charter | None = None
+    """What the owner says about the nodes that may be in the cluster."""
 
     def earlier(self, now: float) -> ClusterSecret | None:
         """Return the secret before the last change, if it is still good; `now` is in seconds since 1970."""
@@ -89,6 +92,11 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     serial: int = 0
     previous: str = ""
     previous_until: float = 0.0
+    charter: str = ""
+    machines: dict[str, str] = {}
+    """By the ids of nodes that were met, the first key of their machine, where that is another."""
+    waiting: dict[str, str] = {}
+    """The names of machines that wait for the owner's approval, by id."""
 
     def cluster(self) -> Cluster:
         secret = ClusterSecret(self.name, bytes.fromhex(self.key))
@@ -101,7 +109,17 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
             self.serial,
             ClusterSecret(self.name, bytes.fromhex(self.previous)) if self.previous else None,
             self.previous_until,
+            self._charter(),
         )
+
+    def _charter(self) -> Charter | None:
+        if not self.charter:
+            return None
+        charter = decode_control(bytes.fromhex(self.charter))
+        words = charter_words(self.name, charter) if isinstance(charter, Charter) else b""
+        if not isinstance(charter, Charter) or not is_signed(bytes.fromhex(self.owner), words, charter.signature):
+            raise ValueError
+        return charter
 
 
 def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | None = None) -> Cluster:
@@ -214,20 +232,58 @@ def known(name: str) -> dict[bytes, str]:
     return {bytes.fromhex(node_id): node for node_id, node in _read(name).known.items()}
 
 
-def remember(cluster_name: str, node_id: bytes, node_name: str) -> None:
-    """Note a node that was met, for `covey deny` to know by its name; nothing is noted where nothing can be written.
+def machines(name: str) -> dict[bytes, bytes]:
+    """Return the first keys of the machines of nodes that were met in a cluster, by id, where that is another."""
+    return {bytes.fromhex(node): bytes.fromhex(machine) for node, machine in _read(name).machines.items()}
 
-    The latest 1000 are kept. Writes to disk: not for the event loop.
+
+def waiting(name: str) -> dict[bytes, str]:
+    """Return the names of machines that wait for approval, as nodes of this machine have seen them, by id."""
+    return {bytes.fromhex(machine): node for machine, node in _read(name).waiting.items()}
+
+
+def remember(cluster_name: str, node_id: bytes, node_name: str, machine: bytes = b"") -> None:
+    """Note a node that was met, for commands to know by its name; nothing is noted where nothing can be written.
+
+    `machine` is the first key of its machine. The latest 1000 are kept. Writes to disk: not for the event loop.
     """
+    node, other = node_id.hex(), machine.hex() if machine != node_id else ""
     with contextlib.suppress(ConfigError):
-        if cluster_path(cluster_name).exists() and known(cluster_name).get(node_id) != node_name:
+        if not cluster_path(cluster_name).exists():
+            return
+        file = _read(cluster_name)
+        if file.known.get(node) != node_name or file.machines.get(node, "") != other:
             with only_one(_folder() / ".lock"):
                 file = _read(cluster_name)
-                file.known.pop(node_id.hex(), None)
-                file.known[node_id.hex()] = node_name
+                file.known.pop(node, None)
+                file.known[node] = node_name
+                if other:
+                    file.machines[node] = other
                 for oldest in list(file.known)[:-MAX_KNOWN]:
                     del file.known[oldest]
+                    file.machines.pop(oldest, None)
                 _put(file)
+
+
+def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
+    """Note a machine that waits for approval; the latest 64 are kept. Writes to disk: not for the event loop."""
+    if cluster_path(cluster_name).exists():
+        with only_one(_folder() / ".lock"):
+            file = _read(cluster_name)
+            file.waiting.pop(machine.hex(), None)
+            file.waiting[machine.hex()] = node_name
+            for oldest in list(file.waiting)[:-WAITING_LIMIT]:
+                del file.waiting[oldest]
+            _put(file)
+
+
+def forget_waiting(cluster_name: str, answered: Iterable[bytes]) -> None:
+    """Forget that machines wait for approval: they have got an answer."""
+    with only_one(_folder() / ".lock"):
+        file = _read(cluster_name)
+        for machine in answered:
+            file.waiting.pop(machine.hex(), None)
+        _put(file)
 
 
 def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
@@ -306,12 +362,13 @@ def _read(name: str) -> _File:
         raise ConfigError(_unknown(name)) from None
     try:
         file = msgspec.json.decode(data, type=_File)
-        ids = [*file.cluster().denied, *map(bytes.fromhex, file.known)]
+        named = (*file.known, *file.machines, *file.machines.values(), *file.waiting)
+        ids = [*file.cluster().denied, *map(bytes.fromhex, named)]
         if file.name != name or any(len(node_id) != ID_BYTES for node_id in ids) or file.serial < 0:
             raise ValueError
         if len(file.cluster().owner) not in (0, OWNER_BYTES):
             raise ValueError
-    except (ValueError, msgspec.DecodeError):
+    except (ValueError, msgspec.DecodeError, RemoteProtocolError):
         raise ConfigError(
             f"the cluster file {path} is damaged; run `covey clusters --forget {name}`, then enroll again"
         ) from None
@@ -334,6 +391,9 @@ def _write(cluster: Cluster) -> None:
             serial=cluster.serial,
             previous=cluster.previous.key.hex() if cluster.previous is not None else "",
             previous_until=cluster.previous_until,
+            charter=encode(cluster.charter).hex() if cluster.charter is not None else "",
+            machines=old.machines if old else {},
+            waiting=old.waiting if old else {},
         )
     )
 

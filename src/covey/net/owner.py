@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from covey.net.clusters import Cluster
 
+OwnerKey = Ed25519PrivateKey
+
 
 def make(name: str) -> bytes:
     """Make an owner key for the cluster of that name, in place of an earlier one; return its public half."""

@@ -31,6 +31,7 @@ from covey.runtime.hints import Hint, Origin
 from covey.runtime.loop import aside
 from covey.runtime.probe import best_way
 from covey.runtime.reach import Reaching
+from covey.runtime.rules import Rules
 from covey.runtime.search import Search
 from covey.runtime.seldom import SeldomLog
 from covey.runtime.visitors import Visitors
@@ -77,8 +78,9 @@ class Gathering:
 
     def __init__(self, cluster: Cluster, config: GroupConfig, seat: Seat, *, announce: bool = True) -> None:
         """Take a seat. Without `announce`, the others are found but do not find us."""
-        self.cluster, self.config, self.seat = cluster, config, seat
+        self.config, self.seat = config, seat
         self.card = seat.card
+        self.rules = Rules(cluster, seat.card.name, self._rules_changed, self.spawn)
         self.met: dict[bytes, Acquaintance] = {}
         """By node id: those who take part in something; to a visitor, everyone."""
         self.refusals: dict[str, str] = {}
@@ -109,6 +111,11 @@ class Gathering:
         self.is_closing = False
         seat.entrance.on_link = self._greet
 
+    @property
+    def cluster(self) -> Cluster:
+        """What is known of the cluster now."""
+        return self.rules.cluster
+
     async def open(self) -> None:
         """Start to listen, to announce and to look around."""
         self.seat.entrance.open()
@@ -116,6 +123,7 @@ class Gathering:
         self.spawn(self._keep_addresses_true())
         self.spawn(self._follower.keep_following())
         self.spawn(self._ping_everyone())
+        self.spawn(self.rules.watch())
 
     # What else a node may do with those it meets
 
@@ -144,9 +152,16 @@ class Gathering:
     def met_keeper(self, someone: Acquaintance) -> None:
         """There is a link with somebody who speaks for processes of its own; it takes part in no run."""
 
+    def turned_out(self, someone: Acquaintance, reason: str) -> None:
+        """The links with someone have ended because it may not be in the cluster any more."""
+
     def turned_down(self, error: AuthError) -> None:
         """This node cannot be in the cluster."""
         self.refusals["this node"] = str(error)
+
+    def cast_out(self, error: AuthError) -> None:
+        """This node may not be in the cluster any more."""
+        self.turned_down(error)
 
     def tell(self) -> messages.Tell:
         """Return how this node sees its run."""
@@ -266,9 +281,8 @@ class Gathering:
 
     def _objection(self, card: messages.Card) -> str:
         """Return why we want nothing to do with a node that holds the secret, or nothing."""
-        reason = ""
-        if card.id in self.cluster.denied:
-            reason = f"node {card.name} ({short_id(card.id)}) is denied on {self.card.name}"
+        if reason := self.rules.objection(card):
+            pass
         elif not card.contact.addresses or len(card.life) != LIFE_BYTES:
             reason = "the card is not filled in"
         elif card.id == self.card.id:
@@ -330,6 +344,7 @@ class Gathering:
                 self.part(each)
             self._use(someone, link, way)
             self._introduce_others_to(someone)
+            self._show_charter(someone)
             if purpose == "keeper":
                 self.met_keeper(someone)
             return
@@ -345,8 +360,10 @@ class Gathering:
         self._know_members()
         if self.met.get(card.id) is not someone:  # it went as quickly as it came
             return
-        self.spawn(self._remember(card))
+        if purpose != "visitor":
+            self.spawn(self._remember(card))
         self._introduce_others_to(someone)
+        self._show_charter(someone)
         for each in (*self.met.values(), *self._visitors):
             if each is not someone:
                 each.send(messages.Known((card,)))
@@ -375,7 +392,7 @@ class Gathering:
     async def _remember(self, card: messages.Card) -> None:
         """Write down whom we met, so that people can name them in `covey deny`."""
         with contextlib.suppress(CoveyError, OSError):  # a secret from the environment belongs to no file
-            await aside(clusters.remember, self.cluster.name, card.id, card.name)
+            await aside(clusters.remember, self.cluster.name, card.id, card.name, card.machine)
 
     def _choose(self, someone: Acquaintance, card: messages.Card, link: Link, way: Where | None) -> None:
         """There is a second link to someone. Nothing changes while a run is decided on: messages could overtake.
@@ -434,11 +451,15 @@ class Gathering:
     def _attach(self, someone: Acquaintance, link: Link) -> None:
         link.attach(functools.partial(self._heard_frame, someone, link), functools.partial(self._ended, someone, link))
 
-    def part(self, someone: Acquaintance) -> None:
-        """Let go of someone."""
+    def part(self, someone: Acquaintance, *, at_once: bool = True) -> None:
+        """Let go of someone, and hear nothing more of it; unless `at_once`, what was said to it is sent first."""
         links, someone.links, someone.link = list(someone.links), {}, None
         for link in links:
-            link.abort()
+            if not at_once:
+                link.close()
+                asyncio.get_running_loop().call_later(RETIRE_SECONDS, link.abort)
+            else:
+                link.abort()
         self._visitors.discard(someone)
         self._know_members()
         if self.met.get(someone.card.id) is someone:
@@ -507,17 +528,23 @@ class Gathering:
                     self.spawn(self._answer_new_secret(someone, message))
             case messages.Tell() | messages.Reached() | messages.SecretKept():
                 someone.answered(message)
+            case messages.Charter():
+                self.rules.heard(message, someone.card.name)
             case _:
                 self.heard(someone, message)
 
     def _heard_of(self, card: messages.Card, teller: Acquaintance) -> None:
         """A member says that it is linked with another node."""
         if self._news.take((teller.card.id, card.life), time.monotonic()):
-            same_host = card.contact.host == self.card.contact.host
-            addresses = card.contact.addresses
-            if not same_host:  # loopback would be ours
-                addresses = tuple(address for address in addresses if not _is_loopback(address.ip))
-            self._follower.found(Hint(addresses, same_host), Origin.MEMBER)
+            self._follow(card)
+
+    def _follow(self, card: messages.Card) -> None:
+        """Dial a node, as soon as it may be."""
+        same_host = card.contact.host == self.card.contact.host
+        addresses = card.contact.addresses
+        if not same_host:  # loopback would be ours
+            addresses = tuple(address for address in addresses if not _is_loopback(address.ip))
+        self._follower.found(Hint(addresses, same_host), Origin.MEMBER)
 
     async def _ping_everyone(self) -> None:
         while True:
@@ -551,9 +578,10 @@ class Gathering:
         )
 
     def _with_counts(self, tell: messages.Tell) -> messages.Tell:
-        """Add what this node's door has seen."""
+        """Add what this node's door has seen, and which charter it goes by."""
         entrance = self.seat.entrance
-        return messages.counted(tell, entrance.turned_away, entrance.arrivals.refused)
+        serial = self.rules.charter.serial if self.rules.charter is not None else 0
+        return messages.counted(tell, entrance.turned_away, entrance.arrivals.refused, serial, self.rules.waiting())
 
     def _linked_from(self, id: bytes) -> set[str]:
         """Return the addresses from which a node's links come."""
@@ -572,6 +600,29 @@ class Gathering:
         finally:
             someone.is_changing_secret = False
         someone.send(messages.SecretKept(problem))
+
+    # Which nodes may be here
+
+    def _show_charter(self, someone: Acquaintance) -> None:
+        if self.rules.charter is not None:
+            someone.send(self.rules.charter)
+
+    def _rules_changed(self, before: Cluster) -> None:
+        """Pass a new charter on, and part with nodes that may not be here any more."""
+        everyone = (*self.met.values(), *self._visitors)
+        if self.rules.charter != before.charter:
+            for someone in everyone:  # also a node that is denied by it: it should know why
+                self._show_charter(someone)
+        for someone in everyone:
+            if reason := self.rules.objection(someone.card):
+                self._note_refusal(someone.card, reason)
+                self.part(someone, at_once=False)
+                self.turned_out(someone, reason)
+        for card in self.rules.take_approved():
+            if not self.rules.objection(card):
+                self._follow(card)
+        if reason := self.rules.objection(self.card):
+            self.cast_out(AuthError(f"this node may not be in cluster {self.cluster.name!r}: {reason}"))
 
     # The end
 

@@ -92,7 +92,7 @@ class Node:
         config: GroupConfig,
         entrance: Entrance,
         contacts: Mapping[int, messages.Contact],
-        denied: frozenset[bytes] = frozenset(),
+        objection: Callable[[messages.Card], str] = lambda _card: "",
         keeper: str = "",
         floor: int = 1,
         store: Callable[[Bound], None] | None = None,
@@ -109,7 +109,8 @@ class Node:
         """
         self.rank, self.size, self.run, self.config = rank, size, run, config
         self.gate, self.card = gate, card
-        self.denied = denied
+        self.objection = objection
+        """Tells why a node may not be in the cluster, or nothing."""
         self.host = card.contact.host
         self._socket_folder = os.path.dirname(card.contact.socket)
         self.entrance = entrance
@@ -379,6 +380,15 @@ class Node:
                 self.on_silent(seat)
             else:
                 peer.link.abort()
+
+    def deny(self, seat: int, reason: str) -> None:
+        """Give up a process whose node may not be in the cluster any more, whatever its keeper says of it."""
+        peer = self.peers[seat]
+        if not peer.is_denied:
+            peer.is_denied = True
+            self._silent(seat, reason, is_cut_off=True)
+            if self._vigil is not None:
+                self._vigil.forget(seat)
 
     def _trusted(self, seat: int) -> None:
         self.peers[seat].reason = ""

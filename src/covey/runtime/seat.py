@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -50,8 +51,8 @@ class Seat:
     on_close: Callable[[], None]
     neighbours: Neighbours | None = None
     """In a cluster: its nodes on this host."""
-    denied: frozenset[bytes] = frozenset()
-    """Nodes that are kept out here."""
+    objection: Callable[[Card], str] = lambda _card: ""
+    """Tells why a node may not be in the cluster, or nothing."""
 
     def leave(self) -> None:
         """Stop listening and free everything: for a seat that no node has taken over. Not on the control loop."""
@@ -162,7 +163,17 @@ def cluster_seat(
         contact = Contact(host, addresses, path)
         breaks_ties = tie_breaker in ("here", own.name, _host_name()) if tie_breaker else False
         card = Card(
-            own.id, own.life, own.name, _host_name(), os.getpid(), contact, __version__, _keeper_id(), breaks_ties
+            own.id,
+            own.life,
+            own.name,
+            _host_name(),
+            os.getpid(),
+            contact,
+            __version__,
+            _keeper_id(),
+            breaks_ties,
+            own.machine,
+            own.endorsement,
         )
         loopbacks = {ip for interface in loopback_interfaces() for ip in interface.addresses} | {"127.0.0.1", "::1"}
 
@@ -173,7 +184,14 @@ def cluster_seat(
         entrance = Entrance(listeners, gate.door_key, run, allows=allows)
         keep_a_spare()  # what a member promises is written down before it is said
         release = undo.pop_all().close
-    return Seat(gate, card, entrance, contacts or {}, release, neighbours, cluster.denied)
+    keeps_out = functools.partial(_objection, cluster, own.name)
+    return Seat(gate, card, entrance, contacts or {}, release, neighbours, keeps_out)
+
+
+def _objection(cluster: Cluster, here: str, card: Card) -> str:
+    from covey.net.charter import objection
+
+    return objection(cluster, card, here)
 
 
 def _anonymous_card(contact: Contact) -> Card:

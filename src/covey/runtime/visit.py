@@ -45,7 +45,7 @@ def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) ->
         ConfigError: no port is free, or no interface matches.
     """
     # From the end: the first ports are where a seed without a port is looked for.
-    seat = cluster_seat(cluster, config, run="", ports=PORTS[::-1], identity=NodeIdentity.ephemeral(), has_lanes=False)
+    seat = cluster_seat(cluster, config, run="", ports=PORTS[::-1], identity=NodeIdentity.passing(), has_lanes=False)
     try:
         gathering = control.run(_open(cluster, config, seat, announce=announce), LOOP_SECONDS)
         try:

@@ -17,9 +17,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    from covey.wire.messages import Charter
+
 OWNER_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 _ROTATION: Final = b"covey/1/owner/rotation"
+_CHARTER: Final = b"covey/1/owner/charter"
 _FILES: Final = b"covey/1/owner/files"
 
 
@@ -30,6 +33,13 @@ def rotation_words(cluster: str, serial: int, grace: int, new_key: bytes, old_ke
     """
     keys = hashlib.sha256(new_key).digest() + hashlib.sha256(old_key).digest()
     return _begin(_ROTATION, cluster) + struct.pack(">QI", serial, grace) + keys + _measured(recipient)
+
+
+def charter_words(cluster: str, charter: Charter) -> bytes:
+    """Return what the owner signs to say which nodes may be in the cluster."""
+    lists = [charter.denied] if charter.allowed is None else [charter.denied, charter.allowed]
+    packed = b"".join(_measured(b"".join(_measured(each) for each in nodes)) for nodes in lists)
+    return _begin(_CHARTER, cluster) + struct.pack(">Q", charter.serial) + _measured(charter.machine.encode()) + packed
 
 
 def is_signed(owner: bytes, words: bytes, signature: bytes) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from covey.wire.owner import files_tag, is_signed, public_half, rotation_words
+from covey.wire.messages import Charter
+from covey.wire.owner import charter_words, files_tag, is_signed, public_half, rotation_words
 
 OWNER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 ROTATION: dict[str, Any] = {
@@ -52,3 +53,22 @@ def test_a_signature_of_another_owner_or_of_none_is_no_signature() -> None:
 def test_files_are_named_after_the_owner() -> None:
     assert files_tag(b"a" * 32) != files_tag(b"b" * 32)
     assert len(files_tag(b"a" * 32)) == 32
+
+
+def test_no_two_charters_have_the_same_words() -> None:
+    a, b, c = b"a" * 32, b"b" * 32, b"c" * 32
+    charters = [
+        Charter(serial, machine, denied, allowed)
+        for serial in (1, 256)
+        for machine in ("", "otter", "otter-a")
+        for denied in ((), (a,), (a, b), (b, a), (a, b, c))
+        for allowed in (None, (), (c,), (b, c), (a,))
+    ]
+    words = {charter_words(name, charter) for name in ("home", "homes") for charter in charters}
+    assert len(words) == 2 * len(charters)
+
+
+def test_a_signed_charter_is_no_signed_secret() -> None:
+    words = charter_words("home", Charter(7, "", (), None))
+    assert not is_signed(public_half(OWNER), rotation_words(**ROTATION), OWNER.sign(words))
+    assert words[:30] != rotation_words(**ROTATION)[:30]
