@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from covey.base.text import TEXT_LIMIT
-from covey.net import descriptors, mdns, sieve
+from covey.net import clusters, descriptors, mdns, sieve
 from covey.runtime import allowance, arrivals, candidate, entrance, follower, gathering, greet, hints, reach, visitors
 from covey.wire import frame, messages, seal
 
@@ -72,6 +72,24 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
         "This is how you remove a person who has the secret": [
             "e2e/test_secret_rotate.py::test_a_new_secret_goes_only_to_the_nodes_that_are_named",
         ],
+        "Runs go on: processes that run on a machine follow its cluster's file within two seconds": [
+            "e2e/test_rotation.py::"
+            "test_a_run_goes_on_through_a_new_secret_and_takes_in_a_newcomer_that_knows_only_that",
+            "security/test_rotation.py::test_two_nodes_find_each_other_when_one_knows_only_the_new_secret",
+        ],
+        "For ten minutes (`--grace SECONDS`) a node also accepts the secret before": [
+            "security/test_rotation.py::test_links_stay_and_both_secrets_are_good_until_the_grace_is_over",
+            "security/test_rotation.py::test_the_grace_ends_by_itself",
+            "security/test_rotation.py::test_a_door_key_of_one_secret_does_not_go_with_the_certificate_of_the_other",
+            "e2e/test_rotation.py::test_a_member_that_has_not_heard_of_a_new_secret_stays_in_its_run_during_the_grace",
+        ],
+        "A node that did not get the new secret keeps the links it has": [
+            "security/test_rotation.py::test_links_stay_and_both_secrets_are_good_until_the_grace_is_over",
+            "security/test_rotation.py::test_enrolling_by_hand_gives_a_running_node_the_new_secret",
+        ],
+        "With `--grace 0` the old secret is refused at once": [
+            "security/test_rotation.py::test_without_a_grace_the_old_secret_is_refused_at_once",
+        ],
         "`covey deny NODE` on the machine with the owner key makes a *charter*": [
             "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
             "unit/wire/test_owner.py::test_no_two_charters_have_the_same_words",
@@ -122,7 +140,7 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
             "e2e/test_charter.py::test_an_unapproved_machine_is_told_where_to_ask",
             "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
         ],
-        "Runs of torchrun, mpirun and srun read the lists when they start": [
+        "Runs of torchrun, mpirun and srun read the lists and the secret when they start": [
             "security/test_handshake.py::test_a_denied_node_is_no_rank_of_a_launcher_either",
             "security/test_handshake.py::test_a_node_that_is_not_on_the_list_is_no_rank_of_a_launcher",
         ],
@@ -350,4 +368,5 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"The last {descriptors.MOST_SPARED}" in words
     assert f"After a burst of {arrivals.SOURCE_BURST:.0f} it may send" in plain(SECURITY)
     assert (reach.RATE, reach.TOTAL_RATE) == (0.5, 4.0)
+    assert clusters.GRACE == 10 * 60
     assert (seal.REKEY_SECONDS, seal.REKEY_RECORDS) == (15 * 60, 1 << 24)

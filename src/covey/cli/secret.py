@@ -104,6 +104,8 @@ def rotate(
     Works on the machine with the owner key, where `covey init` was run. A node takes the secret only with the owner's
     signature for that very node. Machines that do not get it need the new join code: `covey enroll`.
 
+    Runs go on. For the time of --grace the old secret is good, too, for nodes that have not heard of the new one.
+
     Exits with 0, or with 1 if a node that runs could not keep the new secret.
     """
     if as_json and not yes:
@@ -191,6 +193,7 @@ def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
         f"\nThe new join code:\n\n    {code}\n\n"
         "The join code is the cluster's key: whoever has it is in. Treat it like a password.\n\n"
         f"Every other machine of {new.name!r} needs it:  covey enroll\n"
+        f"Runs go on. The old secret is good until {time.ctime(new.previous_until)}."
     )
 
 

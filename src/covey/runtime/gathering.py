@@ -124,6 +124,8 @@ class Gathering:
         self.spawn(self._follower.keep_following())
         self.spawn(self._ping_everyone())
         self.spawn(self.rules.watch())
+        if self.cluster.previous is not None:
+            self._follow_secret()
 
     # What else a node may do with those it meets
 
@@ -591,7 +593,8 @@ class Gathering:
     async def _answer_new_secret(self, someone: Acquaintance, message: messages.NewSecret) -> None:
         problem = ""
         try:
-            await aside(rotation.keep, self.cluster, self.card.id, message)
+            kept = await aside(rotation.keep, self.cluster, self.card.id, message)
+            self.rules.saved(kept)
         except (CoveyError, OSError) as error:
             problem = str(error)
             self._log.log(logging.WARNING, "a new secret from %s is not taken: %s", someone.card.name, problem)
@@ -608,7 +611,9 @@ class Gathering:
             someone.send(self.rules.charter)
 
     def _rules_changed(self, before: Cluster) -> None:
-        """Pass a new charter on, and part with nodes that may not be here any more."""
+        """Follow a new secret; pass a new charter on, and part with nodes that may not be here any more."""
+        if _secrets(self.cluster) != _secrets(before):
+            self._follow_secret()
         everyone = (*self.met.values(), *self._visitors)
         if self.rules.charter != before.charter:
             for someone in everyone:  # also a node that is denied by it: it should know why
@@ -623,6 +628,21 @@ class Gathering:
                 self._follow(card)
         if reason := self.rules.objection(self.card):
             self.cast_out(AuthError(f"this node may not be in cluster {self.cluster.name!r}: {reason}"))
+
+    def _follow_secret(self) -> None:
+        """Use the cluster's secret as it is now for new connections; those that stand go on."""
+        self.seat.follow(self.cluster)
+        try:
+            self.search.follow(self.cluster)
+        except CoveyError as error:
+            logger.warning("nodes of this host that hold the new secret of the cluster are not found: %s", error)
+        left = self.cluster.previous_until - time.time()
+        if self.cluster.earlier(time.time()) is not None:
+            self.spawn(self._forget_earlier_secret(left))
+
+    async def _forget_earlier_secret(self, left: float) -> None:
+        await asyncio.sleep(left)
+        self._follow_secret()
 
     # The end
 
@@ -655,6 +675,10 @@ class Gathering:
                 await asyncio.gather(*(link.ended.wait() for link in links))
         for link in links:
             link.abort()
+
+
+def _secrets(cluster: Cluster) -> tuple[object, ...]:
+    return cluster.secret, cluster.previous, cluster.previous_until
 
 
 def _is_loopback(ip: str) -> bool:

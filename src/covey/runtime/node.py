@@ -497,7 +497,7 @@ class Node:
         same_host = contact.host == self.host
         by_socket = kind in ("shm", "unix", "memory") or (not kind and self.gate.credentials is None)
         # In a cluster a path is only taken from others if it lies where all nodes of this user on this host listen.
-        is_ours = self.gate.credentials is None or os.path.dirname(contact.socket) == self._socket_folder
+        is_ours = self.gate.credentials is None or self._is_nodes_socket(contact.socket)
         if by_socket and same_host and contact.socket and is_ours:
             return [contact.socket]
         from covey.net.interfaces import recent_interfaces, to_dial  # of no use to ranks that share memory
@@ -505,6 +505,11 @@ class Node:
         ways: list[Where] = [peer.way] if peer.way is not None else []
         own = recent_interfaces(self.config.interfaces)
         return ways + [way for way in to_dial(own, contact.addresses, same_host) if way not in ways]
+
+    def _is_nodes_socket(self, path: str) -> bool:
+        from covey.net.neighbours import is_nodes_socket  # of no use to ranks that a token holds together
+
+        return is_nodes_socket(path, self._socket_folder)
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         """Run a coroutine for as long as the node lives. On the control loop only."""

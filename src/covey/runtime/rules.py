@@ -109,11 +109,15 @@ class Rules:
                 stamp, saved = await aside(_look, self.cluster.name, self._stamp)
                 self._stamp = stamp
                 if saved is not None:
-                    self._adopt(_merged(self.cluster, saved, self._seen))
-                    self._seen = saved.secret
+                    self.saved(saved)
             except (CoveyError, OSError) as error:  # being replaced, or out of descriptors: the next look may work
                 self._log.log(logging.WARNING, "the file of cluster %r cannot be read: %s", self.cluster.name, error)
             await asyncio.sleep(WATCH_SECONDS)
+
+    def saved(self, cluster: Cluster) -> None:
+        """The file holds this now."""
+        self._adopt(_merged(self.cluster, cluster, self._seen))
+        self._seen = cluster.secret
 
     def _adopt(self, cluster: Cluster) -> None:
         if cluster != self.cluster:
