@@ -80,6 +80,8 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
         "For ten minutes (`--grace SECONDS`) a node also accepts the secret before": [
             "security/test_rotation.py::test_links_stay_and_both_secrets_are_good_until_the_grace_is_over",
             "security/test_rotation.py::test_the_grace_ends_by_itself",
+            "security/test_rotation.py::"
+            "test_lanes_to_a_node_that_has_not_heard_of_a_new_secret_are_opened_with_the_one_before",
             "security/test_rotation.py::test_a_door_key_of_one_secret_does_not_go_with_the_certificate_of_the_other",
             "e2e/test_rotation.py::test_a_member_that_has_not_heard_of_a_new_secret_stays_in_its_run_during_the_grace",
         ],
@@ -293,6 +295,10 @@ ELSEWHERE: dict[str, list[str]] = {
         "security/test_members.py::test_visitors_of_a_member_are_bounded_and_displace_no_keeper_and_no_member",
         "unit/runtime/test_visitors.py::"
         "test_however_many_keys_come_there_are_so_many_and_the_one_that_asked_last_stays",
+    ],
+    "It cannot change the cluster's secret or the lists of nodes: these need the owner's signature": [
+        "security/test_owner.py::test_a_visitor_with_a_fresh_key_cannot_replace_the_secret",
+        "security/test_charter.py::test_only_the_owner_makes_charters_and_the_latest_counts",
     ],
     "A member has at most 4 links with a node": ["security/test_members.py::test_links_of_one_member_are_bounded"],
     "only those that the asker advertises *and* has come from, at the one port where it listens": [

@@ -20,6 +20,7 @@ from tests.security.attackers import (
     knock_tls,
     new_cluster,
     read,
+    run_nodes,
     until,
     victim,
 )
@@ -29,6 +30,7 @@ from covey.cli.enroll import app as enroll_command
 from covey.net import clusters, owner
 from covey.net.clusters import MAX_GRACE
 from covey.net.neighbours import is_nodes_socket
+from covey.runtime.greet import Gate
 from covey.wire import door, messages
 from covey.wire.secret import ClusterSecret, encode_join_code
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from covey.net.clusters import Cluster
+    from covey.runtime.group import Group
 
 
 @pytest.fixture
@@ -123,6 +126,31 @@ def test_two_nodes_find_each_other_when_one_knows_only_the_new_secret(prey: Vict
     newcomer = replace(after, previous=None, previous_until=0.0)
     with victim(newcomer) as other:
         until(lambda: other.node.card.id in prey.node.met and prey.node.card.id in other.node.met)
+
+
+def test_lanes_to_a_node_that_has_not_heard_of_a_new_secret_are_opened_with_the_one_before() -> None:
+    """One end of each pair dials the lanes: first that one has heard, then the other."""
+
+    def heard_of_another(gate: Gate) -> None:
+        before = Gate(gate.door_key, credentials=gate.credentials)
+        gate.become(Gate(secrets.token_bytes(32), credentials=gate.credentials, earlier=before,
+                         until=time.monotonic() + 600))  # fmt: skip
+
+    for dialler_has_heard in (True, False):
+
+        def main(group: Group, dialler_has_heard: bool = dialler_has_heard) -> int:
+            group.all_reduce(1)
+            node = group._engine.node
+            assert node is not None
+            if node.peers[1 - group.rank].is_dialled is dialler_has_heard:
+                call_on_loop(heard_of_another, node.gate)
+            group.barrier()
+            part = group.split(0)
+            assert part is not None
+            with part:
+                return int(part.all_reduce(1 + group.rank))
+
+        assert run_nodes(new_cluster(), main) == [3, 3]
 
 
 def test_enrolling_by_hand_gives_a_running_node_the_new_secret(prey: Victim) -> None:

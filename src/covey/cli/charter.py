@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from covey.base.config import group_config
+from covey.base.errors import CoveyError
 from covey.cli.status.command import look_around
 from covey.net import clusters
 from covey.net.identity import short_id
@@ -37,9 +38,19 @@ def among(cluster: Cluster) -> Iterator[Visit]:
 
 
 def spread(cluster: Cluster) -> tuple[list[messages.Card], list[messages.Card]]:
-    """Show the nodes that run now the cluster's charter; return those that go by it, and those that do not say so."""
+    """Show the nodes that run now the cluster's charter; return those that go by it, and those that do not say so.
+
+    The charter is in the file of this machine already, so being unable to visit the others is no failure.
+    """
     assert cluster.charter is not None
-    serial = cluster.charter.serial
+    try:
+        return _spread(cluster, cluster.charter.serial)
+    except CoveyError as error:
+        typer.echo(f"other nodes cannot be told now: {error}", err=True)
+        return [], []
+
+
+def _spread(cluster: Cluster, serial: int) -> tuple[list[messages.Card], list[messages.Card]]:
     with among(cluster) as visit:
         cards = [state.card for state in visit.members()]
         obeying: dict[bytes, messages.Card] = {}
