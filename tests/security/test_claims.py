@@ -96,7 +96,8 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
             "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
             "unit/wire/test_owner.py::test_no_two_charters_have_the_same_words",
         ],
-        "members pass it on to each other whenever they link and when it changes": [
+        "members show each other the latest one in their greetings and when it changes": [
+            "security/test_charter.py::test_a_node_that_was_approved_shows_the_charter_to_one_that_has_missed_it",
             "security/test_charter.py::test_members_pass_a_charter_on_and_show_it_to_nodes_that_come",
             "security/test_charter.py::test_a_charter_reaches_a_node_through_another_one",
         ],
