@@ -108,6 +108,7 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
         "It ends its links with a denied node at once, gives that node up as lost": [
             "security/test_charter.py::test_a_charter_ends_the_links_of_a_denied_node_at_once_and_refuses_new_ones",
             "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+            "e2e/test_charter.py::test_a_keeper_holds_no_denied_process_in_its_run",
         ],
         "The denied process itself ends its group with `ClosedError` and that text": [
             "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
