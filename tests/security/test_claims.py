@@ -135,6 +135,8 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
         "A node that proves the secret but is not on the list is refused": [
             "security/test_charter.py::test_with_a_list_a_fresh_key_is_refused_although_it_holds_the_secret",
             "e2e/test_charter.py::test_an_unapproved_machine_is_told_where_to_ask",
+            "security/test_charter.py::"
+            "test_a_node_that_hears_that_it_is_not_on_the_list_goes_on_waiting_and_a_denied_one_does_not",
         ],
         "Each member remembers the last 64 of them": [
             "security/test_charter.py::test_nodes_that_wait_are_bounded_however_many_come",

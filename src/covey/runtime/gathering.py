@@ -162,8 +162,7 @@ class Gathering:
         self.refusals["this node"] = str(error)
 
     def cast_out(self, error: AuthError) -> None:
-        """This node may not be in the cluster any more."""
-        self.turned_down(error)
+        """This node may not be in the cluster any more, or not yet."""
 
     def tell(self) -> messages.Tell:
         """Return how this node sees its run."""
@@ -627,7 +626,9 @@ class Gathering:
         for card in self.rules.take_approved():
             if not self.rules.objection(card):
                 self._follow(card)
+        self.refusals.pop("this node", None)
         if reason := self.rules.objection(self.card):
+            self.refusals["this node"] = reason
             self.cast_out(AuthError(f"this node may not be in cluster {self.cluster.name!r}: {reason}"))
 
     def _follow_secret(self) -> None:
