@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard, new_lab, wait_until_joined
 from tests.e2e.test_cluster_commands import Terminal
+from tests.e2e.test_cluster_elastic import Place
+from tests.netns.members import check_same_end, together
 
 if TYPE_CHECKING:
     import subprocess
@@ -98,6 +100,22 @@ def test_a_run_goes_on_without_a_node_that_the_owner_denies(lab: Lab) -> None:
     assert "--undo`" in err
     ok(one, "deny", node_id(outcast), "--undo")
     wait_until_joined([waiting, outcast.node("next", size=2)])
+
+
+def test_a_keeper_holds_no_denied_process_in_its_run(lab: Lab) -> None:
+    machines = lab.owned("lab", KEY, "one", "two", "outcast")
+    kept = [Place(machine, index).keep("--min", "2", min_size=2) for index, machine in enumerate(machines)]
+    before = together(kept)
+    denied_at = time.monotonic()
+    ok(machines[0], "deny", node_id(machines[2]))
+    for member in kept[:2]:
+        assert sorted(member.said("contributors")["hosts"]) == [0, 1]
+    assert kept[0].said("contributors")["at"] - denied_at < DEADLINE
+    assert "may not be in cluster 'lab'" in kept[2].said("error")["text"]
+    kept[0].ask_to_end()
+    check_same_end(kept[:2])
+    assert all(sorted(said["hosts"]) == [0, 1] for said in kept[0].all_said("generation")
+               if said["number"] > before["number"])  # fmt: skip
 
 
 def test_a_denial_on_another_machine_holds_there_and_for_what_runs_there(lab: Lab) -> None:

@@ -49,6 +49,11 @@ class Owned:
             with contextlib.suppress(*BROKEN):  # it may be denied by it
                 insider.ping()
 
+    def show(self, charter: messages.Charter) -> None:
+        """Show a charter in a greeting, which may be refused."""
+        with contextlib.suppress(*BROKEN), Insider(self.prey, purpose="visitor", hello={"charter": charter}):
+            pass
+
     def serial(self) -> int:
         now = call_on_loop(lambda: self.prey.node.cluster.charter)
         return now.serial if now is not None else 0
@@ -114,7 +119,8 @@ def test_members_pass_a_charter_on_and_show_it_to_nodes_that_come(owned: Owned) 
         owned.spread(made)
         assert member.hear(messages.Charter) == made
     with Insider(owned.prey, purpose="visitor") as visitor:
-        assert visitor.hear(messages.Charter) == made
+        assert isinstance(visitor.greeting, messages.Welcome)
+        assert visitor.greeting.charter == made
         visitor.say(messages.Ask())
         assert visitor.hear(messages.Tell).charter == 9
 
@@ -147,6 +153,31 @@ def test_with_a_list_a_fresh_key_is_refused_although_it_holds_the_secret(owned: 
     with Insider(owned.prey, NodeIdentity.ephemeral(), card=endorsed) as thief:
         assert isinstance(thief.greeting, messages.Refusal)
         assert "has not signed" in thief.greeting.reason
+
+
+def test_a_node_that_was_approved_shows_the_charter_to_one_that_has_missed_it(owned: Owned) -> None:
+    late, own = NodeIdentity.ephemeral(), owned.prey.node.card.id
+    owned.spread(owned.charter(9, allowed=(own,)))
+    forged = msgspec.structs.replace(owned.charter(10, allowed=(own, late.id)), signature=bytes(64))
+    for shown in (None, owned.charter(8), forged):
+        with Insider(owned.prey, late, hello={"charter": shown}) as refused:
+            assert isinstance(refused.greeting, messages.Refusal)
+    with Insider(owned.prey, late, hello={"charter": owned.charter(10, allowed=(own, late.id))}) as member:
+        assert isinstance(member.greeting, messages.Welcome)
+        assert owned.serial() == 10
+
+
+def test_a_node_that_hears_that_it_is_not_on_the_list_goes_on_waiting_and_a_denied_one_does_not(owned: Owned) -> None:
+    own, joining = owned.prey.node.card.id, owned.prey.node._formed
+    owned.spread(owned.charter(9, allowed=(secrets.token_bytes(32),)))
+    assert owned.serial() == 9
+    assert not joining.done()
+    assert "is waiting for approval" in call_on_loop(owned.prey.node.problems)["this node"]
+    owned.show(owned.charter(10, allowed=(own,)))
+    assert "this node" not in call_on_loop(owned.prey.node.problems)
+    owned.show(owned.charter(11, (own,)))
+    until(joining.done)
+    assert "is denied by the owner" in str(joining.exception())
 
 
 def test_denying_a_machine_denies_its_other_nodes(owned: Owned) -> None:

@@ -96,7 +96,8 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
             "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
             "unit/wire/test_owner.py::test_no_two_charters_have_the_same_words",
         ],
-        "members pass it on to each other whenever they link and when it changes": [
+        "members show each other the latest one in their greetings and when it changes": [
+            "security/test_charter.py::test_a_node_that_was_approved_shows_the_charter_to_one_that_has_missed_it",
             "security/test_charter.py::test_members_pass_a_charter_on_and_show_it_to_nodes_that_come",
             "security/test_charter.py::test_a_charter_reaches_a_node_through_another_one",
         ],
@@ -107,6 +108,7 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
         "It ends its links with a denied node at once, gives that node up as lost": [
             "security/test_charter.py::test_a_charter_ends_the_links_of_a_denied_node_at_once_and_refuses_new_ones",
             "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+            "e2e/test_charter.py::test_a_keeper_holds_no_denied_process_in_its_run",
         ],
         "The denied process itself ends its group with `ClosedError` and that text": [
             "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
@@ -133,6 +135,8 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
         "A node that proves the secret but is not on the list is refused": [
             "security/test_charter.py::test_with_a_list_a_fresh_key_is_refused_although_it_holds_the_secret",
             "e2e/test_charter.py::test_an_unapproved_machine_is_told_where_to_ask",
+            "security/test_charter.py::"
+            "test_a_node_that_hears_that_it_is_not_on_the_list_goes_on_waiting_and_a_denied_one_does_not",
         ],
         "Each member remembers the last 64 of them": [
             "security/test_charter.py::test_nodes_that_wait_are_bounded_however_many_come",

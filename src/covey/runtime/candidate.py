@@ -292,7 +292,8 @@ class Candidate(Gathering):
     def cast_out(self, error: AuthError) -> None:
         if self._node is not None and self._node.generation is not None:
             self._node.generation.failed(error)
-        self._fail(error)
+        if not self.rules.is_waiting(self.card):  # else it may be approved in time
+            self._fail(error)
 
     def _fail(self, error: AuthError | ConfigError) -> None:
         if not self._formed.done():

@@ -162,8 +162,7 @@ class Gathering:
         self.refusals["this node"] = str(error)
 
     def cast_out(self, error: AuthError) -> None:
-        """This node may not be in the cluster any more."""
-        self.turned_down(error)
+        """This node may not be in the cluster any more, or not yet."""
 
     def tell(self) -> messages.Tell:
         """Return how this node sees its run."""
@@ -232,6 +231,7 @@ class Gathering:
         if welcome.card.id == self.card.id and welcome.card.life == self.card.life:
             link.abort()
             return Outcome.OURSELVES
+        self._heard_charter(welcome)
         if self._objection(welcome.card):
             link.abort()
             return Outcome.NOBODY
@@ -255,6 +255,7 @@ class Gathering:
             size=0,
             lanes=self.config.lanes,
             card=self.card,
+            charter=self.rules.charter,
         )
 
     # Meeting
@@ -275,11 +276,12 @@ class Gathering:
             return messages.Refusal(f"you speak version {hello.version}, and we {messages.VERSION}", retry=False)
         if hello.card.id == self.card.id and hello.card.life == self.card.life:
             return messages.Welcome(-1, self.card, self.purpose)  # ourselves: the dialler notices
+        self._heard_charter(hello)
         if reason := self._objection(hello.card):
             return messages.Refusal(reason, retry=False)
         if hello.purpose == "rank":
             return messages.Refusal("nodes agree on their ranks here; a launcher has no say", retry=False)
-        return messages.Welcome(-1, self.card, self.purpose)
+        return messages.Welcome(-1, self.card, self.purpose, self.rules.charter)
 
     def _objection(self, card: messages.Card) -> str:
         """Return why we want nothing to do with a node that holds the secret, or nothing."""
@@ -346,7 +348,6 @@ class Gathering:
                 self.part(each)
             self._use(someone, link, way)
             self._introduce_others_to(someone)
-            self._show_charter(someone)
             if purpose == "keeper":
                 self.met_keeper(someone)
             return
@@ -365,7 +366,6 @@ class Gathering:
         if purpose != "visitor":
             self.spawn(self._remember(card))
         self._introduce_others_to(someone)
-        self._show_charter(someone)
         for each in (*self.met.values(), *self._visitors):
             if each is not someone:
                 each.send(messages.Known((card,)))
@@ -606,18 +606,18 @@ class Gathering:
 
     # Which nodes may be here
 
-    def _show_charter(self, someone: Acquaintance) -> None:
-        if self.rules.charter is not None:
-            someone.send(self.rules.charter)
+    def _heard_charter(self, greeting: messages.Hello | messages.Welcome) -> None:
+        if greeting.charter is not None:
+            self.rules.heard(greeting.charter, greeting.card.name)
 
     def _rules_changed(self, before: Cluster) -> None:
         """Follow a new secret; pass a new charter on, and part with nodes that may not be here any more."""
         if _secrets(self.cluster) != _secrets(before):
             self._follow_secret()
         everyone = (*self.met.values(), *self._visitors)
-        if self.rules.charter != before.charter:
+        if (charter := self.rules.charter) is not None and charter != before.charter:
             for someone in everyone:  # also a node that is denied by it: it should know why
-                self._show_charter(someone)
+                someone.send(charter)
         for someone in everyone:
             if reason := self.rules.objection(someone.card):
                 self._note_refusal(someone.card, reason)
@@ -626,7 +626,9 @@ class Gathering:
         for card in self.rules.take_approved():
             if not self.rules.objection(card):
                 self._follow(card)
+        self.refusals.pop("this node", None)
         if reason := self.rules.objection(self.card):
+            self.refusals["this node"] = reason
             self.cast_out(AuthError(f"this node may not be in cluster {self.cluster.name!r}: {reason}"))
 
     def _follow_secret(self) -> None:

@@ -65,9 +65,13 @@ class Rules:
     def objection(self, card: messages.Card) -> str:
         """Return why a node may not be here, or nothing; one that only lacks approval is remembered."""
         reason = charters.objection(self.cluster, card, self._here)
-        if reason and charters.is_waiting(self.cluster, card):
+        if reason and self.is_waiting(card):
             self._remember(card)
         return reason
+
+    def is_waiting(self, card: messages.Card) -> bool:
+        """Tell whether approval by the owner is all that a node lacks."""
+        return charters.is_waiting(self.cluster, card)
 
     def _remember(self, card: messages.Card) -> None:
         machine = machine_of(card)

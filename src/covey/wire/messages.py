@@ -136,6 +136,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     lanes: Name
     card: Card
     on_loss: Name = "raise"
+    charter: Charter | None = None
+    """The latest that the sender knows: a node that has missed it may not know that the sender may come."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -144,6 +146,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     rank: int
     card: Card
     purpose: Name = ""
+    """As in Hello."""
+    charter: Charter | None = None
     """As in Hello."""
 
 

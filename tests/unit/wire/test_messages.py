@@ -19,7 +19,14 @@ HELLO = messages.Hello(
     version=1, nonce=b"n" * 32, purpose="candidate", run="a run", rank=-1, size=4, lanes="auto", card=CARD
 )
 STATE = messages.PeerState(CARD, 3, "secure", "10.0.0.1", "10.0.0.7:47700", "eth0", 0.0002, -1.5)
-GREETINGS: list[Any] = [HELLO, messages.Welcome(0, CARD, "visitor"), messages.Refusal("no", retry=True)]
+CHARTER = messages.Charter(3, "otter-aaaa", (b"d" * 32,), (b"a" * 32, b"b" * 32), b"s" * 64)
+GREETINGS: list[Any] = [
+    HELLO,
+    msgspec.structs.replace(HELLO, charter=CHARTER),
+    messages.Welcome(0, CARD, "visitor"),
+    messages.Welcome(0, CARD, "visitor", CHARTER),
+    messages.Refusal("no", retry=True),
+]
 CONTROLS: list[Any] = [
     messages.Roster((CONTACT, messages.Contact("h", (), "/run/1"))),
     messages.Ready(),
@@ -45,7 +52,7 @@ CONTROLS: list[Any] = [
     messages.Vouch(((b"l" * 16, 2), (b"m" * 16, 3))),
     messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(7, CARD),), "continue", 12.5, b"o" * 16, 5),
     messages.Ended("train", b"o" * 16, True),
-    messages.Charter(3, "otter-aaaa", (b"d" * 32,), (b"a" * 32, b"b" * 32), b"s" * 64),
+    CHARTER,
     messages.Charter(4, "otter-aaaa", (), None, b"s" * 64),
     messages.Posting(1, 2, b"body"),
     messages.Calls(5, (messages.CallRun(1, 3, 99, "barrier()"),)),
@@ -82,8 +89,8 @@ def test_a_node_that_moved_is_the_same_at_other_addresses() -> None:
 def test_a_message_of_a_later_version_with_more_fields_is_still_understood() -> None:
     raw = msgspec.msgpack.decode(messages.encode(HELLO))
     assert messages.decode_greeting(msgspec.msgpack.encode([*raw, "new"])) == HELLO
-    *start, card, on_loss = raw
-    assert messages.decode_greeting(msgspec.msgpack.encode([*start, [*card, "new"], on_loss])) == HELLO
+    *start, card, on_loss, charter = raw
+    assert messages.decode_greeting(msgspec.msgpack.encode([*start, [*card, "new"], on_loss, charter])) == HELLO
     older = msgspec.structs.replace(HELLO, card=msgspec.structs.replace(HELLO.card, version=""))
     assert messages.decode_greeting(msgspec.msgpack.encode([*start, card[:6]])) == older
 
