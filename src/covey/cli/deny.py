@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from covey.base.errors import ConfigError
-from covey.net import clusters
+from covey.net import audit, clusters
 from covey.net.identity import resolve_id, short_id
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -43,8 +43,10 @@ def deny(
         if node_id not in denied:
             raise ConfigError(f"{label} is not denied in {found.name!r}; `covey deny --list` shows who is")
         clusters.update(found.name, lambda now: replace(now, denied=now.denied - {node_id}))
+        audit.note(found.name, "allowed", node=node_id, name=names.get(node_id, ""))
         return typer.echo(f"{label} may be in {found.name!r} again, as far as this machine is concerned.")
     clusters.update(found.name, lambda now: replace(now, denied=now.denied | {node_id}))
+    audit.note(found.name, "denied", node=node_id, name=names.get(node_id, ""))
     typer.echo(
         f"Nodes started here from now on refuse {label} in {found.name!r}; deny it on the other machines too.\n"
         "This stops mistakes, not a person who has the cluster's key: for that, run `covey secret rotate`."

@@ -10,7 +10,7 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.cli.init import run_command
-from covey.net import clusters
+from covey.net import audit, clusters
 from covey.net.clusters import Cluster
 from covey.net.identity import ensure_identity
 from covey.wire.secret import decode_join_code
@@ -44,6 +44,7 @@ def enroll(
     old_seeds = () if is_new or old is None else old.seeds
     denied = old.denied if old is not None else frozenset()  # who was kept out stays out, whatever the key
     clusters.save(Cluster(secret, seeds or old_seeds, denied))
+    audit.note(secret.name, "secret-enrolled", reason="" if is_new else "again, with the same secret")
     ensure_identity()
     joined = "is now in" if is_new else "stays in"
     typer.echo(f"This machine {joined} the cluster {secret.name!r}. On each machine: {run_command(secret.name)}")

@@ -14,7 +14,7 @@ import typer
 
 from covey.base.config import ports_from
 from covey.base.errors import ConfigError
-from covey.net import clusters
+from covey.net import audit, clusters
 from covey.net.clusters import Cluster
 from covey.net.identity import ensure_identity
 from covey.wire.secret import (
@@ -69,6 +69,7 @@ def init(
     made = Cluster(secret, denied=clusters.load(name).denied if replaced else frozenset())
     seeds = current_seeds()  # which may find that nothing can be reached: before anything is changed
     clusters.save(made)
+    audit.note(name, "secret-created", reason="--force replaced the old one" if replaced else "")
     ensure_identity()
     headline = f"Made the cluster {name!r}. Its join code:"
     if replaced:

@@ -15,7 +15,7 @@ from covey.base.errors import ConfigError, CoveyError
 from covey.cli.clusters import table
 from covey.cli.init import current_seeds
 from covey.cli.status.command import look_around
-from covey.net import clusters
+from covey.net import audit, clusters
 from covey.net.identity import short_id
 from covey.runtime.places import ClusterOptions
 from covey.runtime.visit import visiting
@@ -110,6 +110,7 @@ def _change(old: Cluster) -> Cluster:
         return replace(now, secret=new.secret)
 
     clusters.update(old.name, change)
+    audit.note(old.name, "secret-rotated")
     return new
 
 

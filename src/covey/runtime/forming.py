@@ -216,8 +216,10 @@ class Forming:
     def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
         if hello.version != messages.VERSION:
             reason = f"it speaks version {hello.version}, this rank {messages.VERSION}"
+            self._node.audit.refused("", f"version: {reason}", hello.card)
             return messages.Refusal(reason, retry=False)
         if hello.card.id in self._node.denied:
+            self._node.audit.refused("", "denied: this node is denied here", hello.card)
             return messages.Refusal("this node is denied here", retry=False)
         if hello.purpose == "newcomer" and hello.run == self._node.run:
             return self._judge_newcomer(hello)

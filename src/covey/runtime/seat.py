@@ -17,6 +17,7 @@ from covey.base.version import __version__
 from covey.net.descriptors import explain, keep_a_spare
 from covey.net.meeting import Meeting, check_folder, host_token, local_address_towards, socket_path
 from covey.runtime import loop as control
+from covey.runtime.audit import SILENT, Auditor
 from covey.runtime.entrance import Entrance
 from covey.runtime.greet import Gate
 from covey.runtime.link import plain_ip
@@ -52,6 +53,7 @@ class Seat:
     """In a cluster: its nodes on this host."""
     denied: frozenset[bytes] = frozenset()
     """Nodes that are kept out here."""
+    audit: Auditor = SILENT
 
     def leave(self) -> None:
         """Stop listening and free everything: for a seat that no node has taken over. Not on the control loop."""
@@ -127,11 +129,12 @@ def cluster_seat(
     identity: NodeIdentity | None = None,
     has_lanes: bool = True,
     tie_breaker: str = "",
+    is_visit: bool = False,
 ) -> Seat:
     """Listen on every interface that may be used, as a node of a cluster; `identity` defaults to a slot of this host.
 
     A node that `has_lanes` also listens at a unix socket, for processes of this host. `tie_breaker` names the node or
-    host that should break ties in the run; `here` means this one.
+    host that should break ties in the run; `here` means this one. A node on a visit leaves nothing in the audit log.
 
     Raises:
         ConfigError: no port is free, no interface matches, or the identity cannot be used.
@@ -171,9 +174,11 @@ def cluster_seat(
             return plain in loopbacks or not config.interfaces or pattern.allows(describe(plain), plain)
 
         entrance = Entrance(listeners, gate.door_key, run, allows=allows)
+        audit = SILENT if is_visit else Auditor(cluster.name, run)
+        entrance.on_refused = audit.refused_connection
         keep_a_spare()  # what a member promises is written down before it is said
         release = undo.pop_all().close
-    return Seat(gate, card, entrance, contacts or {}, release, neighbours, cluster.denied)
+    return Seat(gate, card, entrance, contacts or {}, release, neighbours, cluster.denied, audit)
 
 
 def _anonymous_card(contact: Contact) -> Card:
