@@ -32,7 +32,7 @@ from covey.wire import frame, seal
 ROOT = Path(__file__).parents[2]
 SECURITY = (ROOT / "docs" / "security.md").read_text()
 SEE, DO, BOUNDS = "What strangers can see", "What strangers can make a node do", "Bounds"
-AUDIT = "The audit log"
+AUDIT, DEPENDENCIES = "The audit log", "Dependencies"
 
 CLAIMS: dict[str, dict[str, list[str]]] = {
     SEE: {
@@ -167,6 +167,31 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
         ],
         "Runs of one machine alone, and visits (`covey status`), note nothing": [
             "e2e/test_audit.py::test_a_run_of_one_machine_and_a_visit_note_nothing",
+        ],
+    },
+    DEPENDENCIES: {
+        "a file that was exchanged on an index or on the way is not installed": [
+            "unit/tools/test_lock.py::test_pip_takes_only_files_whose_hashes_are_in_a_lock",
+            "unit/tools/test_lock.py::test_what_make_installs_is_checked_against_the_lock",
+            "unit/tools/test_lock.py::test_what_is_installed_here_is_what_the_lock_says",
+        ],
+        "The lock has the files for all platforms, names no index": [
+            "unit/tools/test_lock.py::test_the_hashes_are_for_other_platforms_and_pythons_too",
+            "unit/tools/test_lock.py::test_every_line_of_the_lock_is_exact_and_hashed_and_none_names_an_index",
+            "unit/tools/test_lock.py::test_the_lock_satisfies_what_is_asked_for",
+            "unit/tools/test_lock.py::test_the_lock_has_all_that_its_packages_need",
+        ],
+        "torch alone is pinned by its version only": [
+            "unit/tools/test_lock.py::test_torch_is_pinned_in_a_file_of_its_own",
+        ],
+        "every package that covey needs to run, with version, licence, hashes and what it needs itself": [
+            "unit/tools/test_sbom.py::test_it_has_the_form_of_cyclonedx",
+            "unit/tools/test_sbom.py::test_it_names_the_wheel_by_its_hash",
+            "unit/tools/test_sbom.py::test_it_is_complete_by_what_is_installed",
+            "unit/tools/test_sbom.py::test_its_hashes_are_those_of_the_lock",
+        ],
+        "The ranges in `pyproject.toml` allow other versions than these": [
+            "unit/tools/test_lock.py::test_the_lock_satisfies_what_is_asked_for",
         ],
     },
 }
