@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
 from tools.lock import locked
 
 if TYPE_CHECKING:
