@@ -121,6 +121,7 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
         "Every machine notes what happens to its nodes in `audit/log.jsonl`": [
             "e2e/test_audit.py::test_nodes_that_join_and_leave_and_one_that_is_killed_are_in_the_logs_of_both_machines",
             "e2e/test_audit.py::test_a_node_that_leaves_in_good_order_has_left_and_is_not_lost",
+            "netns/test_audit.py::test_each_machine_notes_the_run_its_members_and_where_it_met_them",
             "e2e/test_audit.py::test_a_stranger_is_noted_by_a_real_node",
             "e2e/test_audit.py::test_a_machine_with_another_secret_is_told_on_both_sides",
             "e2e/test_audit.py::test_what_people_do_with_secrets_and_nodes_is_noted",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import sys
 import time
@@ -144,11 +143,7 @@ def _follow(new: audit_reader.Follower, choice: _Choice, last: int, *, as_json: 
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             found = [entry for entry in new.read() if entry.number > last and choice.takes(entry)]
-            try:
-                _print_lines(found, as_json=as_json)
-            except BrokenPipeError:  # what reads this has seen enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                return
+            _print_lines(found, as_json=as_json)
             time.sleep(LOOK_SECONDS)
 
 
