@@ -212,6 +212,33 @@ def test_a_crash_in_the_middle_of_turning_over_loses_nothing(folder: Path, monke
     assert problems() == ()
 
 
+@pytest.mark.parametrize("steps", range(1, audit.KEPT))
+def test_a_crash_while_the_oldest_file_goes_is_no_tampering(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr(audit, "MOST_BYTES", 3000)
+    while not (folder / "log.4.jsonl").exists():
+        write("early")
+    replace, done = os.replace, []
+
+    def replace_some(old: Path, new: Path) -> None:
+        if len(done) == steps:
+            raise OSError("killed here")
+        replace(old, new)
+        done.append(old)
+
+    monkeypatch.setattr(os, "replace", replace_some)
+    with pytest.raises(ConfigError):
+        write(*["late"] * 20)
+    monkeypatch.undo()
+    monkeypatch.setenv("COVEY_HOME", str(folder.parent))
+    assert len(done) == steps
+    assert problems() == ()
+    write("after")
+    assert names()[-1] == "after"
+    assert problems() == ()
+
+
 def test_what_others_wrote_cannot_move_a_cursor_or_forge_a_line(folder: Path) -> None:
     nasty = "x\x1b[2J\r\n" + json.dumps({"number": 2}) + "\u202e" + "y" * 10_000
     append([Note(nasty, "refused", nasty, name=nasty, address=nasty, reason=nasty)])
@@ -286,6 +313,27 @@ def test_a_follower_sees_every_entry_once_also_when_the_log_is_turned_over(
         follower.close()
     assert seen == [f"{letter}{number}" for number in range(30) for letter in "nm"]
     assert (folder / "log.4.jsonl").exists()
+
+
+def test_a_follower_misses_nothing_that_comes_just_before_the_log_is_turned_over(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "MOST_BYTES", 3000)
+    write("before")
+    follower = audit_reader.Follower()
+    looked = follower._was_turned_over
+
+    def meanwhile() -> bool:
+        if not (folder / "log.1.jsonl").exists():
+            write(*(f"n{number}" for number in range(15)))
+        return looked()
+
+    monkeypatch.setattr(follower, "_was_turned_over", meanwhile)
+    try:
+        assert [entry.name for entry in follower.read()] == [f"n{number}" for number in range(15)]
+    finally:
+        follower.close()
+    assert (folder / "log.1.jsonl").exists()
 
 
 def test_a_follower_waits_for_a_log_that_is_not_there_yet() -> None:
