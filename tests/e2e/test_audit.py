@@ -173,7 +173,7 @@ def test_what_people_do_with_secrets_and_nodes_is_noted(lab: Lab) -> None:
 
 
 def test_a_run_that_receives_a_new_secret_notes_that(lab: Lab) -> None:
-    one, two = (lab.machine(name, "lab", KEY) for name in ("one", "two"))
+    one, two = lab.owned("lab", KEY, "one", "two")
     nodes = [one.node("mine", size=2), two.node("mine", size=2)]
     wait_until_joined(nodes)
     assert one.covey("secret", "rotate", "--yes", "--json").returncode == 0

@@ -114,7 +114,7 @@ def test_members_and_visitors_are_noted_when_they_are_met(prey: Victim) -> None:
 
 def test_a_new_secret_that_a_node_is_sent_is_noted_with_who_sent_it(prey: Victim) -> None:
     with Insider(prey, purpose="visitor") as visitor:
-        visitor.say(messages.NewSecret(bytes(32)))
+        visitor.say(messages.NewSecret(bytes(32), 1, 600, bytes(64)))
         visitor.hear(messages.SecretKept)
         found = entries(prey, of("secret-received"))
     (entry,) = (entry for entry in found if entry.event == "secret-received")

@@ -47,6 +47,8 @@ EVENTS: Final = {
     "rejected": "another node refused a node of this machine",
     "denied": "a person denied a node on this machine",
     "allowed": "a person allowed a node again on this machine",
+    "list-changed": "a person changed the list of machines that may be in a cluster, on this machine",
+    "charter": "a node of this machine obeys a new charter of the owner",
     "secret-created": "a cluster was made on this machine",
     "secret-enrolled": "this machine was put into a cluster",
     "secret-rotated": "a person gave a cluster a new secret on this machine",

@@ -229,7 +229,7 @@ def join_at(
             entrance=seat.entrance,
             audit=seat.audit,
             contacts=seat.contacts,
-            denied=seat.denied,
+            objection=seat.objection,
             keeper=place.keeper,
             on_close=seat.on_close,
         )

@@ -58,7 +58,9 @@ class Entrance:
     ) -> None:
         """Take ownership of `listeners`. `allows` tells whether connections to one of our own addresses are wanted."""
         self._listeners = [track(listener) for listener in listeners]
-        self._door_key, self._name, self._allows = door_key, name, allows
+        self._name, self._allows = name, allows
+        self.door_keys: Callable[[], tuple[bytes, ...]] = lambda: (door_key,)
+        """Returns the keys that open the door now: when a secret changes, there are two for a while."""
         self.on_link: Callable[[socket.socket, bytes], Awaitable[None]] | None = None
         """Gets the socket, which it owns from then on, and what was said at the door."""
         self.on_lane: Callable[[socket.socket], Awaitable[None]] | None = None
@@ -174,7 +176,11 @@ class Entrance:
         challenge = secrets.token_bytes(door.CHALLENGE_BYTES)
         await asyncio.get_running_loop().sock_sendall(sock, challenge)
         answer = await receive_exactly(sock, door.ANSWER_BYTES)
-        return challenge + answer, door.check(self._door_key, challenge, answer)
+        *others, last = self.door_keys()
+        for key in others:
+            with contextlib.suppress(AuthError):
+                return challenge + answer, door.check(key, challenge, answer)
+        return challenge + answer, door.check(last, challenge, answer)
 
     def probed_from(self, token: bytes) -> set[str]:
         """Return the addresses from which probes came lately that were bound to `token`."""

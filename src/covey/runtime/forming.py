@@ -159,7 +159,8 @@ class Forming:
         """Return why who answered is not the one that was dialled, or not wanted, or nothing."""
         if welcome.rank != peer.rank:  # somebody on the way led us to another
             return f"rank {welcome.rank} answered where rank {peer.rank} was dialled"
-        return f"rank {peer.rank} is on a node that is denied here" if welcome.card.id in self._node.denied else ""
+        objection = self._node.objection(welcome.card)
+        return f"rank {peer.rank} is not taken: {objection}" if objection else ""
 
     def _complain(self, error: CoveyError) -> None:
         self._complaint = self._complaint or error
@@ -218,9 +219,9 @@ class Forming:
             reason = f"it speaks version {hello.version}, this rank {messages.VERSION}"
             self._node.audit.refused("", f"version: {reason}", hello.card)
             return messages.Refusal(reason, retry=False)
-        if hello.card.id in self._node.denied:
-            self._node.audit.refused("", "denied: this node is denied here", hello.card)
-            return messages.Refusal("this node is denied here", retry=False)
+        if objection := self._node.objection(hello.card):
+            self._node.audit.refused("", f"denied: {objection}", hello.card)
+            return messages.Refusal(objection, retry=False)
         if hello.purpose == "newcomer" and hello.run == self._node.run:
             return self._judge_newcomer(hello)
         if hello.purpose != "rank":

@@ -93,7 +93,7 @@ class Node:
         config: GroupConfig,
         entrance: Entrance,
         contacts: Mapping[int, messages.Contact],
-        denied: frozenset[bytes] = frozenset(),
+        objection: Callable[[messages.Card], str] = lambda _card: "",
         keeper: str = "",
         floor: int = 1,
         store: Callable[[Bound], None] | None = None,
@@ -111,7 +111,8 @@ class Node:
         """
         self.rank, self.size, self.run, self.config = rank, size, run, config
         self.gate, self.card = gate, card
-        self.denied = denied
+        self.objection = objection
+        """Tells why a node may not be in the cluster, or nothing."""
         self.host = card.contact.host
         self._socket_folder = os.path.dirname(card.contact.socket)
         self.entrance, self.audit = entrance, audit
@@ -382,6 +383,15 @@ class Node:
             else:
                 peer.link.abort()
 
+    def deny(self, seat: int, reason: str) -> None:
+        """Give up a process whose node may not be in the cluster any more, whatever its keeper says of it."""
+        peer = self.peers[seat]
+        if not peer.is_denied:
+            peer.is_denied = True
+            self._silent(seat, reason, is_cut_off=True)
+            if self._vigil is not None:
+                self._vigil.forget(seat)
+
     def _trusted(self, seat: int) -> None:
         self.peers[seat].reason = ""
         self.history.judged(seat, is_dead=False)
@@ -492,7 +502,7 @@ class Node:
         same_host = contact.host == self.host
         by_socket = kind in ("shm", "unix", "memory") or (not kind and self.gate.credentials is None)
         # In a cluster a path is only taken from others if it lies where all nodes of this user on this host listen.
-        is_ours = self.gate.credentials is None or os.path.dirname(contact.socket) == self._socket_folder
+        is_ours = self.gate.credentials is None or self._is_nodes_socket(contact.socket)
         if by_socket and same_host and contact.socket and is_ours:
             return [contact.socket]
         from covey.net.interfaces import recent_interfaces, to_dial  # of no use to ranks that share memory
@@ -500,6 +510,11 @@ class Node:
         ways: list[Where] = [peer.way] if peer.way is not None else []
         own = recent_interfaces(self.config.interfaces)
         return ways + [way for way in to_dial(own, contact.addresses, same_host) if way not in ways]
+
+    def _is_nodes_socket(self, path: str) -> bool:
+        from covey.net.neighbours import is_nodes_socket  # of no use to ranks that a token holds together
+
+        return is_nodes_socket(path, self._socket_folder)
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         """Run a coroutine for as long as the node lives. On the control loop only."""

@@ -19,7 +19,14 @@ HELLO = messages.Hello(
     version=1, nonce=b"n" * 32, purpose="candidate", run="a run", rank=-1, size=4, lanes="auto", card=CARD
 )
 STATE = messages.PeerState(CARD, 3, "secure", "10.0.0.1", "10.0.0.7:47700", "eth0", 0.0002, -1.5)
-GREETINGS: list[Any] = [HELLO, messages.Welcome(0, CARD, "visitor"), messages.Refusal("no", retry=True)]
+CHARTER = messages.Charter(3, "otter-aaaa", (b"d" * 32,), (b"a" * 32, b"b" * 32), b"s" * 64)
+GREETINGS: list[Any] = [
+    HELLO,
+    msgspec.structs.replace(HELLO, charter=CHARTER),
+    messages.Welcome(0, CARD, "visitor"),
+    messages.Welcome(0, CARD, "visitor", CHARTER),
+    messages.Refusal("no", retry=True),
+]
 CONTROLS: list[Any] = [
     messages.Roster((CONTACT, messages.Contact("h", (), "/run/1"))),
     messages.Ready(),
@@ -39,12 +46,14 @@ CONTROLS: list[Any] = [
     messages.Tell("a run", "running", b"i" * 32, b"i" * 32, 12.5, (STATE,)),
     messages.Reach(ADDRESSES),
     messages.Reached((0.001, -1.0), ("", "no answer in time")),
-    messages.NewSecret(b"k" * 32),
+    messages.NewSecret(b"k" * 32, 1, 600, b"s" * 64),
     messages.SecretKept("the disk is full"),
     messages.Agreeing(3, b"anything"),
     messages.Vouch(((b"l" * 16, 2), (b"m" * 16, 3))),
     messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(7, CARD),), "continue", b"o" * 16, 5),
     messages.Ended("train", b"o" * 16, True),
+    CHARTER,
+    messages.Charter(4, "otter-aaaa", (), None, b"s" * 64),
     messages.Posting(1, 2, b"body"),
 ]
 
@@ -65,7 +74,7 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
                      "Announce": 8, "Position": 9, "Revoke": 10, "NoLane": 11, "Offer": 12, "Expect": 13, "Known": 14,
                      "Ping": 15, "Pong": 16, "Forming": 17, "Ask": 18, "Tell": 19, "Reach": 20, "Reached": 21,
                      "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26,
-                     "Posting": 27, "Ended": 28}  # fmt: skip
+                     "Posting": 27, "Ended": 28, "Charter": 29}  # fmt: skip
     assert set(names) == {kind.__name__ for union in (messages.Greeting, messages.Control) for kind in get_args(union)}
 
 
@@ -79,8 +88,8 @@ def test_a_node_that_moved_is_the_same_at_other_addresses() -> None:
 def test_a_message_of_a_later_version_with_more_fields_is_still_understood() -> None:
     raw = msgspec.msgpack.decode(messages.encode(HELLO))
     assert messages.decode_greeting(msgspec.msgpack.encode([*raw, "new"])) == HELLO
-    *start, card, on_loss = raw
-    assert messages.decode_greeting(msgspec.msgpack.encode([*start, [*card, "new"], on_loss])) == HELLO
+    *start, card, on_loss, charter = raw
+    assert messages.decode_greeting(msgspec.msgpack.encode([*start, [*card, "new"], on_loss, charter])) == HELLO
     older = msgspec.structs.replace(HELLO, card=msgspec.structs.replace(HELLO.card, version=""))
     assert messages.decode_greeting(msgspec.msgpack.encode([*start, card[:6]])) == older
 
