@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test format clean
+.PHONY: demo test format lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -28,12 +29,27 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.package: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt $(VENV)/.package
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+# Everything but torch is checked against the hashes in the lock, and a build fetches nothing.
+$(VENV)/.dev: requirements-dev.lock requirements-torch.txt pyproject.toml | $(BIN)/python
+	$(PIP) --require-hashes --no-deps -r requirements-dev.lock
+	$(PIP) -r requirements-torch.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
 	@touch $@
+
+lock: $(VENV)/.dev
+	$(BIN)/python -m tools.lock
+
+wheel: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+
+# Beside the wheel: what it needs to run, with versions, hashes and licences, as CycloneDX JSON.
+sbom: wheel
+	$(BIN)/python -m tools.sbom dist/*.whl
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache

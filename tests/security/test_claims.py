@@ -1,4 +1,4 @@
-"""What `docs/security.md` says of strangers and of bounds has tests that could fail, and the numbers of the code.
+"""What `docs/security.md` says has tests that could fail, and the numbers of the code.
 
 Every sentence of the sections below is listed with the tests that hold it: who changes a sentence changes its tests.
 """
@@ -12,14 +12,28 @@ from pathlib import Path
 import pytest
 
 from covey.base.text import TEXT_LIMIT
+from covey.net import audit as audit_log
 from covey.net import clusters, descriptors, mdns, sieve
-from covey.runtime import allowance, arrivals, candidate, entrance, follower, gathering, greet, hints, reach, visitors
+from covey.runtime import (
+    allowance,
+    arrivals,
+    audit,
+    candidate,
+    entrance,
+    follower,
+    gathering,
+    greet,
+    hints,
+    reach,
+    visitors,
+)
 from covey.wire import frame, messages, seal
 
 ROOT = Path(__file__).parents[2]
 SECURITY = (ROOT / "docs" / "security.md").read_text()
 SEE, DO, BOUNDS = "What strangers can see", "What strangers can make a node do", "Bounds"
 OWNER, REMOVING = "The owner key", "Removing a node"
+AUDIT, DEPENDENCIES = "The audit log", "Dependencies"
 
 CLAIMS: dict[str, dict[str, list[str]]] = {
     OWNER: {
@@ -239,6 +253,84 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
             "test_announcements_that_a_stranger_repeats_open_few_sockets_and_none_beyond_the_network",
         ],
     },
+    AUDIT: {
+        "Every machine notes what happens to its nodes in `audit/log.jsonl`": [
+            "e2e/test_audit.py::test_nodes_that_join_and_leave_and_one_that_is_killed_are_in_the_logs_of_both_machines",
+            "e2e/test_audit.py::test_a_node_that_leaves_in_good_order_has_left_and_is_not_lost",
+            "netns/test_audit.py::test_each_machine_notes_the_run_its_members_and_where_it_met_them",
+            "e2e/test_audit.py::test_a_stranger_is_noted_by_a_real_node",
+            "e2e/test_audit.py::test_a_machine_with_another_secret_is_told_on_both_sides",
+            "e2e/test_audit.py::test_what_people_do_with_secrets_and_nodes_is_noted",
+            "e2e/test_audit.py::test_a_run_that_receives_a_new_secret_notes_that",
+            "security/test_audit.py::test_a_denied_node_and_another_version_are_noted_by_the_key_they_proved",
+        ],
+        "`covey audit` shows it": ["e2e/test_audit.py::test_entries_are_chosen_by_cluster_time_and_event"],
+        "The log holds no secrets": ["e2e/test_audit.py::test_what_people_do_with_secrets_and_nodes_is_noted"],
+        "Each entry has a number and the SHA-256 of the line before it": [
+            "io/test_audit.py::test_entries_are_private_numbered_and_chained",
+        ],
+        "exits with 1 if a line was changed, moved, added or removed, at the end, too": [
+            "io/test_audit.py::test_tampering_is_found",
+            "io/test_audit.py::test_a_file_that_was_removed_is_missed",
+            "e2e/test_audit.py::test_tampering_makes_verify_fail_with_1",
+        ],
+        "a process with your rights can write the whole log anew": ["io/test_audit.py::test_tampering_is_found"],
+        "keep the hash that `--verify` prints on another machine": [
+            "e2e/test_audit.py::test_tampering_makes_verify_fail_with_1",
+            "e2e/test_audit.py::test_follow_shows_entries_as_they_come_and_ends_with_ctrl_c",
+        ],
+        "Names and reasons that other nodes wrote are escaped and at most 300 characters long": [
+            "io/test_audit.py::test_what_others_wrote_cannot_move_a_cursor_or_forge_a_line",
+            "security/test_audit.py::test_a_members_name_reaches_the_log_as_printable_text",
+            "e2e/test_audit.py::test_a_log_that_was_changed_by_hand_moves_no_cursor",
+        ],
+        "What strangers can cause is bounded": [
+            "security/test_audit.py::test_a_flood_of_strangers_is_bounded_in_the_log_and_counted",
+            "unit/runtime/test_audit.py::test_a_flood_of_one_stranger_is_a_few_entries_and_their_number_is_kept",
+            "unit/runtime/test_audit.py::test_a_flood_of_many_sources_is_bounded_too",
+            "unit/runtime/test_audit.py::test_what_was_left_out_is_told_after_a_while",
+        ],
+        "The file is turned over at 4 MiB, and 4 old ones stay": [
+            "io/test_audit.py::test_the_log_is_turned_over_and_bounded_and_its_chain_goes_on",
+        ],
+        "no node waits for the log before it joins": [
+            "e2e/test_audit.py::test_joining_and_leaving_do_not_wait_for_the_log",
+            "e2e/test_audit.py::test_a_log_that_cannot_be_written_is_told_once_and_the_run_goes_on",
+            "unit/runtime/test_audit.py::test_noting_does_not_wait_for_the_log",
+        ],
+        "Entries of the last moments may be missing after a crash": [
+            "io/test_audit.py::test_what_killed_writers_wrote_is_whole_and_others_go_on",
+            "io/test_audit.py::test_a_line_that_was_cut_off_is_kept_and_told_and_is_no_tampering",
+        ],
+        "Runs of one machine alone, and visits (`covey status`), note nothing": [
+            "e2e/test_audit.py::test_a_run_of_one_machine_and_a_visit_note_nothing",
+        ],
+    },
+    DEPENDENCIES: {
+        "a file that was exchanged on an index or on the way is not installed": [
+            "unit/tools/test_lock.py::test_pip_takes_only_files_whose_hashes_are_in_a_lock",
+            "unit/tools/test_lock.py::test_what_make_installs_is_checked_against_the_lock",
+            "unit/tools/test_lock.py::test_what_is_installed_here_is_what_the_lock_says",
+        ],
+        "The lock has the files for all platforms, names no index": [
+            "unit/tools/test_lock.py::test_the_hashes_are_for_other_platforms_and_pythons_too",
+            "unit/tools/test_lock.py::test_every_line_of_the_lock_is_exact_and_hashed_and_none_names_an_index",
+            "unit/tools/test_lock.py::test_the_lock_satisfies_what_is_asked_for",
+            "unit/tools/test_lock.py::test_the_lock_has_all_that_its_packages_need",
+        ],
+        "torch alone is pinned by its version only": [
+            "unit/tools/test_lock.py::test_torch_is_pinned_in_a_file_of_its_own",
+        ],
+        "every package that covey needs to run, with version, licence, hashes and what it needs itself": [
+            "unit/tools/test_sbom.py::test_it_has_the_form_of_cyclonedx",
+            "unit/tools/test_sbom.py::test_it_names_the_wheel_by_its_hash",
+            "unit/tools/test_sbom.py::test_it_is_complete_by_what_is_installed",
+            "unit/tools/test_sbom.py::test_its_hashes_are_those_of_the_lock",
+        ],
+        "The ranges in `pyproject.toml` allow other versions than these": [
+            "unit/tools/test_lock.py::test_the_lock_satisfies_what_is_asked_for",
+        ],
+    },
 }
 ELSEWHERE: dict[str, list[str]] = {
     "what a flood costs a node is [bounded](#bounds)": [
@@ -327,7 +419,7 @@ def sentences(heading: str) -> list[str]:
 
 
 @pytest.mark.parametrize("heading", CLAIMS)
-def test_every_sentence_about_strangers_is_listed_with_its_tests(heading: str) -> None:
+def test_every_sentence_is_listed_with_its_tests(heading: str) -> None:
     said = sentences(heading)
     assert said
     for sentence in said:
@@ -377,6 +469,12 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"{mdns.MOST_KNOWN} at most" in words
     assert f"The last {descriptors.MOST_SPARED}" in words
     assert f"After a burst of {arrivals.SOURCE_BURST:.0f} it may send" in plain(SECURITY)
+    log = plain(section(AUDIT))
+    assert f"at most {audit_log.TEXT_LIMIT} characters" in log
+    assert f"turned over at {audit_log.MOST_BYTES >> 20} MiB, and {audit_log.KEPT} old ones stay" in log
+    assert f"a source gets {audit.SOURCE_BURST:.0f} entries, then one in five minutes" in log
+    assert f"all strangers together {audit.STRANGERS_BURST:.0f}, then one in {1 / audit.TOTAL_RATE:.0f} s" in log
+    assert audit.SUMMARY_SECONDS == 1 / audit.SOURCE_RATE == 300
     assert (reach.RATE, reach.TOTAL_RATE) == (0.5, 4.0)
     assert clusters.GRACE == 10 * 60
     assert (seal.REKEY_SECONDS, seal.REKEY_RECORDS) == (15 * 60, 1 << 24)

@@ -12,7 +12,7 @@ import typer
 from covey.base.errors import ConfigError
 from covey.cli.charter import ASK_SECONDS, among, as_rows, label, machine_of, spread, tell_result
 from covey.cli.clusters import table
-from covey.net import charter, clusters, owner
+from covey.net import audit, charter, clusters, owner
 from covey.net.identity import own_machine, resolve_id, short_id
 from covey.wire import messages
 
@@ -101,6 +101,7 @@ def _amend(
     found: Cluster, private: OwnerKey, allowed: frozenset[bytes] | None, headline: str, *, as_json: bool
 ) -> None:
     changed = charter.amend(found, private, lambda now: (now[0], allowed))
+    audit.note(found.name, "list-changed", reason=headline)
     if not as_json:
         typer.echo(headline)
     obeying, others = spread(changed)

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from covey.base.errors import ConfigError
+from covey.net import audit, owner
 from covey.net import clusters as files
-from covey.net import owner
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -48,6 +48,7 @@ def _forget(name: str, *, yes: bool) -> None:
             f"Delete the key of {name!r} from this machine? If no other machine has it, it is lost.", abort=True
         )
     files.remove(name)
+    audit.note(name, "secret-removed")
     typer.echo(f"This machine has left the cluster {name!r}.")
 
 

@@ -10,7 +10,7 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.cli.charter import as_rows, label, machine_of, spread, tell_result
-from covey.net import charter, clusters, owner
+from covey.net import audit, charter, clusters, owner
 from covey.net.identity import own_ids, resolve_id, short_id
 
 if TYPE_CHECKING:
@@ -55,8 +55,10 @@ def deny(
         raise ConfigError(
             f"{label(node_id, names)} is this machine itself; to leave a cluster, use `covey clusters --forget`"
         )
+    name = names.get(node_id, "")
     if private is None:
         clusters.update(found.name, lambda now: replace(now, denied=now.denied | {node_id}))
+        audit.note(found.name, "denied", node=node_id, name=name, reason="on this machine")
         if as_json:
             return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": False}))
         return typer.echo(
@@ -65,6 +67,7 @@ def deny(
             "This stops mistakes, not a person who has the cluster's secret: for that, run `covey secret rotate`."
         )
     changed = charter.amend(found, private, lambda now: (now[0] | {node_id}, now[1]))
+    audit.note(found.name, "denied", node=node_id, name=name, reason="in the whole cluster")
     headline = (
         f"{label(node_id, names)} is denied in {found.name!r}.\n"
         "This stops mistakes, not a person who has the cluster's secret: for that, run `covey secret rotate`, or let "
@@ -79,9 +82,11 @@ def _undo(found: Cluster, node_id: bytes, names: dict[bytes, str], private: Owne
         raise ConfigError(f"{label(node_id, names)} is not denied in {found.name!r}; `covey deny --list` shows who is")
     if node_id in found.denied:
         clusters.update(found.name, lambda now: replace(now, denied=now.denied - {node_id}))
+        audit.note(found.name, "allowed", node=node_id, name=names.get(node_id, ""), reason="on this machine")
     if node_id in by_owner:
         key = private if private is not None else owner.require(found, "letting this node in again")
         changed = charter.amend(found, key, lambda now: (now[0] - {node_id}, now[1]))
+        audit.note(found.name, "allowed", node=node_id, name=names.get(node_id, ""), reason="in the whole cluster")
         return _tell(changed, node_id, f"{label(node_id, names)} may be in {found.name!r} again.", as_json=as_json)
     if as_json:
         return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": False}))

@@ -11,7 +11,7 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.cli.init import run_command
-from covey.net import clusters
+from covey.net import audit, clusters
 from covey.net.clusters import Cluster
 from covey.net.identity import ensure_identity
 from covey.wire.secret import decode_join_code
@@ -55,6 +55,7 @@ def enroll(
         denied = old.denied if old is not None else frozenset()  # nodes that were kept out stay out, whatever the key
         clusters.save(Cluster(secret, seeds, denied, owner))
         joined = "is now in"
+    audit.note(secret.name, "secret-enrolled", reason=f"this machine {joined} the cluster")
     ensure_identity()
     typer.echo(f"This machine {joined} the cluster {secret.name!r}. On each machine: {run_command(secret.name)}")
     if clusters.default_name() != secret.name:

@@ -14,7 +14,7 @@ import typer
 
 from covey.base.config import ports_from
 from covey.base.errors import ConfigError
-from covey.net import clusters, owner
+from covey.net import audit, clusters, owner
 from covey.net.clusters import Cluster
 from covey.net.identity import ensure_identity
 from covey.wire.secret import (
@@ -76,6 +76,7 @@ def init(
     if passphrase:
         owner.forget(name)
     clusters.save(made)
+    audit.note(name, "secret-created", reason="--force replaced the old one" if replaced else "")
     ensure_identity()
     headline = f"Made the cluster {name!r}. Its join code:"
     if replaced:

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "clusters": "List the clusters this machine is in.",
     "secret": "Change a cluster's secret, or show whether this machine may.",
     "deny": "Keep a node out of a cluster.",
+    "audit": "Show what this machine noted: joins, refusals, denials, changes of secrets.",
     "allow": "Approve machines that want to be in a cluster.",
     "demo": "Watch four ranks train a small model together.",
     "bench": "Measure collectives: sizes, lanes, rank counts, opponents.",

@@ -16,7 +16,7 @@ from covey.base.errors import ConfigError, CoveyError
 from covey.cli.clusters import table
 from covey.cli.init import current_seeds
 from covey.cli.status.command import look_around
-from covey.net import clusters, owner, rotation
+from covey.net import audit, clusters, owner, rotation
 from covey.net.clusters import GRACE, MAX_GRACE
 from covey.net.identity import resolve_id, short_id
 from covey.runtime.places import ClusterOptions
@@ -120,6 +120,7 @@ def rotate(
         if not yes:
             _ask(old, cards)
         new = rotation.rotate(old, grace)  # here first: whatever happens to the others, it is not lost
+        audit.note(old.name, "secret-rotated", reason=f"the old one is good for {grace} s more")
         receivers = _hand_out(visit, [(card, rotation.sign(private, old, new, grace, card.id)) for card in cards])
     _report(new, receivers, as_json=as_json)
     raise typer.Exit(0 if all(receiver.kept for receiver in receivers) else 1)

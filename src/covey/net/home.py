@@ -81,14 +81,15 @@ def read_private(path: Path) -> bytes:
         reason = "it is a symbolic link" if error.errno == errno.ELOOP else explain(error)
         raise ConfigError(f"cannot read {path}: {reason}; put a file of yours with mode 0600 there") from error
     try:
-        _check_private(path, os.fstat(descriptor))
+        check_private(path, os.fstat(descriptor))
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:
         os.close(descriptor)
 
 
-def _check_private(path: Path, status: os.stat_result) -> None:
+def check_private(path: Path, status: os.stat_result, *, most: int = _MAX_BYTES) -> None:
+    """Raise a ConfigError unless this is the status of a file of this user's that no other one can use."""
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path} is not a file; put a file of yours with mode 0600 there")
     if status.st_uid != os.geteuid():
@@ -97,10 +98,10 @@ def _check_private(path: Path, status: os.stat_result) -> None:
         )
     if stat.S_IMODE(status.st_mode) & 0o177:
         raise ConfigError(
-            f"{path} holds a key, and others may read it (mode {stat.S_IMODE(status.st_mode):04o}); "
+            f"{path} is private, and others may read it (mode {stat.S_IMODE(status.st_mode):04o}); "
             f"run: chmod 600 {shlex.quote(str(path))}"
         )
-    if status.st_size > _MAX_BYTES:
+    if status.st_size > most:
         raise ConfigError(f"{path} has {status.st_size} bytes, far more than any file of covey's; move it away")
 
 

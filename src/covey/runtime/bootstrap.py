@@ -227,6 +227,7 @@ def join_at(
             gate=seat.gate,
             card=seat.card,
             entrance=seat.entrance,
+            audit=seat.audit,
             contacts=seat.contacts,
             objection=seat.objection,
             keeper=place.keeper,

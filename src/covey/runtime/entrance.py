@@ -65,6 +65,8 @@ class Entrance:
         """Gets the socket, which it owns from then on, and what was said at the door."""
         self.on_lane: Callable[[socket.socket], Awaitable[None]] | None = None
         """Gets the socket, which it owns from then on."""
+        self.on_refused: Callable[[str, BaseException], None] | None = None
+        """Hears of every connection that is turned away: its address, and why."""
         self.member_ips: set[str] = set()
         """Addresses of members: in a crowd they are served first."""
         self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
@@ -98,13 +100,13 @@ class Entrance:
                 loop.remove_reader(listener)
                 loop.call_later(0.1, self._listen, listener)
                 return
-            ip = _remote_ip(sock)
+            ip = remote_ip(sock)
             is_member = ip in self.member_ips  # members may come back
             arrival = self._arrive(sock, ip, is_member=is_member)
             if arrival is None or (is_scarce(sock.fileno()) and not is_member):
                 sock.close()
                 scarce = "this process has few descriptors left"
-                self._turn_away(ConnectError(scarce if arrival is not None else f"too many come from {ip}"))
+                self._turn_away(ConnectError(scarce if arrival is not None else f"too many come from {ip}"), ip)
                 continue
             sock.setblocking(False)
             self._strangers[sock] = self._spawn(self._at_the_door(track(sock), arrival))
@@ -118,7 +120,7 @@ class Entrance:
         return self.arrivals.come(ip, time.monotonic(), is_member=is_member)
 
     def _send_one_away(self, crowd: dict[socket.socket, asyncio.Task[None]], reason: str) -> None:
-        ips = {sock: _remote_ip(sock) for sock in crowd}
+        ips = {sock: remote_ip(sock) for sock in crowd}
         sources = {sock: ip if ip in self.member_ips else source_of(ip) for sock, ip in ips.items()}
         places = collections.Counter(sources.values())
         greedy = [each for each, count in places.items() if each not in self.member_ips or 2 * count > len(crowd)]
@@ -128,15 +130,16 @@ class Entrance:
         if crowd is self._strangers:
             task.add_done_callback(lambda _: oldest.close())  # itself it cannot, if it was cancelled before it began
         task.cancel()
-        self._turn_away(ConnectError(reason))
+        self._turn_away(ConnectError(reason), ips[oldest])
 
     async def _at_the_door(self, sock: socket.socket, arrival: Arrival) -> None:
+        ip = remote_ip(sock)
         try:
             async with asyncio.timeout(STRANGER_SECONDS):
                 said, purpose = await self._hear(sock)
         except (OSError, TimeoutError, CoveyError) as error:
             sock.close()
-            self._turn_away(error)
+            self._turn_away(error, ip)
             return
         except BaseException:
             sock.close()
@@ -155,12 +158,12 @@ class Entrance:
             elif purpose is door.Purpose.LANE and self.on_lane is not None:
                 await self.on_lane(sock)
             elif purpose is door.Purpose.PROBE:
-                self._remember_prober(door.bound(said), _remote_ip(sock))
+                self._remember_prober(door.bound(said), remote_ip(sock))
                 await _serve_probe(sock)
             else:
                 sock.close()
         except (OSError, TimeoutError, CoveyError) as error:
-            self._turn_away(error)
+            self._turn_away(error, ip)
         finally:
             self._guests.pop(sock, None)
 
@@ -192,8 +195,10 @@ class Entrance:
         if len(self._probers) > PROBERS_LIMIT:
             del self._probers[next(iter(self._probers))]
 
-    def _turn_away(self, error: BaseException) -> None:
+    def _turn_away(self, error: BaseException, ip: str) -> None:
         self.turned_away += 1
+        if self.on_refused is not None:
+            self.on_refused(ip, error)
         self._without_key += isinstance(error, AuthError)
         level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
         count, last = self.turned_away, error or type(error).__name__
@@ -234,7 +239,8 @@ class Entrance:
                 sock.close()
 
 
-def _remote_ip(sock: socket.socket) -> str:
+def remote_ip(sock: socket.socket) -> str:
+    """Return the address that a connection comes from; nothing for a unix socket, or if it is broken."""
     with contextlib.suppress(OSError, IndexError, TypeError):
         return plain_ip(sock.getpeername()[0])
     return ""

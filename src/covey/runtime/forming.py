@@ -219,8 +219,10 @@ class Forming:
     def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
         if hello.version != messages.VERSION:
             reason = f"it speaks version {hello.version}, this rank {messages.VERSION}"
+            self._node.audit.refused("", f"version: {reason}", hello.card)
             return messages.Refusal(reason, retry=False)
         if objection := self._node.objection(hello.card):
+            self._node.audit.refused("", f"denied: {objection}", hello.card)
             return messages.Refusal(objection, retry=False)
         if hello.purpose == "newcomer" and hello.run == self._node.run:
             return self._judge_newcomer(hello)

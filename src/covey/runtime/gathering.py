@@ -25,6 +25,7 @@ from covey.net.identity import LIFE_BYTES, short_id
 from covey.net.interfaces import advertised, describe, is_loopback, recent_interfaces, to_dial, usable_interfaces
 from covey.runtime.acquaintance import Acquaintance
 from covey.runtime.allowance import Allowance
+from covey.runtime.entrance import remote_ip
 from covey.runtime.follower import Follower, Outcome
 from covey.runtime.greet import GREETING_SECONDS, HungUpError, RefusedError, ScarceError, admit, dial_any, spell
 from covey.runtime.hints import Hint, Origin
@@ -79,7 +80,7 @@ class Gathering:
     def __init__(self, cluster: Cluster, config: GroupConfig, seat: Seat, *, announce: bool = True) -> None:
         """Take a seat. Without `announce`, the others are found but do not find us."""
         self.config, self.seat = config, seat
-        self.card = seat.card
+        self.card, self.audit = seat.card, seat.audit
         self.rules = Rules(cluster, seat.card.name, self._rules_changed, self.spawn)
         self.met: dict[bytes, Acquaintance] = {}
         """By node id: those who take part in something; to a visitor, everyone."""
@@ -217,6 +218,7 @@ class Gathering:
             link, welcome, _, way = await dial_any(ways, self.seat.gate, self._hello(), allowance, within)
         except HungUpError as error:
             self._failed(where, str(error), addresses)
+            self.audit.note_paced("rejected", where, address=where, reason=f"secret: {error}")
             if seed:
                 self.hung_up.setdefault(seed, time.monotonic())
             return Outcome.NOBODY
@@ -225,6 +227,8 @@ class Gathering:
             said = "says" if isinstance(error, RefusedError) else "cannot be reached"
             text = str(error) if isinstance(error, AuthError) else f"{said}: {error}"
             self._failed(where, printable(text), addresses)
+            if isinstance(error, RefusedError | AuthError):
+                self.audit.note_paced("rejected", where, address=where, reason=text)
             return Outcome.SCARCE if isinstance(error, ScarceError) or is_exhausted(error) else Outcome.NOBODY
         self.hung_up.pop(seed, None)
         self._failures.pop(where, None)
@@ -232,7 +236,7 @@ class Gathering:
             link.abort()
             return Outcome.OURSELVES
         self._heard_charter(welcome)
-        if self._objection(welcome.card):
+        if self._objection(welcome.card, link.remote_ip):
             link.abort()
             return Outcome.NOBODY
         self._meet(welcome.card, welcome.purpose, link, way)
@@ -261,7 +265,8 @@ class Gathering:
     # Meeting
 
     async def _greet(self, sock: socket.socket, said: bytes) -> None:
-        admitted = await admit(sock, self.seat.gate, said, self._judge)
+        judge = functools.partial(self._judge, source=remote_ip(sock))
+        admitted = await admit(sock, self.seat.gate, said, judge)
         if admitted is not None:
             link, hello, _ = admitted
             if messages.key_of(hello.card) == messages.key_of(self.card):
@@ -269,22 +274,22 @@ class Gathering:
             else:
                 self._meet(hello.card, hello.purpose, link, None)
 
-    def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
+    def _judge(self, hello: messages.Hello, _id: bytes, *, source: str) -> messages.Welcome | messages.Refusal:
         if hello.version != messages.VERSION:
             reason = f"it speaks version {hello.version} of covey's protocol, and we speak {messages.VERSION}"
-            self._note_refusal(hello.card, reason)
+            self._note_refusal(hello.card, reason, source)
             return messages.Refusal(f"you speak version {hello.version}, and we {messages.VERSION}", retry=False)
         if hello.card.id == self.card.id and hello.card.life == self.card.life:
             return messages.Welcome(-1, self.card, self.purpose)  # ourselves: the dialler notices
         self._heard_charter(hello)
-        if reason := self._objection(hello.card):
+        if reason := self._objection(hello.card, source):
             return messages.Refusal(reason, retry=False)
         if hello.purpose == "rank":
             return messages.Refusal("nodes agree on their ranks here; a launcher has no say", retry=False)
         return messages.Welcome(-1, self.card, self.purpose, self.rules.charter)
 
-    def _objection(self, card: messages.Card) -> str:
-        """Return why we want nothing to do with a node that holds the secret, or nothing."""
+    def _objection(self, card: messages.Card, source: str) -> str:
+        """Return why we want nothing to do with a node that holds the secret, or nothing; `source` is its address."""
         if reason := self.rules.objection(card):
             pass
         elif not card.contact.addresses or len(card.life) != LIFE_BYTES:
@@ -299,7 +304,7 @@ class Gathering:
                 self._ping(old)
                 reason = _in_use(old.card)
         if reason:
-            self._note_refusal(card, reason)
+            self._note_refusal(card, reason, source)
         return reason
 
     def _same_identity(self, card: messages.Card) -> str:
@@ -331,8 +336,9 @@ class Gathering:
         places = {(address.ip, address.port) for address in addresses}
         return bool(places & (self._places_of(someone, True) | self._places_of(someone, False)))
 
-    def _note_refusal(self, card: messages.Card, reason: str) -> None:
+    def _note_refusal(self, card: messages.Card, reason: str, source: str) -> None:
         name = _spell_card(card)
+        self.audit.refused(source, reason, card)
         is_news = self.refusals.get(name) != reason
         self.refusals[name] = reason
         if len(self.refusals) > PROBLEMS_LIMIT:
@@ -346,6 +352,7 @@ class Gathering:
             someone = Acquaintance(card, purpose)
             for each in self._visitors.add(someone):
                 self.part(each)
+            self.audit.note_paced("visited", link.remote_ip, card, address=link.remote_ip, reason=purpose, once=True)
             self._use(someone, link, way)
             self._introduce_others_to(someone)
             if purpose == "keeper":
@@ -365,6 +372,8 @@ class Gathering:
             return
         if purpose != "visitor":
             self.spawn(self._remember(card))
+        if self.purpose == "candidate":  # a keeper meets the same nodes as its processes
+            self.audit.note_paced("met", card.id, card, address=link.remote_ip, once=True)
         self._introduce_others_to(someone)
         for each in (*self.met.values(), *self._visitors):
             if each is not someone:
@@ -473,7 +482,8 @@ class Gathering:
         if link not in someone.links:
             return
         if isinstance(link.error, CoveyError):
-            self._note_refusal(someone.card, f"it sent nonsense: {printable(str(link.error))}")
+            reason = f"it sent nonsense: {printable(str(link.error))}"
+            self._note_refusal(someone.card, reason, link.remote_ip)
         del someone.links[link]
         if not someone.links:
             self.part(someone)
@@ -602,6 +612,9 @@ class Gathering:
             logger.warning("the secret of cluster %r was changed by its owner", self.cluster.name)
         finally:
             someone.is_changing_secret = False
+        reason = f"not kept: {problem}" if problem else "kept"
+        address = someone.link.remote_ip if someone.link is not None else ""
+        self.audit.note_paced("secret-received", someone.card.id, someone.card, address=address, reason=reason)
         someone.send(messages.SecretKept(problem))
 
     # Which nodes may be here
@@ -616,11 +629,12 @@ class Gathering:
             self._follow_secret()
         everyone = (*self.met.values(), *self._visitors)
         if (charter := self.rules.charter) is not None and charter != before.charter:
+            self.audit.note("charter", reason=f"number {charter.serial}")
             for someone in everyone:  # also a node that is denied by it: it should know why
                 someone.send(charter)
         for someone in everyone:
             if reason := self.rules.objection(someone.card):
-                self._note_refusal(someone.card, reason)
+                self._note_refusal(someone.card, reason, someone.link.remote_ip if someone.link is not None else "")
                 self.part(someone, at_once=False)
                 self.turned_out(someone, reason)
         for card in self.rules.take_approved():
@@ -664,6 +678,7 @@ class Gathering:
             return
         self.is_closing = True
         self._follower.close()
+        self.audit.close()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

@@ -69,6 +69,7 @@ class History:
         node = self._node
         newcomers = []
         seated = []
+        is_first = self.current is None
         for member in founded.members:
             if member.seat != node.rank and member.seat not in node.peers:
                 peer = node.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
@@ -94,6 +95,10 @@ class History:
         ranks = tuple(map(founded.members.index, newcomers))
         names = tuple(member.card.name for member in newcomers)
         node.events.add(Event("joined" if ranks else "generation", time.time(), founded.generation, 0, ranks, names))
+        rank = generation.rank_of(node.rank)
+        cards = [member.card for member in founded.members]
+        came = cards if is_first else [member.card for member in newcomers]
+        node.audit.founded(founded.generation, -1 if rank is None else rank, cards, came, node.card)
         generation.open()
         if node.on_founded is not None:
             node.on_founded(founded)

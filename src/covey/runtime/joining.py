@@ -122,6 +122,7 @@ async def _become_a_node(
             card=candidate.card,
             config=config,
             entrance=seat.entrance,
+            audit=seat.audit,
             contacts={},
             floor=floor,
             store=candidate.records.write,

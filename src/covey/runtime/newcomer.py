@@ -208,6 +208,7 @@ class Newcomer:
             card=self._seat.card,
             config=self._config,
             entrance=self._seat.entrance,
+            audit=self._seat.audit,
             contacts={member.seat: member.card.contact for member in founded.members},
             keeper=self._place.keeper,
             on_close=self._seat.on_close,

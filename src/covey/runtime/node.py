@@ -22,6 +22,7 @@ from covey.base.errors import ConnectError, CoveyError
 from covey.base.text import printable
 from covey.proto.health import Cause, Vouch
 from covey.runtime import loop as control
+from covey.runtime.audit import SILENT, Auditor
 from covey.runtime.boards import Boards
 from covey.runtime.events import Events
 from covey.runtime.fault import Fault
@@ -109,6 +110,7 @@ class Node:
         floor: int = 1,
         store: Callable[[Bound], None] | None = None,
         companions: Sequence[Companion] = (),
+        audit: Auditor = SILENT,
         on_close: Callable[[], None] = lambda: None,
         seats: Sequence[int] | None = None,
         links_come: bool = False,
@@ -125,7 +127,7 @@ class Node:
         """Tells why a node may not be in the cluster, or nothing."""
         self.host = card.contact.host
         self._socket_folder = os.path.dirname(card.contact.socket)
-        self.entrance = entrance
+        self.entrance, self.audit = entrance, audit
         self._companions = (entrance, *companions)
         self._on_close = on_close
         self.peers = {
@@ -451,6 +453,9 @@ class Node:
     def _give_up(self, peer: Peer) -> None:
         if peer.link is not None:
             peer.link.catch_up()  # it may have left in good order, which is no loss
+        if not peer.gone and self.generation is not None:
+            number, reason = self.generation.number, peer.reason
+            self.audit.note("left" if peer.left else "lost", peer.card(), reason=reason, generation=number, once=True)
         peer.gone = True
         self.lanes.abandon(lambda key: key.peer == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
         self.boards.peer_gone(peer.rank)
@@ -581,10 +586,12 @@ class Node:
         finally:
             self.lanes.close()
             self.events.close()
+            self.audit.flush()
             _nodes.discard(self)
             self._is_closed.set()
 
     async def _close(self) -> None:
+        self._note_end()
         if self.history.keeper is not None:
             self.history.keeper.send(messages.Goodbye())
         links = [peer.link for peer in self.peers.values() if peer.link is not None]
@@ -611,6 +618,13 @@ class Node:
                 await asyncio.gather(*(link.ended.wait() for link in links))
         for link in links:
             link.abort()
+
+    def _note_end(self) -> None:
+        generation = self.generation
+        if generation is not None:
+            reason = "it left" if generation.fault is None else generation.fault.text
+            self.audit.note("ended", self.card, reason=reason, generation=generation.number)
+        self.audit.close()
 
     def forked(self) -> None:
         """This process is a fork of the one that joined: nothing here may be used again."""

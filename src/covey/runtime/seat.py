@@ -20,6 +20,7 @@ from covey.net.descriptors import explain, keep_a_spare
 from covey.net.meeting import Meeting, check_folder, host_token, local_address_towards, socket_path
 from covey.net.run_folder import RunFolder
 from covey.runtime import loop as control
+from covey.runtime.audit import SILENT, Auditor
 from covey.runtime.entrance import Entrance
 from covey.runtime.greet import Gate
 from covey.runtime.link import plain_ip
@@ -58,6 +59,7 @@ class Seat:
     """Tells why a node may not be in the cluster, or nothing."""
     follow: Callable[[Cluster], None] = lambda _cluster: None
     """Proves membership by the cluster's secret as it is now, and by the one before while that is good."""
+    audit: Auditor = SILENT
 
     def leave(self) -> None:
         """Stop listening and free everything: for a seat that no node has taken over. Not on the control loop."""
@@ -134,11 +136,12 @@ def cluster_seat(
     identity: NodeIdentity | None = None,
     has_lanes: bool = True,
     tie_breaker: str = "",
+    is_visit: bool = False,
 ) -> Seat:
     """Listen on every interface that may be used, as a node of a cluster; `identity` defaults to a slot of this host.
 
     A node that `has_lanes` also listens at a unix socket, for processes of this host. `tie_breaker` names the node or
-    host that should break ties in the run; `here` means this one.
+    host that should break ties in the run; `here` means this one. A node on a visit leaves nothing in the audit log.
 
     Raises:
         ConfigError: no port is free, no interface matches, or the identity cannot be used.
@@ -186,6 +189,8 @@ def cluster_seat(
 
         entrance = Entrance(listeners, gate.door_key, run, allows=allows)
         entrance.door_keys = gate.door_keys
+        audit = SILENT if is_visit else Auditor(cluster.name, run)
+        entrance.on_refused = audit.refused_connection
         keep_a_spare()  # what a member promises is written down before it is said
         release = undo.pop_all().close
     keeps_out = functools.partial(_objection, cluster, own.name)
@@ -193,7 +198,7 @@ def cluster_seat(
     def follow(changed: Cluster) -> None:
         gate.become(_gate_of(changed, own))
 
-    return Seat(gate, card, entrance, contacts or {}, release, neighbours, keeps_out, follow)
+    return Seat(gate, card, entrance, contacts or {}, release, neighbours, keeps_out, follow, audit)
 
 
 def _gate_of(cluster: Cluster, own: NodeIdentity) -> Gate:

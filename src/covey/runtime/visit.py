@@ -45,7 +45,8 @@ def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) ->
         ConfigError: no port is free, or no interface matches.
     """
     # From the end: the first ports are where a seed without a port is looked for.
-    seat = cluster_seat(cluster, config, run="", ports=PORTS[::-1], identity=NodeIdentity.passing(), has_lanes=False)
+    own, ports = NodeIdentity.passing(), PORTS[::-1]
+    seat = cluster_seat(cluster, config, run="", ports=ports, identity=own, has_lanes=False, is_visit=True)
     try:
         gathering = control.run(_open(cluster, config, seat, announce=announce), LOOP_SECONDS)
         try:

@@ -1,0 +1,170 @@
+"""`covey audit`: what this machine noted about its clusters, and whether that log is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+import typer
+
+from covey.base.errors import ConfigError
+from covey.base.text import printable
+from covey.net import audit_reader
+from covey.net.audit import EVENTS, TEXT_LIMIT
+from covey.net.identity import short_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from covey.net.audit import Entry
+
+LOOK_SECONDS: Final = 0.25
+"""How often `--follow` looks for new entries."""
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_COLUMNS: Final = ("TIME", "CLUSTER", "EVENT", "RUN", "NODE", "ID", "ADDRESS", "REASON")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def audit(
+    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="Only entries about this cluster.")] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Only later ones: 90s, 15m, 2h, 7d, or 2026-01-31T12:00.")
+    ] = None,
+    event: Annotated[
+        list[str] | None, typer.Option(metavar="EVENT", help="Only such events; may be given several times.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Show new entries as they come, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check that no entry was changed or removed, and show none.")
+    ] = False,
+) -> None:
+    """Show what this machine noted: nodes met, joined, lost and refused, denials, changes of secrets.
+
+    --verify exits with 0 if the log is whole, and with 1 if it is not.
+    """
+    if verify:
+        if follow or since is not None or cluster is not None or event:
+            raise ConfigError("--verify checks the whole log; only --json goes with it")
+        return _verify(as_json=as_json)
+    if unknown := set(event or ()) - EVENTS.keys():
+        raise ConfigError(f"there is no event {min(unknown)!r}; there are: {', '.join(EVENTS)}")
+    choice = _Choice(cluster, _moment(since), frozenset(event or ()))
+    new = audit_reader.Follower() if follow else None  # before the old ones are read: none is missed
+    try:
+        shown = [entry for entry in audit_reader.entries() if choice.takes(entry)]
+        if as_json or follow or not sys.stdout.isatty():
+            _print_lines(shown, as_json=as_json)
+        else:
+            _print_table(shown)
+        if new is not None:
+            _follow(new, choice, max((entry.number for entry in shown), default=0), as_json=as_json)
+    finally:
+        if new is not None:
+            new.close()
+
+
+class _Choice:
+    """Which entries are wanted."""
+
+    def __init__(self, cluster: str | None, since: datetime | None, events: frozenset[str]) -> None:
+        self._cluster, self._since, self._events = cluster, since, events
+
+    def takes(self, entry: Entry) -> bool:
+        if self._cluster not in (None, entry.cluster) or (self._events and entry.event not in self._events):
+            return False
+        if self._since is None:
+            return True
+        try:
+            return entry.at >= self._since
+        except (ValueError, TypeError):  # somebody changed it: better shown than hidden
+            return True
+
+
+def _moment(text: str | None) -> datetime | None:
+    """Return the moment that `--since` means."""
+    if text is None:
+        return None
+    if match := re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip()):
+        return datetime.now(UTC) - timedelta(seconds=int(match[1]) * _UNITS[match[2]])
+    try:
+        return datetime.fromisoformat(text.strip()).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--since {text!r} is no time; write 90s, 15m, 2h, 7d or 2026-01-31T12:00") from None
+
+
+def _print_lines(shown: Iterable[Entry], *, as_json: bool) -> None:
+    for entry in shown:
+        print(json.dumps(msgspec.to_builtins(entry)) if as_json else "\t".join(map(_or_dash, _cells(entry))))
+    sys.stdout.flush()
+
+
+def _print_table(shown: list[Entry]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if not shown:
+        return typer.echo("There is no such entry in the audit log of this machine.")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, overflow="fold", no_wrap=column in ("TIME", "EVENT"))
+    for entry in shown:
+        table.add_row(*map(Text, _cells(entry)))
+    Console(highlight=False).print(table)
+
+
+def _cells(entry: Entry) -> tuple[str, ...]:
+    """Return what is shown of an entry. The file may have been changed: nothing in it may move a cursor."""
+    try:
+        node = short_id(bytes.fromhex(entry.node))
+    except ValueError:
+        node = entry.node
+    reason = f"{entry.reason} ({entry.count} times)" if entry.count > 1 else entry.reason
+    moment = entry.time.partition(".")[0] + "Z"
+    cells = (moment, entry.cluster, entry.event, entry.run, entry.name, node, entry.address, reason)
+    return tuple(printable(cell, TEXT_LIMIT + 40) for cell in cells)
+
+
+def _or_dash(cell: str) -> str:
+    return cell or "-"
+
+
+def _follow(new: audit_reader.Follower, choice: _Choice, last: int, *, as_json: bool) -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            found = [entry for entry in new.read() if entry.number > last and choice.takes(entry)]
+            _print_lines(found, as_json=as_json)
+            time.sleep(LOOK_SECONDS)
+
+
+def _verify(*, as_json: bool) -> None:
+    verdict = audit_reader.verify()
+    problems = [printable(problem) for problem in verdict.problems]
+    if as_json:
+        report = {
+            "whole": not problems,
+            "entries": verdict.count,
+            "last": verdict.last,
+            "problems": problems,
+            "remarks": verdict.remarks,
+        }
+        typer.echo(json.dumps(report))
+    else:
+        for remark in verdict.remarks:
+            typer.echo(f"note: {remark}")
+        for problem in problems:
+            typer.echo(f"PROBLEM: {problem}", err=True)
+        if not problems:
+            last = f", the last one with the hash {verdict.last}" if verdict.last else ""
+            typer.echo(f"The audit log is whole: {verdict.count} entries{last}.")
+    raise typer.Exit(1 if problems else 0)

@@ -1,0 +1,134 @@
+"""What attackers leave in the audit log of a node: entries that say what they did, and never more than a few."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.security.attackers import BROKEN, DEADLINE, Insider, Victim, knock, new_cluster, read, until, victim
+
+from covey.net import audit_reader
+from covey.net.identity import NodeIdentity
+from covey.runtime.audit import SOURCE_BURST, STRANGERS_BURST
+from covey.wire import door, messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from covey.net.audit import Entry
+
+CROWD = 300
+
+
+def entries(prey: Victim, is_enough: Callable[[list[Entry]], bool] = bool) -> list[Entry]:
+    """Return what is in the log as soon as that is enough."""
+    deadline = time.monotonic() + DEADLINE
+    while True:
+        prey.node.audit.flush()
+        found = list(audit_reader.entries())
+        if is_enough(found):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+
+
+def of(event: str) -> Callable[[list[Entry]], bool]:
+    return lambda found: any(entry.event == event for entry in found)
+
+
+def invade(prey: Victim, source: str) -> None:
+    """Come to the door without the key."""
+    sock = socket.create_connection(prey.address, timeout=DEADLINE, source_address=(source, 0))
+    with sock, contextlib.suppress(*BROKEN):
+        read(sock, door.CHALLENGE_BYTES)
+        sock.sendall(bytes(door.ANSWER_BYTES))
+        sock.recv(1)
+
+
+def test_a_stranger_with_another_secret_is_noted_with_its_address(prey: Victim) -> None:
+    namesake = new_cluster(prey.cluster.name)
+    with contextlib.suppress(*BROKEN), knock(prey.address, namesake.secret.derive("door"), source="127.0.0.66") as sock:
+        sock.recv(1)
+    (entry,) = entries(prey)
+    assert (entry.event, entry.cluster, entry.address, entry.node) == ("refused", "prey", "127.0.0.66", "")
+    assert entry.reason.startswith("secret: ")
+
+
+def test_a_stranger_that_says_nothing_is_noted(prey: Victim) -> None:
+    with socket.create_connection(prey.address, timeout=DEADLINE, source_address=("127.0.0.67", 0)) as sock:
+        read(sock, door.CHALLENGE_BYTES)
+        (entry,) = entries(prey)
+    assert (entry.event, entry.address) == ("refused", "127.0.0.67")
+    assert entry.reason.startswith("silent: ")
+
+
+def test_a_flood_of_strangers_is_bounded_in_the_log_and_counted(prey: Victim, home: Path) -> None:
+    for number in range(CROWD):
+        invade(prey, f"127.0.0.{100 + number % 3}")
+    until(lambda: prey.entrance.turned_away == CROWD)
+    found = entries(prey)
+    assert len(found) <= 3 * SOURCE_BURST + 1
+    assert len(found) <= STRANGERS_BURST
+    assert sum(path.stat().st_size for path in (home / "audit").iterdir()) < 100_000
+    assert {entry.address for entry in found} == {f"127.0.0.{100 + number}" for number in range(3)}
+
+
+def test_the_number_of_a_flood_is_written_when_the_node_leaves() -> None:
+    with victim(new_cluster()) as prey:
+        for _ in range(40):
+            invade(prey, "127.0.0.1")
+        until(lambda: prey.entrance.turned_away == 40)
+    found = entries(prey, lambda found: sum(entry.count for entry in found) == 40)
+    assert len(found) == SOURCE_BURST + 1
+
+
+def test_a_denied_node_and_another_version_are_noted_by_the_key_they_proved() -> None:
+    outcast, other = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
+    with victim(new_cluster(denied=frozenset({outcast.id}))) as prey:
+        with Insider(prey, outcast) as member:
+            assert isinstance(member.greeting, messages.Refusal)
+        with Insider(prey, other, hello={"version": 99}) as member:
+            assert isinstance(member.greeting, messages.Refusal)
+        denied, version = entries(prey, lambda found: len(found) == 2)
+    assert (denied.event, denied.node, denied.name) == ("refused", outcast.id.hex(), outcast.name)
+    assert (denied.address, version.address) == ("127.0.0.1", "127.0.0.1")
+    assert "denied" in denied.reason
+    assert (version.event, version.node) == ("refused", other.id.hex())
+    assert "version 99" in version.reason
+
+
+def test_members_and_visitors_are_noted_when_they_are_met(prey: Victim) -> None:
+    with Insider(prey) as member, Insider(prey, purpose="visitor") as visitor:
+        member.ping()
+        visitor.ping()
+        found = entries(prey, lambda found: len(found) >= 2)
+    assert {(entry.event, entry.node, entry.life, entry.address) for entry in found} == {
+        ("met", member.identity.id.hex(), member.identity.life.hex(), "127.0.0.1"),
+        ("visited", visitor.identity.id.hex(), visitor.identity.life.hex(), "127.0.0.1"),
+    }
+
+
+def test_a_new_secret_that_a_node_is_sent_is_noted_with_who_sent_it(prey: Victim) -> None:
+    with Insider(prey, purpose="visitor") as visitor:
+        visitor.say(messages.NewSecret(bytes(32), 1, 600, bytes(64)))
+        visitor.hear(messages.SecretKept)
+        found = entries(prey, of("secret-received"))
+    (entry,) = (entry for entry in found if entry.event == "secret-received")
+    assert entry.node == visitor.identity.id.hex()
+    assert entry.reason.startswith("not kept: ")
+
+
+@pytest.mark.parametrize("field", ["name", "host_name"])
+def test_a_members_name_reaches_the_log_as_printable_text(field: str) -> None:
+    outcast = NodeIdentity.ephemeral()
+    forged = 'x\n{"number":1}\x1b[31m'
+    with victim(new_cluster(denied=frozenset({outcast.id}))) as prey:
+        with contextlib.suppress(*BROKEN), Insider(prey, outcast, card={field: forged}):
+            pass
+        (entry,) = entries(prey)
+    assert all(text.isprintable() for text in (entry.name, entry.reason, entry.address))
+    assert audit_reader.verify().problems == ()
