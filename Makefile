@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test format clean
+.PHONY: demo test fuzz format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -18,6 +18,11 @@ test: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'
 	$(BIN)/python -m pytest -q -m alone
+
+# Looks for inputs that break a reader of bytes, and for words of one member that break the others.
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.fuzz
+	$(BIN)/python -m covey.testing.fuzz --seconds $(FUZZ_SECONDS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
@@ -33,6 +38,11 @@ $(VENV)/.package: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.package
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+# atheris has wheels for Linux only; without it inputs are made by chance.
+$(VENV)/.fuzz: requirements-fuzz.txt $(VENV)/.package
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: -r requirements-fuzz.txt
 	@touch $@
 
 clean:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from covey.base.dtypes import DTYPES
-from covey.wire.message_header import array_bytes
+from covey.base.dtypes import DTYPES, dtype_code
+from covey.base.errors import RemoteProtocolError
+from covey.wire.message_header import MAX_BYTES, MAX_NDIM, array_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    import numpy as np
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -28,7 +28,15 @@ CHUNK_BYTES: Final = 8 * 1024 * 1024
 """Large enough that few calls move much, small enough that several donors share one array."""
 KEY_BYTES: Final = 16
 TAG_BYTES: Final = 16
+ENTRIES_LIMIT: Final = 1 << 16
+"""Names in a state."""
+NAME_LIMIT: Final = 1000
+NAME_SHOWN: Final = 60
+FAILURE_LIMIT: Final = 1000
+MANIFEST_BYTES: Final = 32 << 20
+"""Of an encoded manifest; the tags of a terabyte take 2 MiB."""
 _NONCE: Final = bytes(12)
+_BYTE: Final = dtype_code(np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,19 @@ class Entry:
     """One after the other, TAG_BYTES for each chunk."""
     is_writable: bool = True
     """Whether it could be filled in place; the only field that may differ between equal states."""
+
+    def check(self) -> None:
+        """Raise RemoteProtocolError unless this describes an array or a value."""
+        name = repr(self.name[:NAME_SHOWN])
+        if len(self.name) > NAME_LIMIT or not self.name.isprintable():
+            raise RemoteProtocolError(f"{name} is no name: it has up to {NAME_LIMIT} characters that can be printed")
+        if not 0 <= self.dtype_code < len(DTYPES) or len(self.shape) > MAX_NDIM or min(self.shape, default=0) < 0:
+            raise RemoteProtocolError(f"{name} is no array: dtype {self.dtype_code}, {len(self.shape)} dimensions")
+        if not self.is_array and (self.dtype_code != _BYTE or len(self.shape) != 1):
+            raise RemoteProtocolError(f"{name} is no encoded value: dtype {self.dtype_code}, shape {self.shape}")
+        count = -(-self.nbytes // CHUNK_BYTES)
+        if len(self.tags) != count * TAG_BYTES:
+            raise RemoteProtocolError(f"{name} has {len(self.tags)} bytes of tags for {count} chunks")
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +114,26 @@ class Manifest:
             fields = (entry.name, entry.is_array, entry.dtype_code, entry.shape, entry.tags)
             hashed.update(repr(fields).encode())
         return hashed.digest()
+
+    def check(self) -> None:
+        """Raise RemoteProtocolError unless this describes a state: to be called before anything else is."""
+        if self.failure and (self.entries or not self.failure.isprintable() or len(self.failure) > FAILURE_LIMIT):
+            raise RemoteProtocolError("a manifest that fails with entries, or with a text that is none")
+        if len(self.entries) > ENTRIES_LIMIT:
+            raise RemoteProtocolError(f"a manifest of {len(self.entries)} entries; up to {ENTRIES_LIMIT} are allowed")
+        last = None
+        for entry in self.entries:
+            entry.check()
+            if last is not None and entry.name <= last:
+                raise RemoteProtocolError(f"a manifest with {entry.name!r} after {last!r}: it is not sorted by name")
+            last = entry.name
+        if self.nbytes > MAX_BYTES:
+            raise RemoteProtocolError(f"a manifest of {self.nbytes} bytes")
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole state."""
+        return sum(entry.nbytes for entry in self.entries)
 
     def chunks(self) -> list[Chunk]:
         """Return all chunks; equal states number them in the same way."""
