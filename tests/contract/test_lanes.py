@@ -347,6 +347,36 @@ def test_a_close_in_the_middle_of_a_transfer_is_told_after_the_part_that_came(pa
     assert np.array_equal(receiver._recvs[-1].bytes[:got], whole.payload[:got])
 
 
+@every_lane
+@pytest.mark.parametrize("nbytes", [0, 5, 100_000])
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
+def test_the_header_that_comes_next_can_be_looked_at_though_its_sender_is_gone(
+    pair: Pair, nbytes: int, closes: bool
+) -> None:
+    first, second = transfer(1, 20_000), transfer(2, nbytes)
+    sender, receiver = End(pair[0], [first, second], []), End(pair[1], [], [first])
+    assert pair[1].peek() == b""
+    deadline = time.monotonic() + PATIENCE
+    while sender.sending or receiver.receiving:
+        sender.send()
+        receiver.receive()
+        assert time.monotonic() < deadline
+    if closes:
+        pair[0].close()
+    seen = b""
+    while not seen and time.monotonic() < deadline:  # TCP takes its time
+        seen = pair[1].peek()
+    assert seen == second.header
+
+
+@every_lane
+def test_a_lane_that_was_shut_down_ends_at_both_ends(pair: Pair) -> None:
+    pair[0].shutdown(socket.SHUT_RDWR)
+    for end in pair:
+        with pytest.raises(LaneClosedError):
+            carry_alone(End(end, [], [transfer(0, 4)]))
+
+
 def carry_alone(end: End) -> None:
     deadline = time.monotonic() + PATIENCE
     while end.sending or end.receiving:

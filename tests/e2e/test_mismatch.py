@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.e2e.ranks import LANES, attempt, run_ranks
+from tests.e2e.ranks import LANES, Ranks, attempt, run_ranks
 
 import covey
 from covey.testing import run_threads
@@ -237,3 +238,144 @@ def test_two_ranks_that_await_each_others_first_broadcast_are_told(lanes: str) -
             "rank 0 called broadcast(float64[4], root=1); rank 1 called broadcast(float64[4], root=0)" in report["text"]
         )
         assert report["took"] < 1.0
+
+
+# Ranks that are gone by the time the others notice
+
+GONE = [
+    # What rank 0 calls before it goes, and what the others call.
+    (["broadcast"], ["all_reduce"]),
+    (["broadcast"], ["broadcast from 1", "barrier"]),
+    (["broadcast"], ["barrier"]),
+    (["broadcast"] * 3, ["broadcast", "all_gather"]),
+    (["broadcast_object"], ["all_gather_object"]),
+    (["scatter"], ["scan"]),
+    (["barrier", "broadcast"], ["barrier", "large all_reduce"]),
+]
+
+
+def go_before_they_notice(mine: list[str], others: list[str], how: str) -> Any:
+    """Rank 0 only sends, and goes at once; the others call something else."""
+
+    def call(group: covey.Group, name: str) -> None:
+        rank, size = group.rank, group.size
+        x = np.arange(6, dtype=np.float32) + rank
+        match name:
+            case "all_reduce":
+                group.all_reduce(x)
+            case "large all_reduce":
+                group.all_reduce(np.arange(1 << 20, dtype=np.float32) + rank)
+            case "broadcast" | "broadcast from 1":
+                group.broadcast(x, root=int(name.endswith("1")))
+            case "all_gather":
+                group.all_gather(x)
+            case "broadcast_object":
+                group.broadcast_object({"rank": rank})
+            case "all_gather_object":
+                group.all_gather_object({"rank": rank})
+            case "scatter":
+                group.scatter([x] * size)
+            case "scan":
+                group.scan(x)
+            case "barrier":
+                group.barrier()
+
+    def sequence(group: covey.Group) -> None:
+        for name in others:
+            call(group, name)
+        while True:
+            group.barrier()
+
+    group = covey.join()
+    group.barrier()
+    if group.rank:
+        group.send(np.ones(1), dst=0)  # out of the barrier
+    if group.rank == 0:
+        for _ in range(group.size - 1):
+            group.recv()
+        for name in mine:
+            call(group, name)
+        if how == "killed":
+            os.kill(os.getpid(), 9)
+        if how == "fails":
+            with group:
+                raise ValueError("no cake")
+        if how == "closes":
+            group.close()
+            time.sleep(3)
+        if how == "sleeps":
+            time.sleep(3)
+        return None
+    began = time.monotonic()
+    first = attempt(lambda: sequence(group))
+    return {**first, "took": first["at"] - began, "after": attempt(group.barrier)}
+
+
+def run_and_go(size: int, mine: list[str], others: list[str], how: str, lanes: str) -> list[Any]:
+    with Ranks(size, go_before_they_notice, mine, others, how, lanes=lanes) as ranks:
+        return ranks.results(range(1, size))
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("case", range(len(GONE)))
+def test_ranks_that_call_something_else_are_told_so_though_the_sender_has_exited(case: int, lanes: str) -> None:
+    mine, others = GONE[case]
+    for report in run_and_go(3, mine, others, "exits", lanes):
+        assert report["error"] == "MismatchError", report
+        assert report["took"] < 1.0, report
+        assert re.search(r"rank 0 called (broadcast|broadcast_object|scatter)\(", report["text"]), report
+        assert (report["after"]["error"], report["after"]["cause"]) == ("ClosedError", "MismatchError")
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("how", ["exits", "fails", "closes", "sleeps"])
+@pytest.mark.parametrize("case", [0, 1])
+def test_a_mismatch_comes_before_a_loss_however_the_sender_goes(case: int, how: str, size: int) -> None:
+    mine, others = GONE[case]
+    for report in run_and_go(size, mine, others, how, "unix"):
+        assert report["error"] == "MismatchError", report
+        assert report["took"] < 1.0, report
+        assert "rank 0 called broadcast(float32[6], root=0)" in report["text"]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("case", [0, 1, 2])
+def test_bytes_of_a_killed_rank_prove_what_it_called(case: int, lanes: str) -> None:
+    """Nothing is left of it but what lies in the lanes."""
+    mine, others = GONE[case]
+    for report in run_and_go(3, mine, others, "killed", lanes):
+        assert report["error"] == "MismatchError", report
+        assert report["took"] < 1.0, report
+        assert "rank 0 called broadcast(float32" in report["text"]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_killed_rank_that_called_the_same_is_a_loss(lanes: str) -> None:
+    for report in run_and_go(3, ["broadcast"], ["broadcast", "all_reduce"], "killed", lanes):
+        assert (report["error"], report["rank"]) == ("PeerLostError", 0), report
+        assert report["took"] < 1.0, report
+
+
+def differ_and_go_on(root: int) -> Any:
+    """In a group that goes on without lost ranks: rank 0 only sends, and is not let go before all have agreed."""
+    with covey.join(on_loss="continue") as group:
+        group.barrier()
+        x = np.arange(6, dtype=np.float32) + group.rank
+        began = time.monotonic()
+        if group.rank == 0:
+            first = attempt(lambda: group.broadcast(x, root=0).tolist())
+        elif root < 0:
+            first = attempt(lambda: group.all_reduce(x).tolist())
+        else:
+            first = attempt(lambda: group.broadcast(x, root=root).tolist())
+        return {**first, "took": first["at"] - began, "after": attempt(group.barrier)}
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("root", [-1, 1], ids=["other operation", "other root"])
+def test_where_operations_are_all_or_nothing_all_ranks_hear_of_a_mismatch(root: int, lanes: str) -> None:
+    for report in run_ranks(3, differ_and_go_on, root, lanes=lanes):
+        assert report["error"] == "MismatchError", report
+        assert report["took"] < 1.0, report
+        assert "rank 0 called broadcast(float32[6], root=0)" in report["text"]
+        assert (report["after"]["error"], report["after"]["cause"]) == ("ClosedError", "MismatchError")

@@ -137,7 +137,9 @@ def test_who_waits_in_vain_is_told_who_is_here_and_for_how_long(lab) -> None:
     keeper = run(lab.machine("one", "lab"), "lonely", "--min", "3", "--wait", "0.7", "job.py")
     code, _, err = end(keeper)
     assert code == 1
-    assert re.search(r"no run 'lonely' in cluster 'lab' after 0\.\d+ s: .* of at least 3 nodes; here: \S+-\w{4}", err)
+    assert re.search(
+        r"no run 'lonely' in cluster 'lab' within the timeout of 0\.\d+ s: .* of at least 3 nodes; here: \S+-\w{4}", err
+    )
 
 
 def test_torch_finds_its_variables_on_this_machine_and_in_a_cluster(lab) -> None:

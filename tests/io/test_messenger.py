@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import socket
@@ -22,6 +23,8 @@ from covey.base.errors import (
 )
 from covey.proto.matching import ANY, CREDIT_BYTES
 from covey.runtime.messenger import Messenger
+from covey.wire import message_header as wire
+from covey.wire.message_header import Header
 
 if TYPE_CHECKING:
     from covey.runtime.work import Work
@@ -61,6 +64,9 @@ class Crew:
         self.asked: list[tuple[int, int]] = []
         self.fault: BaseException | None = None
         self.gone: dict[int, BaseException] = {}
+        self.given_up: list[tuple[int, int]] = []
+        self.renewed: list[tuple[int, int]] = []
+        self.replaced: list[socket.socket] = []
         self.wakes = [socket.socketpair() for _ in range(size)]
         self.messengers = [self._make_messenger(rank, size) for rank in range(size)]
 
@@ -73,6 +79,8 @@ class Crew:
             rank,
             size,
             open_lane=open_lane,
+            renew_lane=lambda peer, ended, _pause: self.renew_lane(rank, peer, ended),
+            give_up=lambda peer: self.given_up.append((rank, peer)),
             wake_fd=wake_fd,
             fault=lambda: self.fault,
             lost=self.gone.get,
@@ -88,9 +96,29 @@ class Crew:
                 near.setblocking(False)
                 far.setblocking(False)
                 self.ends[rank, peer], self.ends[peer, rank] = near, far
-        if is_new:
-            self.messengers[peer].adopt(rank, self.ends[peer, rank])
-        return self.ends[rank, peer]
+                self.messengers[peer].adopt(rank, far)
+            return self.ends[rank, peer]
+
+    def renew_lane(self, rank: int, peer: int, ended: socket.socket) -> None:
+        """Whoever asks first makes another lane; who is gone, or wants none, is not reached."""
+        with self._lock:
+            if is_reached := not {rank, peer} & self.gone.keys() and (peer, rank) not in self.given_up:
+                if self.ends[rank, peer] is ended:
+                    self.renewed.append((rank, peer))
+                    near, far = self._make_pair()
+                    near.setblocking(False)
+                    far.setblocking(False)
+                    self.replaced += [self.ends[rank, peer], self.ends[peer, rank]]
+                    self.ends[rank, peer], self.ends[peer, rank] = near, far
+                for one, other in ((rank, peer), (peer, rank)):  # one at a time, as on the control loop
+                    self.messengers[one].adopt(other, self.ends[one, other])
+        if not is_reached:
+            self.messengers[rank].unreachable(peer)
+
+    def cut(self, rank: int, peer: int) -> None:
+        """Break the connection between two ranks, as a router that forgets it would."""
+        with contextlib.suppress(OSError):
+            self.ends[rank, peer].shutdown(socket.SHUT_RDWR)
 
     def fail(self, fault: BaseException) -> None:
         self.fault = fault
@@ -139,7 +167,7 @@ class Crew:
         deadline = time.monotonic()
         for messenger in self.messengers:
             messenger.close(deadline)
-        for sock in [*itertools.chain(*self.wakes), *self.ends.values()]:
+        for sock in [*itertools.chain(*self.wakes), *self.ends.values(), *self.replaced]:
             sock.close()
 
 
@@ -483,7 +511,8 @@ def test_the_loss_of_a_peer_is_told_at_once_to_those_who_wait_for_it(make_crew: 
     crew = make_crew(2)
     works = [crew.post_recv(1, 0, 1), crew.post_recv(1, ANY, 2), crew.post_send(1, content(1, MIB), 0, tag=3)]
     crew.messengers[1].progress_in_background()
-    crew.ends[0, 1].shutdown(socket.SHUT_RDWR)
+    crew.gone[0] = PeerLostError("rank 0 was killed", rank=0)
+    crew.cut(0, 1)
     for work in works:
         with pytest.raises(PeerLostError, match="rank 0") as caught:
             crew.wait(1, work)
@@ -498,7 +527,8 @@ def test_a_receive_in_the_middle_of_a_payload_ends_when_the_sender_dies(make_cre
         receive.wait(0)  # one look: the header is here, the payload is asked for
     with pytest.raises(DeadlineError):
         send.wait(0)  # one look: the first bytes leave
-    crew.ends[0, 1].shutdown(socket.SHUT_RDWR)
+    crew.gone[0] = PeerLostError("rank 0 was killed", rank=0)
+    crew.cut(0, 1)
     with pytest.raises(PeerLostError):
         crew.wait(1, receive)
 
@@ -579,3 +609,193 @@ def test_an_asynchronous_receive_that_nobody_waits_for_fails_at_its_deadline(mak
     two.messengers[0].progress_in_background(later, time.monotonic() + PATIENCE)
     two.wait(1, two.post_send(1, b"late", 0, 7))
     assert later.wait(PATIENCE).data.tobytes() == b"late"
+
+
+# Connections that break between ranks that are well
+
+
+@both_lanes
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_of_three_ranks_arrive_once_and_in_order_though_connections_break_all_the_time(
+    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]], seed: int
+) -> None:
+    size, count, tags = 3, 60, 3
+    crew = make_crew(size, make_pair)
+    rng = random.Random(seed)
+    sizes, weights = [0, 1, 1000, 30_000, 64 * KIB, 64 * KIB + 1, 300_000, 3 * MIB], [4, 20, 20, 4, 2, 2, 2, 1]
+    script = {
+        pair: [(rng.randrange(tags), rng.choices(sizes, weights)[0]) for _ in range(count)]
+        for pair in itertools.permutations(range(size), 2)
+    }
+
+    def body_of(source: int, peer: int, at: int) -> bytes:
+        return content(source * 10**6 + peer * 10**5 + at, script[source, peer][at][1])
+
+    def sender(rank: int, peer: int) -> None:
+        dice = random.Random(f"{seed}{rank}{peer}")
+        for at, (tag, length) in enumerate(script[rank, peer]):
+            memory = bytearray(body_of(rank, peer, at))
+            work = crew.post_send(rank, memory, peer, tag)
+            if dice.random() < 0.4:
+                time.sleep(dice.choice([0, 0, 0.0003, 0.002]))
+                crew.cut(*dice.choice([(rank, peer), (peer, rank)]))
+            crew.wait(rank, work, 2 * PATIENCE)
+            memory[:] = bytes(length)  # a send that is over reads its memory no more
+
+    def receiver(rank: int) -> None:
+        expected: dict[tuple[int, int], list[int]] = {}
+        for source in range(size):
+            if source != rank:
+                for at, (tag, _) in enumerate(script[source, rank]):
+                    expected.setdefault((source, tag), []).append(at)
+        for _ in range(sum(map(len, expected.values()))):
+            message = crew.wait(rank, crew.post_recv(rank), 2 * PATIENCE)
+            at = expected[message.source, message.tag].pop(0)
+            assert bytes(message.data) == body_of(message.source, rank, at), (message.source, rank, at)
+        assert not any(expected.values())
+
+    receivers = [lambda r=r: receiver(r) for r in range(size)]
+    crew.run(*receivers, *(lambda pair=pair: sender(*pair) for pair in script))
+    assert len(crew.renewed) > 20
+
+
+def test_a_connection_that_breaks_while_nobody_drives_is_replaced_as_soon_as_the_other_end_waits(
+    make_crew: MakeCrew,
+) -> None:
+    crew = make_crew(2)
+    crew.send(0, b"first", 1)
+    assert crew.recv(1, 0) == b"first"
+    crew.cut(0, 1)
+    # Rank 0 leaves a message with the kernel, which has no use for it, and does something else from then on.
+    crew.send(0, b"second", 1)
+    assert crew.recv(1, 0) == b"second"
+
+
+@both_lanes
+def test_what_the_kernel_had_when_the_connection_broke_comes_with_the_next(
+    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]]
+) -> None:
+    crew = make_crew(2, make_pair)
+    for number in range(20):
+        crew.send(0, content(number, 5000), 1)  # nobody reads them
+    crew.cut(1, 0)
+    for number in range(20, 30):
+        crew.send(0, content(number, 5000), 1)
+    assert [crew.recv(1, 0) for _ in range(30)] == [content(number, 5000) for number in range(30)]
+
+
+def test_a_large_message_goes_on_where_the_connection_broke(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    length = 200 * MIB
+    out = bytearray(length)
+    data = content(1, length)
+    send, receive = crew.post_send(0, data, 1), crew.post_recv(1, 0, ANY, out)
+    for messenger, work in ((crew.messengers[0], send), (crew.messengers[1], receive)):
+        messenger.progress_in_background(work)
+    cuts = 0
+    while not receive.done():
+        before = crew.messengers[1]._matcher.progress(0)
+        deadline = time.monotonic() + PATIENCE
+        while crew.messengers[1]._matcher.progress(0) < before + 10 * MIB and not receive.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+        crew.cut(0, 1)
+        cuts += 1
+    crew.wait(0, send)
+    assert cuts >= 3
+    assert out == data
+    sent_again = crew.messengers[0]._matcher._link(1).outlet._sent - length
+    assert sent_again < MIB  # the stream as the receiver counts it: headers and nothing twice
+
+
+def test_a_send_ends_only_when_the_receiver_has_all_of_it(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    near, far = crew.ends[0, 1], crew.ends[1, 0] = unix_pair()  # the test itself is rank 1
+    near.setblocking(False)
+    far.settimeout(PATIENCE)
+    length = 100 * KIB
+    send = crew.post_send(0, content(1, length), 1)
+    crew.messengers[0].progress_in_background(send)
+    far.sendall(wire.encode(Header(wire.RESUME)) + wire.encode(Header(wire.CTS, 0, length)))
+    arrived = b""
+    while not arrived.endswith(content(1, length)):
+        arrived += far.recv(MIB)
+    with pytest.raises(DeadlineError):
+        send.wait(0.1)
+    far.sendall(wire.encode(Header(wire.ACK, payload_bytes=len(arrived) - wire.FIXED_BYTES - 1)))
+    with pytest.raises(DeadlineError):
+        send.wait(0.1)
+    far.sendall(wire.encode(Header(wire.ACK, payload_bytes=len(arrived) - wire.FIXED_BYTES)))
+    send.wait(PATIENCE)
+
+
+def test_closing_replaces_a_connection_that_broke_with_messages_on_it(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    bodies = [content(seed, 60_000) for seed in range(60)]
+    received: list[bytes] = []
+
+    def first() -> None:
+        for body in bodies:
+            crew.send(0, body, 1)
+        crew.cut(0, 1)
+        crew.messengers[0].close(time.monotonic() + PATIENCE)
+
+    crew.run(first, lambda: received.extend(crew.recv(1, 0) for _ in bodies))
+    assert received == bodies
+
+
+def test_a_rank_that_closed_in_order_is_not_asked_for_another_connection(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    crew.send(0, b"last words", 1)
+    crew.messengers[0].close(time.monotonic() + PATIENCE)
+    assert crew.recv(1, 0) == b"last words"
+    with pytest.raises(PeerLostError, match="rank 0"):
+        crew.recv(1, 0)
+    assert crew.renewed == []
+    assert (1, 0) in crew.given_up
+
+
+def test_a_rank_that_broke_the_protocol_is_not_asked_for_another_connection(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    crew.open_lane(0, 1).send(bytes(1000))
+    with pytest.raises(RemoteProtocolError, match="rank 0"):
+        crew.recv(1, 0)
+    assert crew.renewed == []
+    assert (1, 0) in crew.given_up
+
+
+def test_pauses_grow_as_long_as_connections_break_before_anything_moves(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    pauses: list[float] = []
+    messenger = crew.messengers[0]
+
+    def renew(peer: int, ended: Any, pause: float) -> None:
+        pauses.append(pause)
+        if len(pauses) <= 5:  # each is broken from the start
+            near, far = socket.socketpair()
+            near.setblocking(False)
+            far.close()
+            messenger.adopt(peer, near)
+        else:
+            crew.renew_lane(0, peer, crew.ends[0, 1])
+
+    messenger._renew_lane = renew
+    crew.messengers[1]._renew_lane = lambda *_: None
+    crew.send(0, b"before", 1)
+    crew.cut(0, 1)
+    crew.run(lambda: crew.send(0, content(1, MIB), 1, 5), lambda: crew.recv(1, 0, 5))
+    assert pauses[:2] == [0.0, pytest.approx(0.02)]
+    assert pauses[:6] == sorted(pauses[:6])
+    crew.cut(0, 1)
+    crew.run(lambda: crew.send(0, content(1, MIB), 1, 6), lambda: crew.recv(1, 0, 6))
+    assert pauses[-1] == 0.0
+
+
+def test_an_error_of_time_says_that_the_connection_broke(make_crew: MakeCrew) -> None:
+    crew = make_crew(2)
+    crew.send(1, b"hello", 0)
+    crew.messengers[0]._renew_lane = lambda *_: None
+    crew.cut(0, 1)
+    with pytest.raises(DeadlineError, match="connection with rank 1 broke: end of stream"):
+        crew.wait(0, crew.post_recv(0, 1, 9), 0.2)
+    assert crew.recv(0, 1) == b"hello"

@@ -33,6 +33,7 @@ import covey
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 host, run, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 pause, count, holds = options.pop("pause", 0.05), options.pop("count", 1000), options.pop("holds", None)
+talks = options.pop("talks", False)
 places = 1.0 + np.arange(count) % 251
 asked = threading.Event()
 signal.signal(signal.SIGUSR1, lambda *_: asked.set())
@@ -53,6 +54,13 @@ def step(group):
         marks.clear()
     if x[0] >= 1000:
         say("marked")
+    if talks:
+        sent = group.send(x, dst=(group.rank + 1) % group.size, async_op=True)
+        if not (group.recv(src=(group.rank - 1) % group.size) == x).all():
+            say("wrong", message=True)
+        sent.wait()
+        if time.monotonic() - began > 2:
+            say("slow", took=time.monotonic() - began, message=True)
     contributors = sorted(group.contributors)
     if not (x[1:] == places[1:] * sum(4.0 ** rank for rank in contributors)).all():
         say("wrong", contributors=contributors, values=x[1:9].tolist())

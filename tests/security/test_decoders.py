@@ -62,17 +62,18 @@ UNREACHABLE: dict[tuple[str, str, str], str] = {
     ("objects.py", 'kind.__module__ == "builtins"', "true"): "the only odd type that is decoded is a datetime",
     **dict.fromkeys(
         (
-            ("objects.py", "if not allow_pickle:", "true"),
-            ("objects.py", "try:", "never"),
-            ("objects.py", "return pickle.loads(body)", "never"),
-            (
-                "objects.py",
-                "except Exception as error:  # unpickling runs foreign code, which may raise anything",
-                "never",
-            ),
-            ("objects.py", 'raise RemoteProtocolError(f"the pickle cannot be loaded: {error!r}") from error', "never"),
+            ("unpickling.py", "if isinstance(allowed, bool):", "true"),
+            ("unpickling.py", "if not allowed:", "never"),
+            ("unpickling.py", '_refuse("there is a pickle at all")', "never"),
+            ("unpickling.py", "return pickle.loads(data)", "never"),
         ),
-        "a pickle that is allowed may do anything, so none is tried",
+        "a pickle that may do anything is not tried",
+    ),
+    ("unpickling.py", 'raise ConfigError(f"allow_pickle={allowed!r} must be True, False or a list of cl', "never"): (
+        "the receiver's own argument is wrong"
+    ),
+    ("unpickling.py", 'raise ConfigError(f"allow_pickle lists {each!r}; write a class, or a full name:', "never"): (
+        "as above"
     ),
     ("secret.py", "if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:", "false"): (
         "what was decoded is bytes"
@@ -81,6 +82,8 @@ UNREACHABLE: dict[tuple[str, str, str], str] = {
     ("manifest.py", 'raise RemoteProtocolError(f"a manifest of {self.nbytes} bytes")', "never"): "as above",
 }
 """Of the readers: what no input reaches, by file, source and way, and why."""
+SHOWN = 79
+"""Characters of the source that count."""
 
 
 def missed(targets: list[Target], count: int) -> tuple[Reached, list[Missed]]:
@@ -91,8 +94,10 @@ def missed(targets: list[Target], count: int) -> tuple[Reached, list[Missed]]:
             for data in made:
                 with contextlib.suppress(*target.promised):
                     target.read(data)
+    known = {(file, line[:SHOWN], way) for file, line, way in UNREACHABLE}
+    found = reached.missed()
     return reached, [
-        each for each in reached.missed() if (each.module.rpartition("/")[2], *each[2:4]) not in UNREACHABLE
+        each for each in found if (each.module.rpartition("/")[2], each.line[:SHOWN], each.way) not in known
     ]
 
 

@@ -54,7 +54,7 @@ def test_a_rank_killed_in_backward_is_named_by_the_others_within_two_seconds(wra
     *survivors, lost = run_crew(3, lose_one, wrap)
     assert lost is Lost
     for kind, text, seconds in survivors:
-        assert kind in ("RuntimeError", "PeerLostError", "ClosedError")  # the last, of a bucket that comes after it
+        assert kind in ("RuntimeError", "PeerLostError")
         assert "rank 2" in text
         assert seconds < 2
 
@@ -67,7 +67,7 @@ def start_again(rank: int, size: int, store: str) -> tuple[list[str], int]:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     said = []
-    for group in (None, None):  # the first is told of the loss, the second that the group is closed for it
+    for group in (None, None):  # both are told of the loss
         with pytest.raises(covey.CoveyError) as raised:
             dist.all_reduce(torch.ones(3), group=group)
         said.append(f"{type(raised.value).__name__} {raised.value}")
@@ -85,9 +85,7 @@ def test_after_a_loss_the_others_destroy_their_groups_and_start_again() -> None:
     assert lost is Lost
     for said, size in (first, last):
         assert size == 2
-        assert said[0].startswith("PeerLostError rank 1")
-        assert said[1].startswith("ClosedError")
-        assert "rank 1" in said[1]
+        assert all(words.startswith("PeerLostError rank 1") for words in said)
 
 
 def fork_while_waiting(rank: int, size: int, store: str) -> tuple[int, list[float]]:

@@ -11,9 +11,17 @@ CoveyError
 ├── GroupChangedError    the others went on without this process               REGROUP
 ├── QuorumLostError      too few members are left to go on safely              REGROUP
 ├── SplitRunError        an older run of the same name is going on             STOP
-├── ClosedError          the group was closed, by you or by an earlier failure REGROUP
+├── ClosedError          the group was closed, revoked, or ended by a failure  REGROUP
 ├── RankFailedError      a launched process failed                             STOP
 └── RemoteProtocolError  bytes from the network that are not ours              STOP
+
+What a group raises once it has ended: the operations that were waiting, and the first one that is issued afterwards,
+raise what ended it. Every later one raises the same class with the same facts if its remedy is REGROUP
+(PeerLostError, GroupChangedError, QuorumLostError): that is about the members, and still true. After a failure of one
+operation (MismatchError, DeadlineError, RemoteProtocolError) every later one raises ClosedError, with that failure as
+its `__cause__`: the same class again would read as the outcome of the later operation, and a loop that tries again
+after a DeadlineError would never end. A group that its owner closed, or that was revoked, raises ClosedError. The rule
+is the same for blocking and asynchronous operations, for collectives and messages, and for groups made by `split`.
 """
 
 from __future__ import annotations
@@ -88,7 +96,8 @@ class PeerLostError(CoveyError):
     def __init__(self, message: str, *, rank: int, host: str = "", operation: str = "", sequence: int = 0) -> None:
         super().__init__(message)
         self.rank = rank
-        """The lost rank, in the numbering of the group that raised this."""
+        """The lost rank, in the numbering of the group that raised this; -1 from a `recv` from any rank when no other
+        rank is left."""
         self.host = host
         self.operation = operation
         self.sequence = sequence
@@ -122,7 +131,7 @@ class SplitRunError(CoveyError):
 
 
 class ClosedError(CoveyError):
-    """The group is closed. If an earlier failure closed it, that failure is the `__cause__`."""
+    """The group was closed or revoked. If the failure of an operation ended it, that failure is the `__cause__`."""
 
     remedy = Remedy.REGROUP
 

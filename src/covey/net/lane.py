@@ -108,5 +108,11 @@ class Lane(Protocol):
     def is_stuck(self) -> bool:
         """Tell whether what was sent gets nowhere, although the peer may be well: the path is dead."""
 
+    def peek(self) -> bytes:
+        """Return the next 64 bytes that have arrived, or fewer; the lane may not be received from afterwards."""
+
+    def shutdown(self, how: int) -> None:
+        """End the connection, as `socket.shutdown` does; what has arrived can still be received. On any thread."""
+
     def close(self) -> None:
         """Free everything. Closing twice is fine."""

@@ -220,5 +220,14 @@ class RingLane:
         with contextlib.suppress(OSError):
             self._doorbell.send(b"\0")
 
+    def peek(self) -> bytes:
+        if self._words[self._in_head] - self._tail < HEADER_BYTES:
+            return b""
+        at = self._tail % self.capacity
+        return bytes(self._in_view[at : at + HEADER_BYTES])
+
+    def shutdown(self, how: int) -> None:
+        self._doorbell.shutdown(how)
+
     def close(self) -> None:
         self._doorbell.close()

@@ -271,6 +271,24 @@ class SealedLane(SocketLane):
         self._watch.ask(readers, writers)
         return select.POLLIN
 
+    def peek(self) -> bytes:
+        pipe = self._pipes[self._in_turn]
+        try:
+            with contextlib.suppress(BlockingIOError):
+                while not pipe.ready() and pipe.fill():
+                    pass
+            length = pipe.ready()
+            if not HEADER_BYTES <= length <= FIRST_BYTES:
+                return b""
+            pipe.open(self._plain[:length])
+        except (OSError, ForgedError):
+            return b""
+        return self._plain[:HEADER_BYTES].tobytes()
+
+    def shutdown(self, how: int) -> None:
+        for pipe in self._pipes:
+            pipe.sock.shutdown(how)
+
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
@@ -286,7 +304,8 @@ def _expect(length: int, expected: int) -> None:
 class SealedSocket:
     """A connected stream socket whose bytes travel sealed: the part of `socket.socket` that a message lane uses.
 
-    Never blocks. Takes ownership of the socket.
+    Never blocks. Takes ownership of the socket. Bytes that were altered on the way are a broken connection, like a
+    reset: the same stranger can cause both.
     """
 
     def __init__(self, sock: socket.socket, secret: bytes, lane: bytes, *, dialler: bool) -> None:
@@ -301,8 +320,15 @@ class SealedSocket:
 
     @property
     def pending(self) -> bool:
-        """Whether there are bytes to receive of which polling the descriptor does not tell."""
-        return self._start < self._stop or self._pipe.ready() > 0
+        """Whether there are bytes to receive, or an error, of which polling the descriptor does not tell."""
+        try:
+            return self._start < self._stop or self._pipe.ready() > 0
+        except ForgedError:
+            return True
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
+        """Return an option of the socket."""
+        return self._pipe.sock.getsockopt(level, name, size)
 
     def send(self, data: Bytes) -> int:
         """As `sendmsg([data])`."""
@@ -354,18 +380,21 @@ class SealedSocket:
 
         Raises:
             BlockingIOError: there is nothing now.
-            ConnectionError: the connection broke.
-            ForgedError: the bytes are not what the other end sent.
+            ConnectionError: the connection broke, or the bytes are not what the other end sent.
         """
         while not self.pending:
             if not self._pipe.fill():
                 return 0, [], 0, None
         count = 0
-        for buffer in buffers:
-            taken = self._take(memoryview(buffer))
-            count += taken
-            if taken < len(buffer):
-                break
+        try:
+            for buffer in buffers:
+                taken = self._take(memoryview(buffer))
+                count += taken
+                if taken < len(buffer):
+                    break
+        except ForgedError as error:
+            if not count:
+                raise ConnectionAbortedError(str(error)) from error
         return count, [], 0, None
 
     def _take(self, buffer: memoryview) -> int:

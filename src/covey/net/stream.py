@@ -153,6 +153,15 @@ class StreamLane(SocketLane):
     def park(self, *, sending: bool, receiving: bool) -> int:
         return (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
 
+    def peek(self) -> bytes:
+        try:
+            return self._sock.recv(HEADER_BYTES, socket.MSG_PEEK)
+        except OSError:
+            return b""
+
+    def shutdown(self, how: int) -> None:
+        self._sock.shutdown(how)
+
     def close(self) -> None:
         # Unread bytes would turn the close into a reset that can overtake what we sent.
         with contextlib.suppress(OSError):

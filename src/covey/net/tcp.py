@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 STUCK_TIMEOUTS: Final = 3
 """Retransmission timeouts in a row, each twice as long as the one before, after which a path is taken to be dead..."""
@@ -17,6 +17,17 @@ _TIMEOUTS: Final = struct.Struct("=2xB")
 _UNACKED: Final = struct.Struct("=24xI")
 _LAST_ACK: Final = struct.Struct("=56xI")
 """Offsets in Linux's struct tcp_info: tcpi_retransmits, tcpi_unacked, tcpi_last_ack_recv (milliseconds)."""
+
+
+class Connection(Protocol):
+    """The part of a socket that is needed to ask the kernel about it."""
+
+    @property
+    def family(self) -> int:
+        """Return the family of its addresses."""
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
+        """Return an option of the socket."""
 
 
 class Acknowledgements(NamedTuple):
@@ -36,7 +47,7 @@ class Acknowledgements(NamedTuple):
         return self.unacknowledged > 0 and is_overdue
 
 
-def acknowledgements(sock: socket.socket) -> Acknowledgements | None:
+def acknowledgements(sock: Connection) -> Acknowledgements | None:
     """Return what the kernel knows; None where it does not tell: other systems, and sockets that are not TCP."""
     if sys.platform != "linux" or sock.family == socket.AF_UNIX:
         return None
@@ -48,7 +59,7 @@ def acknowledgements(sock: socket.socket) -> Acknowledgements | None:
     return Acknowledgements(last / 1000, unacked, timeouts)
 
 
-def is_stuck(sock: socket.socket) -> bool:
+def is_stuck(sock: Connection) -> bool:
     """Tell whether what is sent on a connection gets nowhere."""
     known = acknowledgements(sock)
     return known is not None and known.is_stuck

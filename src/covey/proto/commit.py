@@ -174,6 +174,17 @@ class Commit:
         """
         self.gives_up = True
 
+    def disagree(self) -> None:
+        """Give up the operation in progress because the ranks called it differently.
+
+        None of them can pass its barrier, in which each compares its call with others, so none can have returned it;
+        and what is here is not a result. So it does not count as complete, unless this member is frozen and has said
+        that it is.
+        """
+        self.give_up()
+        if self._phase is _COMPLETE and not self.is_frozen:
+            self._phase = _RUNNING
+
     def freeze(self) -> State:
         """Stop the present attempt for good, and say how far this member is."""
         self.is_frozen = True

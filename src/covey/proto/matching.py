@@ -5,8 +5,10 @@ at once, as copies, while the peer holds less than CREDIT_BYTES of ours that nob
 until it has given credit back. Of large messages only the header leaves; the payload moves when a receive asks for it,
 straight into the receiver's memory.
 
-The shell writes `outgoing(peer)` to that peer's stream and tells `sent`; it reads that stream into `incoming(peer)` and
-tells `received`. Finished operations collect in `completed`; peers with something to say are in `ready`.
+The shell writes `outgoing(peer)` to the connection with that peer and tells `sent`; it reads from the connection into
+`incoming(peer)` and tells `received`. Finished operations collect in `completed`; peers with something to say are in
+`ready`. A connection that breaks is replaced (`lane_ended`, `lane_opened`): what did not arrive is sent again, and no
+operation notices. A large send is over when the receiver has acknowledged all of it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, TypeAlias, TypeVar
 
-from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.base.errors import ConfigError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.message import HEADER_COST, Arrival, Operation, Receive, Received, Send
 from covey.proto.message_stream import EAGER_BYTES, Inlet, Landing, Outlet, Payload
 from covey.wire import message_header as wire
@@ -29,14 +31,18 @@ CREDIT_BYTES: Final = 4 * 1024 * 1024
 """What one rank may leave with another that nobody there has asked for; overdrawn by one eager message at most."""
 CREDIT_BATCH: Final = CREDIT_BYTES // 16
 """Credit goes back in lots of this size, or at once when the sender may be out of it."""
+ACK_BATCH: Final = 256 * 1024
+"""Small frames are acknowledged in lots of this size: so much, and what is under way, a sender keeps of them."""
 
 
 class _Link:
     """What goes on with one peer."""
 
     def __init__(self, matcher: Matcher, peer: int) -> None:
-        self.outlet = Outlet(matcher._payload_left)
-        self.inlet = Inlet(lambda header: matcher._begin(peer, header), matcher._landed)
+        self.outlet = Outlet(matcher._payload_arrived)
+        self.inlet = Inlet(
+            lambda header: matcher._begin(peer, header), matcher._landed, lambda at: matcher._resumed(peer, at)
+        )
         # Towards the peer.
         self.next_id = 0
         self.used = 0
@@ -44,7 +50,7 @@ class _Link:
         self.waiting: deque[Send] = deque()
         """Not announced: no credit."""
         self.announced: dict[int, Send] = {}
-        """Large ones of which the header has left and the payload has not, by message id."""
+        """Large ones of which the header has left and the payload has not arrived, by message id."""
         # From the peer.
         self.expected_id = 0
         self.held = 0
@@ -53,6 +59,10 @@ class _Link:
         """The part of `held` that is matched: credit to give back."""
         self.incomplete: dict[int, Arrival] = {}
         """Messages announced to us whose payload is not all here, by message id."""
+        self.unacknowledged = 0
+        """What the frames cost that have come since the last acknowledgement."""
+        self.is_over = False
+        """The peer has said that nothing follows."""
 
 
 class Matcher:
@@ -64,11 +74,15 @@ class Matcher:
         """Operations that are over; whoever looks takes them out."""
         self.ready: set[int] = set()
         """Peers for which `outgoing` has bytes."""
+        self.resuming: set[int] = set()
+        """Peers that have a new connection and are still to say how much of what was sent they have."""
         self._links: dict[int, _Link] = {}
         self._failures: dict[int, BaseException] = {}
         """Peers that are gone, in the order they went, and why."""
         self._untold: list[BaseException] = []
         """Of peers that failed when nobody waited for a message of anyone: the next to do so hears of it, once."""
+        self._end_of_all: BaseException | None = None
+        """Why everything has ended."""
         self._posted: dict[tuple[int, int], deque[Receive]] = {}
         """Receives without a message, by the source and tag they ask for; each queue in the order they were posted."""
         self._unmatched: dict[tuple[int, int], deque[Arrival]] = {}
@@ -155,7 +169,7 @@ class Matcher:
 
     # What the shell moves.
 
-    def outgoing(self, peer: int) -> list[memoryview]:
+    def outgoing(self, peer: int) -> list[bytes | memoryview]:
         """Return the bytes to send to `peer` next."""
         return self._link(peer).outlet.buffers()
 
@@ -176,7 +190,41 @@ class Matcher:
         Raises:
             RemoteProtocolError: they break the protocol; call `fail(peer, ...)`.
         """
-        self._link(peer).inlet.advance(count)
+        try:
+            self._link(peer).inlet.advance(count)
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(f"rank {peer} broke the protocol of messages: {error}") from None
+
+    def lane_opened(self, peer: int) -> None:
+        """There is a connection with `peer`, the first one or another: go on where the last one broke."""
+        link = self._link(peer)
+        link.inlet.lane_opened()
+        link.outlet.lane_opened(link.inlet.received)
+        if link.outlet.is_in_doubt:
+            self.resuming.add(peer)
+        self.ready.add(peer)
+
+    def lane_ended(self, peer: int) -> None:
+        """The connection with `peer` has ended; what was under way is kept for the next one."""
+        self._link(peer).outlet.lane_ended()
+        self.ready.discard(peer)
+        self.resuming.discard(peer)
+
+    def has_parted(self, peer: int) -> bool:
+        """Tell whether `peer` has said that nothing follows."""
+        return peer in self._links and self._links[peer].is_over
+
+    def progress(self, peer: int) -> int:
+        """Return a number that grows with everything that arrives from or at `peer`."""
+        return self._link(peer).inlet.received + self._link(peer).outlet.arrived
+
+    def undelivered(self) -> bool:
+        """Tell whether something that was accepted has not left, or may have to be sent again."""
+        return any(
+            link.outlet.has_unsent or link.outlet.is_in_doubt
+            for peer, link in self._links.items()
+            if peer not in self._failures and not link.is_over
+        )
 
     def fail(self, peer: int, error: BaseException) -> None:
         """End everything that needs `peer`, now and later; messages of it that are complete can still be received."""
@@ -184,6 +232,7 @@ class Matcher:
             return
         self._failures[peer] = error
         self.ready.discard(peer)
+        self.resuming.discard(peer)
         if link := self._links.get(peer):
             for send in [*link.announced.values(), *link.waiting]:
                 self._end(send, error)
@@ -193,6 +242,7 @@ class Matcher:
                 elif not arrival.is_dropped:
                     _remove(self._unmatched, (peer, arrival.header.tag), arrival)
             link.announced, link.waiting, link.incomplete = {}, deque(), {}
+            link.outlet.clear()
         keys = [key for key in self._posted if key[0] in (peer, ANY)]
         if not any(key[0] == ANY for key in keys):
             self._untold.append(error)
@@ -202,6 +252,7 @@ class Matcher:
 
     def fail_all(self, error: BaseException) -> None:
         """End everything with `error`, receives from oneself too; queued messages are dropped."""
+        self._end_of_all = error
         for peer in range(self.size):
             self.fail(peer, error)
         self._unmatched.clear()
@@ -212,6 +263,12 @@ class Matcher:
             link.outlet.finish_line()
             if not link.outlet:
                 self.ready.discard(peer)
+
+    def say_end(self) -> None:
+        """Tell all peers that nothing follows."""
+        for peer in self._links:
+            if peer not in self._failures:
+                self._push(peer, wire.encode(Header(wire.END)))
 
     # Towards a peer.
 
@@ -230,10 +287,12 @@ class Matcher:
                 self._push(peer, send.header(wire.RTS))
 
     def _push(self, peer: int, frame: bytes) -> None:
-        self._link(peer).outlet.push(frame)
-        self.ready.add(peer)
+        outlet = self._link(peer).outlet
+        outlet.push(frame)
+        if outlet:
+            self.ready.add(peer)
 
-    def _payload_left(self, payload: Payload) -> None:
+    def _payload_arrived(self, payload: Payload) -> None:
         assert isinstance(payload, Send)
         del self._link(payload.peer).announced[payload.message_id]
         self._end(payload)
@@ -250,24 +309,46 @@ class Matcher:
 
     # From a peer.
 
+    def _resumed(self, peer: int, position: int) -> None:
+        outlet = self._link(peer).outlet
+        outlet.resume(position)
+        self.resuming.discard(peer)
+        if outlet:
+            self.ready.add(peer)
+
+    def _acknowledge(self, peer: int, link: _Link) -> None:
+        link.unacknowledged = 0
+        self._push(peer, wire.encode(Header(wire.ACK, payload_bytes=link.inlet.received)))
+
     def _begin(self, peer: int, header: Header) -> Landing | None:
         link = self._link(peer)
+        if link.is_over:
+            raise RemoteProtocolError(f"after its end came {header}")
+        link.unacknowledged += HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)
+        if link.unacknowledged >= ACK_BATCH:
+            self._acknowledge(peer, link)
         match header.kind:
             case wire.EAGER | wire.RTS:
                 return self._announced(link, peer, header)
             case wire.DATA:
                 arrival = link.incomplete.get(header.message_id)
                 if arrival is None or not 0 < header.payload_bytes <= len(arrival.target) - arrival.filled:
-                    raise RemoteProtocolError(f"rank {peer} sent data that nobody asked for: {header}")
+                    raise RemoteProtocolError(f"data that was not asked for: {header}")
                 return arrival
             case wire.CTS:
                 send = link.announced.get(header.message_id)
                 if send is None or send.is_cleared or header.payload_bytes not in (0, len(send.view)):
-                    raise RemoteProtocolError(f"rank {peer} asked for data that was not offered: {header}")
+                    raise RemoteProtocolError(f"a request for data that was not offered: {header}")
                 self._cleared(link, send, header.payload_bytes)
+            case wire.ACK:
+                link.outlet.acknowledged(header.payload_bytes)
+            case wire.END:
+                link.is_over = True
+            case wire.RESUME:
+                raise RemoteProtocolError("a connection began again in its middle")
             case _:
                 if header.payload_bytes > link.used:
-                    raise RemoteProtocolError(f"rank {peer} gave back {header.payload_bytes} of {link.used} bytes")
+                    raise RemoteProtocolError(f"credit of {header.payload_bytes} bytes, of which {link.used} were used")
                 link.used -= header.payload_bytes
                 self._announce(peer)
         return None
@@ -276,7 +357,8 @@ class Matcher:
         if wanted:
             send.is_cleared = True
             link.outlet.move(send)
-            self.ready.add(send.peer)
+            if link.outlet:
+                self.ready.add(send.peer)
         else:  # the receiver consumed the message without its payload
             del link.announced[send.message_id]
             self._end(send)
@@ -284,9 +366,9 @@ class Matcher:
     def _announced(self, link: _Link, peer: int, header: Header) -> Arrival | None:
         is_eager = header.kind == wire.EAGER
         if header.message_id != link.expected_id or is_eager != (header.payload_bytes <= EAGER_BYTES):
-            raise RemoteProtocolError(f"rank {peer} sent a message out of turn (expected {link.expected_id}): {header}")
+            raise RemoteProtocolError(f"a message out of turn (expected {link.expected_id}): {header}")
         if link.held >= CREDIT_BYTES:
-            raise RemoteProtocolError(f"rank {peer} sent a message although it has no credit: {header}")
+            raise RemoteProtocolError(f"a message without credit: {header}")
         arrival = Arrival(peer, header, self._next_order())
         link.expected_id += 1
         link.held += arrival.cost
@@ -348,7 +430,10 @@ class Matcher:
         assert isinstance(landing, Arrival)
         if landing.filled == landing.header.payload_bytes:
             landing.is_landed = True
-            self._link(landing.source).incomplete.pop(landing.header.message_id)
+            link = self._link(landing.source)
+            link.incomplete.pop(landing.header.message_id)
+            if landing.header.kind == wire.RTS:
+                self._acknowledge(landing.source, link)  # the sender waits for it
             if landing.receive is not None:
                 self._deliver(landing)
 
@@ -390,11 +475,14 @@ class Matcher:
         return min(heads, key=lambda arrival: arrival.order, default=None)
 
     def _failure_of(self, source: int) -> BaseException | None:
-        if source != ANY:
-            return self._failures.get(source)
-        if len(self._failures) >= self.size - 1:
-            return next(iter(self._failures.values()), None)
-        return self._untold.pop(0) if self._untold else None
+        if source != ANY or self._end_of_all is not None:
+            return self._failures.get(source, self._end_of_all)
+        if self._untold:
+            return self._untold.pop(0)
+        if self.size > 1 and len(self._failures) == self.size - 1:
+            text = f"no other rank of the group of {self.size} is left that could send a message"
+            return PeerLostError(text, rank=-1, operation="recv from any rank")
+        return None
 
     def _check(self, rank: int, tag: int, *, may_be_any: bool) -> None:
         if not 0 <= rank < self.size and not (may_be_any and rank == ANY):
@@ -403,7 +491,7 @@ class Matcher:
             raise ConfigError(f"a tag is a number from 0 to 2**63 - 1, not {tag}")
 
 
-def _place(arrival: Arrival, receive: Receive) -> MemoryError | None:
+def _place(arrival: Arrival, receive: Receive) -> MismatchError | None:
     """Decide where the payload lands, if that is not settled; return the error if there is no room for it."""
     if arrival.store is None:
         if receive.out is not None:
@@ -411,8 +499,11 @@ def _place(arrival: Arrival, receive: Receive) -> MemoryError | None:
         else:
             try:
                 arrival.allocate()
-            except MemoryError as error:
-                return error
+            except MemoryError:
+                return MismatchError(
+                    f"the message from rank {arrival.source} with tag {arrival.header.tag} has "
+                    f"{arrival.header.payload_bytes} bytes, and there is no memory for it; it is consumed"
+                )
     return None
 
 

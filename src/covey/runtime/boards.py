@@ -211,7 +211,7 @@ class Desk:
                     if asked.outcome.done():  # with an error of ours
                         raise
                     if time.monotonic() >= until:
-                        raise DeadlineError(f"no answer within {timeout:g} s") from None
+                        raise DeadlineError(f"no answer within the timeout of {timeout:g} s") from None
         except BaseException:  # Ctrl-C, too
             control.soon(self._boards.withdraw, number)
             raise
@@ -242,4 +242,6 @@ def open_board(group: Group, timeout: float | None = None) -> Desk:
     if group.rank == 0:
         control.soon(node.boards.keep, number)
     number = group.broadcast_object(number, type=int, timeout=timeout)
+    if not 0 <= number < 1 << 62:
+        raise RemoteProtocolError(f"rank 0 named board {number}, and boards have 62 bits")
     return Desk(node.boards, number, group._engine.members[0])

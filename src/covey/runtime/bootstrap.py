@@ -144,7 +144,7 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
     global _joined
     wait = wanted.timeout if wanted is not None else launcher_wait(os.environ, timeout)
     if not _joining.acquire(timeout=wait):
-        raise DeadlineError(f"another thread has been joining a group for {wait:g} s")
+        raise DeadlineError(f"the timeout of {wait:g} s ended while another thread was joining a group")
     try:
         if _joined is None or _joined[1]._engine.is_over:
             if place is not None:

@@ -341,7 +341,7 @@ class Candidate(Gathering):
                 raise ClosedError(f"run {self.run!r} ended before it took this process in: its work is done")
             if left <= 0 and not (self._is_elastic and self._formation.going_on is not None):
                 raise DeadlineError(
-                    f"Timed out: no run {self.run!r} in cluster {self.cluster.name!r} after {within:g} s: "
+                    f"no run {self.run!r} in cluster {self.cluster.name!r} within the timeout of {within:g} s: "
                     f"{self.situation()}. `covey doctor` looks for the reason."
                 )
 

@@ -219,6 +219,14 @@ class Circle:
                 return
         self.engine.wrong_header(self, self.ranks[peer], expected, header)
 
+    def reject(self, peer: int, what: str) -> NoReturn:
+        """End the group because a rank sent `what`, which no covey sends; raise what tells of it."""
+        self.engine.reject(self, "RemoteProtocolError", self.ranks[peer], what)
+
+    def disagree_with(self, peer: int, what: str) -> NoReturn:
+        """End the group because a rank sent `what`, which this one cannot go along with; raise what tells of it."""
+        self.engine.reject(self, "MismatchError", self.ranks[peer], what)
+
     def disagree(self, error: MismatchError) -> NoReturn:
         """End the operation, and the group, with an error that every rank finds by itself."""
         raise DisagreedError(error)

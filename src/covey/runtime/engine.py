@@ -18,7 +18,7 @@ import select
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from covey.base.errors import (
     ConnectError,
     CoveyError,
     PeerLostError,
+    Remedy,
     RemoteProtocolError,
 )
 from covey.net.descriptors import explained
@@ -36,6 +37,7 @@ from covey.runtime import loop as control
 from covey.runtime.backlog import Backlog
 from covey.runtime.bell import Bell
 from covey.runtime.circle import Circle, DisagreedError
+from covey.runtime.evidence import COMPARE_SECONDS, Suspicion
 from covey.runtime.fault import Fault
 from covey.runtime.ledger import OPERATIONS, Call
 from covey.runtime.post import Post
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.lane import LaneClosedError
     from covey.runtime.generation import Generation
-    from covey.runtime.node import Node
+    from covey.runtime.node import GroupTalk, Node
     from covey.runtime.pact import Pact
     from covey.runtime.rollcall import Late
 
@@ -108,8 +110,10 @@ class Engine:
         """Where infinities and nans are numbers like others and not worth a warning; cheaper than np.errstate."""
         self.quiet.run(np.seterr, all="ignore")
         self.ranks_by_member = {member: rank for rank, member in enumerate(members)}
-        self._roll = RollCall(self)
-        self._ledger = self._roll.ledger
+        self.roll = RollCall(self)
+        self._ledger = self.roll.ledger
+        self._suspicion = Suspicion(self)
+        self._is_performing = False
         self._timeout = self._deadline = 0.0
         self._announced = False
         self._warn_at = 0.0
@@ -207,6 +211,11 @@ class Engine:
         return self._closed or self._fault is not None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether something has ended the group."""
+        return self._fault is not None
+
+    @property
     def is_closed(self) -> bool:
         """Whether the group was closed."""
         return self._closed
@@ -279,6 +288,7 @@ class Engine:
         self._deadline = time.monotonic() + limit
         self._announced = False
         self._warn_at = 0.0
+        self._is_performing = True
         try:
             if self._pact is not None:
                 result = self._pact.perform(body, root)
@@ -296,6 +306,10 @@ class Engine:
             with explained(f"{self._what()} cannot go on"):
                 self._gave_up(error)
                 raise
+        finally:
+            self._is_performing = False
+            if self._suspicion.is_open:  # it came too late for this operation
+                self._suspicion.settle()
         return result if then is None else then(result)
 
     def returned(self, contributors: tuple[int, ...]) -> None:
@@ -313,9 +327,12 @@ class Engine:
     def check_deadline(self, trouble: str) -> None:
         """Give up if the time of the current operation is over; `trouble` is what keeps it from going on."""
         if time.monotonic() >= self._deadline:
-            late = self._roll.late(())
+            late = self.roll.late(())
             names = f"{self.name_ranks(late)} did not come; " if late else ""
-            text = f"{self._what()} did not finish within {self._timeout:g} s; {names}the last trouble was: {trouble}"
+            text = (
+                f"{self._what()} did not finish within the timeout of {self._timeout:g} s; "
+                f"{names}the last trouble was: {trouble}"
+            )
             self.fail(Fault("DeadlineError", text, late))
 
     def root_lost(self, root: int) -> PeerLostError:
@@ -347,12 +364,19 @@ class Engine:
             self._first_error = error
 
     def refuse(self, call: Call) -> None:
-        """Raise what keeps `call` from running."""
+        """Raise what keeps `call` from running; `base.errors` has the rule."""
         if self._fault is None:
             raise ClosedError(f"{call.text}: group {self.name!r} is closed")
         if self._first_error is None:
-            self._first_error = self._error(call.text, self.sequence + 1)
-            raise self._first_error
+            if self._pact is None and self._fault.kind == "PeerLostError" and call is not MESSAGES:
+                self._suspicion.search(call)
+                self.await_news(COMPARE_SECONDS if self.roll.is_comparing else 0.0, lambda: self.is_mismatched)
+            self._first_error = error = self._error(call.text, self.sequence + 1)
+            raise error
+        error = self._error(call.text, self.sequence + 1)
+        is_own = isinstance(error, PeerLostError) and self._fault.culprit == self.rank
+        if error.remedy is Remedy.REGROUP and not isinstance(error, ClosedError) and not is_own:
+            raise error
         raise ClosedError(
             f"{call.text}: group {self.name!r} is closed since an earlier failure: {self._first_error}"
         ) from self._first_error
@@ -366,6 +390,8 @@ class Engine:
 
     def check(self) -> None:
         """Raise if the group has failed."""
+        if self._suspicion.is_open:
+            self._suspicion.weigh()
         if self._fault is not None:
             raise self._error(self.call.text, self.sequence)
 
@@ -373,16 +399,19 @@ class Engine:
         """Nothing moved since `since`; say so where it helps, raise if time is up, return when to call again."""
         now = time.monotonic()
         if now >= self._deadline:
-            self._roll.call(self.sequence)  # once more: who could not answer before may do so now, and is not to blame
-            self._await_fault(ANSWER_SECONDS)
+            self.roll.call(self.sequence)  # once more: who could not answer before may do so now, and is not to blame
+            self.await_news(ANSWER_SECONDS, lambda: self.has_failed)
             circle.check()
-            late = self._roll.late(waiting_for)
-            text = f"{self._what()} did not finish within {self._timeout:g} s; {self.name_ranks(late)} did not come"
+            late = self.roll.late(waiting_for)
+            text = (
+                f"{self._what()} did not finish within the timeout of {self._timeout:g} s; "
+                f"{self.name_ranks(late)} did not come"
+            )
             self.fail(Fault("DeadlineError", text, late))
             circle.check()
         if not self._announced and now >= since + ANNOUNCE_SECONDS:
             self._announced = True
-            self._roll.call(self.sequence)
+            self.roll.call(self.sequence)
             if self._warn_at:  # after a standstill of this process: others must have time to say that they are here
                 self._warn_at = max(self._warn_at, now + ANSWER_SECONDS)
         if not self._warn_at:
@@ -391,7 +420,7 @@ class Engine:
             self._warn_at = now + WARN_SECONDS
             waited = now - (self._deadline - self._timeout)
             logger.warning("rank %d waits in %s since %.0f s for %s", self.rank, self._what(), waited,
-                           self.name_ranks(self._roll.late(waiting_for)))  # fmt: skip
+                           self.name_ranks(self.roll.late(waiting_for)))  # fmt: skip
         moments = (self._deadline, self._warn_at, since + ANNOUNCE_SECONDS)
         return min(moments[:2] if self._announced else moments)
 
@@ -399,27 +428,29 @@ class Engine:
         """The lane to a rank ended; raise what ended it."""
         if self._pact is not None:
             self._pact.disturbed(circle, f"the lane to {self.name_ranks((peer,))}: {error}")
-        text = self._why_closed(peer, str(error))
-        self.fail(Fault("PeerLostError", text, (peer,)))
+        self._suspicion.note(Fault("PeerLostError", self._why_closed(peer, str(error)), (peer,)))
         self.check()
 
     def _why_closed(self, peer: int, symptom: str) -> str:
         """Wait a moment for the news why a lane ended; say what there is to say if the group has not failed by then."""
         assert self.node is not None
         other = self.node.peers[self.members[peer]]
-        self._await_fault(CAUSE_SECONDS, lambda: other.left or other.excluded)
+        self.await_news(
+            CAUSE_SECONDS, lambda: self.has_failed or other.left or other.excluded or self.roll.has_parted(peer)
+        )
         why = f"closed the group, or the connection broke ({symptom})"
         if other.left or other.excluded:
             why = "left the group" if other.left else f"is lost{f': {other.reason}' if other.reason else ''}"
         return f"{self.name_ranks((peer,))} {why}"
 
-    def _await_fault(self, seconds: float, or_else: Callable[[], bool] = lambda: False) -> None:
+    def await_news(self, seconds: float, has_come: Callable[[], bool]) -> None:
+        """Return once `has_come`, or after some time."""
         poll = select.poll()
         if self._bell.fd >= 0:
             poll.register(self._bell.fd, select.POLLIN)
         until, looks = time.monotonic() + seconds, seconds / LOOK_SECONDS
         # If this process stands still meanwhile, the control loop has to hear the news first when it goes on.
-        while self._fault is None and not or_else() and (time.monotonic() < until or looks > 0):
+        while not has_come() and (time.monotonic() < until or looks > 0):
             poll.poll(1e3 * LOOK_SECONDS)
             looks -= 1
 
@@ -431,39 +462,58 @@ class Engine:
             self.fail(Fault("RemoteProtocolError", f"rank {peer} sent {error}", (peer,)))
             circle.check()
             raise
-        self._roll.call(min(theirs.sequence, ours.sequence))
-        self._await_fault(4 * ANSWER_SECONDS)
+        self.roll.call(min(theirs.sequence, ours.sequence))
+        self.await_news(COMPARE_SECONDS, lambda: self.has_failed or circle.is_stopped)
+        self.roll.recognise(peer, theirs, None, is_here=False)  # it may be gone, or slow to answer
+        if self.roll.compare_known():
+            self.await_news(COMPARE_SECONDS, lambda: self.has_failed or (self.survives and circle.is_stopped))
+        circle.check()
         operation = OPERATIONS[theirs.operation] if theirs.operation < len(OPERATIONS) else "something else"
         text = (
             f"in group {self.name!r}, rank {self.rank} is in {self.call.text} as its operation {ours.sequence}, but "
             f"rank {peer} sent {theirs.nbytes} bytes of {operation} as its operation {theirs.sequence}"
         )
-        self.fail(Fault("MismatchError", text, (peer,)))
+        is_same = theirs.sequence == ours.sequence
+        self.fail(Fault("MismatchError", text, (peer,)), differs_at=ours.sequence if is_same else 0)
         circle.check()
+
+    def reject(self, circle: Circle, kind: str, rank: int, what: str) -> NoReturn:
+        """End the group because of what a rank sent, with an error of this kind; raise it."""
+        fault = Fault(kind, f"{self.name_ranks((rank,))} sent {what} (in {self._what()})", (rank,))
+        self.fail(fault)
+        circle.check()
+        raise RemoteProtocolError(fault.text)  # if the group ended otherwise
 
     # Faults
 
-    def fail(self, fault: Fault) -> None:
+    def fail(self, fault: Fault, *, differs_at: int = 0) -> None:
         """Note the first thing that went wrong, wake whoever waits, and tell the other ranks.
 
-        A group that is all or nothing only ends once its members have agreed on it.
+        A group that is all or nothing only ends once its members have agreed on it; `differs_at` is the operation that
+        they are known to have called differently, if any.
         """
-        if self._fault is not None or self.node is None:
+        if (self._fault is not None and not self._yields_to(fault)) or self.node is None:
             self.end(fault)
             return
+        if fault.kind == "PeerLostError" and self.roll.is_comparing:
+            return  # that ends the group, too, and tells more
         others = [seat for seat in self.members if seat != self.node.rank]
         if self._pact is not None:
             self.node.tell(others, self._revocation(fault))  # the reason, before the view that it brings about
-            self._pact.give_up(fault)
+            self._pact.give_up(fault, differs_at)
         else:
             self.end(fault)
+            if fault.culprit == self.rank:
+                self.roll.part()
             self.node.tell(others, self._revocation(fault))
 
     def end(self, fault: Fault) -> None:
         """End the group here, and wake whoever waits."""
         with self._fault_lock:
-            if self._fault is not None:
+            if self._fault is not None and not self._yields_to(fault):
                 return
+            if fault.kind == "PeerLostError" and self.roll.is_comparing:
+                return  # that ends the group, too, and tells more
             self._fault = fault
         self.circle.is_stopped = True
         self._bell.ring()
@@ -471,6 +521,16 @@ class Engine:
             self._pact.wake()
         if self.node is not None:
             self.node.lanes.abandon(lambda key: key.group == self.id, ClosedError(fault.text))
+
+    def _yields_to(self, fault: Fault) -> bool:
+        """Tell whether the group ended with a loss that no program has heard of, and calls are known to differ."""
+        is_loss = self._fault is not None and self._fault.kind == "PeerLostError"
+        return is_loss and fault.kind == "MismatchError" and self._first_error is None
+
+    @property
+    def is_mismatched(self) -> bool:
+        """Whether ranks called different things."""
+        return self._fault is not None and self._fault.kind == "MismatchError"
 
     def _revocation(self, fault: Fault) -> messages.Revoke:
         return messages.Revoke(self.id, fault.kind, fault.text[:8000], fault.ranks)
@@ -511,7 +571,7 @@ class Engine:
 
     def who_is_late(self, seconds: float) -> list[Late]:
         """Return the ranks that are behind the others, or do not answer."""
-        return self._roll.who_is_late(seconds)
+        return self.roll.who_is_late(seconds)
 
     def name_ranks(self, ranks: tuple[int, ...]) -> str:
         """Say who these are."""
@@ -525,7 +585,7 @@ class Engine:
 
     # What the control loop reports
 
-    def heard(self, peer: int, message: messages.Announce | messages.Position | messages.Revoke) -> None:
+    def heard(self, peer: int, message: GroupTalk) -> None:
         rank = self.ranks_by_member.get(peer)
         if rank is None or self.node is None:
             return
@@ -534,13 +594,20 @@ class Engine:
             fault = Fault(message.kind, message.text, ranks or (rank,))
             if self._pact is not None:
                 self._pact.note_reason(fault)
+            elif fault.kind == "PeerLostError":
+                self._suspicion.spoke(rank)
+                self._suspect(fault)
             else:
                 self.end(fault)
+            return
+        if isinstance(message, messages.Calls):
+            if self._pact is None:
+                self.roll.recall(rank, message)
             return
         if isinstance(message, messages.Announce) and self._fault is not None:
             # The news may have come before the asker knew of the group.
             self.node.tell((peer,), self._revocation(self._fault))
-        self._roll.heard(rank, message)
+        self.roll.heard(rank, message)
 
     def peer_gone(self, peer: int, *, left: bool) -> None:
         rank = self.ranks_by_member.get(peer)
@@ -549,11 +616,21 @@ class Engine:
         elif rank is not None and not left:
             reason = self.node.peers[peer].reason if self.node is not None else ""
             why = f"is gone: {reason}" if reason else "is gone"
-            self.fail(Fault("PeerLostError", f"{self.name_ranks((rank,))} {why}", (rank,)))
+            self._suspect(Fault("PeerLostError", f"{self.name_ranks((rank,))} {why}", (rank,)))
 
-    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> None:
-        if purpose == "messages":
-            self.post.lane_arrived(self.ranks_by_member[peer], lane)
+    def _suspect(self, fault: Fault) -> None:
+        """A rank is lost, and the group ends with its first loss: have the thread that runs an operation decide."""
+        self._suspicion.note(fault)
+        if not self._is_performing:
+            self._suspicion.settle()
+            return
+        self.circle.is_stopped = True
+        self._bell.ring()
+        if self.node is not None:
+            self.node.lanes.abandon(lambda key: key.group == self.id, ClosedError(fault.text))
+
+    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> bool:
+        return purpose == "messages" and self.post.lane_arrived(self.ranks_by_member[peer], lane)
 
     def forked(self) -> None:
         self._issuing, self._is_issuing = threading.RLock(), False
@@ -607,7 +684,9 @@ class Engine:
         self.circle.close()
         self._dropped.detach()
         if self.node is not None:
-            if self._fault is not None:
+            if self._pact is None:
+                self.roll.part()
+            if self._fault is not None or self.sequence:
                 self._let_the_reason_go_first()
             self.node.forget(self.id, self.sequence)
         self._bell.close()

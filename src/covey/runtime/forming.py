@@ -76,7 +76,8 @@ class Forming:
             strangers = self._node.entrance.about_strangers()
             node = self._node
             raise DeadlineError(
-                f"rank {node.rank} of {node.size} waited {within:g} s in {node.run} for rank {missing}. "
+                f"rank {node.rank} of {node.size} waited in {node.run} for rank {missing} until the timeout of "
+                f"{within:g} s ended. "
                 f"Is it running, and with the same job id or MASTER_ADDR and MASTER_PORT?{self._refusal}"
                 + (f" Here {strangers}." if strangers else ""),
                 late=tuple(self._missing()),

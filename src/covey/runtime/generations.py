@@ -193,8 +193,8 @@ class _Generations:
                 return founded
             if any(words["late"] for words in said.values()):
                 raise DeadlineError(
-                    f"the next generation has {len(founded.members)} members and needs {self._min_size}, and no more "
-                    "came; start some, or pass a smaller min_size= or a longer timeout="
+                    f"the next generation has {len(founded.members)} members and needs {self._min_size}, and the "
+                    "timeout ended before more came; start some, or pass a smaller min_size= or a longer timeout="
                 )
             _await_someone(node)
 

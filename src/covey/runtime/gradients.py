@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from covey.runtime.ledger import Call
 
 Named = list[tuple[str, Operand]]
+
+LIST_BYTES: Final = 32 << 20
+"""Of the names of all arrays, with their dtypes and shapes."""
+LINE_SHOWN: Final = 300
 
 
 def sync(group: Group, grads: Mapping[str, Any], op: str, bucket_bytes: int, timeout: float | None) -> None:
@@ -77,8 +81,10 @@ def _refuse_shared_memory(named: Named) -> None:
 def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> None:
     """Compare what the ranks passed: a digest every time, the lists themselves only if the digests differ."""
     lines = [f"{name}: {DTYPES[operand.code].name}{list(operand.shape)}" for name, operand in named]
-    digest = np.frombuffer(hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest(), np.uint8)
-    listed = _byte_operand("\n".join(lines).encode())
+    data = "\n".join(lines).encode(errors="replace")
+    if len(data) > LIST_BYTES:
+        raise ConfigError(f"sync_gradients: the names take {len(data)} bytes; up to {LIST_BYTES} are allowed")
+    digest, listed = _digest(data), _byte_operand(data)
 
     def body(circle: Circle) -> None:
         digests = np.empty((circle.size, 16), np.uint8)
@@ -86,15 +92,28 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
         circle.execute(choose.all_gather(circle.rank, (16,) * circle.size, "stream", "direct"), list(digests))
         if (digests == digest).all():
             return
-        texts = movements.gather_all(circle, listed)
-        decoded = [text.tobytes().decode("utf-8", "replace") for text in texts]
-        lists = {rank: text.split("\n") for rank, text in zip(circle.ranks, decoded, strict=True)}
+        texts = movements.gather_all(circle, listed, wanted=movements.Wanted(ndim=1, most_bytes=LIST_BYTES))
+        for place, text in enumerate(texts):
+            if not np.array_equal(_digest(text.tobytes()), digests[place]):
+                circle.reject(place, "a list of names that is not the one it announced")
+        lists = {
+            rank: text.tobytes().decode(errors="replace").split("\n")
+            for rank, text in zip(circle.ranks, texts, strict=True)
+        }
         first = next(at for at in range(max(map(len, lists.values())) + 1) if len({*_at(lists, at).values()}) > 1)
-        said = "; ".join(f"rank {rank} has {printable(line) or 'nothing'}" for rank, line in _at(lists, first).items())
-        text = f"sync_gradients: the arrays differ between ranks, first at number {first} in the order of names: {said}"
-        circle.disagree(MismatchError(text))
+        said = "; ".join(
+            f"rank {rank} has {printable(line[:LINE_SHOWN]) or 'nothing'}" for rank, line in _at(lists, first).items()
+        )
+        story = (
+            f"sync_gradients: the arrays differ between ranks, first at number {first} in the order of names: {said}"
+        )
+        circle.disagree(MismatchError(story))
 
     group._engine.run(call, body, timeout=timeout, async_op=False)
+
+
+def _digest(data: bytes) -> Any:
+    return np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint8)
 
 
 def _at(lists: dict[int, list[str]], index: int) -> dict[int, str]:

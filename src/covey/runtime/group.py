@@ -53,7 +53,8 @@ class Group(Reductions, Moves, Messages):
         GroupChangedError, QuorumLostError: with `on_loss="continue"`: the others went on without this rank, or too few
             are left to go on.
         DeadlineError: `timeout` passed. The group is closed, unless it was a message: then only that message failed.
-        ClosedError: the group was closed before; the first cause is its `__cause__`.
+        ClosedError: the group was closed or revoked before, or ended by the failure that is its `__cause__`. A group
+            that ended with PeerLostError, GroupChangedError or QuorumLostError raises that every time.
         BusyError: another thread is in a collective of this group.
         TypeError, ConfigError: the call itself cannot work; nothing was sent.
     """
@@ -155,7 +156,7 @@ class Group(Reductions, Moves, Messages):
         operand = readable(choice)
 
         def body(circle: Circle) -> tuple[dict[int, Array], int]:
-            gathered = movements.gather_all(circle, operand)
+            gathered = movements.gather_all(circle, operand, wanted=movements.Wanted(shape=operand.shape))
             return dict(zip(circle.ranks, gathered, strict=True)), circle.engine.sequence
 
         choices, sequence = self._engine.run(call, body, timeout=timeout, async_op=False)

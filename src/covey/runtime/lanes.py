@@ -3,6 +3,10 @@
 A lane is asked for by any thread and opened on the control loop. One end of each pair does the dialling, whoever needs
 the lane; the other one asks it to. What the lane is, and its key, are offered on the link first; the connections that
 follow only have to prove that key.
+
+Lanes for collectives are made anew in every view. A lane for messages is replaced when it breaks; `Offer.attempt` and
+`Dial.attempt` then carry its epoch (`runtime.epochs`). Nothing is opened to or taken from a process that a view has
+excluded.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from covey.net import memory, shm
 from covey.net.ring import RingLane, memory_bytes
 from covey.net.stream import StreamLane
 from covey.runtime import loop as control
+from covey.runtime.epochs import Epochs
 from covey.runtime.greet import GREETING_SECONDS, RefusedError, ScarceError, connect_any, receive_exactly
 from covey.runtime.seldom import SeldomLog
 from covey.wire import door, greeting, messages
@@ -55,6 +60,11 @@ PURPOSES: Final = ("collectives", "messages")
 LANE_BYTES: Final = 16
 NOT_YOURS: Final = "the other end opens the lanes of this pair"
 SECRET_BYTES: Final = 32
+REPLACE_SECONDS: Final = (0.3, 1.5)
+"""After a link was replaced: when lanes for messages are, too, at the first and the second try."""
+FIRST_PAUSE_SECONDS: Final = 0.02
+MOST_PAUSE_SECONDS: Final = 0.5
+"""Between attempts to connect: a full backlog, out of descriptors, a network that is down."""
 
 
 class LaneKey(NamedTuple):
@@ -65,7 +75,15 @@ class LaneKey(NamedTuple):
     """Its seat in the run."""
     purpose: str
     attempt: int = 0
-    """The number of the view, for collectives of groups that survive losses: no byte of an attempt meets the next."""
+    """The number of the view, for collectives of groups that survive losses: no byte of an attempt meets the next.
+
+    0 for messages, whose lanes are replaced one by one.
+    """
+
+
+def lane_key(group: int, peer: int, purpose: str, attempt: int) -> LaneKey:
+    """Return what a lane is for, from what is said about it on a link."""
+    return LaneKey(group, peer, purpose, 0 if purpose == "messages" else attempt)
 
 
 @dataclass
@@ -93,6 +111,9 @@ class Lanes:
         self._first_attempts: dict[int, int] = {}
         """By group: lanes of earlier attempts are refused."""
         self._log = SeldomLog(SCARCE_SECONDS)
+        self._epochs = Epochs()
+        self._given_up: set[LaneKey] = set()
+        """Lanes for messages that are not replaced any more."""
 
     # For groups, on any thread
 
@@ -124,7 +145,7 @@ class Lanes:
         try:
             return future.result(timeout)
         except TimeoutError:
-            raise DeadlineError(f"no lane to rank {peer} after {timeout:g} s", late=(peer,)) from None
+            raise DeadlineError(f"no lane to rank {peer} within the timeout of {timeout:g} s", late=(peer,)) from None
 
     def _request(self, key: LaneKey) -> Future[Any]:
         peer = key.peer
@@ -134,17 +155,44 @@ class Lanes:
                 return future
             if future is None:
                 future = Future()
+                if self._node.peers[peer].excluded:
+                    future.set_exception(ConnectError(f"rank {peer} is gone"))
+                    return future
                 if self._node.is_closing or self._is_over(key):  # nobody would ever end the wait
                     future.set_exception(ClosedError("the group was closed"))
                     return future
                 self._lanes[key] = future
-        if self._node.peers[peer].is_dialled:
-            control.soon(self.dial, key)
-        else:
-            self._node.tell((peer,), messages.Dial(key.group, key.purpose, key.attempt))
+        control.soon(self._ask, key)
         if self._node.peers[peer].gone:
             self._failed(key, ConnectError(f"rank {peer} is gone"))
         return future
+
+    def _ask(self, key: LaneKey) -> None:
+        """Dial a lane that is wanted, or ask the other end to. On the control loop."""
+        future = self._lanes.get(key)
+        if future is None or future.done():
+            return  # it has come, or is not wanted any more
+        if self._node.peers[key.peer].is_dialled:
+            self.dial(key)
+        else:
+            attempt = self._epochs.next(key) if key.purpose == "messages" else key.attempt
+            self._node.send(key.peer, messages.Dial(key.group, key.purpose, attempt))
+
+    def renew(self, group: int, peer: int, ended: Any) -> Future[Any]:
+        """Ask for a lane for messages in place of `ended`; the future has it, or the error that `open` would raise."""
+        key = LaneKey(group, peer, "messages")
+        with self._lock:
+            future = self._lanes.get(key)
+            if future is not None and future.done() and future.exception() is None and future.result() is ended:
+                del self._lanes[key]
+        return self._request(key)
+
+    def give_up(self, group: int, peer: int) -> None:
+        """Replace the lane for messages with a peer no more: what it carried cannot be gone on with."""
+        key = LaneKey(group, peer, "messages")
+        with self._lock:
+            self._given_up.add(key)
+        self.abandon(lambda each: each == key, ClosedError("no more messages are exchanged with this rank"))
 
     def arrived(self, group: int, purpose: str) -> dict[int, Any]:
         """Return the lanes of a group that are open, by peer."""
@@ -166,6 +214,8 @@ class Lanes:
             while len(self._closed_groups) > CLOSED_GROUPS_KEPT:
                 del self._closed_groups[next(iter(self._closed_groups))]
             self._first_attempts.pop(group, None)
+            self._epochs.forget(group)
+            self._given_up = {key for key in self._given_up if key.group != group}
         self._drop(lambda key: key.group == group)
 
     def retire(self, group: int, attempt: int) -> None:
@@ -175,8 +225,27 @@ class Lanes:
         self._drop(lambda key: key.group == group and key.purpose == "collectives" and key.attempt < attempt)
 
     def part_with(self, peer: int) -> None:
-        """Wake everyone who waits for a lane to a peer that the others go on without."""
+        """The others go on without a peer: end what there is of lanes to it, and the waits for them.
+
+        What it sent before is still read; those who use the lanes close them. On the control loop.
+
+        A peer that left in order may be needed no more by a group that ends with its first loss, though the last bytes
+        of its part are still on their way: those lanes are left to the group.
+        """
         self.abandon(lambda key: key.peer == peer, ConnectError(f"seat {peer} is gone"))
+        for lane in [lane for lane, expected in self._expected.items() if expected.peer == peer]:
+            self._stop_expecting(lane)
+        has_left = self._node.peers[peer].left
+        with self._lock:
+            futures = [
+                future
+                for key, future in self._lanes.items()
+                if key.peer == peer and not (has_left and key.purpose == "collectives")
+            ]
+        for future in futures:
+            if future.done() and future.exception() is None:
+                with contextlib.suppress(OSError):  # it has ended already
+                    future.result().shutdown(socket.SHUT_RDWR)
 
     def _drop(self, unwanted: Callable[[LaneKey], bool]) -> None:
         with self._lock:
@@ -198,14 +267,30 @@ class Lanes:
                 answer.set_exception(ConnectError("the link ended"))
 
     def link_up(self, peer: int) -> None:
-        """There is a new link with a peer: ask again for what is waited for. On the control loop."""
+        """There is a new link with a peer: ask again for what is waited for. On the control loop.
+
+        Where the link broke, lanes may have broken without a sign. Those for messages are replaced, which loses
+        nothing; a moment later, when both ends know which of them dials.
+        """
+        loop = asyncio.get_running_loop()
         with self._lock:
-            keys = [key for key, future in self._lanes.items() if key.peer == peer and not future.done()]
-        for key in keys:
-            if self._node.peers[peer].is_dialled:
-                self.dial(key)
-            else:
-                self._node.send(peer, messages.Dial(key.group, key.purpose, key.attempt))
+            futures = [(key, future) for key, future in self._lanes.items() if key.peer == peer]
+        for key, future in futures:
+            if not future.done():
+                self._ask(key)
+            elif key.purpose == "messages":
+                for seconds in REPLACE_SECONDS:
+                    loop.call_later(seconds, self._replace, key, future)
+
+    def _replace(self, key: LaneKey, before: Future[Any]) -> None:
+        """Have a lane for messages replaced, unless it was."""
+        peer = self._node.peers[key.peer]
+        if self._lanes.get(key) is not before or peer.link is None or self._node.is_closing:
+            return
+        if peer.is_dialled:
+            self.dial(key, again=True)
+        else:
+            self._node.send(key.peer, messages.Dial(key.group, key.purpose, self._epochs.next(key)))
 
     def stop_expecting(self) -> None:
         """Close what came of lanes that are not complete. On the control loop."""
@@ -221,12 +306,21 @@ class Lanes:
 
     # Dialling, on the control loop
 
-    def dial(self, key: LaneKey) -> bool:
-        """Start to open a lane, unless it is open or being opened; False if its group was closed here."""
+    def asked(self, rank: int, wanted: messages.Dial) -> None:
+        """A peer asks for a lane."""
+        key = lane_key(wanted.group, rank, wanted.purpose, wanted.attempt)
+        # It has seen all that this end has offered, and asks for another: its end of the last lane is broken.
+        again = key.purpose == "messages" and wanted.attempt >= self._epochs.next(key)
+        if self._node.peers[rank].is_dialled and not self.dial(key, again=again):
+            reason = f"rank {self._node.rank} has closed the group, or rank {rank} is not in it any more"
+            self._node.send(rank, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
+
+    def dial(self, key: LaneKey, *, again: bool = False) -> bool:
+        """Start to open a lane, unless it is open (and not wanted `again`) or being opened; False if it may not be."""
         if key.purpose not in PURPOSES or self._is_over(key) or self._node.is_closing:
             return False
         future = self._lanes.get(key)
-        is_open = future is not None and future.done()
+        is_open = future is not None and future.done() and not again
         if key not in self._dialling and not is_open and len(self._dialling) < DIALS_AT_ONCE:  # the peer asks again
             self._dialling.add(key)
             self._node.spawn(self._dial(key))
@@ -239,19 +333,22 @@ class Lanes:
             kind = self.kind(rank)
             if purpose == "messages" and kind == "shm":
                 kind = "unix"
+            pause = FIRST_PAUSE_SECONDS
             while True:
                 if not peer.is_dialled:  # the link was exchanged for one that the peer dialled
-                    self._node.send(rank, messages.Dial(key.group, purpose, key.attempt))
+                    self._ask(key)
                     return
+                attempt = self._epochs.next(key) if purpose == "messages" else key.attempt
                 try:
-                    self._opened(key, await self._connect(peer, key, kind))
+                    self._opened(key, attempt, await self._connect(peer, key, kind, attempt))
                     return
                 except (ConnectError, TimeoutError) as error:
                     if peer.gone or self._node.is_closing or self._is_over(key):
                         raise
                     if isinstance(error, ScarceError):
                         self._log.log(logging.WARNING, "no lane to rank %d can be opened now: %s", rank, error)
-                    await asyncio.sleep(0.02)  # a full backlog, or out of descriptors
+                    await asyncio.sleep(pause)  # a full backlog, or out of descriptors
+                    pause = min(MOST_PAUSE_SECONDS, 1.5 * pause)
         except CoveyError as error:
             self._failed(key, error)
         except (RefusedError, OSError) as error:
@@ -262,9 +359,11 @@ class Lanes:
     def _is_over(self, key: LaneKey) -> bool:
         if key.purpose == "collectives" and key.attempt < self._first_attempts.get(key.group, 0):
             return True
-        return key.group in self._closed_groups
+        if key.group in self._closed_groups or key in self._given_up or self._node.peers[key.peer].excluded:
+            return True
+        return not self._node.is_member(key.group, key.peer)
 
-    async def _connect(self, peer: Peer, key: LaneKey, kind: str) -> Any:
+    async def _connect(self, peer: Peer, key: LaneKey, kind: str, attempt: int) -> Any:
         purpose, capacity = key.purpose, 0
         segment: Any = None
         descriptor, name = -1, ""
@@ -289,7 +388,7 @@ class Lanes:
             kind,
             capacity,
             streams,
-            key.attempt,
+            attempt,
         )
         socks: list[socket.socket] = []
         try:
@@ -321,7 +420,7 @@ class Lanes:
         if peer.link is None:
             raise ConnectError("there is no link")
         answer = asyncio.get_running_loop().create_future()
-        key = LaneKey(offer.group, peer.rank, offer.purpose, offer.attempt)
+        key = lane_key(offer.group, peer.rank, offer.purpose, offer.attempt)
         self._offers[key] = offer.lane, answer
         try:
             self._node.send(peer.rank, offer)
@@ -329,6 +428,13 @@ class Lanes:
                 await answer
         finally:
             del self._offers[key]
+        self._note(key, offer)
+
+    def _note(self, key: LaneKey, offer: messages.Offer) -> None:
+        """An offer was made and taken."""
+        if key.purpose == "messages":
+            with self._lock:
+                self._epochs.seen(key, offer.attempt)
 
     async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int) -> socket.socket:
         """Connect by the first way that works, and prove to each other that this is the lane that was offered."""
@@ -380,6 +486,7 @@ class Lanes:
             self._node.send(rank, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
             return
         self._expected[offer.lane] = _Expected(rank, offer)
+        self._note(lane_key(offer.group, rank, offer.purpose, offer.attempt), offer)
         asyncio.get_running_loop().call_later(2 * GREETING_SECONDS, self._stop_expecting, offer.lane)
         self._node.send(rank, messages.Expect(offer.lane))
 
@@ -397,11 +504,18 @@ class Lanes:
             return f"a ring of {offer.capacity} bytes is not usable"
         if offer.kind not in self._acceptable(rank, offer):
             return f"the lane to rank {rank} is {self.kind(rank)!r} here and {offer.kind!r} there"
-        key = LaneKey(offer.group, rank, offer.purpose, offer.attempt)
+        key = lane_key(offer.group, rank, offer.purpose, offer.attempt)
+        if self._node.peers[rank].excluded:
+            return f"the run goes on without rank {rank}"
+        if not self._node.is_member(offer.group, rank):
+            return f"rank {rank} of the run is not in this group"
         if self._is_over(key) or self._node.is_closing:
             return f"rank {self._node.rank} has closed the group"
         future = self._lanes.get(key)
-        if (future is not None and future.done()) or len(self._lanes) + len(self._expected) > LANES_LIMIT:
+        is_open = future is not None and future.done()
+        if key.purpose == "messages":
+            is_open = self._epochs.is_past(key, offer.attempt)
+        if is_open or len(self._lanes) + len(self._expected) > LANES_LIMIT:
             return "this lane is open already"
         return ""
 
@@ -437,7 +551,7 @@ class Lanes:
             for each in socks:
                 each.close()
             raise
-        self._opened(LaneKey(offer.group, expected.peer, offer.purpose, offer.attempt), opened)
+        self._opened(lane_key(offer.group, expected.peer, offer.purpose, offer.attempt), offer.attempt, opened)
 
     async def _prove_claim(self, sock: socket.socket) -> _Expected:
         claim = await receive_exactly(sock, LANE_BYTES + 1 + greeting.PROOF_BYTES)
@@ -475,17 +589,24 @@ class Lanes:
 
     # How it ended
 
-    def _opened(self, key: LaneKey, lane: Any) -> None:
+    def _opened(self, key: LaneKey, attempt: int, lane: Any) -> None:
         with self._lock:
             future = self._lanes.get(key)
-            is_open = future is not None and future.done()
-            is_wanted = not is_open and not self._node.is_closing and not self._is_over(key)
+            replaced = future if future is not None and future.done() else None
+            is_old = replaced is not None
+            if key.purpose == "messages":
+                is_old = self._epochs.is_past(key, attempt)
+            is_wanted = not is_old and not self._node.is_closing and not self._is_over(key)
             if is_wanted:
-                self._lanes.setdefault(key, Future()).set_result(lane)
-        if is_wanted:
-            self._node.lane_arrived(key, lane)
-        else:
+                if key.purpose == "messages":
+                    self._epochs.opened(key, attempt)
+                if future is None or replaced is not None:
+                    future = self._lanes[key] = Future()
+                future.set_result(lane)
+        if not is_wanted:
             lane.close()
+        elif not self._node.lane_arrived(key, lane) and replaced is not None:
+            _close_future(replaced)  # nobody has used it
 
     def _failed(self, key: LaneKey, error: BaseException) -> None:
         with self._lock:

@@ -89,7 +89,9 @@ def launch(
                 raise min(failures, key=lambda error: isinstance(error, SYMPTOMS))  # the earliest of the best kind
             if late := tuple(child.rank for child in children if child.report is None and child.rank not in lost):
                 names = ", ".join(map(str, late))
-                raise DeadlineError(f"launch: no result from rank {names} of {nprocs} in {timeout:g} s", late=late)
+                raise DeadlineError(
+                    f"launch: no result from rank {names} of {nprocs} within the timeout of {timeout:g} s", late=late
+                )
             reports = [child.report for child in children]
             results = [None if report is None else pickle.loads(report.body) for report in reports]
             _await_exit(children)

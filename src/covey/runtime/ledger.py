@@ -11,6 +11,8 @@ from covey.base.dtypes import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+TEXT_LIMIT: Final = 2000
+"""Characters kept of what another rank calls an operation."""
 KEPT: Final = 64
 """Past operations that can still be compared. Ranks further apart than this did not just slip."""
 
@@ -79,6 +81,10 @@ class Ledger:
         self._calls[sequence % KEPT] = (sequence, call)
         self.entered = sequence
 
+    def recent(self) -> list[tuple[int, Call]]:
+        """Return the calls of this rank that it remembers, in their order."""
+        return sorted((entry for entry in self._calls if entry is not None), key=lambda entry: entry[0])
+
     def at(self, sequence: int) -> Call | None:
         """Return what this rank called at `sequence`, if it was there and remembers."""
         entry = self._calls[sequence % KEPT]
@@ -90,13 +96,31 @@ class Ledger:
         known = self._others.get(rank)
         calls = known.calls if known is not None else {}
         if text:
-            calls[sequence] = (fingerprint, text)
+            calls[sequence] = (fingerprint, text[:TEXT_LIMIT])
             while len(calls) > KEPT:
                 del calls[min(calls)]
         known = known or Heard(0, 0, calls)
         self._others[rank] = Heard(max(entered, known.entered), max(sequence, known.spoke_of), calls)
         mine = self.at(sequence)
         return bool(text) and mine is not None and mine.fingerprint != fingerprint
+
+    def knows(self, rank: int, sequence: int) -> bool:
+        """Tell whether it is known what a rank called at `sequence`."""
+        return rank in self._others and sequence in self._others[rank].calls
+
+    def contradiction(self, upcoming: Call | None = None) -> int:
+        """Return the first operation that another rank is known to have called otherwise, or 0.
+
+        `upcoming` is what this rank is about to enter.
+        """
+        differing = [
+            sequence
+            for heard in self._others.values()
+            for sequence, (fingerprint, _) in heard.calls.items()
+            if (mine := upcoming if sequence == self.entered + 1 else self.at(sequence)) is not None
+            and mine.fingerprint != fingerprint
+        ]
+        return min(differing, default=0)
 
     def last_of(self, rank: int) -> tuple[int, str]:
         """Return the last operation that another rank is known to have entered, and what it called then, if known."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import numpy as np
 
 from covey.base.dtypes import dtype_code
-from covey.base.errors import DeadlineError, PeerLostError
+from covey.base.errors import DeadlineError, MismatchError, PeerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ def _contents(received: Received) -> Bytes | None:
 
 
 class Letter(NamedTuple):
-    """A message that is over: it has left, it is here, or its peer is lost."""
+    """A message that is over: it has left, it is here, or its peer is lost or sent something else."""
 
     peer: int
     number: int
     result: Any
     """What the receive made of it; None for a message that was sent."""
-    error: PeerLostError | None
+    error: PeerLostError | MismatchError | None
 
 
 class Mailbox:
@@ -85,14 +85,15 @@ class Mailbox:
 
         Raises:
             DeadlineError: none was in time; it names `late`.
-            CoveyError: a message failed for another reason than a lost rank without which the group goes on.
+            CoveyError: a message failed for another reason than that its rank is lost, and the group goes on without
+                it, or that the rank sent something of another size.
         """
         self._messenger.progress_in_background()
         try:
             peer, number, work = self._over.get(timeout=max(0.0, self._deadline - time.monotonic()))
         except queue.Empty:
             names = ", ".join(map(str, late))
-            raise DeadlineError(f"nothing came in time from rank {names}", late=tuple(late)) from None
+            raise DeadlineError(f"the timeout ended before anything came from rank {names}", late=tuple(late)) from None
         self._waiting -= 1
         error: BaseException | None = None
         if isinstance(work, PeerLostError):
@@ -101,7 +102,7 @@ class Mailbox:
             self._works.discard(work)
             if (error := work.exception()) is None:
                 return Letter(peer, number, work.result(), None)
-        if isinstance(error, PeerLostError) and not self._engine.is_over:
+        if isinstance(error, PeerLostError | MismatchError) and not self._engine.is_over:
             return Letter(peer, number, None, error)
         raise error
 

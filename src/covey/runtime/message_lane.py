@@ -28,11 +28,24 @@ class MessageLane:
 
     def __init__(self, peer: int, sock: socket.socket | SealedSocket, matcher: Matcher) -> None:
         self.peer, self.sock = peer, sock
+        self.descriptor = sock.fileno()
         self._matcher = matcher
+        self._began_at = matcher.progress(peer)
         self.is_ended = False
         """Nothing may be read or written any more."""
         self.is_blocked = False
         """There is more to write than the kernel took; wait until the socket is writable."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it has carried anything, as far as this end can know."""
+        return self._matcher.progress(self.peer) > self._began_at
+
+    def undelivered_bytes(self) -> int:
+        """Return how many bytes the kernel holds for the peer; a unix socket hands them over when they are written."""
+        if self.sock.family == socket.AF_UNIX or self.sock.fileno() < 0:
+            return 0
+        return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
 
     def flush(self) -> None:
         """Write what the matcher has for this peer, as far as the kernel takes it; OSError if the lane is broken."""
@@ -88,7 +101,7 @@ class MessageLane:
         """
         with contextlib.suppress(OSError, RemoteProtocolError):
             self.sock.shutdown(socket.SHUT_WR)
-            while self._discard() and time.monotonic() < deadline and _undelivered_bytes(self.sock):
+            while self._discard() and time.monotonic() < deadline and self.undelivered_bytes():
                 _becomes_readable(self.sock, _LINGER_MS)
         self.is_ended = True
         self.sock.close()
@@ -99,13 +112,6 @@ class MessageLane:
                 pass
             return False
         return True
-
-
-def _undelivered_bytes(sock: socket.socket | SealedSocket) -> int:
-    """Return how many bytes the kernel holds for the peer; a unix socket hands them over when they are written."""
-    if sock.family == socket.AF_UNIX:
-        return 0
-    return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
 
 
 def _becomes_readable(sock: socket.socket | SealedSocket, milliseconds: int) -> bool:

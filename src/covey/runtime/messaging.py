@@ -9,7 +9,7 @@ import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.dtypes import DTYPES
-from covey.base.errors import MismatchError
+from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.net.descriptors import explained
 from covey.proto.matching import ANY
 from covey.runtime.buffers import BYTES, readable, writable
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from covey.runtime.buffers import Operand
     from covey.runtime.messenger import Messenger
     from covey.runtime.work import Work
+    from covey.wire.unpickling import AllowPickle
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -73,7 +74,7 @@ class Messages(Issuer):
         dst: int,
         tag: int = 0,
         *,
-        allow_pickle: bool = False,
+        allow_pickle: AllowPickle = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -87,7 +88,7 @@ class Messages(Issuer):
         tag: int = ANY,
         *,
         type: Any = None,
-        allow_pickle: bool = False,
+        allow_pickle: AllowPickle = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -96,7 +97,10 @@ class Messages(Issuer):
         def finish(message: Any) -> Any:
             if not message.is_object:
                 raise MismatchError(f"rank {message.source} sent an array with tag {message.tag}; use recv")
-            return objects.decode(message.data.tobytes(), type=type, allow_pickle=allow_pickle)
+            try:
+                return objects.decode(message.data.tobytes(), type=type, allow_pickle=allow_pickle)
+            except (RemoteProtocolError, MismatchError) as error:
+                raise error.__class__(f"rank {message.source} sent a value that cannot be used: {error}") from error
 
         return self._recv(src, tag, None, finish, timeout, async_op)
 

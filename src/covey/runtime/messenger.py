@@ -3,6 +3,9 @@
 Whoever waits drives: it polls all lanes for everybody and hands over when its own operation is done. If nobody waits
 and something is to be done, a background thread drives; it steps aside for waiters and sleeps when there is nothing.
 All state is guarded by one lock, which is held for socket calls (none of them blocks) but not while polling.
+
+A lane that ends is replaced for as long as its peer is not lost; the matcher sends again what did not arrive. Meanwhile
+operations that need the peer wait, each until its own deadline.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, DeadlineError, PeerLostError, RemoteProtocolError
 from covey.net.descriptors import track
+from covey.net.tcp import is_stuck
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import Operation, Received, Send
 from covey.runtime.message_lane import MessageLane
@@ -34,7 +38,13 @@ IDLE_SECONDS: Final = 10.0
 """How long the background thread stays when there is nothing to do: it would keep a group that nobody has any more."""
 SPIN_SECONDS: Final = 100e-6
 """How long who waits for a message looks before it sleeps."""
-_MAX_POLL_MS: Final = 2**31 - 1
+FIRST_PAUSE_SECONDS: Final = 0.01
+MOST_PAUSE_SECONDS: Final = 2.0
+"""Before another lane is asked for, when one after the other breaks before anything has moved."""
+LOOK_SECONDS: Final = 0.003
+"""How often closing looks whether the kernel has delivered what it was given."""
+STUCK_LOOK_SECONDS: Final = 0.5
+"""How often the kernel is asked whether what was sent gets nowhere, while nothing else happens."""
 
 
 def _as_it_is(received: Received) -> Received:
@@ -50,6 +60,8 @@ class Messenger:
         size: int,
         *,
         open_lane: Callable[[int, float | None], socket.socket],
+        renew_lane: Callable[[int, Any, float], None],
+        give_up: Callable[[int], None],
         wake_fd: int,
         fault: Callable[[], BaseException | None],
         lost: Callable[[int], BaseException | None],
@@ -62,6 +74,9 @@ class Messenger:
         Args:
             open_lane: returns a connected, non-blocking stream socket to a rank, or raises once the deadline (a time of
                 time.monotonic(), or None) has passed; asked once per rank, unless it raises.
+            renew_lane: asks for another socket to a rank in place of one that ended, after so many seconds; returns at
+                once. `adopt` or `unreachable` tells what came of it.
+            give_up: no more sockets to or from a rank are wanted.
             wake_fd: readable from the moment the group failed; never read here.
             fault: why the group failed, or None.
             lost: why a rank whose lane ended is gone, or None if that is not known; may take its time.
@@ -71,7 +86,8 @@ class Messenger:
         """
         self._may_spin = may_spin
         self._rank, self._size, self._name = rank, size, name
-        self._open_lane, self._wake_fd, self._fault, self._lost, self._told = open_lane, wake_fd, fault, lost, told
+        self._open_lane, self._renew_lane, self._give_up = open_lane, renew_lane, give_up
+        self._wake_fd, self._fault, self._lost, self._told = wake_fd, fault, lost, told
         self._matcher = Matcher(rank, size)
         self._lanes: dict[int, MessageLane] = {}
         self._lanes_by_fd: dict[int, MessageLane] = {}
@@ -83,7 +99,11 @@ class Messenger:
         self._ended: list[tuple[MessageLane, BaseException | None]] = []
         """Lanes that ended and whose operations are still to be told, with the reason if it is ours to give."""
         self._departed: list[int] = []
-        """Ranks that are lost and had no lane, whose operations are still to be told."""
+        """Ranks that are lost and have no lane, whose operations are still to be told."""
+        self._lost_ranks: set[int] = set()
+        """Ranks whose lanes are not replaced any more."""
+        self._strikes, self._trouble = [0] * size, [""] * size
+        """By rank: how many lanes broke since anything has moved, and how the last one did."""
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         """Waiters: some work ended, or nobody drives."""
@@ -94,7 +114,8 @@ class Messenger:
         self._waiters = 0
         """Threads that want to drive or to be told."""
         self._thread: threading.Thread | None = None
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
+        """No operation may start; no lane may come either."""
         self._bell, self._bell_rope = (track(end) for end in socket.socketpair())
         self._close_bell = weakref.finalize(self, _close_sockets, self._bell, self._bell_rope)
         self._poll = select.poll()
@@ -188,21 +209,35 @@ class Messenger:
             self._call_background()
 
     def adopt(self, peer: int, sock: socket.socket) -> None:
-        """Take the lane that `peer` opened first: a connected, non-blocking stream socket."""
-        with self._lock, contextlib.suppress(ClosedError):  # a peer may come just when we go
+        """Take another lane to `peer`, a connected, non-blocking stream socket; it replaces the one there was."""
+        with self._lock:
+            lane = self._lanes.get(peer)
+            if lane is not None and lane.sock is sock:
+                return
+            if lane is not None and not lane.is_ended:  # broken at the other end, and here nobody has noticed
+                self._end_lane(lane, None)
             self._add_lane(peer, sock)
+
+    def unreachable(self, peer: int) -> None:
+        """There will be no other lane to a rank."""
+        with self._lock:
+            self._depart(peer)
 
     def peer_lost(self, peer: int) -> None:
         """The group goes on without a rank: what it sent is delivered, and nothing else is waited for."""
         with self._lock:
             lane = self._lanes.get(peer)
-            if lane is None:
-                self._departed.append(peer)
-                self._ring()
-                self._call_background()
-            elif not lane.is_ended:
+            self._lost_ranks.add(peer)
+            if lane is None or lane.is_ended:
+                self._depart(peer)
+            else:
                 with contextlib.suppress(OSError):  # whoever drives reads to the end, and tells
                     lane.sock.shutdown(socket.SHUT_RDWR)
+
+    def _depart(self, peer: int) -> None:
+        self._departed.append(peer)
+        self._ring()
+        self._call_background()
 
     @property
     def is_driven_here(self) -> bool:
@@ -228,10 +263,15 @@ class Messenger:
                     break
             self._driver = threading.get_ident()
             self._matcher.finish_lines()
-        while self._matcher.ready and self._fault() is None and time.monotonic() < flush_deadline:
-            self._turn(flush_deadline)
+        # As long as bytes are with the kernel, the connection may break and they have to be sent again.
+        while self._is_undelivered() and self._fault() is None and (now := time.monotonic()) < flush_deadline:
+            self._turn(min(flush_deadline, now + LOOK_SECONDS))
         with self._lock:
-            self._matcher.fail_all(ClosedError(f"{self._name}: closed before the message was through"))
+            self._is_closed = True
+            self._matcher.say_end()
+            self._flush_ready()
+            closed = ClosedError(f"{self._name}: closed before the message was through")
+            self._matcher.fail_all(self._fault() or closed)
         self._settle()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -240,18 +280,25 @@ class Messenger:
             if not lane.is_ended:
                 lane.close(flush_deadline)
         with self._lock:
+            self._close_ended()
             self._close_bell()
             self._driver = None
             self._freed.notify_all()
 
+    def _is_undelivered(self) -> bool:
+        if self._matcher.undelivered():
+            return True
+        lanes = (lane for lane in self._lanes.values() if not lane.is_ended)
+        return any(lane.undelivered_bytes() for lane in lanes if not self._matcher.has_parted(lane.peer))
+
     # Operations.
 
     def _raise_if_over(self) -> None:
-        if self._is_closing:
-            raise ClosedError(f"{self._name}: the group is closed")
         if (fault := self._fault()) is not None:
             self._told(fault)
             raise fault
+        if self._is_closing:
+            raise ClosedError(f"{self._name}: the group is closed")
 
     def _start(self, operation: Operation, description: str, then: Callable[[Any], Any] | None = None) -> Work[Any]:
         work: Work[Any] = Work(f"{self._name}: {description}", drive=self._drive, then=then)
@@ -269,18 +316,18 @@ class Messenger:
         """Tell works that they are over. Called without the lock, since that may run other people's code."""
         while self._ended:
             with self._lock:
-                ended, self._ended = self._ended, []
+                ended = self._close_ended()
             for lane, cause in ended:
-                error = cause or self._fault() or self._lost(lane.peer) or self._peer_lost(lane.peer)
-                with self._lock:
-                    self._matcher.fail(lane.peer, error)
-                    lane.sock.close()
+                peer = lane.peer
+                if cause is not None or peer in self._lost_ranks or self._matcher.has_parted(peer):
+                    self._part_with(peer, cause)
+                elif self._lanes[peer] is lane and self._fault() is None:  # else another one has come already
+                    self._renew(lane)
         while self._departed:
             with self._lock:
-                peer = self._departed.pop()
-            error = self._lost(peer) or self._peer_lost(peer)
-            with self._lock:
-                self._matcher.fail(peer, error)
+                departed, self._departed = self._departed, []
+            for peer in departed:
+                self._part_with(peer, None)
         if not self._matcher.completed:
             return
         with self._lock:
@@ -300,6 +347,32 @@ class Messenger:
                 self._freed.notify_all()
                 self._ring()  # the driver's own work may be among them
 
+    def _close_ended(self) -> list[tuple[MessageLane, BaseException | None]]:
+        ended, self._ended = self._ended, []
+        for lane, _ in ended:
+            lane.sock.close()
+        return ended
+
+    def _part_with(self, peer: int, cause: BaseException | None) -> None:
+        """End what needs a rank for good, with `cause` or the loss of the rank."""
+        if self._matcher.has_failed(peer):
+            return
+        self._give_up(peer)
+        error = cause or self._fault() or self._lost(peer) or self._peer_lost(peer)
+        with self._lock:
+            self._lost_ranks.add(peer)
+            if (lane := self._lanes.get(peer)) is not None:  # one that has come just now
+                self._end_lane(lane, None)
+                self._close_ended()
+            self._matcher.fail(peer, error)
+
+    def _renew(self, lane: MessageLane) -> None:
+        """Ask for another lane in place of one that ended."""
+        strikes = 0 if lane.has_moved else self._strikes[lane.peer]
+        self._strikes[lane.peer] = strikes + 1
+        pause = 0.0 if not strikes else min(MOST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(strikes, 20))
+        self._renew_lane(lane.peer, lane.sock, pause)
+
     def _abandon(self, work: Work[Any], reason: BaseException | None) -> None:
         """Fail a work that is not done, with a DeadlineError or `reason`, so that its memory is left alone."""
         with self._lock:
@@ -309,15 +382,25 @@ class Messenger:
                 del self._pending[operation]
                 late = [peer] if peer != ANY else [rank for rank in range(self._size) if rank != self._rank]
                 named = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+                trouble = "".join(
+                    f". The connection with rank {rank} broke: {self._trouble[rank]}"
+                    for rank in late
+                    if self._trouble[rank] and (self._lanes[rank].is_ended or not self._lanes[rank].has_moved)
+                )
                 error = reason or DeadlineError(
-                    f"{work.description} was not done in time; it waited for {named}", late=tuple(late)
+                    f"{work.description} was not done before its timeout ended; it waited for {named}{trouble}",
+                    late=tuple(late),
                 )
                 if not self._matcher.withdraw(operation):
                     closed = ClosedError(
                         f"{self._name}: the lane to {named} is closed, because an earlier send was given up"
                     )
                     closed.__cause__ = error
-                    self._end_lane(self._lanes[peer], closed)
+                    if not self._lanes[peer].is_ended:
+                        self._end_lane(self._lanes[peer], None)
+                    self._lost_ranks.add(peer)
+                    self._matcher.fail(peer, closed)
+                    self._give_up(peer)
                 self._flush_ready()
             else:
                 error = None
@@ -339,7 +422,10 @@ class Messenger:
             if peer not in self._lanes:
                 sock = self._open_lane(peer, deadline)
                 with self._lock:
-                    self._add_lane(peer, sock)
+                    if self._is_closing:
+                        self._raise_if_over()
+                    if peer not in self._lanes:  # else it was adopted, and perhaps replaced
+                        self._add_lane(peer, sock)
 
     def _open_to_receive(self, peer: int, deadline: float | None) -> None:
         """Open the lane to a rank that may send something; if it is lost, receives hear of it as of any other loss."""
@@ -350,23 +436,30 @@ class Messenger:
                 self._matcher.fail(peer, error)
 
     def _add_lane(self, peer: int, sock: socket.socket) -> None:
-        if peer in self._lanes:
-            if self._lanes[peer].sock is not sock:
-                raise RuntimeError(f"{self._name}: a second lane to rank {peer}")
-            return
-        if self._is_closing:
+        if self._is_closed or self._matcher.has_failed(peer):  # a peer may come just when we go
             sock.close()
-            raise ClosedError(f"{self._name}: the group is closed")
-        self._lanes[peer] = self._lanes_by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher)
+            return
+        self._matcher.lane_opened(peer)
+        lane = self._lanes[peer] = self._lanes_by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher)
         self._poll.register(sock, select.POLLIN)
+        self._flush(lane)  # how much has arrived here: the other end waits for it, and nobody may drive here
         self._ring()
+        self._hand_over()
 
     def _end_lane(self, lane: MessageLane, cause: BaseException | None) -> None:
         if not lane.is_ended:
             lane.is_ended = True
-            self._poll.unregister(lane.sock)
-            del self._lanes_by_fd[lane.sock.fileno()]
+            self._matcher.lane_ended(lane.peer)
+            self._poll.unregister(lane.descriptor)
+            del self._lanes_by_fd[lane.descriptor]
             self._ended.append((lane, cause))
+
+    def _end_stuck(self) -> None:
+        """End lanes whose path is dead, although the peer may be well: another lane may find another path."""
+        for lane in list(self._lanes_by_fd.values()):
+            if is_stuck(lane.sock):
+                self._trouble[lane.peer] = "nothing that is sent there gets through"
+                self._end_lane(lane, None)
 
     def _flush_ready(self) -> None:
         for peer in sorted(self._matcher.ready):
@@ -378,7 +471,8 @@ class Messenger:
         was_blocked = lane.is_blocked
         try:
             lane.flush()
-        except OSError:
+        except OSError as error:
+            self._trouble[lane.peer] = str(error)
             self._read(lane, to_the_end=True)
             self._end_lane(lane, None)
             return
@@ -391,8 +485,10 @@ class Messenger:
             if to_the_end:
                 lane.read_rest()
             elif not lane.read():
+                self._trouble[lane.peer] = "end of stream"
                 self._end_lane(lane, None)
-        except OSError:
+        except OSError as error:
+            self._trouble[lane.peer] = str(error)
             self._end_lane(lane, None)
         except RemoteProtocolError as error:
             self._end_lane(lane, error)
@@ -436,7 +532,7 @@ class Messenger:
         if self._driver is None:
             if self._waiters or self._is_closing:
                 self._freed.notify_all()
-            elif self._pending or self._matcher.ready:
+            elif self._has_more():
                 self._call_background()
 
     def _turn(self, deadline: float | None, *, spins: bool = False) -> None:
@@ -448,9 +544,11 @@ class Messenger:
         left = max(0.0, min(math.inf if deadline is None else deadline, expiry) - time.monotonic())
         events = self._look(min(left, SPIN_SECONDS)) if spins else []
         if not events:
-            events = self._poll.poll(math.ceil(min(left * 1000, _MAX_POLL_MS)))
+            events = self._poll.poll(math.ceil(1000 * min(left, STUCK_LOOK_SECONDS)))
         has_fault = False
         with self._lock:
+            if not events:
+                self._end_stuck()
             for descriptor, event in events:
                 if lane := self._lanes_by_fd.get(descriptor):
                     if event & ~select.POLLOUT:
@@ -515,7 +613,7 @@ class Messenger:
                     self._freed.notify_all()
 
     def _has_more(self) -> bool:
-        return bool(self._pending or self._matcher.ready)
+        return bool(self._pending or self._matcher.ready or self._matcher.resuming)
 
     def _ring(self) -> None:
         """Wake the driver from its poll, unless that is the caller."""

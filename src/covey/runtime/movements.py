@@ -1,16 +1,21 @@
 """Operations whose shapes only their owners know: shapes travel first, in blocks of fixed size, contents second.
 
-Lists are by place in the circle; so is `root`.
+What another rank says about its array is checked before it is used for anything: a rank that describes none ends the
+group, with an error that names it. Lists are by place in the circle; so is `root`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import os
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from covey.base.dtypes import DTYPES
+from covey.base.errors import RemoteProtocolError
 from covey.plan import choose, direct
+from covey.runtime.buffers import BYTES
+from covey.wire.message_header import array_bytes
 
 if TYPE_CHECKING:
     from covey.runtime.buffers import Operand
@@ -18,17 +23,41 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-META_WORDS: Final = 66
-"""dtype, number of dimensions, and numpy's limit of 64 lengths."""
+MAX_NDIM: Final = 64
+"""Of numpy."""
+META_WORDS: Final = 2 + MAX_NDIM
+"""dtype, number of dimensions, and their lengths."""
+PHYSICAL_BYTES: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _NOTHING: Final = np.empty(0, np.uint8)
 
 
-def gather_all(circle: Circle, operand: Operand, algorithm: str | None = None) -> list[Array]:
-    """Return everyone's array, by place in the circle."""
+class Wanted(NamedTuple):
+    """What the arrays of other ranks must be; None where they may be anything."""
+
+    code: int | None = None
+    ndim: int | None = None
+    shape: tuple[int, ...] | None = None
+    most_bytes: int | None = None
+
+
+ANYTHING: Final = Wanted()
+ENCODED: Final = Wanted(code=BYTES, ndim=1)
+"""An encoded value."""
+
+
+def gather_all(
+    circle: Circle, operand: Operand, algorithm: str | None = None, *, wanted: Wanted = ANYTHING
+) -> list[Array]:
+    """Return everyone's array, by place in the circle; all have the dtype of `operand`."""
     operand.load()
+    wanted = wanted._replace(code=operand.code)
     metas = _metas(circle, {circle.rank: operand})
     circle.execute(direct.all_gather(circle.rank, [META_WORDS] * circle.size), list(metas))
-    arrays = [_empty(meta) for meta in metas]
+    alike = (metas == metas[circle.rank]).all(axis=1)  # as a rule all of them, which need no further look
+    arrays = [
+        np.empty(operand.shape, operand.flat.dtype) if alike[place] else _room(circle, place, meta, wanted)
+        for place, meta in enumerate(metas)
+    ]
     arrays[circle.rank][...] = operand.flat.reshape(operand.shape)
     blocks = [_bytes(array) for array in arrays]
     lengths = tuple(block.size for block in blocks)
@@ -36,13 +65,14 @@ def gather_all(circle: Circle, operand: Operand, algorithm: str | None = None) -
     return arrays
 
 
-def gather(circle: Circle, operand: Operand, root: int) -> list[Array] | None:
-    """Return everyone's array, by place, at the place `root`."""
+def gather(circle: Circle, operand: Operand, root: int, *, wanted: Wanted = ANYTHING) -> list[Array] | None:
+    """Return everyone's array, by place, at the place `root`; all have the dtype of `operand`."""
     operand.load()
+    wanted = wanted._replace(code=operand.code)
     metas = _metas(circle, {circle.rank: operand})
     circle.execute(direct.gather(circle.rank, root, [META_WORDS] * circle.size), list(metas))
     if circle.rank == root:
-        arrays = [_empty(meta) for meta in metas]
+        arrays = [_room(circle, place, meta, wanted) for place, meta in enumerate(metas)]
         arrays[root][...] = operand.flat.reshape(operand.shape)
         blocks = [_bytes(array) for array in arrays]
     else:
@@ -53,14 +83,14 @@ def gather(circle: Circle, operand: Operand, root: int) -> list[Array] | None:
     return arrays
 
 
-def scatter(circle: Circle, operands: list[Operand] | None, root: int) -> Array:
+def scatter(circle: Circle, operands: list[Operand] | None, root: int, *, wanted: Wanted = ANYTHING) -> Array:
     """Return this rank's of the arrays that `root` has."""
     me = circle.rank
     for operand in operands or ():
         operand.load()
     metas = _metas(circle, dict(enumerate(operands or ())))
     circle.execute(direct.scatter(me, root, [META_WORDS] * circle.size), list(metas))
-    mine = _empty(metas[me])
+    mine = _room(circle, root, metas[me], wanted)
     if operands is not None:
         blocks = [_bytes(operand.flat) for operand in operands]
         mine[...] = operands[me].flat.reshape(operands[me].shape)
@@ -81,7 +111,7 @@ def exchange_all(circle: Circle, operands: list[Operand]) -> list[Array]:
     in_metas[me] = out_metas[me]
     fixed = [META_WORDS] * circle.size
     circle.execute(direct.all_to_all(me, fixed, fixed), [*out_metas, *in_metas])
-    arrays = [_empty(meta) for meta in in_metas]
+    arrays = [_room(circle, place, meta, ANYTHING) for place, meta in enumerate(in_metas)]
     arrays[me][...] = operands[me].flat.reshape(operands[me].shape)
     outgoing = [_bytes(operand.flat) for operand in operands]
     incoming = [_bytes(array) for array in arrays]
@@ -94,7 +124,10 @@ def broadcast_bytes(circle: Circle, data: bytes, root: int) -> bytes:
     """Return `data` of `root`, whose length only it knows."""
     length = np.array([len(data)], np.uint64)
     circle.execute(choose.broadcast(circle.rank, circle.size, root, 1, 8, "tree"), [length])
-    payload = np.frombuffer(data, np.uint8) if circle.rank == root else np.empty(int(length[0]), np.uint8)
+    if circle.rank == root:
+        payload = np.frombuffer(data, np.uint8)
+    else:
+        payload = _allocated(circle, root, BYTES, (int(length[0]),))
     plan = choose.broadcast(circle.rank, circle.size, root, payload.size, 1, None)
     circle.execute(plan, [payload])
     return payload.tobytes()
@@ -109,9 +142,35 @@ def _metas(circle: Circle, operands: dict[int, Operand]) -> np.ndarray[Any, np.d
     return metas
 
 
-def _empty(meta: np.ndarray[Any, np.dtype[np.uint64]]) -> Array:
-    """Return room for an array like the one that a row describes."""
-    return np.empty([int(length) for length in meta[2 : 2 + int(meta[1])]], DTYPES[int(meta[0])])
+def _room(circle: Circle, place: int, meta: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
+    """Return room for the array that a rank describes in a row; end the group if it cannot be."""
+    code, ndim = int(meta[0]), int(meta[1])
+    if code >= len(DTYPES) or ndim > MAX_NDIM or meta[2 + ndim :].any():
+        circle.reject(place, f"the description of no array: dtype {code}, {ndim} dimensions")
+    shape = tuple(map(int, meta[2 : 2 + ndim]))
+    if wanted.code not in (None, code) or wanted.ndim not in (None, ndim) or wanted.shape not in (None, shape):
+        circle.reject(place, f"{DTYPES[code].name}{list(shape)}, which has no place in this operation")
+    if wanted.most_bytes is not None and _size(circle, place, code, shape) > wanted.most_bytes:
+        circle.reject(place, f"{DTYPES[code].name}{list(shape)}, and up to {wanted.most_bytes} bytes are allowed")
+    return _allocated(circle, place, code, shape)
+
+
+def _size(circle: Circle, place: int, code: int, shape: tuple[int, ...]) -> int:
+    try:
+        return array_bytes(code, shape)
+    except RemoteProtocolError as error:
+        circle.reject(place, f"the description of no array: {error}")
+
+
+def _allocated(circle: Circle, place: int, code: int, shape: tuple[int, ...]) -> Array:
+    """Return memory for what a rank is about to send; end the group if there is none."""
+    nbytes = _size(circle, place, code, shape)
+    try:
+        if nbytes <= PHYSICAL_BYTES:  # more can only be a mistake, and the kernel might promise it all the same
+            return np.empty(shape, DTYPES[code])
+    except MemoryError:
+        pass
+    circle.disagree_with(place, f"{DTYPES[code].name}{list(shape)}, and there is no memory for {nbytes} bytes")
 
 
 def _bytes(array: Array) -> Array:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.base.dtypes import DTYPES
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.plan import barrier, choose
 from covey.runtime import movements
 from covey.runtime.buffers import BYTES, Operand, readable, writable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from covey.runtime.circle import Circle
     from covey.runtime.ledger import Call
+    from covey.wire.unpickling import AllowPickle
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -146,15 +147,16 @@ class Moves(Issuer):
         root: int = 0,
         *,
         type: Any = None,
-        allow_pickle: bool = False,
+        allow_pickle: AllowPickle = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
         """Return `value` of `root` on every rank.
 
         Values are JSON-like, dataclasses, bytes and numpy arrays; a dataclass arrives as a dict unless `type` names
-        its class. `allow_pickle=True` takes anything else: only among ranks you trust with your account, because
-        unpickling runs code that the sender chose.
+        its class. `allow_pickle=[Class, "package.module.Name"]` also takes pickles, at the receiver only those that
+        name nothing else; what these classes do when they are called, a sender can have done. `allow_pickle=True`
+        takes any pickle: only among ranks you trust with your account, because it can run any code here.
         """
         root = self._check_rank(root, "root")
         failures: list[TypeError] = []
@@ -177,17 +179,30 @@ class Moves(Issuer):
         value: Any,
         *,
         type: Any = None,
-        allow_pickle: bool = False,
+        allow_pickle: AllowPickle = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
         """Return `value` of every rank as a list by rank; see `broadcast_object` for what values may be."""
+        return self._gather_all_objects(value, type, allow_pickle, timeout, async_op)
+
+    def _gather_all_objects(
+        self,
+        value: Any,
+        type: Any,
+        allow_pickle: AllowPickle,
+        timeout: float | None,
+        async_op: bool,
+        most_bytes: int | None = None,
+    ) -> Any:
+        """As `all_gather_object`; a rank whose encoded value has more than `most_bytes` ends the group."""
         failures: list[TypeError] = []
         operand = _byte_operand(_encoded(value, allow_pickle, failures))
         call = self._call("all_gather_object", None, None)
+        wanted = movements.ENCODED._replace(most_bytes=most_bytes)
         return self._run_object(
             call,
-            lambda circle: circle.by_rank(movements.gather_all(circle, operand)),
+            lambda circle: circle.by_rank(movements.gather_all(circle, operand, wanted=wanted)),
             failures,
             type,
             allow_pickle,
@@ -201,7 +216,7 @@ class Moves(Issuer):
         root: int = 0,
         *,
         type: Any = None,
-        allow_pickle: bool = False,
+        allow_pickle: AllowPickle = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -212,7 +227,7 @@ class Moves(Issuer):
         call = self._call("gather_object", None, None, root=root)
         return self._run_object(
             call,
-            lambda circle: _gathered(circle, operand, root),
+            lambda circle: _gathered(circle, operand, root, movements.ENCODED),
             failures,
             type,
             allow_pickle,
@@ -227,7 +242,7 @@ class Moves(Issuer):
         root: int = 0,
         *,
         type: Any = None,
-        allow_pickle: bool = False,
+        allow_pickle: AllowPickle = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -242,7 +257,7 @@ class Moves(Issuer):
         call = self._call("scatter_object", None, None, root=root)
         return self._run_object(
             call,
-            lambda circle: _scattered(circle, operands, root).tobytes(),
+            lambda circle: _scattered(circle, operands, root, movements.ENCODED).tobytes(),
             failures,
             type,
             allow_pickle,
@@ -257,32 +272,39 @@ class Moves(Issuer):
         body: Callable[[Circle], Any],
         failures: list[TypeError],
         type: Any,
-        allow_pickle: bool,
+        allow_pickle: AllowPickle,
         timeout: float | None,
         async_op: bool,
         root: int = -1,
     ) -> Any:
-        def decode(data: Any) -> Any:
-            if isinstance(data, list):
-                return [decode(item if item is None else item.tobytes()) for item in data]
-            return data if data is None else objects.decode(data, type=type, allow_pickle=allow_pickle)
+        def decode(data: Any, rank: int) -> Any:
+            try:
+                return data if data is None else objects.decode(data, type=type, allow_pickle=allow_pickle)
+            except (RemoteProtocolError, MismatchError) as error:
+                raise error.__class__(f"rank {rank} sent {call.text} a value that cannot be used: {error}") from error
 
         def conclude(data: Any) -> Any:
             if failures:
                 raise failures[0]
-            return decode(data)
+            if isinstance(data, list):
+                return [decode(item if item is None else item.tobytes(), rank) for rank, item in enumerate(data)]
+            return decode(data, root)
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=conclude, root=root)
 
 
-def _gathered(circle: Circle, operand: Operand, root: int) -> list[Any] | None:
-    arrays = movements.gather(circle, operand, circle.position(root))
+def _gathered(
+    circle: Circle, operand: Operand, root: int, wanted: movements.Wanted = movements.ANYTHING
+) -> list[Any] | None:
+    arrays = movements.gather(circle, operand, circle.position(root), wanted=wanted)
     return arrays if arrays is None else circle.by_rank(arrays)
 
 
-def _scattered(circle: Circle, operands: list[Operand] | None, root: int) -> Array:
+def _scattered(
+    circle: Circle, operands: list[Operand] | None, root: int, wanted: movements.Wanted = movements.ANYTHING
+) -> Array:
     mine = None if operands is None else circle.chosen(operands)
-    return movements.scatter(circle, mine, circle.position(root))
+    return movements.scatter(circle, mine, circle.position(root), wanted=wanted)
 
 
 def _byte_operand(data: bytes) -> Operand:
@@ -290,7 +312,7 @@ def _byte_operand(data: bytes) -> Operand:
     return Operand(flat, flat.shape, BYTES)
 
 
-def _encoded(value: Any, allow_pickle: bool, failures: list[TypeError]) -> bytes:
+def _encoded(value: Any, allow_pickle: AllowPickle, failures: list[TypeError]) -> bytes:
     """Encode a value. If that fails, the other ranks must hear of it before this one raises: the failure is sent."""
     try:
         return objects.encode(value, allow_pickle=allow_pickle)

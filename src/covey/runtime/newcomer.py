@@ -70,8 +70,8 @@ class Newcomer:
                 founded = await self._founded
         except TimeoutError:
             raise DeadlineError(
-                f"the run did not take this process in within {within:g} s: {self._members} members know that it is "
-                "here. They do so between two generations (covey.generations) only"
+                f"the run did not take this process in within the timeout of {within:g} s: {self._members} members "
+                "know that it is here. They do so between two generations (covey.generations) only"
             ) from None
         finally:
             for task in tasks:

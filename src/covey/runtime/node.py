@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from covey.base.errors import ConnectError, CoveyError
 from covey.base.text import printable
@@ -27,13 +27,13 @@ from covey.runtime.events import Events
 from covey.runtime.fault import Fault
 from covey.runtime.forming import Forming
 from covey.runtime.history import History
-from covey.runtime.lanes import LaneKey, Lanes
+from covey.runtime.lanes import LaneKey, Lanes, lane_key
 from covey.runtime.peers import Lobby, Peer
 from covey.runtime.vigil import Vigil
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from covey.base.config import GroupConfig
     from covey.runtime.entrance import Entrance
@@ -49,12 +49,14 @@ CLOSE_SECONDS: Final = 1.0
 """How long goodbyes may take."""
 LAST_WORDS_SECONDS: Final = 0.5
 """How long the link of a process that has exited may take to end by itself: a child of it may hold it open."""
+LAST_WORDS_KEPT: Final = 1000
+GroupTalk: TypeAlias = "messages.Announce | messages.Position | messages.Revoke | messages.Calls"
 
 
 class Member(Protocol):
     """A group, as its node sees it. Called on the control loop; `peer` is a rank of the run."""
 
-    def heard(self, peer: int, message: messages.Announce | messages.Position | messages.Revoke) -> None: ...
+    def heard(self, peer: int, message: GroupTalk) -> None: ...
 
     def peer_gone(self, peer: int, *, left: bool) -> None: ...
 
@@ -68,7 +70,10 @@ class Member(Protocol):
     @property
     def survives(self) -> bool: ...
 
-    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> None: ...
+    @property
+    def members(self) -> Collection[int]: ...
+
+    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> bool: ...
 
     def forked(self) -> None: ...
 
@@ -123,6 +128,8 @@ class Node:
             for peer in (range(size) if seats is None else seats)
             if peer != rank
         }
+        self._last_words: dict[tuple[int, int], messages.Calls] = {}
+        """Of groups that do not exist here yet: what ranks called that have closed them already."""
         self._groups: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self.lanes = Lanes(self)
         self.boards = Boards(self)
@@ -217,6 +224,9 @@ class Node:
         """Let `group` hear what is said about it from now on."""
         with self._lock:
             self._groups[group_id] = group
+            words = [(key[1], self._last_words.pop(key)) for key in list(self._last_words) if key[0] == group_id]
+        for peer, calls in words:
+            control.soon(group.heard, peer, calls)
 
     def groups(self) -> list[Member]:
         """Return the groups that are open."""
@@ -229,11 +239,15 @@ class Node:
             self._groups.pop(group_id, None)
         self.lanes.forget(group_id, sequence)
 
-    def lane_arrived(self, key: LaneKey, lane: Any) -> None:
-        """Tell the group, if it exists already, that a lane is open."""
+    def lane_arrived(self, key: LaneKey, lane: Any) -> bool:
+        """Tell the group, if it exists already, that a lane is open; return whether it uses that from now on."""
         group = self._groups.get(key.group)
-        if group is not None:
-            group.lane_arrived(key.peer, key.purpose, lane)
+        return group is not None and group.lane_arrived(key.peer, key.purpose, lane)
+
+    def is_member(self, group_id: int, seat: int) -> bool:
+        """Tell whether a process is in a group; of groups that do not exist here yet that is not known."""
+        group = self._groups.get(group_id)
+        return group is None or seat in group.members
 
     def tell(self, peers: Iterable[int], message: messages.Control) -> None:
         """Send a control message to some ranks of the run. Returns at once; the dead are skipped."""
@@ -448,22 +462,25 @@ class Node:
             case messages.Pong(number, _):
                 if self._vigil is not None:
                     self._vigil.answered(rank, number)
-            case messages.Dial(group, purpose, attempt):
-                if peer.is_dialled and not self.lanes.dial(LaneKey(group, rank, purpose, attempt)):
-                    reason = f"rank {self.rank} has closed the group"
-                    self.send(rank, messages.NoLane(group, purpose, reason, attempt))
+            case messages.Dial():
+                self.lanes.asked(rank, message)
             case messages.Offer():
                 self.lanes.offered(rank, message)
             case messages.Expect(lane):
                 self.lanes.expected(rank, lane)
             case messages.NoLane(group, purpose, reason, attempt):
-                self.lanes.refused(LaneKey(group, rank, purpose, attempt), reason)
+                self.lanes.refused(lane_key(group, rank, purpose, attempt), reason)
             case messages.Posting():
                 self.boards.heard(rank, message)
-            case messages.Announce() | messages.Position() | messages.Revoke():
+            case messages.Announce() | messages.Position() | messages.Revoke() | messages.Calls():
                 member = self._groups.get(message.group)
                 if member is not None:
                     member.heard(rank, message)
+                elif isinstance(message, messages.Calls):
+                    with self._lock:
+                        self._last_words[message.group, rank] = message
+                        while len(self._last_words) > LAST_WORDS_KEPT:
+                            del self._last_words[next(iter(self._last_words))]
                 elif isinstance(message, messages.Announce) and self.lanes.ended(message.group, message.sequence):
                     text = f"rank {self.rank} of the run has closed the group"
                     self.send(rank, messages.Revoke(message.group, "PeerLostError", text, ()))

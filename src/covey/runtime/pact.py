@@ -165,7 +165,8 @@ class Pact:
                 self._engine.check()
                 left = give_up_at - time.monotonic()
                 if left <= 0:
-                    text = f"no view of the run was agreed on within {self._generation.patience:g} s"
+                    patience = self._generation.patience
+                    text = f"no view of the run was agreed on within the timeout of {patience:g} s (patience)"
                     self._engine.end(Fault("DeadlineError", text))
                 self._changed.wait(max(0.0, left))
             step, self._step = self._step, None
@@ -193,11 +194,17 @@ class Pact:
         control.soon(self._generation.disturbed, circle.attempt, pause)
         raise HaltedError
 
-    def give_up(self, fault: Fault) -> None:
-        """Ask all to end the operation in progress, or the next, and with it the group. On any thread."""
+    def give_up(self, fault: Fault, differs_at: int = 0) -> None:
+        """Ask all to end the operation in progress, or the next, and with it the group. On any thread.
+
+        `differs_at` is the operation that the ranks called differently: it must not return.
+        """
         with self._lock:
             self._reason = self._reason or fault
-            self._commit.give_up()
+            if differs_at == self._commit.returned + 1:
+                self._commit.disagree()
+            else:
+                self._commit.give_up()
             self.circle.is_stopped = True
             attempt = self._commit.attempt
         self._bell.ring()

@@ -20,12 +20,21 @@ import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.dtypes import DTYPES, dtype_code
-from covey.base.errors import ClosedError, ConfigError, CoveyError, MismatchError, PeerLostError, RemoteProtocolError
-from covey.proto.transferring import Election, Fetch, Orders, differing, elect, listed, objection
+from covey.base.errors import (
+    ConfigError,
+    CoveyError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    RemoteProtocolError,
+)
+from covey.base.text import printable
+from covey.proto.transferring import WINDOW_CHUNKS, Election, Fetch, Orders, differing, elect, listed, objection
 from covey.runtime.buffers import as_array, readable
 from covey.runtime.mailbox import Mailbox
+from covey.runtime.movements import PHYSICAL_BYTES
 from covey.wire import objects
-from covey.wire.manifest import Entry, Manifest, Tagger
+from covey.wire.manifest import MANIFEST_BYTES, Entry, Manifest, Tagger
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, MutableMapping
@@ -39,6 +48,9 @@ logger = logging.getLogger("covey")
 
 REQUEST: Final = (1 << 32) - 1
 """The letter number of requests; those of chunks are the chunks' numbers."""
+ON_DRIFT: Final = ("repair", "raise")
+NONCE_BYTES: Final = 16
+TEXT_LIMIT: Final = 1000
 PROGRESS_SECONDS: Final = 1.0
 """A restore that takes longer shows how far it is."""
 _BYTE: Final = dtype_code(np.dtype(np.uint8))
@@ -61,6 +73,28 @@ class RestoreReport:
     """The receivers that were no newcomers: their state should have been the same and was not."""
     first: bool
     """All ranks were newcomers, so it is the lowest rank's state."""
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What the ranks say first: a random part of the key, and how they want it."""
+
+    nonce: bytes
+    on_drift: str
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a restore on one rank."""
+
+    digest: bytes
+    """Of its state."""
+    lost: int
+    """The rank that it lost and could not do without, or -1."""
+    text: str
+    """Why it failed; empty if it did not."""
+    is_broken: bool
+    """A rank broke the protocol."""
 
 
 def restore(
@@ -92,7 +126,7 @@ def restore(
         DeadlineError: `timeout` passed.
     """
     began_at = time.monotonic()
-    if on_drift not in ("repair", "raise"):
+    if on_drift not in ON_DRIFT:
         raise ConfigError(f"on_drift={on_drift!r} must be 'repair' or 'raise'")
     limit = group._engine.config.timeout if timeout is None else check_timeout(timeout)
     if group.size == 1:
@@ -148,17 +182,28 @@ class _Restore:
 
     def compare(self, fresh: bool, on_drift: str) -> dict[int, Manifest]:
         """Exchange what all states consist of."""
-        terms = self._gather([secrets.token_bytes(16), on_drift])
-        if len({drift for _, drift in terms.values()}) > 1:
-            said = "; ".join(f"rank {rank} passed {drift!r}" for rank, (_, drift) in terms.items())
-            raise MismatchError(f"restore: on_drift must be the same on all ranks: {said}")
-        self.tagger = Tagger(nonce for nonce, _ in terms.values())
-        failure: TypeError | None = None
+        terms: dict[int, _Terms] = self._gather(_Terms(secrets.token_bytes(NONCE_BYTES), on_drift), _Terms)
+        for rank, said in terms.items():
+            if len(said.nonce) != NONCE_BYTES or said.on_drift not in ON_DRIFT:
+                raise RemoteProtocolError(f"restore: rank {rank} sent terms that are none")
+        if len({said.on_drift for said in terms.values()}) > 1:
+            passed = "; ".join(f"rank {rank} passed {said.on_drift!r}" for rank, said in terms.items())
+            raise MismatchError(f"restore: on_drift must be the same on all ranks: {passed}")
+        self.tagger = Tagger(said.nonce for said in terms.values())
+        failure: Exception | None = None
         try:
             manifest = Manifest(is_fresh=fresh, entries=tuple(self._survey()))
-        except TypeError as error:  # the others must hear of it before this rank raises
-            failure, manifest = error, Manifest(is_fresh=fresh, failure=str(error))
+            manifest.check()
+        except (TypeError, RemoteProtocolError) as error:  # the others must hear of it before this rank raises
+            failure, manifest = error, Manifest(is_fresh=fresh, failure=_shown(str(error)))
         manifests: dict[int, Manifest] = self._gather(manifest, Manifest)
+        for rank, each in manifests.items():
+            try:
+                each.check()
+            except RemoteProtocolError as error:
+                raise RemoteProtocolError(f"restore: rank {rank} sent a manifest that is none: {error}") from error
+        if isinstance(failure, RemoteProtocolError):
+            raise ConfigError(f"restore: this state is too large or its names are too long: {failure}") from failure
         if failure is not None:
             raise failure
         if failed := [f"rank {rank} has {each.failure}" for rank, each in manifests.items() if each.failure]:
@@ -196,7 +241,15 @@ class _Restore:
                 "restore: rank %d had drifted from the state of rank %s in %s, and gets it again",
                 *(rank, ", ".join(map(str, election.donors)), listed(differing(mine, winner))),
             )
-        replaced = self._make_room(mine, winner)
+        try:
+            replaced = self._make_room(mine, winner)
+        except MemoryError:
+            named = ", ".join(map(str, election.donors))
+            self._failure = MismatchError(
+                f"there is no memory for the {winner.nbytes} bytes that rank {named} announced"
+            )
+            self._part_with(mailbox, election)
+            return 0
         chunks = winner.chunks()
         missing = {i: chunk.stop - chunk.start for i, chunk in enumerate(chunks) if mine.lacks(chunk, winner)}
         fetch = Fetch(missing, election.donors, election.receivers.index(rank))
@@ -207,30 +260,48 @@ class _Restore:
             bar.close()
             for name in {chunks[i].name for i in missing} & self._operands.keys():
                 self._operands[name].store()
+        self._part_with(mailbox, election)
+        if self._failure is None:
+            self._settle(mine, winner, replaced)
+        return received
+
+    def _part_with(self, mailbox: Mailbox, election: Election) -> None:
+        """Tell the donors that nothing more is needed, and let all that is under way end."""
         for donor in election.donors:
             mailbox.send(_numbers(()), donor, REQUEST)
         while mailbox.is_waiting:
             mailbox.next(election.donors)
-        if self._failure is None:
-            self._settle(mine, winner, replaced)
-        return received
 
     def _make_room(self, mine: Manifest, winner: Manifest) -> list[str]:
         """Add the arrays that are missing, to the mapping too: what lands there is kept. Return the values to replace.
 
         Arrays of the winner are zero at first, so that a restore that fails shows nobody's old memory.
+
+        Raises:
+            MemoryError: there is not so much memory; nothing was added.
+            DeadlineError: it took too long.
         """
-        replaced = []
-        for entry in winner.entries:
-            own = mine.by_name.get(entry.name)
-            if not entry.is_array and (own is None or not own.is_same(entry)):
-                replaced.append(entry.name)
-                self._contents[entry.name] = np.empty(entry.nbytes, np.uint8)
-            elif own is None:
-                array = np.zeros(entry.shape, DTYPES[entry.dtype_code])
-                self._contents[entry.name] = array.reshape(-1).view(np.uint8)
-                self.state[entry.name] = array
-        return replaced
+        own = mine.by_name
+        added = [entry for entry in winner.entries if entry.is_array and entry.name not in own]
+        replaced = [
+            entry
+            for entry in winner.entries
+            if not entry.is_array and not (entry.name in own and own[entry.name].is_same(entry))
+        ]
+        if sum(entry.nbytes for entry in added + replaced) > PHYSICAL_BYTES:
+            raise MemoryError  # the kernel would promise it, piece by piece
+        arrays, contents = {}, {}
+        for entry in added:
+            if time.monotonic() > self.deadline:
+                raise DeadlineError("restore: the timeout ended while memory was being taken")
+            arrays[entry.name] = array = np.zeros(entry.shape, DTYPES[entry.dtype_code])
+            contents[entry.name] = array.reshape(-1).view(np.uint8)
+        for entry in replaced:
+            contents[entry.name] = np.empty(entry.nbytes, np.uint8)
+        for name, array in arrays.items():
+            self.state[name] = array
+        self._contents.update(contents)
+        return [entry.name for entry in replaced]
 
     def _fetch(self, mailbox: Mailbox, fetch: Fetch, chunks: list[Chunk], bar: _Bar) -> int:
         received = 0
@@ -268,8 +339,13 @@ class _Restore:
 
     def _settle(self, mine: Manifest, winner: Manifest, replaced: list[str]) -> None:
         """Replace values, and drop names that the winner does not have."""
-        for name in replaced:
-            self.state[name] = objects.decode(self._contents[name].data)
+        try:
+            values = {name: objects.decode(self._contents[name].data) for name in replaced}
+        except (RemoteProtocolError, TypeError) as error:  # its bytes are those that the donors have
+            self._failure = MismatchError(f"a value that the others have cannot be decoded: {error}")
+            return
+        for name, value in values.items():
+            self.state[name] = value
         if extra := sorted(mine.by_name.keys() - winner.by_name.keys()):
             logger.warning("restore: rank %d drops what the others do not have: %s", self.group.rank, listed(extra))
             for name in extra:
@@ -280,7 +356,7 @@ class _Restore:
     def serve(self, mailbox: Mailbox, election: Election) -> int:
         """Send every receiver what it asks for, until it is done or lost; return the bytes that left."""
         chunks = election.winner.chunks()
-        orders = Orders(election.receivers)
+        orders, asked_before = Orders(election.receivers), dict.fromkeys(election.receivers, 0)
         sent = 0
         for receiver in election.receivers:
             mailbox.receive(receiver, REQUEST)
@@ -292,13 +368,17 @@ class _Restore:
                 sent += chunks[letter.number].stop - chunks[letter.number].start
                 due = orders.sent(letter.peer)
             elif letter.result.size:
-                due = orders.asked(letter.peer, letter.result.view(np.uint32).tolist())
+                asked = _asked_for(letter.result, len(chunks))
+                asked_before[letter.peer] += 0 if asked is None else len(asked)
+                if asked is None or asked_before[letter.peer] > len(chunks):
+                    # Not served any more; the others are, and all hear of it in the end.
+                    self._failure = RemoteProtocolError(f"rank {letter.peer} asked for chunks that are none")
+                    continue
+                due = orders.asked(letter.peer, asked)
                 mailbox.receive(letter.peer, REQUEST)
             else:
                 continue  # it has said that it is done
             for index in due:
-                if index >= len(chunks):
-                    raise RemoteProtocolError(f"restore: rank {letter.peer} asked for chunk {index} of {len(chunks)}")
                 mailbox.send(self._memory(chunks[index]), letter.peer, index)
         return sent
 
@@ -311,19 +391,19 @@ class _Restore:
             # What landed later may have overwritten what was checked before.
             digest = Manifest(is_fresh=False, entries=tuple(self._survey())).digest
         lost = failure.rank if isinstance(failure, PeerLostError) else -1
-        try:
-            outcomes = self._gather([digest, lost, "" if failure is None else str(failure)])
-        except ClosedError as error:
-            if isinstance(error.__cause__, PeerLostError):  # told to one of our messages, before the group had failed
-                raise error.__cause__ from None
-            raise
-        for rank, (_, lost, text) in outcomes.items():
-            if lost >= 0:
+        is_broken = isinstance(failure, RemoteProtocolError)
+        mine = _Outcome(digest, lost, "" if failure is None else _shown(str(failure)), is_broken)
+        outcomes: dict[int, _Outcome] = self._gather(mine, _Outcome)
+        for rank, outcome in outcomes.items():
+            text = _shown(outcome.text)
+            if outcome.lost in self.group._engine.ranks:
                 text = f"restore: no rank is left that has what rank {rank} lacks: {text}"
-                raise PeerLostError(text, rank=lost, operation="restore()")
+                raise PeerLostError(text, rank=outcome.lost, operation="restore()")
+            if outcome.is_broken:
+                raise RemoteProtocolError(f"restore: as rank {rank} says, {text}")
             if text:
                 raise MismatchError(f"rank {rank} could not be restored: {text}")
-        if wrong := [rank for rank, (digest, _, _) in outcomes.items() if digest != election.winner.digest]:
+        if wrong := [rank for rank, outcome in outcomes.items() if outcome.digest != election.winner.digest]:
             raise MismatchError(
                 f"restore: the states of ranks {wrong} differ from the others' afterwards. Did something change them "
                 "meanwhile, or do arrays share memory there that do not elsewhere?"
@@ -339,10 +419,10 @@ class _Restore:
     def _memory(self, chunk: Chunk) -> Bytes:
         return self._contents[chunk.name][chunk.start : chunk.stop]
 
-    def _gather(self, value: Any, type: Any = None) -> dict[int, Any]:
-        """Return what every live rank passed."""
+    def _gather(self, value: Any, type: Any) -> dict[int, Any]:
+        """Return what every live rank passed, which is no larger than a manifest may be."""
         left = max(self.deadline - time.monotonic(), 0.001)
-        values = self.group.all_gather_object(value, type=type, timeout=left)
+        values = self.group._gather_all_objects(value, type, False, left, False, most_bytes=MANIFEST_BYTES)
         return {rank: each for rank, each in enumerate(values) if each is not None}
 
 
@@ -378,6 +458,19 @@ class _Bar:
 def _is_array(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
+
+
+def _asked_for(request: Bytes, count: int) -> list[int] | None:
+    """Return the numbers of the chunks that a receiver asks for; None if they are none of `count`."""
+    if request.dtype != np.uint8 or request.size % 4 or request.size > 4 * WINDOW_CHUNKS:
+        return None
+    numbers: list[int] = request.view(np.uint32).tolist()
+    return numbers if max(numbers) < count else None
+
+
+def _shown(text: str) -> str:
+    """Return a text for other ranks, or from them: short, and nothing that a terminal would obey."""
+    return printable(text)[:TEXT_LIMIT]
 
 
 def _numbers(indices: Iterable[int]) -> Bytes:

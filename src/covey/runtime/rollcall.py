@@ -7,21 +7,25 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from covey.base.dtypes import DTYPES
 from covey.runtime import loop as control
 from covey.runtime.fault import Fault
-from covey.runtime.ledger import Ledger
+from covey.runtime.ledger import OPERATIONS, TEXT_LIMIT, Ledger
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.runtime.engine import Engine
+    from covey.runtime.ledger import Call
+    from covey.wire.header import Header
 
 ANSWER_SECONDS: Final = 0.15
 """How long a rank that found a contradiction collects what the others called."""
 ROUNDS: Final = 3
 """How often it asks those who have called nothing yet."""
-TEXT_LIMIT: Final = 2000
+PARTING_LIMIT: Final = 200
+"""Characters of each call that a rank leaves with the others when it closes a group."""
 POLL_SECONDS: Final = 0.002
 
 
@@ -53,7 +57,10 @@ class RollCall:
     def __init__(self, engine: Engine) -> None:
         self.ledger = Ledger()
         self._owner = weakref.ref(engine)  # groups that are dropped go at once
-        self._is_comparing = False
+        self._compared = 0
+        """The operation that ranks are known to have called differently, or 0."""
+        self._is_told = False
+        self._parted: set[int] = set()
 
     @property
     def _engine(self) -> Engine:
@@ -67,6 +74,68 @@ class RollCall:
         if engine.node is not None:
             message = messages.Announce(engine.id, sequence, *self._mine(sequence))
             engine.node.tell((member for member in engine.members if member != engine.node.rank), message)
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether ranks are known to have called different things: a MismatchError is about to end the group."""
+        return self._compared > 0
+
+    def has_parted(self, rank: int) -> bool:
+        """Tell whether a rank has closed the group, and told of its last calls."""
+        return rank in self._parted
+
+    def part(self) -> None:
+        """Leave this rank's last calls with the others: one that only sent may be gone before they notice."""
+        engine = self._engine
+        runs: list[messages.CallRun] = []
+        for sequence, call in self.ledger.recent():
+            last = runs[-1] if runs else None
+            if last is not None and (last.first + last.count, last.fingerprint) == (sequence, call.fingerprint):
+                runs[-1] = messages.CallRun(last.first, last.count + 1, last.fingerprint, last.call)
+            else:
+                runs.append(messages.CallRun(sequence, 1, call.fingerprint, call.text[:PARTING_LIMIT]))
+        if engine.node is not None and runs:
+            others = [member for member in engine.members if member != engine.node.rank]
+            engine.node.tell(others, messages.Calls(engine.id, tuple(runs)))
+
+    def recall(self, rank: int, calls: messages.Calls) -> None:
+        """A rank has closed the group, and tells what it called. On the control loop."""
+        self._parted.add(rank)
+        for run in calls.runs:
+            for sequence in range(run.first, run.first + run.count):
+                self.ledger.heard(rank, sequence, sequence, run.fingerprint, run.call)
+        self.compare_known()
+
+    def recognise(self, rank: int, header: Header, upcoming: Call | None, *, is_here: bool) -> None:
+        """A rank has sent the first bytes of an operation; if it `is_here` it can be asked what it called."""
+        sequence = header.sequence
+        mine = upcoming if sequence == self.ledger.entered + 1 else self.ledger.at(sequence)
+        if mine is None or mine.fingerprint == header.fingerprint or self.ledger.knows(rank, sequence):
+            return
+        if is_here:
+            if not self.is_comparing:
+                self._begin(sequence)
+            return
+        operation = OPERATIONS[header.operation] if header.operation < len(OPERATIONS) else "something else"
+        words = [DTYPES[header.dtype].name] if header.dtype < len(DTYPES) else []
+        self.ledger.heard(rank, sequence, sequence, header.fingerprint, f"{operation}({', '.join([*words, '...'])})")
+
+    def compare_known(self, upcoming: Call | None = None) -> bool:
+        """Have calls compared, if another rank is known to have called otherwise; tell whether it is. On any thread."""
+        if not self.is_comparing and (sequence := self.ledger.contradiction(upcoming)):
+            if upcoming is not None and sequence == self.ledger.entered + 1:
+                self.ledger.enter(sequence, upcoming)
+            self._begin(sequence)
+        return self.is_comparing
+
+    def conclude(self) -> None:
+        """End the group with what is known of the calls that differ. On any thread."""
+        self._tell(self._engine, is_last=True)
+
+    def _begin(self, sequence: int) -> None:
+        self._compared = sequence
+        self.call(sequence)
+        control.soon(self._compare, self._engine, sequence, ROUNDS + 1)
 
     def late(self, waiting_for: tuple[int, ...]) -> tuple[int, ...]:
         """Return who keeps the current operation waiting: those who never came to it, or else those it waits for."""
@@ -118,22 +187,28 @@ class RollCall:
             answer = messages.Position(engine.id, self.ledger.entered, sequence, *self._mine(sequence))
             engine.node.tell((engine.members[rank],), answer)
         differs = self.ledger.heard(rank, entered, sequence, message.fingerprint, message.call)
-        if differs and not self._is_comparing:
-            self._is_comparing = True
-            self.call(sequence)
-            control.control_loop().call_later(ANSWER_SECONDS, self._compare, engine, sequence)
+        if differs and not self.is_comparing:
+            self._begin(sequence)
+        elif self.is_comparing:
+            self._tell(engine, is_last=False)
 
     def _mine(self, sequence: int) -> tuple[int, str]:
         call = self.ledger.at(sequence)
         return (0, "") if call is None else (call.fingerprint, call.text[:TEXT_LIMIT])
 
-    def _compare(self, engine: Engine, sequence: int, rounds: int = ROUNDS) -> None:
-        """Everyone had time to say what it called at `sequence`; at least one differs from us."""
-        ranks = engine.circle.ranks
-        if rounds > 1 and not self.ledger.heard_all(sequence, ranks, engine.rank):
-            self.call(sequence)  # who had not come to it then may have come to it by now
+    def _compare(self, engine: Engine, sequence: int, rounds: int) -> None:
+        """Wait until all ranks have said what they called at `sequence`, or had time to; at least one differs."""
+        self._tell(engine, is_last=rounds == 1)
+        if not self._is_told:
+            if rounds <= ROUNDS:
+                self.call(sequence)  # a rank that had not come to it then may have come to it by now
             control.control_loop().call_later(ANSWER_SECONDS, self._compare, engine, sequence, rounds - 1)
-            return
-        story = self.ledger.story(sequence, ranks, engine.rank)
-        text = f"ranks of group {engine.name!r} called different things as operation {sequence}: {story}"
-        engine.fail(Fault("MismatchError", text))
+
+    def _tell(self, engine: Engine, *, is_last: bool) -> None:
+        """End the group with what all ranks called, once that is known or nothing more will be."""
+        sequence, ranks = self._compared, engine.circle.ranks
+        if not self._is_told and (is_last or self.ledger.heard_all(sequence, ranks, engine.rank)):
+            story = self.ledger.story(sequence, ranks, engine.rank)
+            text = f"ranks of group {engine.name!r} called different things as operation {sequence}: {story}"
+            engine.fail(Fault("MismatchError", text), differs_at=sequence)
+            self._is_told = True  # afterwards: another thread may conclude at the same time, and relies on the fault

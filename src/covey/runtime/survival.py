@@ -6,23 +6,20 @@ import contextlib
 import hashlib
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.base.errors import ConfigError, PeerLostError
+from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.runtime import loop as control
 from covey.runtime.engine import Engine
 from covey.runtime.events import Event
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import MutableMapping, Sequence
 
     from covey.runtime.group import Group
     from covey.runtime.restore import RestoreReport
-
-RESTORE_TRIES: Final = 5
-"""Times that state is fetched again because a connection broke."""
 
 
 class Assembly:
@@ -52,8 +49,8 @@ class Assembly:
         if engine.node is not None:
             control.soon(engine.node.history.tell_keeper_of_survival)
         returned = self._of_group().all_gather(np.array([engine.last_returned]), timeout=timeout)
-        ranks = [rank for rank, number in enumerate(returned) if number is not None]
-        return survivors(self._group, ranks, self._engine.sequence), int(min(returned[rank][0] for rank in ranks))
+        numbers = _numbers(returned)
+        return survivors(self._group, list(numbers), self._engine.sequence), min(numbers.values())
 
     def _of_group(self) -> Group:
         return type(self._group)(self._engine, local_rank=self._group.local_rank)
@@ -79,6 +76,14 @@ def survivors(group: Group, ranks: list[int], number: int) -> Group:
     return type(group)(new, local_rank=group.local_rank)
 
 
+def _numbers(said: Sequence[Any]) -> dict[int, int]:
+    """Return the number that each rank said which is left; RemoteProtocolError if one said something else."""
+    for rank, array in enumerate(said):
+        if array is not None and array.shape != (1,):
+            raise RemoteProtocolError(f"shrink: rank {rank} sent an array of shape {array.shape} instead of a number")
+    return {rank: int(array[0]) for rank, array in enumerate(said) if array is not None}
+
+
 def _derived(group: int, purpose: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{group}/{purpose}".encode(), digest_size=8).digest(), "little")
 
@@ -88,42 +93,33 @@ def shrink(group: Group, timeout: float | None) -> tuple[Any, int]:
     engine = group._engine
     if engine.generation is None or engine.config.on_loss == "continue":
         # What survives losses has them behind it; who is left is agreed on by any operation.
-        numbers = group.all_gather(np.array([engine.last_returned]), timeout=timeout)
-        ranks = [rank for rank, number in enumerate(numbers) if number is not None]
-        return survivors(group, ranks, engine.sequence), int(min(numbers[rank][0] for rank in ranks))
+        numbers = _numbers(group.all_gather(np.array([engine.last_returned]), timeout=timeout))
+        return survivors(group, list(numbers), engine.sequence), min(numbers.values())
     return group._assembly().shrink(timeout)
 
 
 def restore(group: Group, state: MutableMapping[str, Any], **options: Any) -> RestoreReport:
-    """Bring newcomers to the state of the others, over connections that may break.
+    """Bring newcomers to the state of the others; see `Group.restore`.
 
-    A connection that breaks while both ends are in the view ends one try. The next, over new ones, only moves what is
-    still missing.
+    A group that goes on without lost ranks has a second one for it: what a restore that failed has left of large
+    messages ends with that one's lanes, and disturbs none of the program's messages.
     """
     from covey.runtime import restore as restoring
 
     engine = group._engine
     if not engine.survives:
         return restoring.restore(group, state, **options)
+    if engine.is_over:
+        engine.require_open()
     group._restores += 1
-    failure: PeerLostError | None = None
-    for number in range(RESTORE_TRIES):
-        purpose = f"restore/{group._restores}.{number}"
-        side = Engine(
-            engine.node, _derived(engine.id, purpose), engine.members, f"{engine.name}/restore", engine.config,
-            generation=engine.generation,
-        )  # fmt: skip
-        with contextlib.closing(type(group)(side, local_rank=group.local_rank)) as way:
-            report = None
-            try:
-                report = restoring.restore(way, state, **options)
-            except PeerLostError as error:
-                failure = error
-            if way.agree(report is not None, timeout=options.get("timeout")) and report is not None:
-                _tell_of(report, engine)
-                return report
-    assert failure is not None
-    raise failure
+    side = Engine(
+        engine.node, _derived(engine.id, f"restore/{group._restores}"), engine.members, f"{engine.name}/restore",
+        engine.config, generation=engine.generation,
+    )  # fmt: skip
+    with contextlib.closing(type(group)(side, local_rank=group.local_rank)) as way:
+        report = restoring.restore(way, state, **options)
+    _tell_of(report, engine)
+    return report
 
 
 def _tell_of(report: RestoreReport, engine: Engine) -> None:

@@ -8,6 +8,8 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
+from covey.base.errors import RemoteProtocolError
+
 if TYPE_CHECKING:
     from covey.runtime.greet import Where
     from covey.runtime.group import Group
@@ -53,6 +55,8 @@ def export_torch_env(group: Group, node: Node | None) -> None:
     `node` is None for a group of one.
     """
     port = int(group.broadcast_object(free_port() if group.rank == 0 else None, type=int))
+    if not 0 < port < 1 << 16:
+        raise RemoteProtocolError(f"rank 0 named port {port} for torch's store")
     master = "127.0.0.1"
     if node is not None and _local_size(group) < group.size:
         master = address_of_first(node)

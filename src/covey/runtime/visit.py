@@ -124,7 +124,7 @@ class Visit:
             answer = await _answer(someone, question, left)
             if isinstance(answer, ANSWERS[type(question)]):  # or else late, to an earlier question
                 return answer
-        raise DeadlineError(f"{who} did not answer within {within:g} s")
+        raise DeadlineError(f"{who} did not answer within the timeout of {within:g} s")
 
 
 async def _answer(someone: Acquaintance, question: messages.Question, within: float) -> messages.Answer | None:

@@ -61,7 +61,9 @@ class Work(Generic[T]):
             if self._drive is not None:
                 self._drive(self, None if timeout is None else time.monotonic() + timeout)
             if not self._done.wait(timeout if self._drive is None else 0):
-                raise DeadlineError(f"{self.description} is not done after {timeout} s; it goes on in the background")
+                raise DeadlineError(
+                    f"{self.description} is not done after the timeout of {timeout} s; it goes on in the background"
+                )
         if self._error is not None:
             raise self._error
         return self._result

@@ -195,12 +195,12 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
             def combine(pairs: list[tuple[Any, Any]], tensor: torch.Tensor = tensor, writing: Any = writing) -> None:
                 indices = torch.cat([tensor_over(where) for where, _ in pairs], dim=1)
                 values = torch.cat([tensor_over(what) for _, what in pairs])
-                # What came from others is checked: indices beyond the shape would be written to, wherever that is.
                 total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).coalesce()
                 with torch.no_grad(), writing():
                     tensor.copy_(total.to(tensor.device))
 
-            calls.append((operand_of(entries.indices()), operand_of(entries.values()), combine))
+            bounds = tuple(tensor.shape[: tensor.sparse_dim()])
+            calls.append((operand_of(entries.indices()), operand_of(entries.values()), bounds, combine))
         return self._issue(opts, tensors, self._group.gather_pairs, calls)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:

@@ -77,7 +77,7 @@ class Saving:
         try:
             error = self._future.exception(timeout)
         except TimeoutError:
-            raise DeadlineError(f"the checkpoint is still being written after {timeout} s") from None
+            raise DeadlineError(f"the checkpoint is still being written after the timeout of {timeout} s") from None
         self._asked = True
         if error is not None:
             raise error

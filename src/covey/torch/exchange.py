@@ -153,17 +153,33 @@ class TensorGroup(Group):
         self,
         indices: Any,
         values: Any,
+        bounds: Sequence[int],
         then: Callable[[list[tuple[Array, Array]]], None],
         *,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Call `then` with the indices and values of every rank that is left, in the order of ranks."""
+        """Call `then` with the indices and values of every rank that is left, in the order of ranks.
+
+        `indices` has a column for each row of `values`; on other ranks both may have other numbers of them. Row r of
+        the indices is below `bounds[r]`.
+        """
         keys, entries = readable(indices), readable(values)
-        call = self._call("all_gather", entries.code, None, sparse=True)
+        call = self._call("all_gather", entries.code, None, sparse=True, rows=keys.shape[0], entry=entries.shape[1:])
 
         def body(circle: Circle) -> list[tuple[Array, Array]]:
-            return list(zip(movements.gather_all(circle, keys), movements.gather_all(circle, entries), strict=True))
+            ndims = (movements.Wanted(ndim=len(operand.shape)) for operand in (keys, entries))
+            columns, rows = (
+                movements.gather_all(circle, operand, wanted=wanted)
+                for operand, wanted in zip((keys, entries), ndims, strict=True)
+            )
+            for place, (where, what) in enumerate(zip(columns, rows, strict=True)):
+                if where.shape != (keys.shape[0], what.shape[0]) or what.shape[1:] != entries.shape[1:]:
+                    shapes = f"{list(where.shape)} and {list(what.shape)}"
+                    circle.reject(place, f"the indices and values of no sparse tensor: shapes {shapes}")
+                if (where < 0).any() or (where >= np.array(bounds)[:, None]).any():
+                    circle.reject(place, f"indices beyond the {list(bounds)} of the sparse tensor")
+            return list(zip(columns, rows, strict=True))
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 

@@ -10,6 +10,9 @@ they do not need at zero. What `bytes` counts:
     CTS     what the receiver wants of message `id`: all of it, or 0 to drop it ("clear to send")
     DATA    the piece of message `id` that follows
     CREDIT  how much room the receiver has again
+    ACK     how many bytes of the stream of frames have arrived
+    RESUME  the same, as the first frame on a connection; it is not part of the stream of frames itself
+    END     0: nothing follows
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ RTS: Final = 2
 CTS: Final = 3
 DATA: Final = 4
 CREDIT: Final = 5
+ACK: Final = 6
+RESUME: Final = 7
+END: Final = 8
 
 MAX_NDIM: Final = 32
 MAX_BYTES: Final = 2**63 - 1
@@ -34,6 +40,8 @@ MAX_BYTES: Final = 2**63 - 1
 _MAGIC: Final = 0xC0FE
 _VERSION: Final = 1
 _FIXED: Final = struct.Struct("<HBBBBBxqQQ")
+FIXED_BYTES: Final = _FIXED.size
+"""The length of a header without a shape."""
 _DIMS: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1))
 
 
@@ -69,7 +77,7 @@ def decode(data: bytes | bytearray | memoryview, start: int, stop: int) -> tuple
     magic, version, kind, content, dtype_code, ndim, tag, message_id, payload_bytes = _FIXED.unpack_from(data, start)
     if magic != _MAGIC or version != _VERSION:
         raise RemoteProtocolError(f"not a message header: magic {magic:#06x}, version {version}")
-    if not EAGER <= kind <= CREDIT or content > 1 or dtype_code >= len(DTYPES) or ndim > MAX_NDIM:
+    if not EAGER <= kind <= END or content > 1 or dtype_code >= len(DTYPES) or ndim > MAX_NDIM:
         raise RemoteProtocolError(f"impossible message: {kind=} {content=} {dtype_code=} {ndim=}")
     announces = kind <= RTS
     if payload_bytes > MAX_BYTES or tag < 0 or (not announces and (tag or content or dtype_code or ndim)):

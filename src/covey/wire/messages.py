@@ -398,6 +398,24 @@ class Ended(Worded, frozen=True, array_like=True, tag=28):
     """A program of it had ended."""
 
 
+class Calls(msgspec.Struct, frozen=True, array_like=True, tag=29):
+    """What the sender called last in a group that it leaves: others may have called something else."""
+
+    group: int
+    runs: Annotated[tuple[CallRun, ...], msgspec.Meta(max_length=64)]
+    """In the order of their sequences."""
+
+
+class CallRun(Worded, frozen=True, array_like=True):
+    """Equal calls, one after the other."""
+
+    first: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    """The sequence of the first."""
+    count: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    fingerprint: Annotated[int, msgspec.Meta(ge=0)]
+    call: Text
+
+
 Greeting = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret
 Answer = Tell | Reached | SecretKept
@@ -427,6 +445,7 @@ Control = (
     | Founded
     | Posting
     | Ended
+    | Calls
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

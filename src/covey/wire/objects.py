@@ -10,7 +10,7 @@ import dataclasses
 import pickle
 import re
 import struct
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -18,7 +18,12 @@ from msgspec.msgpack import Ext
 
 from covey.base.dtypes import DTYPES, dtype_code
 from covey.base.errors import MismatchError, RemoteProtocolError
+from covey.wire import unpickling
 from covey.wire.message_header import MAX_NDIM, array_bytes
+from covey.wire.unpickling import check_allowed
+
+if TYPE_CHECKING:
+    from covey.wire.unpickling import AllowPickle
 
 _PLAIN: Final = b"\x01"
 _PICKLED: Final = b"\x02"
@@ -34,7 +39,7 @@ _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, bytearray, 
 _BOOL_CODE: Final = dtype_code(np.dtype(bool))
 
 
-def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
+def encode(value: Any, *, allow_pickle: AllowPickle = False) -> bytes:
     """Return bytes from which `decode` makes an equal value.
 
     Takes None, bools, numbers, strings, bytes, lists, tuples, dicts, dataclasses, numpy arrays and numpy scalars,
@@ -43,7 +48,9 @@ def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
 
     Raises:
         TypeError: there is something else in it, and `allow_pickle` is not set (or pickle cannot take it either).
+        ConfigError: `allow_pickle` lists something that is no class and no full name.
     """
+    check_allowed(allow_pickle)
     try:
         try:
             _check(value)
@@ -53,7 +60,7 @@ def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
         except RecursionError as error:
             raise _refusal("a value that contains itself, or is nested too deeply") from error
     except TypeError:
-        if not allow_pickle:
+        if allow_pickle is False:
             raise
     try:
         return _PICKLED + pickle.dumps(value, protocol=5)
@@ -66,16 +73,19 @@ def encode_failure(text: str) -> bytes:
     return _FAILED + text.encode("utf-8", "replace")
 
 
-def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pickle: bool = False) -> Any:
+def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pickle: AllowPickle = False) -> Any:
     """Return the value that was encoded, as `type` if one is given; nothing in `data` can name a class.
 
-    Arrays are fresh and writable. With `allow_pickle` the sender can run code in this process.
+    Arrays are fresh and writable. With `allow_pickle=True` the sender can run any code in this process; with a list of
+    classes and full names ("package.module.Name") only what these do when they are called.
 
     Raises:
         TypeError: the sender could not encode its value; or it was pickled and `allow_pickle` is not set.
-        MismatchError: the value does not fit `type`.
+        ConfigError: `allow_pickle` lists something that is no class and no full name.
+        MismatchError: the value does not fit `type`; or its pickle names something that `allow_pickle` does not list.
         RemoteProtocolError: `encode` never made these bytes.
     """
+    check_allowed(allow_pickle)
     form, body = bytes(data[:1]), memoryview(data)[1:]
     if form == _PLAIN:
         return _decode_plain(body, type)
@@ -83,10 +93,15 @@ def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pick
         raise TypeError(str(body, "utf-8", "replace"))
     if form != _PICKLED:
         raise RemoteProtocolError(f"not an encoded object: it starts with {form!r}")
-    if not allow_pickle:
-        raise TypeError("the sender pickled its value; pass allow_pickle=True here as well if you trust the sender")
+    if allow_pickle is False:
+        raise TypeError(
+            "the sender pickled its value; pass allow_pickle=[its classes] here as well, or allow_pickle=True if the "
+            "sender may run any code here"
+        )
     try:
-        return pickle.loads(body)
+        return unpickling.load(body, allow_pickle)
+    except MismatchError:
+        raise
     except Exception as error:  # unpickling runs foreign code, which may raise anything
         raise RemoteProtocolError(f"the pickle cannot be loaded: {error!r}") from error
 
@@ -164,7 +179,8 @@ def _from_extension(extension: int, data: memoryview) -> Any:
 def _refusal(what: str) -> TypeError:
     return TypeError(
         f"cannot send {what}: objects may hold JSON-like values, bytes, dataclasses and numpy arrays. "
-        "Ranks that trust each other can send anything else: pass allow_pickle=True, here and where it is received."
+        "Anything else can be sent as a pickle: pass allow_pickle=[its classes], here and where it is received, or "
+        "allow_pickle=True among ranks that may run any code on each other."
     )
 
 

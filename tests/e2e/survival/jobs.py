@@ -279,6 +279,28 @@ def break_connections(pid: int, most: int = 1) -> int:
     return broken
 
 
+def break_all_connections(pid: int, spare: str) -> int:
+    """Shut down all connections of a process but those with `spare`, the socket of its keeper; return how many."""
+    libc, broken = ctypes.CDLL(None, use_errno=True), 0
+    process = os.pidfd_open(pid)
+    try:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if not os.readlink(path).startswith("socket:"):
+                    continue
+                fd = libc.syscall(438, process, int(path.name), 0)  # pidfd_getfd
+                if fd < 0:
+                    continue
+                with socket.socket(fileno=fd) as sock:
+                    ends = sock.getsockname(), sock.getpeername()
+                    if any(ends) and spare not in ends:  # a pair without names is the process's own
+                        sock.shutdown(socket.SHUT_RDWR)
+                        broken += 1
+    finally:
+        os.close(process)
+    return broken
+
+
 # In a rank
 
 HEADER_BYTES = 4096

@@ -379,5 +379,5 @@ def test_a_minority_without_a_keeper_says_who_is_missing_and_what_to_do() -> Non
             assert "the tie-breaker, rank 0" in text
             for option in ("within 1.5 s", "patience=", "quorum='any'", "Start the missing ones"):
                 assert option in text
-            assert (further["error"], further["cause"]) == ("ClosedError", "QuorumLostError")
+            assert (further["error"], further["text"]) == ("QuorumLostError", text)
         ranks.await_exit(others)

@@ -6,7 +6,19 @@ import time
 from typing import Any
 
 import pytest
-from tests.e2e.survival.jobs import LANES, Members, attempt, covey, np, say, threading, values
+from tests.e2e.survival.jobs import (
+    LANES,
+    Members,
+    attempt,
+    await_go,
+    break_all_connections,
+    contextlib,
+    covey,
+    np,
+    say,
+    threading,
+    values,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -118,3 +130,160 @@ def test_who_waits_for_anybody_hears_of_a_loss() -> None:
         assert (third["error"], third["rank"]) == ("PeerLostError", 1), third  # once, and then those who are left
         assert fourth == [16.0, 32.0]
         ranks.await_exit((0, 2))
+
+
+def talk_over_broken_connections(on_loss: str, sizes: list[int], cuts: int, cuts_own: bool) -> Any:
+    """Every rank sends numbered messages to every other; connections break until the test, or this rank, has enough."""
+    with covey.join(on_loss=on_loss) as group:
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        enough, failures, counts = threading.Event(), [], dict.fromkeys(others, 0)
+        group.barrier()
+
+        def guarded(body: Any, peer: int) -> Any:
+            def run() -> None:
+                try:
+                    body(peer)
+                except BaseException as error:
+                    failures.append(repr(error))
+                    enough.set()
+
+            return run
+
+        def content(source: int, peer: int, number: int) -> Any:
+            return values(source, sizes[number % len(sizes)]) * (1 + number % 5) + peer
+
+        def send(peer: int) -> None:
+            number = 0
+            while not enough.is_set() or number < 2 * len(sizes):
+                data = content(group.rank, peer, number)
+                group.send(data, dst=peer, tag=7, timeout=60)
+                data[:] = 0  # it may be used again
+                number += 1
+            group.send(np.array([number]), dst=peer, tag=8, timeout=60)
+
+        def receive(peer: int) -> None:
+            # The number of messages comes with another tag, and may overtake them.
+            total = group.recv(src=peer, tag=8, async_op=True, timeout=60)
+            number = 0
+            while not total.done() or number < int(total.wait()[0]):
+                try:
+                    got = group.recv(src=peer, tag=7, timeout=0.2)
+                except covey.DeadlineError:
+                    continue
+                assert np.array_equal(got, content(peer, group.rank, number)), (peer, number, got[:3])
+                number += 1
+                counts[peer] = number
+            assert attempt(lambda: group.recv(src=peer, tag=7, timeout=0.01))["error"] == "DeadlineError"
+
+        threads = [threading.Thread(target=guarded(body, peer)) for body in (send, receive) for peer in others]
+        for thread in threads:
+            thread.start()
+        if cuts_own:
+            messenger = group._engine.post.messenger()
+            for _ in range(cuts):
+                enough.wait(0.02)
+                for lane in list(messenger._lanes.values()):
+                    with contextlib.suppress(OSError):
+                        lane.sock.shutdown(2)
+        else:
+            say("talking")
+            await_go()
+        enough.set()
+        for thread in threads:
+            thread.join(60)
+        group.barrier()
+        return {"failures": failures, "counts": counts, "hangs": any(thread.is_alive() for thread in threads)}
+
+
+SIZES = [3, 500, 0, 16_384, 16_385, 10, 300_000, 1, 2_000_000]
+
+
+def check_talk(reports: list[Any]) -> None:
+    for rank, report in enumerate(reports):
+        assert report["failures"] == [], (rank, report)
+        assert not report["hangs"], (rank, report)
+        assert all(count >= 2 * len(SIZES) for count in report["counts"].values()), (rank, report)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_messages_between_live_ranks_survive_broken_connections(lanes: str) -> None:
+    """All connections of one rank after the other break, links and lanes; nobody is lost, and no message either."""
+    with Members(3, talk_over_broken_connections, "continue", SIZES, 0, False, lanes=lanes) as ranks:
+        ranks.hear("talking")
+        broken = 0
+        for number in range(12):
+            broken += break_all_connections(ranks.pid(number % 3), str(ranks.folder / "keeper.sock"))
+            time.sleep(0.05 if number % 3 else 0.4)
+        for rank in range(3):
+            ranks.go(rank)
+        check_talk(ranks.results(timeout=90))
+        ranks.await_exit()
+        assert broken > 12
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_messages_survive_broken_lanes_in_a_group_that_ends_with_its_first_loss(lanes: str) -> None:
+    with Members(3, talk_over_broken_connections, "raise", SIZES, 15, True, lanes=lanes) as ranks:
+        check_talk(ranks.results(timeout=90))
+        ranks.await_exit()
+
+
+def receive_from_anyone() -> Any:
+    with covey.join(on_loss="continue") as group:
+        group.barrier()
+        if group.rank:
+            group.send(values(group.rank, 3), dst=0)
+            say("ready")
+            threading.Event().wait()
+        say("ready")
+        await_go()
+        group.barrier()
+        came = [group.recv(timeout=10).tolist() for _ in range(2)]
+        return sorted(came), [attempt(lambda: group.recv(timeout=10)) for _ in range(4)]
+
+
+def test_a_receive_from_anyone_hears_of_each_loss_once_and_then_that_no_rank_is_left() -> None:
+    with Members(3, receive_from_anyone) as ranks:
+        ranks.hear("ready")
+        ranks.kill(1)
+        ranks.kill(2)
+        ranks.go(0)
+        [(came, told)] = ranks.results([0])
+        assert came == [values(1, 3).tolist(), values(2, 3).tolist()]
+        assert [each["error"] for each in told] == ["PeerLostError"] * 4
+        assert sorted(each["rank"] for each in told[:2]) == [1, 2]
+        assert [each["rank"] for each in told[2:]] == [-1, -1]
+        assert "no other rank" in told[2]["text"]
+        ranks.await_exit([0])
+
+
+def restore_over_broken_connections(count: int) -> Any:
+    with covey.join(on_loss="continue") as group:
+        state = {name: values(group.rank, count) + at for at, name in enumerate("abcd")}
+        state["step"] = group.rank
+        group.barrier()
+        say("restoring")
+        report = group.restore(state, timeout=60)
+        say("restored")
+        right = all(np.array_equal(state[name], values(0, count) + at) for at, name in enumerate("abcd"))
+        group.barrier()
+        return {"right": right and state["step"] == 0, "received": report.bytes_received, "donors": report.donors}
+
+
+@pytest.mark.parametrize("lanes", ["unix", "tcp", "secure"])
+def test_a_restore_goes_on_over_connections_that_break(lanes: str) -> None:
+    count = 6_000_000
+    with Members(3, restore_over_broken_connections, count, lanes=lanes) as ranks:
+        ranks.hear("restoring")
+        broken, number = 0, 0
+        while not all(ranks.all_said(rank, "restored") for rank in (1, 2)) and number < 25:
+            time.sleep(0.03)
+            broken += break_all_connections(ranks.pid(number % 3), str(ranks.folder / "keeper.sock"))
+            number += 1
+        for rank, report in enumerate(ranks.results(timeout=90)):
+            assert report["right"], (rank, report)
+            assert report["donors"] == [0], (rank, report)
+            assert (report["received"] >= 4 * 4 * count) == (rank > 0)
+            assert report["received"] < 4 * 4 * count + 1000  # nothing came twice
+        ranks.await_exit()
+        assert broken > 0

@@ -63,7 +63,7 @@ def test_those_who_are_left_agree_and_shrink_to_a_group_of_their_own(is_kept: bo
             assert (report["agreed"], report["differed"]) == (True, False)
             assert report["last"] == 1, "rank 0 returned operation 2, the others only the first"
             assert report["new"] == [place, 4, total(others, 4).tolist()]
-            assert report["again"]["error"] == "ClosedError"
+            assert (report["again"]["error"], report["again"]["rank"]) == ("PeerLostError", 1)
             assert report["second"] == [1, total(others, 4).tolist()]
             assert report["on_loss"] == "raise"
         for rank in others:

@@ -341,3 +341,23 @@ def test_a_revocation_that_comes_before_the_commit_takes_back_a_result(is_tried_
         verdicts = (Verdict(7, 1, Fate.REVOKE),)
     crew.note(1, crew[1].install(view(1, 0, 1, verdicts=verdicts)))
     assert (crew.ends(1) == crew.ends(2)) is is_tried_first
+
+
+def test_an_operation_that_the_ranks_called_differently_never_returns() -> None:
+    """All have what they take for a result, and wait in the barrier, which none can pass."""
+    crew = Crew(3)
+    crew.start()
+    crew.complete(0, 1, 2)
+    crew[1].disagree()
+    assert crew.change(1, 0, 1, 2) == Verdict(7, 1, Fate.REVOKE)
+    assert [crew.ends(rank) for rank in range(3)] == [[Revoked(1)]] * 3
+
+
+def test_who_has_said_that_it_is_complete_stays_so_whatever_it_learns_then() -> None:
+    crew = Crew(2)
+    crew.start()
+    crew.complete(0, 1)
+    state = crew[0].freeze()
+    crew[0].disagree()
+    assert state.complete
+    assert crew[0].freeze().complete

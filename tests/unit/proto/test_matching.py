@@ -40,6 +40,9 @@ class World:
         self.pipes = {pair: bytearray() for pair in self.pairs}
         self.rng = rng
         self.over: set[Operation] = set()
+        for source, peer in self.pairs:
+            self.matchers[source].lane_opened(peer)
+        self.settle()
 
     def send(self, data: bytes, source: int, peer: int, tag: int) -> Send:
         view = memoryview(data)
@@ -342,6 +345,42 @@ def test_messages_that_are_complete_outlive_their_sender() -> None:
     assert payload(from_other) == b"alive"
 
 
+def rank_of(receive: Receive) -> int:
+    assert isinstance(receive.error, PeerLostError)
+    return receive.error.rank
+
+
+def test_a_receive_from_anyone_hears_of_each_loss_once_and_then_that_no_rank_is_left() -> None:
+    world = World(4)
+    matcher = world.matchers[0]
+    world.send(b"before", 3, 0, tag=1)
+    world.settle()
+    for rank in (2, 1):
+        matcher.fail(rank, PeerLostError(f"rank {rank} is lost", rank=rank))
+    assert payload(matcher.receive(ANY, ANY)) == b"before"
+    assert [rank_of(matcher.receive(ANY, ANY)) for _ in range(2)] == [2, 1]
+    waiting = [matcher.receive(ANY, tag) for tag in (ANY, 5)]
+    matcher.fail(3, PeerLostError("rank 3 is lost", rank=3))
+    assert [rank_of(receive) for receive in waiting] == [3, 3]
+    for _ in range(3):
+        assert rank_of(matcher.receive(ANY, 7)) == -1
+    assert rank_of(matcher.receive(2, 7)) == 2  # who asks for one rank hears of that rank
+
+
+def test_losses_that_no_receive_waited_for_are_told_before_that_no_rank_is_left() -> None:
+    matcher = Matcher(1, 3)
+    for rank in (0, 2):
+        matcher.fail(rank, PeerLostError(f"rank {rank} is lost", rank=rank))
+    assert [rank_of(matcher.receive(ANY, ANY)) for _ in range(4)] == [0, 2, -1, -1]
+
+
+def test_a_group_of_one_may_wait_for_its_own_messages() -> None:
+    world = World(1)
+    receive = world.matchers[0].receive(ANY, ANY)
+    world.send(b"mine", 0, 0, 3)
+    assert payload(receive) == b"mine"
+
+
 @pytest.mark.parametrize(("peer", "tag"), [(2, 0), (-1, 0), (0, -1), (0, 2**63)])
 def test_ranks_and_tags_that_do_not_exist_are_refused(peer: int, tag: int) -> None:
     with pytest.raises(ConfigError):
@@ -351,6 +390,12 @@ def test_ranks_and_tags_that_do_not_exist_are_refused(peer: int, tag: int) -> No
 
 
 def feed(matcher: Matcher, peer: int, data: bytes) -> None:
+    """Let `data` come from a peer that has just connected."""
+    matcher.lane_opened(peer)
+    feed_more(matcher, peer, wire.encode(Header(wire.RESUME)) + data)
+
+
+def feed_more(matcher: Matcher, peer: int, data: bytes) -> None:
     while data:
         buffer = matcher.incoming(peer)[0]
         step = min(len(buffer), len(data))
@@ -368,8 +413,13 @@ def feed(matcher: Matcher, peer: int, data: bytes) -> None:
         Header(wire.CTS, 0, 0),
         Header(wire.DATA, 0, 10),
         Header(wire.CREDIT, 0, 1),
+        Header(wire.ACK, 0, 1),
+        Header(wire.RESUME),
     ],
-    ids=["out of turn", "too large to be eager", "too small to wait", "never offered", "never asked for", "not owed"],
+    ids=[
+        *("out of turn", "too large to be eager", "too small to wait", "never offered", "never asked for", "not owed"),
+        *("never sent", "in the middle"),
+    ],
 )
 def test_frames_that_cannot_come_now_are_a_protocol_error(header: Header) -> None:
     with pytest.raises(RemoteProtocolError, match="rank 1"):
@@ -381,8 +431,8 @@ def test_a_peer_that_ignores_its_credit_is_a_protocol_error() -> None:
     allowed = CREDIT_BYTES // HEADER_COST
     headers = [wire.encode(Header(wire.EAGER, at, 0, is_object=True)) for at in range(allowed + 1)]
     feed(matcher, 1, b"".join(headers[:allowed]))
-    with pytest.raises(RemoteProtocolError, match="no credit"):
-        feed(matcher, 1, headers[allowed])
+    with pytest.raises(RemoteProtocolError, match="without credit"):
+        feed_more(matcher, 1, headers[allowed])
 
 
 @unhurried
@@ -394,8 +444,10 @@ def test_any_bytes_are_frames_or_a_protocol_error(data: st.DataObject) -> None:
     for at in data.draw(st.lists(st.integers(0, len(stream) - 1), max_size=3)):
         stream[at] = data.draw(st.integers(0, 255))
     stream += data.draw(st.binary(max_size=100))
+    stream = data.draw(st.sampled_from([wire.encode(Header(wire.RESUME)), b"x" * wire.FIXED_BYTES])) + stream
+    matcher.lane_opened(1)
     try:
         for at in range(0, len(stream), step := data.draw(st.integers(1, 60))):
-            feed(matcher, 1, bytes(stream[at : at + step]))
+            feed_more(matcher, 1, bytes(stream[at : at + step]))
     except RemoteProtocolError:
         pass

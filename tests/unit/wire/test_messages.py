@@ -46,6 +46,7 @@ CONTROLS: list[Any] = [
     messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(7, CARD),), "continue", 12.5, b"o" * 16, 5),
     messages.Ended("train", b"o" * 16, True),
     messages.Posting(1, 2, b"body"),
+    messages.Calls(5, (messages.CallRun(1, 3, 99, "barrier()"),)),
 ]
 
 
@@ -65,7 +66,7 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
                      "Announce": 8, "Position": 9, "Revoke": 10, "NoLane": 11, "Offer": 12, "Expect": 13, "Known": 14,
                      "Ping": 15, "Pong": 16, "Forming": 17, "Ask": 18, "Tell": 19, "Reach": 20, "Reached": 21,
                      "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26,
-                     "Posting": 27, "Ended": 28}  # fmt: skip
+                     "Posting": 27, "Ended": 28, "Calls": 29}  # fmt: skip
     assert set(names) == {kind.__name__ for union in (messages.Greeting, messages.Control) for kind in get_args(union)}
 
 

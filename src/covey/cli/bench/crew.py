@@ -149,7 +149,9 @@ class Crew:
             raise self._failure(f"in {case}", trouble)
         if waiting:
             late = tuple(waiting)
-            what = f"{self.contender.name}: no answer from {_ranks(late)} in {case} after {patience:.0f} s"
+            what = (
+                f"{self.contender.name}: no answer from {_ranks(late)} in {case} within the timeout of {patience:.0f} s"
+            )
             raise DeadlineError(what + self._last_words(late[0]), late=late)
         return [answers[rank] for rank in range(self.size)]
 
@@ -165,7 +167,7 @@ class Crew:
             raise self._failure("while starting", ended)
         if time.monotonic() > deadline:
             late = tuple(rank for rank in range(self.size) if rank not in self._channels)
-            what = f"{self.contender.name}: {_ranks(late)} did not start within {START_SECONDS:.0f} s"
+            what = f"{self.contender.name}: {_ranks(late)} did not start within the timeout of {START_SECONDS:.0f} s"
             raise DeadlineError(what + self._last_words(late[0]), late=late)
 
     def _failure(self, when: str, trouble: dict[int, str]) -> CoveyError:

@@ -221,7 +221,7 @@ class _Scene:
                         exit_code=worker.code,
                     )
             if time.monotonic() > give_up_at:
-                raise DeadlineError(f"waited {PATIENCE_SECONDS:.0f} s in vain until {what}")
+                raise DeadlineError(f"the timeout of {PATIENCE_SECONDS:.0f} s ended before {what}")
 
 
 def summary(kills: Sequence[Kill]) -> dict[str, dict[str, float]]:

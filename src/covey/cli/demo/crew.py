@@ -93,7 +93,9 @@ class _Crew:
             ready = self._selector.select(max(0.0, min([give_up_at, *self._due.values()]) - now))
             if not ready and now >= give_up_at:
                 missing = tuple(node for node, worker in self._workers.items() if worker.open_pipes)
-                raise DeadlineError(f"no report from nodes {missing} for {SILENCE:.0f} s", late=missing)
+                raise DeadlineError(
+                    f"no report from nodes {missing} within the timeout of {SILENCE:.0f} s", late=missing
+                )
             for key, _ in ready:
                 worker: _Worker = key.data
                 for report in worker.read(key.fileobj):  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ class _Node:
     def finish(self, group: Group) -> None:
         """Compare parameters with the others, and show what the model has learned."""
         digest = hashlib.sha256(b"".join(array.tobytes() for array in self._parameters.values())).hexdigest()
-        identical = set(group.all_gather_object(digest)) == {digest}
+        identical = set(group.all_gather_object(digest, type=str)) == {digest}
         writing = (
             model.write(self._parameters, self._book.encode(PROMPT), 240, self._task.seed) if group.rank == 0 else []
         )

@@ -112,7 +112,9 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
     try:
         search.run()
     except TimeoutError as error:
-        raise DeadlineError("the examination did not end in time: this machine is too busy to tell") from error
+        raise DeadlineError(
+            "the examination did not end before its timeout ended: this machine is too busy to tell"
+        ) from error
     return replace(
         facts,
         looked=True,

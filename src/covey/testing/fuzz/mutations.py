@@ -142,7 +142,7 @@ class Mutator:
             case 6 if isinstance(value, list):
                 self._reorder(value)
             case 7 if isinstance(value, list) and value:
-                value[:] = value * chance.choice([2, 3, max(1, _MANY // len(value))])
+                value[:] = value * chance.choice([2, 3, max(1, _MANY // len(_places(value)))])
             case 8 if isinstance(value, list):
                 del value[chance.randrange(len(value) + 1) :]
 

@@ -6,8 +6,11 @@ whose docstring says what it raises "for anything else". The others are listed b
 
 from __future__ import annotations
 
+import collections
+import decimal
 import hmac
 import importlib
+import pickle
 import pkgutil
 import random
 import re
@@ -240,6 +243,82 @@ def _object_seeds() -> list[bytes]:
     return [*whole, *packed, keyed, array_key, objects.encode_failure("no value"), b"\x02\x80\x04N.", b"", b"\x09"]
 
 
+@dataclass
+class Point:
+    """What the receiver of a pickle has listed."""
+
+    x: int = 0
+
+
+def _read_pickle(data: bytes) -> Any:
+    return objects.decode(data, allow_pickle=[Point, "collections.namedtuple"])
+
+
+def _pickle_seeds() -> list[bytes]:
+    array, times = np.arange(6, dtype=np.float32).reshape(2, 3), np.array(["2020-01-01"], "datetime64[D]")
+    made: list[Any] = [
+        Point(1),
+        [array, times, array.dtype, np.float64(1.5)],
+        collections.defaultdict(list, {"a": [1]}),
+    ]
+    made += [
+        bytearray(b"b"),
+        np.array([None, "a"]),
+        collections.deque([1]),
+        decimal.Decimal("1.5"),
+        {1, 2},
+        complex(1, 2),
+        slice(1),
+        Point,
+        array.T,
+    ]
+    pickled = [pickle.dumps(value, protocol) for value in made for protocol in (0, 2, 4, 5)]
+    record = np.zeros(2, dtype=[("a", "<i4"), ("b", "<f8")])
+    foreign: list[Any] = [print, Target, record, collections.ChainMap()]
+    unlisted = [pickle.dumps(value) for value in foreign]
+    start_of_array = b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
+
+    def objects_of(shape: bytes, dtype: bytes = b"U\x02O8", items: bytes = b"]K\x01a") -> bytes:
+        return start_of_array + b"(K\x01" + shape + b"tcnumpy\ndtype\n(" + dtype + b"tR\x89" + items + b"tb."
+
+    by_hand = [
+        b"(ibuiltins\nlist\n.",
+        b"(cbuiltins\ncomplex\nK\x01o.",
+        b"cbuiltins\nlist\nK\x01\x85R.",
+        b"K\x01K\x01\x85R.",
+        b"cbuiltins\ncomplex\n}(U\x01aK\x01ub.",
+        b"ccollections\nnamedtuple\n}b.",
+        b"cbuiltins\ncomplex\n)}\x92.",
+        b"cbuiltins\nlist\n)}\x92.",
+        b"cbuiltins\nlist\n)\x81.",
+        b"cbuiltins\ncomplex\n)\x81.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tRK\x01b.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03U\x01<NNNK\x07K\x04K\x00tb.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03U\x01<NNNK\x04K\x07K\x00tb.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03U\x01<NNNK\x04K\x04K\x3ftb.",
+        b"cnumpy\nndarray\n(J\xff\xff\xff\x7ftR.",
+        b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(J\xff\xff\xff\x7ftU\x01btR.",
+        b"cnumpy._core.multiarray\n_reconstruct\n]cnumpy\nndarray\naR.",
+        b"cnumpy._core.multiarray\nscalar\n(cnumpy\ndtype\n(U\x0bV2000000000tRtR.",
+        b"cnumpy._core.multiarray\nscalar\n]R.",
+        pickle.BYTEARRAY8 + (1 << 36).to_bytes(8, "little") + b".",
+        objects_of(b"(K\x01"),
+        objects_of(b"(J\xff\xff\xff\x7f"),
+        objects_of(b"(]"),
+        objects_of(b"(K\x01", b"U\x02O8", b"U\x01x"),
+        objects_of(b"(K\x01", b"U\x05(2,)O"),
+        objects_of(b"(K\x00", b"U\x02f8", b"U\x00"),
+        start_of_array + b"K\x01b.",
+        start_of_array + b"(K\x01K\x01cnumpy\ndtype\n(U\x02O8tR\x89]tb.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03tb.",
+        start_of_array + b"(K\x01(K\x01tNNNtb.",
+        b"ccollections\ndeque\nq\x00]q\x01(" + b"K\x01" * 500 + b"e" + b"h\x00h\x01\x85R" * 5000 + b".",
+        b"R.",
+        b".",
+    ]
+    return [b"\x02" + each for each in (*pickled, *unlisted, *by_hand)]
+
+
 _BYTE: Final = next(code for code, dtype in enumerate(DTYPES) if dtype == np.uint8)
 UNLIKE: Final = Entry(name="unlike", is_array=True, dtype_code=1, shape=(7,), tags=bytes(TAG_BYTES))
 OWN: Final = Manifest(
@@ -442,6 +521,13 @@ BY_HAND: Final = (
         write=objects.encode,
         seeds=_object_seeds,
         prefix=1,
+    ),
+    Target(
+        name="pickles",
+        read=_read_pickle,
+        promised=(TypeError, MismatchError, RemoteProtocolError),
+        write=None,
+        seeds=_pickle_seeds,
     ),
     Target(
         name="manifest",

@@ -1,0 +1,498 @@
+"""Messages over connections that break anywhere and are replaced: each arrives once, in order, with the right bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from covey.base.dtypes import dtype_code
+from covey.base.errors import PeerLostError, RemoteProtocolError
+from covey.proto import matching, message_stream
+from covey.proto.matching import ANY, Matcher
+from covey.proto.message import HEADER_COST
+from covey.proto.message_stream import Inlet, Outlet
+from covey.wire import message_header as wire
+from covey.wire.message_header import Header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from covey.proto.message import Operation, Receive, Send
+
+UINT8 = dtype_code(np.dtype(np.uint8))
+SEEDS = 600
+TURNS = 120
+EAGER, PIECE = 60, 300
+CREDIT = 8 * (EAGER + HEADER_COST)
+ACK_BATCH = 4 * (EAGER + HEADER_COST)
+SIZES = [0, 1, 20, EAGER - 1, EAGER, EAGER + 1, PIECE, 2 * PIECE + 77, 5 * PIECE]
+TAGS = 3
+
+
+@pytest.fixture(autouse=True)
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of a few hundred bytes go through all that otherwise takes megabytes."""
+    for module in (matching, message_stream):
+        monkeypatch.setattr(module, "EAGER_BYTES", EAGER)
+    monkeypatch.setattr(message_stream, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(matching, "CREDIT_BYTES", CREDIT)
+    monkeypatch.setattr(matching, "CREDIT_BATCH", CREDIT // 16)
+    monkeypatch.setattr(matching, "ACK_BATCH", ACK_BATCH)
+
+
+class Connection:
+    """Two pipes, by the rank that writes; once broken, what is written is lost, and so is some of what is in them."""
+
+    def __init__(self) -> None:
+        self.pipes = {0: bytearray(), 1: bytearray()}
+        self.is_broken = False
+
+
+class Message:
+    """One message as the test remembers it. Its memory changes as soon as the send is over, as a program's would."""
+
+    def __init__(self, data: bytes, tag: int) -> None:
+        self.data, self.tag = data, tag
+        self.memory = bytearray(data)
+        self.send: Send
+
+
+class Story:
+    """Two ranks that send each other messages while their connections break, in a way that a seed decides."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.matchers = [Matcher(rank, 2) for rank in range(2)]
+        self.connections = [Connection()]
+        self.at: list[int | None] = [None, None]
+        self.last = [-1, -1]
+        """By rank: the connection that it uses, and the last one that it used."""
+        self.messages: list[list[Message]] = [[], []]
+        """By sender."""
+        self.receives: list[list[Receive]] = [[], []]
+        self.over: set[Operation] = set()
+        self.breaks = 0
+        self.claimed = [0, 0]
+        """By rank: bytes that its socket has sent, but not told of yet, as sealed sockets do."""
+
+    def play(self) -> None:
+        acts = [self.send, self.send, self.receive, self.receive, self.part, self.notice, self.connect, self.adopt]
+        weights = [3, 3, 3, 3, 1, 4, 4, 4]
+        for _ in range(TURNS):
+            self.rng.choices(acts, weights)[0]()
+            for _ in range(self.rng.randrange(4)):
+                rank = self.rng.randrange(2)
+                self.push(rank)
+                self.pull(self.rng.randrange(2))
+            self.collect()
+        self.settle()
+        for rank in range(2):
+            missing = len(self.messages[1 - rank]) - len(self.receives[rank])
+            for _ in range(missing):
+                self.receives[rank].append(self.matchers[rank].receive(1 - rank, ANY))
+        self.settle()
+        self.check()
+
+    # What the ranks do
+
+    def send(self) -> None:
+        rank = self.rng.randrange(2)
+        number = len(self.messages[rank])
+        data = bytes((rank * 131 + number * 17 + at * 7) % 251 for at in range(self.rng.choice(SIZES)))
+        message = Message(data, self.rng.randrange(TAGS))
+        view = memoryview(message.memory)
+        message.send = self.matchers[rank].send(
+            view, 1 - rank, message.tag, dtype_code=UINT8, shape=(len(data),), is_object=False
+        )
+        self.messages[rank].append(message)
+        self.collect()
+
+    def receive(self) -> None:
+        rank = self.rng.randrange(2)
+        if len(self.receives[rank]) < len(self.messages[1 - rank]):
+            self.receives[rank].append(self.matchers[rank].receive(self.rng.choice([ANY, 1 - rank]), ANY))
+
+    # What the network does
+
+    def part(self) -> None:
+        connection = self.connections[-1]
+        if not connection.is_broken:
+            connection.is_broken, self.breaks = True, self.breaks + 1
+            for pipe in connection.pipes.values():
+                del pipe[self.rng.randint(0, len(pipe)) :]
+
+    def connect(self) -> None:
+        if self.connections[-1].is_broken:
+            self.connections.append(Connection())
+
+    def adopt(self, rank: int | None = None) -> None:
+        rank = self.rng.randrange(2) if rank is None else rank
+        if self.last[rank] < len(self.connections) - 1:
+            if self.at[rank] is not None:  # it has not noticed the end of the other one
+                self.matchers[rank].lane_ended(1 - rank)
+            self.at[rank] = self.last[rank] = len(self.connections) - 1
+            self.claimed[rank] = 0
+            self.matchers[rank].lane_opened(1 - rank)
+
+    def notice(self, rank: int | None = None) -> None:
+        rank = self.rng.randrange(2) if rank is None else rank
+        at = self.at[rank]
+        if at is not None and self.connections[at].is_broken:
+            self.matchers[rank].lane_ended(1 - rank)
+            self.at[rank] = None
+
+    def push(self, rank: int, *, everything: bool = False) -> int:
+        at = self.at[rank]
+        if at is None:
+            assert 1 - rank not in self.matchers[rank].ready
+            return 0
+        buffers = self.matchers[rank].outgoing(1 - rank)
+        total = sum(map(len, buffers))
+        count, self.claimed[rank] = self.claimed[rank], 0
+        if not count:
+            count = total if everything else self.rng.randint(0, total)
+            if not self.connections[at].is_broken:
+                self.connections[at].pipes[rank] += b"".join(buffers)[:count]
+            if not everything and self.rng.random() < 0.3:
+                self.claimed[rank] = count
+                return count
+        self.matchers[rank].sent(1 - rank, count)
+        assert (1 - rank in self.matchers[rank].ready) == bool(self.matchers[rank].outgoing(1 - rank))
+        return count
+
+    def pull(self, rank: int, *, everything: bool = False) -> int:
+        at, count = self.at[rank], 0
+        if at is None:
+            return 0
+        pipe = self.connections[at].pipes[1 - rank]
+        for buffer in self.matchers[rank].incoming(1 - rank):
+            step = min(len(pipe), len(buffer) if everything else self.rng.randint(0, len(buffer)))
+            buffer[:step] = pipe[:step]
+            del pipe[:step]
+            count += step
+            if step < len(buffer):
+                break
+        self.matchers[rank].received(1 - rank, count)
+        return count
+
+    def settle(self) -> None:
+        """Let the network be good until nothing moves."""
+        for rank in range(2):
+            self.notice(rank)
+        self.connect()
+        for rank in range(2):
+            self.adopt(rank)
+        while sum(self.push(rank, everything=True) + self.pull(1 - rank, everything=True) for rank in range(2)):
+            self.collect()
+        self.collect()
+
+    def collect(self) -> None:
+        for matcher in self.matchers:
+            for operation in matcher.completed:
+                assert operation not in self.over
+                assert operation.error is None, operation.error
+                self.over.add(operation)
+            matcher.completed.clear()
+        for message in self.messages[0] + self.messages[1]:
+            if message.send in self.over and any(message.memory):
+                message.memory[:] = bytes(len(message.memory))  # the program uses its memory for something else
+
+    # What must hold
+
+    def check(self) -> None:
+        for rank, messages in enumerate(self.messages):
+            assert all(message.send in self.over for message in messages), "a send never ended"
+            receives = self.receives[1 - rank]
+            assert all(receive in self.over for receive in receives), "a message was lost"
+            assert not self.matchers[1 - rank].has_match(rank, ANY), "a message came twice"
+            expected: dict[int, deque[bytes]] = {tag: deque() for tag in range(TAGS)}
+            for message in messages:
+                expected[message.tag].append(message.data)
+            for receive in receives:
+                assert receive.result is not None
+                assert receive.result.data is not None
+                assert receive.result.data.tobytes() == expected[receive.result.tag].popleft(), "order, or bytes"
+            assert not self.matchers[rank].undelivered()
+
+
+def outlet(matcher: Matcher, peer: int) -> Outlet:
+    return matcher._link(peer).outlet
+
+
+def test_every_message_arrives_once_and_in_order_however_often_the_connection_breaks() -> None:
+    breaks = 0
+    for seed in range(SEEDS):
+        story = Story(seed)
+        try:
+            story.play()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        breaks += story.breaks
+    assert breaks > 3 * SEEDS
+
+
+def kept_of_long_talk(sizes: list[int]) -> int:
+    """Return the most that one rank kept of its own memory while it sent many messages that were all received."""
+    pair, most = [Matcher(0, 2), Matcher(1, 2)], 0
+    connect(*pair)
+    for number in range(3000):
+        start_send(pair[0], bytes(sizes[number % len(sizes)]))
+        pair[1].receive(0, ANY)
+        move(pair)
+        for matcher in pair:
+            matcher.completed.clear()
+            items = outlet(matcher, 1 - matcher.rank)._kept
+            most = max(most, sum(HEADER_COST + len(item.data) for item in items if item.payload is None))
+    return most
+
+
+@pytest.mark.parametrize("sizes", [[0], [EAGER], [5 * PIECE], [3, EAGER, 5 * PIECE, 1]])
+def test_what_is_kept_to_be_sent_again_is_bounded(sizes: list[int]) -> None:
+    assert kept_of_long_talk(sizes) <= 2 * ACK_BATCH
+
+
+# Mutants: each breaks one rule, and the stories must notice.
+
+
+@contextlib.contextmanager
+def mutated(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, wrap(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def forgets_what_may_be_sent(buffers: Any) -> Any:
+    def mutant(self: Outlet) -> Any:
+        result = buffers(self)
+        self._offered = self._sent
+        return result
+
+    return mutant
+
+
+def forgets_what_it_sent(advance: Any) -> Any:
+    def mutant(self: Outlet, count: int) -> None:
+        advance(self, count)
+        while self._kept:
+            self._start += len(self._kept.popleft().data)
+
+    return mutant
+
+
+def sends_whole_frames_again(resume: Any) -> Any:
+    def mutant(self: Outlet, position: int) -> None:
+        resume(self, position)
+        self._sent -= self._at
+        self._at = 0
+
+    return mutant
+
+
+def goes_on_where_it_was(resume: Any) -> Any:
+    def mutant(self: Outlet, position: int) -> None:
+        before = self._sent
+        resume(self, position)
+        while self._sent < before:
+            self.advance(min(before - self._sent, len(self._line[0].data) - self._at))
+
+    return mutant
+
+
+def does_not_await_the_other_end(lane_opened: Any) -> Any:
+    def mutant(self: Outlet, received: int) -> None:
+        lane_opened(self, received)
+        self._flows = True
+
+    return mutant
+
+
+def forgets_half_a_header(lane_opened: Any) -> Any:
+    def mutant(self: Inlet) -> None:
+        lane_opened(self)
+        if self._landing is None:
+            self._stop = 0
+
+    return mutant
+
+
+def forgets_half_a_payload(lane_opened: Any) -> Any:
+    def mutant(self: Inlet) -> None:
+        lane_opened(self)
+        self._landing = None
+
+    return mutant
+
+
+def ends_a_send_that_has_only_left(advance: Any) -> Any:
+    def mutant(self: Outlet, count: int) -> None:
+        advance(self, count)
+        for at, item in enumerate(self._kept):
+            if item.is_last and item.payload is not None:
+                self._arrived(item.payload)
+                self._kept[at] = item._replace(payload=None)
+
+    return mutant
+
+
+def acknowledges_nothing_small(begin: Any) -> Any:
+    def mutant(self: Matcher, peer: int, header: Header) -> Any:
+        self._link(peer).unacknowledged = -(2**40)
+        return begin(self, peer, header)
+
+    return mutant
+
+
+def acknowledges_nothing_large(_landed: Any) -> Any:
+    def mutant(self: Matcher, landing: Any) -> None:
+        acknowledge, self._acknowledge = self._acknowledge, lambda *_: None  # type: ignore[method-assign]
+        try:
+            _landed(self, landing)
+        finally:
+            self._acknowledge = acknowledge  # type: ignore[method-assign]
+
+    return mutant
+
+
+def counts_what_has_not_come(advance: Any) -> Any:
+    def mutant(self: Inlet, count: int) -> None:
+        advance(self, count)
+        if self._landing is not None:
+            self.received += 1
+            self.received -= 1 if self._left > 5 else 0
+
+    return mutant
+
+
+MUTANTS: list[tuple[type, str, Callable[[Any], Any]]] = [
+    (Outlet, "advance", forgets_what_it_sent),
+    (Outlet, "buffers", forgets_what_may_be_sent),
+    (Outlet, "resume", sends_whole_frames_again),
+    (Outlet, "resume", goes_on_where_it_was),
+    (Outlet, "lane_opened", does_not_await_the_other_end),
+    (Inlet, "lane_opened", forgets_half_a_header),
+    (Inlet, "lane_opened", forgets_half_a_payload),
+    (Outlet, "advance", ends_a_send_that_has_only_left),
+    (Matcher, "_begin", acknowledges_nothing_small),
+    (Matcher, "_landed", acknowledges_nothing_large),
+    (Inlet, "advance", counts_what_has_not_come),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS, ids=[mutant.__name__ for *_, mutant in MUTANTS])
+def test_without_one_of_its_rules_the_stories_go_wrong(owner: type, name: str, mutant: Callable[[Any], Any]) -> None:
+    with mutated(owner, name, mutant):
+        for seed in range(300):
+            try:
+                Story(seed).play()
+            except (AssertionError, RemoteProtocolError, IndexError, KeyError, ValueError):
+                return
+        assert kept_of_long_talk([3, EAGER]) > 2 * ACK_BATCH
+
+
+# Single rules
+
+
+def connect(*matchers: Matcher) -> None:
+    for matcher in matchers:
+        matcher.lane_opened(1 - matcher.rank)
+
+
+def move(matchers: list[Matcher]) -> None:
+    """Carry everything from one to the other until nothing moves."""
+    moved = 1
+    while moved:
+        moved = 0
+        for matcher in matchers:
+            peer = 1 - matcher.rank
+            data = b"".join(matcher.outgoing(peer))
+            matcher.sent(peer, len(data))
+            moved += len(data)
+            while data:
+                buffer = matchers[peer].incoming(matcher.rank)[0]
+                step = min(len(buffer), len(data))
+                buffer[:step] = data[:step]
+                data = data[step:]
+                matchers[peer].received(matcher.rank, step)
+
+
+def start_send(matcher: Matcher, data: bytes, tag: int = 0) -> Send:
+    view = memoryview(data)
+    return matcher.send(view, 1 - matcher.rank, tag, dtype_code=UINT8, shape=(len(data),), is_object=False)
+
+
+def test_the_first_message_does_not_wait_for_the_other_end() -> None:
+    matcher = Matcher(0, 2)
+    matcher.lane_opened(1)
+    start_send(matcher, b"first")
+    matcher.sent(1, wire.FIXED_BYTES)  # RESUME
+    assert b"first" in b"".join(matcher.outgoing(1))
+
+
+@pytest.mark.parametrize("position", [0, 10**6], ids=["less than it acknowledged", "more than was sent"])
+def test_a_peer_that_claims_to_have_what_it_cannot_have_breaks_the_protocol(position: int) -> None:
+    pair = [Matcher(0, 2), Matcher(1, 2)]
+    connect(*pair)
+    large = start_send(pair[0], bytes(2 * PIECE))
+    pair[1].receive(0, ANY)
+    move(pair)
+    assert large in pair[0].completed
+    start_send(pair[0], b"x")
+    pair[0].sent(1, sum(map(len, pair[0].outgoing(1))))
+    pair[0].lane_ended(1)
+    pair[0].lane_opened(1)
+    resume = wire.encode(Header(wire.RESUME, payload_bytes=position))
+    pair[0].incoming(1)[0][:] = resume
+    with pytest.raises(RemoteProtocolError, match="rank 1"):
+        pair[0].received(1, len(resume))
+
+
+def test_a_peer_that_said_its_end_is_known_to_have_parted() -> None:
+    pair = [Matcher(0, 2), Matcher(1, 2)]
+    connect(*pair)
+    start_send(pair[0], b"last words")
+    pair[0].say_end()
+    move(pair)
+    assert pair[1].has_parted(0)
+    assert not pair[0].has_parted(1)
+    assert pair[1].has_match(0, 0)
+
+
+def test_what_may_have_been_lost_is_undelivered_until_the_other_end_says_how_much_it_has() -> None:
+    pair = [Matcher(0, 2), Matcher(1, 2)]
+    connect(*pair)
+    assert not pair[0].undelivered()
+    start_send(pair[0], b"small")
+    assert pair[0].undelivered()
+    move(pair)
+    assert not pair[0].undelivered()  # the kernel has it, and the connection is well
+    for matcher in pair:
+        matcher.lane_ended(1 - matcher.rank)
+    assert pair[0].undelivered()
+    connect(*pair)
+    assert pair[0].resuming == {1}
+    move(pair)
+    assert not pair[0].undelivered()
+    pair[1].receive(0, 0)
+    assert not pair[1].has_match(0, 0)
+
+
+def test_nothing_of_a_lost_peer_is_kept() -> None:
+    matcher = Matcher(0, 2)
+    matcher.lane_opened(1)
+    for _ in range(3):
+        start_send(matcher, b"unread")
+    matcher.sent(1, wire.FIXED_BYTES)
+    matcher.sent(1, sum(map(len, matcher.outgoing(1))))
+    matcher.fail(1, PeerLostError("lost", rank=1))
+    assert not outlet(matcher, 1)._kept
+    assert not matcher.undelivered()
+    assert not matcher.ready
