@@ -176,7 +176,10 @@ def test_a_person_gives_up_what_may_be_going_on_and_keeps_what_is_over(home: Pat
     assert records.forget_lineages() == {}
     records.remember(Remembered((Known(lineage(5), ("a",)),), (Ending(lineage(1), True),)))
     assert records.forget_lineages() == {lineage(5): ("a",)}
-    assert records.lineages() == Remembered((), (Ending(lineage(1), True),))
+    assert records.lineages() == Remembered((), (Ending(lineage(1), True),), (lineage(5),))
+    records.remember(Remembered((Known(lineage(5), ("a",)),)))
+    assert [each.lineage for each in records.lineages().open] == [lineage(5)], "it was heard of again"
+    assert records.lineages().given_up == (lineage(5),)
 
 
 def test_a_damaged_record_of_lineages_is_named(home: Path) -> None:

@@ -251,6 +251,11 @@ def describe(ip: str) -> str:
     return next((interface.name for interface in _recently() if wanted in interface.addresses), "")
 
 
+def is_own_address(ip: str) -> bool:
+    """Tell whether what comes from this address was sent on this host."""
+    return ip.startswith("127.") or ip == "::1" or bool(describe(ip))
+
+
 def _parse_term(term: str, text: str) -> str | IpNetwork:
     if not term:
         raise ConfigError(f'interfaces="{text}" has an empty part; write it like "eth*,!docker*,10.0.0.0/8"')

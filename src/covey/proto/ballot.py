@@ -91,6 +91,21 @@ class Proposal:
         """Return those who could be in the view but would not be: some others do not hear them."""
         return self._live().keys() - self.company()
 
+    def wish_of(self, company: Collection[int]) -> Successor | None:
+        """Return the generation in which all of these want to go on, if they said the same one."""
+        wishes = {self.answers[rank].successor for rank in company}
+        return wishes.pop() if len(wishes) == 1 else None
+
+    def awaits_wishes(self) -> bool:
+        """Tell whether some want to go on in the next generation, and others are about to say that they do, too.
+
+        A member that was stopped in the middle of an operation cannot know yet: its view has to tell what became of it.
+        """
+        answers = [self.answers[rank] for rank in self.company()]
+        silent = [answer.states or () for answer in answers if answer.successor is None]
+        is_any_stopped = any(state.sequence for states in silent for state in states)
+        return 0 < len(silent) < len(answers) and not is_any_stopped
+
     def value(self, company: Collection[int], successor: Successor | None = None) -> View:
         """Return the view of these members, with what becomes of the operations of each group.
 

@@ -121,8 +121,12 @@ class Candidacy:
         self._me, self._random = me, random
         self._view_patience, self._relink = view_patience, relink
         self._effects: list[Effect] = []
+        self._binds: list[Bind] = []
+        """What this node is bound to, one thing after the other; only the last has to be durable."""
         self._seats: list[Effect] = []
         """What to tell later lives of members."""
+        self.may_go_on: Callable[[], bool] = lambda: False
+        """Tells whether this node hears a quorum of the generation that it is in: then the run is not over."""
         self._tell_again_at: dict[bytes, float] = {}
         self._links: dict[bytes, bytes] = {}
         lineages = Lineages(remembered, abandoned)
@@ -142,6 +146,7 @@ class Candidacy:
             settle=settle,
             patience=patience,
         )
+        self.formation.believes = self._believes
         self._accepted = b""
         if bound is not None:
             self._vote_for(bound, now)
@@ -184,16 +189,30 @@ class Candidacy:
     def agreeing(self, peer_id: bytes, generation: int, message: Agreeing, now: float) -> None:
         """Take a vote in a generation; RemoteProtocolError if no member says such a thing."""
         if isinstance(message, Seated):
-            self._heard_of_seat(message, now)
-            self._collect(now)
+            if any(seat.id == peer_id for seat in message.generation.members):
+                self._heard_of_seat(message, now)
+                self._collect(now)
         elif self._voter is not None and self._bound is not None and generation == self._bound.generation:
             self._voter.received(peer_id, message, now)
             self._collect(now)
 
-    def ended(self, ending: Ending, now: float) -> None:
-        """A lineage of the run is over."""
-        self.formation.ended(ending, now)
+    def ended(self, ending: Ending, now: float, teller: bytes | None = None) -> None:
+        """A lineage of the run is over: this node decided so with others, or the node with the id `teller` says so."""
+        self.formation.ended(ending, now, teller)
         self._collect(now)
+
+    def _believes(self, teller: bytes, ending: Ending) -> bool:
+        """Tell whether the word of another node counts, that a lineage is over.
+
+        A node that is or was in that run believes its members only, and no node as long as it hears a quorum of them.
+        A node that only waits for the run can ask no more.
+        """
+        formed, bound = self.formation.formed, self._bound
+        if formed is not None and formed.lineage == ending.lineage:
+            return any(member.id == teller for member in formed.view) and not self.may_go_on()
+        if bound is not None and bound.origin == ending.lineage:
+            return any(seat.id == teller for seat in bound.record.members)
+        return True
 
     def entered(self, view: tuple[Member, ...], lineage: bytes, generation: int, now: float) -> None:
         """This node is in a generation of the run; from now on that generation has its promises."""
@@ -225,17 +244,19 @@ class Candidacy:
     def _heard_of_seat(self, seated: Seated, now: float) -> None:
         """Vote in a generation in which this node has a seat that it never heard of.
 
-        A founding that it has not accepted has come to nothing, and never will to anything.
+        A founding that it has not accepted has come to nothing, and never will to anything. It may have forgotten one
+        that a person gave up, or that it left for an older run.
         """
-        generation, bound = seated.generation, self._bound
+        lineages, generation, bound = self.formation.lineages, seated.generation, self._bound
         is_bound = bound is not None and bound.origin == seated.lineage
         is_mine = any(seat.id == self._me.id for seat in generation.members)
         if not is_mine or self.formation.formed is not None or self._accepted == seated.lineage:
             return
         if generation.generation == 0:
-            if not is_bound:
+            may_be_forgotten = lineages.was_given_up(seated.lineage) or (bound and bound.origin < seated.lineage)
+            if not is_bound and not may_be_forgotten:
                 self.formation.ended(Ending(seated.lineage, False), now)
-        elif seated.lineage == self.formation.lineages.current and (
+        elif seated.lineage == lineages.current and (
             bound is None or (is_bound and bound.generation < generation.generation)
         ):
             self._vote_in(seated.lineage, generation, now)
@@ -243,7 +264,7 @@ class Candidacy:
     def _vote_in(self, origin: bytes, generation: Successor, now: float) -> None:
         record = first_record(generation.members, generation.lineage, anchor=generation.tie_breaker)
         bound = Bound(generation.generation, record, origin, generation.tie_breaker)
-        self._effects.append(Bind(bound))
+        self._binds.append(Bind(bound))
         self._vote_for(bound, now)
 
     def _greet_as_voter(self, voter: Membership, peer_id: bytes, life: bytes, now: float) -> None:
@@ -293,24 +314,37 @@ class Candidacy:
 
     def _unbind(self) -> None:
         self._voter = self._bound = None
-        self._effects.append(Bind(None))
+        self._binds.append(Bind(None))
 
     # What follows.
 
     def _collect(self, now: float) -> None:
         """Gather what both cores want done: what has to be durable first."""
         votes = self._collect_votes(now)
+        if self._bound is not None and self.formation.lineages.ending(self._bound.origin) is not None:
+            self._unbind()  # before it is bound to what it may have accepted since
         self._write_down_what_was_accepted()
-        lineages = self.formation.lineages
-        if self._bound is not None and lineages.ending(self._bound.origin) is not None:
-            self._unbind()
-        if lineages.is_changed:
-            lineages.is_changed = False
-            self._effects.append(Remember(lineages.remembered))
+        self._effects += self._durable_in_order()
         self._effects += votes
         self._effects += self._seats
         self._seats = []
         self._effects += [Say(peer, message) for peer, message in self.formation.outgoing()]
+
+    def _durable_in_order(self) -> list[Effect]:
+        """Return what has to be durable, in the order in which a crash in between does no harm.
+
+        A node that is bound to a lineage which it does not know of has said nothing about it yet. A node that is bound
+        to nothing and does not know that the lineage is over would wait for it, and might vote in it anew.
+        """
+        lineages, binds = self.formation.lineages, self._binds[-1:]
+        self._binds = []
+        remembers: list[Effect] = []
+        if lineages.is_changed:
+            lineages.is_changed = False
+            remembers.append(Remember(lineages.remembered))
+        if binds and binds[0].bound is None:
+            return [*remembers, *binds]
+        return [*binds, *remembers]
 
     def _collect_votes(self, now: float) -> list[Effect]:
         sends: list[Effect] = []
@@ -322,7 +356,7 @@ class Candidacy:
                         sends.append(Agree(peer, bound.generation, message))
                     case Persist(record):
                         self._bound = Bound(bound.generation, record, bound.origin, bound.tie_breaker)
-                        self._effects.append(Bind(self._bound))
+                        self._binds.append(Bind(self._bound))
                     case Freeze(number):
                         voter.frozen(number, (), now)
                     case Excluded(view):
@@ -347,7 +381,7 @@ class Candidacy:
         if accepted is not None and accepted[0] != self._accepted:
             self._accepted, members = accepted
             record = founding_record(members, self._accepted)
-            self._effects.append(Bind(Bound(0, record, self._accepted, record.view.tie_breaker)))
+            self._binds.append(Bind(Bound(0, record, self._accepted, record.view.tie_breaker)))
         elif accepted is None and self._accepted:
             self._accepted = b""
-            self._effects.append(Bind(None))
+            self._binds.append(Bind(None))

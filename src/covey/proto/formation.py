@@ -126,12 +126,15 @@ class Formation:
         """What a member says of a run that a person gave up, and that is going on all the same."""
         self.unaware: set[bytes] = set()
         """Peers that are members of this node's generation and wait outside, because they have not heard of it."""
+        self.believes: Callable[[bytes, Ending], bool] = lambda _teller, _ending: True
+        """Whether the word of the node with this id counts, that a lineage is over."""
         self._followed, self._is_elastic = follows, is_elastic
         self._min_hosts, self._wall = min_hosts, wall
         self._me, self._terms, self._random = me, terms, random
         self._settle, self._patience = settle, patience
         self._peers: dict[bytes, Peer] = {}
-        self._past_lives: set[bytes] = set()
+        self._past_lives: set[tuple[bytes, bytes]] = set()
+        """By id: lives of which a later one was here."""
         self._last_life: dict[bytes, bytes] = {}
         self._in_use: set[bytes] = set()
         self._outgoing: list[tuple[bytes, Message]] = []
@@ -189,13 +192,15 @@ class Formation:
         """The run goes on with these members, and this node is one of them."""
         self._lock, self._repeat_at, self._ballot_at = None, math.inf, math.inf
         self._propose_at = math.inf
-        self.lineages.learn(lineage, (member.name for member in view))
+        self.lineages.learn(lineage, (member.name for member in view), is_ours=True)
         self.lineages.commit(lineage)
         self.formed = Formed(view, lineage, generation=generation)
         self._here_at = now
 
-    def ended(self, ending: Ending, now: float) -> None:
-        """A lineage is over: this node decided so with others, or was told."""
+    def ended(self, ending: Ending, now: float, teller: bytes | None = None) -> None:
+        """A lineage is over: this node decided so with others, or was told by the node with the id `teller`."""
+        if teller is not None and not self.believes(teller, ending):
+            return
         is_ours = ending.lineage == (self._followed if self.formed is None else self.formed.lineage)
         self.lineages.end(ending)
         self.rivals.pop(ending.lineage, None)
@@ -215,14 +220,14 @@ class Formation:
         if peer_id == self._me.id or (known is not None and known.life != peer_life):
             self._in_use.add(peer_id)
             return False
-        if peer_life in self._past_lives:
+        if (peer_id, peer_life) in self._past_lives:
             return False
         self._in_use.discard(peer_id)
         if known is None:
             self._peers[peer_id] = Peer(peer_id, peer_life)
         last = self._last_life.setdefault(peer_id, peer_life)
         if last != peer_life:
-            self._past_lives.add(last)
+            self._past_lives.add((peer_id, last))
             self._last_life[peer_id] = peer_life
         lock = self._lock
         if lock is not None and peer_id in lock.ranks and lock.members[lock.ranks[peer_id]].life != peer_life:
@@ -305,8 +310,12 @@ class Formation:
     def _heard_of_lineages(self, here: Here, now: float) -> None:
         for ending in here.endings:
             if self.lineages.ending(ending.lineage) is None:
-                self.ended(ending, now)
-        if here.lineage is None or self.lineages.ending(here.lineage) is not None:
+                self.ended(ending, now, here.member.id)
+        if here.lineage is None:
+            return
+        if (over := self.lineages.ending(here.lineage)) is not None:
+            if over not in self.lineages.latest_endings():  # which it is told of anyway
+                self._send(here.member.id, self._here(over))
             return
         if self.lineages.is_abandoned(here.lineage) and here.phase is Phase.FORMED:
             self.not_given_up = here
@@ -319,9 +328,9 @@ class Formation:
         if self._is_elastic and here.phase is Phase.FORMED and here.lineage == self.lineages.current:
             self._followed = here.lineage
 
-    def _here(self) -> Here:
+    def _here(self, *endings: Ending) -> Here:
         hears = tuple(sorted(peer.life for peer in self._peers.values()))[: wire.MAX_LINKS]
-        endings = self.lineages.latest_endings()
+        endings = (*endings, *self.lineages.latest_endings())[: wire.MAX_ENDINGS]
         if (formed := self.formed) is not None:
             company = tuple(member.name for member in formed.view)
             return Here(self._terms, self._me, hears, Phase.FORMED, company, formed.lineage, formed.generation, endings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from covey.wire.lineage import MAX_ENDED, MAX_NAMES, MAX_OPEN, Ending, Known, Remembered
+from covey.wire.lineage import MAX_ENDED, MAX_GIVEN_UP, MAX_NAMES, MAX_OPEN, Ending, Known, Remembered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,7 +24,8 @@ def merge(one: Remembered, other: Remembered) -> Remembered:
     for ending in other.ended:
         together.end(ending)
     for known in other.open:
-        together.learn(known.lineage, known.names)
+        together.learn(known.lineage, known.names, is_ours=known.is_ours)
+    together.note_given_up(other.given_up)
     return together.remembered
 
 
@@ -35,8 +36,10 @@ class Lineages:
         """Begin with what is on disk; a person has given up the `abandoned` ones, and wants to hear no more of them."""
         remembered = remembered if remembered is not None else Remembered()
         self._open = {known.lineage: known.names for known in remembered.open}
+        self._ours = {known.lineage for known in remembered.open if known.is_ours}
         self._ended = {ending.lineage: ending for ending in remembered.ended}
         self._abandoned = frozenset(abandoned)
+        self._given_up = dict.fromkeys((*remembered.given_up, *self._abandoned))
         self._tentative = b""
         self.is_changed = False
 
@@ -51,8 +54,8 @@ class Lineages:
     @property
     def remembered(self) -> Remembered:
         """What to write to disk."""
-        known = tuple(Known(lineage, names) for lineage, names in self._open.items())
-        return Remembered(known, tuple(self._ended.values()))
+        known = tuple(Known(lineage, names, lineage in self._ours) for lineage, names in self._open.items())
+        return Remembered(known, tuple(self._ended.values()), tuple(self._given_up)[-MAX_GIVEN_UP:])
 
     def names(self, lineage: bytes) -> tuple[str, ...]:
         """Return the members of an open lineage, as far as they are known."""
@@ -75,23 +78,52 @@ class Lineages:
         """Tell whether a person gave a lineage up."""
         return lineage in self._abandoned
 
+    def was_given_up(self, lineage: bytes) -> bool:
+        """Tell whether a person ever gave a lineage up on this machine, whose nodes may have been in it."""
+        return lineage in self._given_up
+
     # What happens
 
-    def learn(self, lineage: bytes, names: Iterable[str]) -> None:
-        """Note that a lineage may be going on, with these members."""
+    def give_up(self, lineage: bytes) -> None:
+        """A person gives a lineage up."""
+        self._open.pop(lineage, None)
+        self.note_given_up((lineage,))
+
+    def note_given_up(self, lineages: Iterable[bytes]) -> None:
+        """Note that a person gave some lineages up here; this machine may have heard of them again since."""
+        self._given_up |= dict.fromkeys(lineages)
+
+    def learn(self, lineage: bytes, names: Iterable[str], *, is_ours: bool = False) -> None:
+        """Note that a lineage may be going on, with these members; `is_ours`: this node is in it, or may be."""
         names = tuple(name[:80] for name in names)[:MAX_NAMES]
         if lineage in self._ended or lineage in self._abandoned:
             return
-        if lineage not in self._open and len(self._open) >= MAX_OPEN:
+        if lineage not in self._open and not self._has_room(lineage, is_ours=is_ours):
             return
+        if is_ours and lineage not in self._ours:
+            self._ours.add(lineage)
+            self.is_changed = True
         if self._open.get(lineage) != names and (names or lineage not in self._open):
             self._open[lineage] = names
             self.is_changed = True
 
+    def _has_room(self, lineage: bytes, *, is_ours: bool) -> bool:
+        """Tell whether one more lineage can be waited for. A peer may tell of any number that it has made up.
+
+        The youngest of those that this node was only told of goes first: an older one is waited for before it.
+        """
+        if len(self._open) < MAX_OPEN:
+            return True
+        told_of = self._open.keys() - self._ours
+        if not told_of or (max(told_of) < lineage and not is_ours):
+            return False
+        del self._open[max(told_of)]
+        return True
+
     def accept(self, lineage: bytes, names: Iterable[str]) -> None:
         """Note that this node has accepted the founding of a lineage, which is not decided yet."""
         self._tentative = lineage
-        self.learn(lineage, names)
+        self.learn(lineage, names, is_ours=True)
 
     def commit(self, lineage: bytes) -> None:
         """Note that the founding of a lineage is decided."""
@@ -104,6 +136,7 @@ class Lineages:
         known = self._ended.get(ending.lineage)
         if known is None or (ending.is_finished and not known.is_finished):
             self._open.pop(ending.lineage, None)
+            self._ours.discard(ending.lineage)
             self._ended[ending.lineage] = ending
             # Foundings that came to nothing may be many; they must not make this node forget runs that were finished.
             alike = [each for each, known in self._ended.items() if known.is_finished is ending.is_finished]

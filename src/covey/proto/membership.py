@@ -72,6 +72,11 @@ LEADERLESS: Final = 3 * LEASE
 KEPT: Final = 64
 """Views that are kept to tell those who missed them. Nobody can be in a view without having installed the last, so
 whoever lacks more is in none of them."""
+MOST_AHEAD: Final = 1 << 40
+"""How far a ballot may be above all that this node has heard of. Ballots grow by a few each time, so no member needs
+more; and no member can use them up for the others."""
+MOST_OPERATIONS: Final = 1 << 61
+"""The number of an operation, and that of the next one, fit into every message."""
 MOST_SKIPPED: Final = 1 << 20
 """View numbers that a fork leaps over at most, by chance: bytes of one lineage must never pass for an attempt of
 another."""
@@ -125,6 +130,10 @@ class Membership:
         self._is_wanted = False
         self._wish: Successor | None = None
         """The generation that the next view is to name."""
+        self._doubted: View | None = None
+        """An end of the run that some members tell of, although a quorum seems to stay in it."""
+        self._tellers: set[int] = set()
+        """Those members."""
         self._freeze_number = -1
         self._states: tuple[State, ...] | None = None
         """What was frozen."""
@@ -168,6 +177,13 @@ class Membership:
     def is_last(self) -> bool:
         """Whether no view can follow: the generation has a successor, or the run is over."""
         return self.view.successor is not None or not self.view.ranks
+
+    @property
+    def hears_quorum(self) -> bool:
+        """Whether a quorum of the view, as far as this node hears, is in it and stays: then the run is not over."""
+        heard = [rank for rank in self.view.ranks if rank != self._me and self._presence.is_well(rank)]
+        staying = set(heard) - self._presence.leaving - self._tellers
+        return not self.is_last and self._is_quorum({*staying, self._me} if self._is_candidate else staying)
 
     @property
     def ballot(self) -> int:
@@ -263,7 +279,7 @@ class Membership:
         """Ask for the view with which this generation ends and `successor` begins; all members compute the same."""
         if not self.is_last and not self._is_excluded:
             self._wish = successor
-            self._review(now)
+            self._heard_news(now)
 
     def frozen(self, number: int, states: Iterable[State], now: float) -> None:
         """All executors have stopped, in these states. Ignored if a view has come in between."""
@@ -287,8 +303,9 @@ class Membership:
                 place, message.view.lineage if isinstance(message, Fork) else _lineage(message), now
             )
             return
+        self._check_ballot(place, message)
         match message:
-            case Pulse():
+            case Pulse() if is_current or message.number < self.view.number:
                 self._received_pulse(place, message, now)
             case Trouble() if message.number < self.view.number + self.is_last:
                 self._send(place, Decided(self._history.get(message.number + 1, self.view)))
@@ -300,13 +317,16 @@ class Membership:
                 self._received_decided(place, message.view, now)
             case Trouble() if message.number == self.view.number and not self._is_excluded:
                 self._received_trouble(place, message, now)
-            case Fork():
+            case Fork() if self._quorum is Quorum.ANY and message.number == self.view.number:
+                self._check_fork(place, message.view)
                 self._received_fork(message, now)
             case Prepare():
                 self._received_prepare(place, message.ballot, now)
             case Accept():
                 self._received_accept(place, message, now)
             case Promise() | Accepted() | Refuse() if message.number == self.view.number + 1:
+                if isinstance(message, Promise):
+                    self._check_promise(place, message)
                 self._received_answer(place, message, now)
 
     def _received_trouble(self, place: int, trouble: Trouble, now: float) -> None:
@@ -314,10 +334,9 @@ class Membership:
             self._presence.leaving.add(place)
             if trouble.is_finished:
                 self._presence.finished.add(place)
-        elif trouble.successor is None:
+        else:
             self._is_wanted = True
-        if trouble.successor is not None and self._wish is None:
-            self._wish = trouble.successor
+        self._reconsider_end(now)
         self._review(now)
 
     def tick(self, now: float) -> None:
@@ -387,6 +406,7 @@ class Membership:
             self._answer(now)
         if self._proposal is not None:
             self._consider(now)
+        self._reconsider_end(now)
         self._review(now)
 
     def _given_up(self, place: int, now: float) -> None:
@@ -512,10 +532,10 @@ class Membership:
     def _tell_trouble(self) -> None:
         is_leaving = self._me in self._presence.leaving
         is_finished = self._me in self._presence.finished
-        if self._is_wanted or is_leaving or self._wish is not None or self._keeper not in (None, self._me):
-            trouble = Trouble(self.view.lineage, self.view.number, is_leaving, is_finished, self._wish)
+        if self._is_wanted or is_leaving or self._keeper not in (None, self._me):
+            trouble = Trouble(self.view.lineage, self.view.number, is_leaving, is_finished)
             # Only a keeper can do something about its members' trouble; that all of them leave, each has to know.
-            for place in self._audience() if is_leaving or self._wish is not None else self._acceptors():
+            for place in self._audience() if is_leaving else self._acceptors():
                 self._send(place, trouble)
 
     def _received_answer(self, place: int, message: Promise | Accepted | Refuse, now: float) -> None:
@@ -555,17 +575,18 @@ class Membership:
                 if self._quorum is Quorum.ANY and self._me in company:
                     self._start_fork(company, now)
                 return
-            found = proposal.value(company, self._successor_of(company))
+            found = proposal.value(company, self._successor_of(company, proposal.wish_of(company)))
         proposal.view = found
         self._ask(proposal, self._audience())
         if self._me in self._acceptors():
             self._received_accept(self._me, Accept(proposal.ballot, found), now)
 
-    def _successor_of(self, company: tuple[int, ...]) -> Successor | None:
-        if self._wish is None:
+    def _successor_of(self, company: Collection[int], wish: Successor | None) -> Successor | None:
+        """Return the generation in which the members of the next view go on, if all of them wish for this one."""
+        if wish is None:
             return None
         members = self._acceptor.members
-        return without(self._wish, [members[rank] for rank in range(len(members)) if rank not in company])
+        return without(wish, [members[rank] for rank in range(len(members)) if rank not in company])
 
     def _settled_at(self, proposal: Proposal) -> float:
         """Return until when answers, or links between those who answered, are waited for."""
@@ -590,6 +611,8 @@ class Membership:
             ),
             default=-math.inf,
         )
+        if proposal.awaits_wishes():  # they have returned from the last operation, and are about to compute the same
+            settled_at = max(settled_at, proposal.changed_at + answer_within)
         if left_out := proposal.left_out():
             relinked_at = min(proposal.changed_at + self._relink, self._trouble_at + answer_within)
             vouched_until = min(max(map(presence.vouched_until, left_out)), self._trouble_at + relink_vouched)
@@ -655,6 +678,7 @@ class Membership:
             acceptor.accepted_ballot,
             acceptor.accepted,
             self._me in self._presence.finished,
+            self._wish if self._is_candidate else None,
         )
         owner = self._owner(self._answered)
         if owner == self._me:
@@ -669,7 +693,8 @@ class Membership:
         if self._owner(message.ballot) != place:
             raise RemoteProtocolError(f"member {place} proposed in ballot {message.ballot}, which is not its own")
         self._check_follows(place, message.view)
-        if self._me not in self._acceptors():
+        is_doubtful = not message.view.ranks and place != self._me and self.hears_quorum
+        if self._me not in self._acceptors() or is_doubtful:
             return
         if message.ballot > self.ballot:
             self._promise_to(message.ballot, now)
@@ -687,20 +712,69 @@ class Membership:
 
     def _check_follows(self, place: int, view: View) -> None:
         """Raise RemoteProtocolError unless a view that a member tells of can follow from the one that we have."""
-        ranks = view.ranks
-        is_subset = list(ranks) == sorted(set(ranks)) and set(ranks) <= set(self.view.ranks)
-        is_sound = is_subset and (not ranks or view.tie_breaker in ranks) and not (view.successor and not ranks)
-        if not is_sound or len({verdict.group for verdict in view.verdicts}) < len(view.verdicts):
+        if not self._is_sound(view):
             raise RemoteProtocolError(f"member {place} tells of a view {view.number} that cannot follow {self.view}")
-        # Members of a view have answered its proposer, frozen; this one would know.
-        if self._me in ranks and view.number == self.view.number + 1 and self._is_candidate and self._states is None:
+        if self._me not in view.ranks or view.number != self.view.number + 1 or not self._is_candidate:
+            return
+        # Members of a view have answered its proposer, frozen, and said with which generation they go on.
+        if self._states is None:
             raise RemoteProtocolError(f"member {place} tells of a view {view.number} for which this one never answered")
+        if view.successor not in (None, self._successor_of(view.ranks, self._wish)):
+            raise RemoteProtocolError(f"member {place} tells of a generation that this one never wished for")
+
+    def _is_sound(self, view: View) -> bool:
+        """Tell whether a view is some of the members of ours, each once and in order, and what it says makes sense."""
+        ranks, successor = view.ranks, view.successor
+        is_subset = list(ranks) == sorted(set(ranks)) and set(ranks) <= set(self.view.ranks)
+        has_tie_breaker = not ranks or view.tie_breaker in ranks
+        groups = {verdict.group for verdict in view.verdicts}
+        if successor is not None:
+            ids = {member.id for member in successor.members}
+            if not ranks or len(ids) < len(successor.members) or successor.tie_breaker >= len(ids):
+                return False
+        return is_subset and has_tie_breaker and len(groups) == len(view.verdicts)
+
+    def _check_promise(self, place: int, promise: Promise) -> None:
+        """Raise RemoteProtocolError for an answer that no member gives: what it says goes into what we propose."""
+        accepted, ballot = promise.accepted, promise.accepted_ballot
+        is_sound = (ballot < 0) is (accepted is None) and ballot <= promise.ballot
+        if accepted is not None:
+            is_next = (accepted.lineage, accepted.number) == (self.view.lineage, self.view.number + 1)
+            is_sound = is_sound and is_next and self._is_sound(accepted)
+        states = promise.states or ()
+        size = len(self._acceptor.members)
+        for state in states:
+            is_state = state.sequence in (0, state.returned + 1) and state.returned < MOST_OPERATIONS
+            is_sound = is_sound and is_state and all(rank < size for rank in (*state.ranks, state.root))
+        if not is_sound or len({state.group for state in states}) < len(states):
+            raise RemoteProtocolError(f"member {place} answers what cannot be: {str(promise)[:200]}")
+
+    def _check_ballot(self, place: int, message: Message) -> None:
+        """Raise RemoteProtocolError for a ballot so high that members would soon have no higher ones."""
+        match message:
+            case Prepare() | Accept() | Promise() | Accepted():
+                ballot = message.ballot
+            case Refuse() | Pulse():
+                ballot = message.promised
+            case _:
+                return
+        if ballot > max(self.ballot, self._seen) + MOST_AHEAD:
+            raise RemoteProtocolError(f"member {place} is at ballot {ballot}, and nobody else is near")
+
+    def _check_fork(self, place: int, view: View) -> None:
+        """Raise RemoteProtocolError unless a member may go on with these as a lineage of their own."""
+        is_after = self.view.number < view.number <= self.view.number + 1 + MOST_SKIPPED
+        is_own = place in view.ranks and view.lineage != self.view.lineage and view.successor is None
+        if not (is_after and is_own and self._is_sound(view)):
+            raise RemoteProtocolError(f"member {place} tells of a fork that cannot be one of {self.view}")
 
     def _received_decided(self, place: int, view: View, now: float) -> None:
         if view.number <= self.view.number or self._is_excluded or self.is_last:
             return
         self._check_follows(place, view)
-        if view.number == self.view.number + 1:
+        if not view.ranks:
+            self._told_of_end(place, view, now)
+        elif view.number == self.view.number + 1:
             self._install(view, now)
         elif self._me not in view.ranks and self._me != self._keeper:
             self._begin_after(view, now)  # ranks only ever go, so the views in between do not matter
@@ -708,6 +782,28 @@ class Membership:
             self._exclude(view)
         else:
             self._send(place, self._pulse())
+
+    def _told_of_end(self, place: int, end: View, now: float) -> None:
+        """Believe that the run is over unless a quorum seems to stay in it, without those that say so.
+
+        One member alone does not end a run for the others. If it is over, the others say so when they are asked.
+        """
+        self._doubted = end
+        self._tellers.add(place)
+        self._reconsider_end(now)
+        if self._doubted is not None:
+            for other in self._audience():
+                if other not in self._tellers:
+                    self._send(other, self._pulse())
+
+    def _reconsider_end(self, now: float) -> None:
+        end = self._doubted
+        if end is not None and not self.hears_quorum:
+            self._doubted = None
+            if end.number > self.view.number and not (self._is_excluded or self.is_last):
+                self._begin_after(end, now)
+                self._history[end.number] = end
+                self._exclude(end)
 
     def _install(self, view: View, now: float) -> None:
         lost = tuple(rank for rank in self.view.ranks if rank not in view.ranks) + self._parted_with
@@ -731,6 +827,8 @@ class Membership:
         self._acceptor.install(view)
         self._effects.append(Persist(self._acceptor.record))
         self._proposal, self._pending, self._answered = None, -1, -1
+        self._doubted = None
+        self._tellers.clear()
         self._be_calm()
         self._leader_heard_at = now
 
@@ -750,8 +848,7 @@ class Membership:
             self._send(place, fork)
 
     def _received_fork(self, fork: Fork, now: float) -> None:
-        is_mine = self._quorum is Quorum.ANY and fork.number == self.view.number and self._me in fork.view.ranks
-        if is_mine and self.is_member and self._states is not None:
+        if self._me in fork.view.ranks and self.is_member and self._states is not None:
             self._fork = fork
             self._parted_with += tuple(rank for rank in self.view.ranks if rank not in fork.view.ranks)
             self._history = {fork.view.number: fork.view}
@@ -787,7 +884,7 @@ class Membership:
             self._send(place, self._pulse(pulse.stamp))
         else:
             self._seen = max(self._seen, pulse.promised)
-            if self._claims and pulse.promised == self.ballot and pulse.echo > 0:
+            if self._claims and pulse.promised == self.ballot and 0 < pulse.echo <= now:
                 self._lease.echoed(place, pulse.echo, self._is_quorum_with_me, now)
 
     def _claim_at(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from covey.net.interfaces import is_own_address
 from covey.runtime.gathering import Gathering
 from covey.runtime.wards import Rounds, Wards
 from covey.wire import messages
@@ -38,7 +39,8 @@ class Advocate(Gathering):
         self._over: messages.Ended | None = None
         """That the run of its own processes is over, because its work is done."""
         self._was_told = False
-        self._run = b""
+        self._run: messages.Founded | None = None
+        """The generation that one of its own was in last."""
         self._wards = Wards()
         self._rounds = Rounds(self._wards, self._vouch)
 
@@ -52,7 +54,7 @@ class Advocate(Gathering):
         await super().close()
 
     def met_someone(self, someone: Acquaintance) -> None:
-        if self._is_own(someone.card):
+        if self._is_own(someone):
             self.survives = self.survives if self._was_told else None
             self._wards.watch(someone.card, time.monotonic())
             self._rounds.look()
@@ -64,24 +66,36 @@ class Advocate(Gathering):
         self._rounds.look_closely(someone.card.life)
 
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
-        if isinstance(message, messages.Founded) and self._is_own(someone.card):
+        if isinstance(message, messages.Founded) and self._is_own(someone):
             self.survives, self._was_told = bool(self.survives) or message.on_loss == "continue", True
-            self._run, self._over = message.origin, None
+            self._run, self._over = message, None
             self.search.look_seconds = RUNNING_LOOK_SECONDS
-        elif isinstance(message, messages.Ended) and message.lineage == self._run and message.is_finished:
+        elif isinstance(message, messages.Ended) and message.is_finished and self._is_of_run(someone, message.lineage):
             self._over = message
             for each in self.met.values():  # a process that was just started again may not have met a member
-                if self._is_own(each.card):
+                if self._is_own(each):
                     each.send(message)
+
+    def _is_of_run(self, someone: Acquaintance, lineage: bytes) -> bool:
+        """Tell whether a node is in the run of this lineage, in which one of our own was: it knows whether it is over.
+
+        Only the node's key counts: it may have been started again since.
+        """
+        run = self._run
+        if run is None or run.origin != lineage:
+            return False
+        return self._is_own(someone) or any(member.card.id == someone.card.id for member in run.members)
 
     @property
     def is_over(self) -> bool:
         """Whether the run of its own processes is over, because its work is done. May be read on any thread."""
         return self._over is not None
 
-    def _is_own(self, card: messages.Card) -> bool:
+    def _is_own(self, someone: Acquaintance) -> bool:
         """Tell whether a node is a process that our keeper started: others may claim so, but not from this host."""
-        return card.keeper == self.card.id and card.contact.host == self.card.contact.host
+        card, link = someone.card, someone.link
+        is_claimed = card.keeper == self.card.id and card.contact.host == self.card.contact.host
+        return is_claimed and link is not None and is_own_address(link.remote_ip)
 
     def _vouch(self, vouch: messages.Vouch) -> None:
         if vouch.processes:

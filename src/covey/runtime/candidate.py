@@ -204,7 +204,9 @@ class Candidate(Gathering):
                 self._heard_founded(someone, message)
             case messages.Ended(run, lineage, is_finished):
                 if run == self.run and len(lineage) == LINEAGE_BYTES:
-                    self._core.ended(Ending(lineage, is_finished), time.monotonic())
+                    # Our keeper passes on what members told it.
+                    teller = self.card.id if someone.card.id == self.card.keeper else someone.card.id
+                    self._core.ended(Ending(lineage, is_finished), time.monotonic(), teller)
                     self._pump()
             case messages.Vouch():
                 self._heard_vouch(someone, message)
@@ -261,15 +263,15 @@ class Candidate(Gathering):
         )
         if not is_ours or theirs not in keys or founded.generation < 1:
             return
-        check_founded(founded, self._terms.largest)
+        # A generation of an elastic run may have lost members that the next one waits for.
+        check_founded(founded, 1 if self._is_elastic else self._terms.smallest, self._terms.largest)
         if self._core.may_enter(founded.origin, founded.generation):
             self._founded.set_result(founded)
 
     def _heard_vouch(self, keeper: Acquaintance, message: messages.Vouch) -> None:
         """A keeper speaks for its processes, and for no others."""
         if self._node is not None and keeper.purpose == "keeper":
-            own = {peer.life for peer in self._node.peers.values() if peer.keeper == keeper.card.id}
-            self._node.vouched((life, value) for life, value in message.processes if life in own)
+            self._node.vouched(keeper.card.id, message.processes)
 
     def noticed(self, someone: Acquaintance) -> None:
         if self._node is not None and someone.rank >= 0:
@@ -497,6 +499,7 @@ class Candidate(Gathering):
                 _tell_how_to_reach(peer, someone)
             elif seat in cards:
                 peer.introduce(cards[seat])
+        self._core.may_go_on = lambda: node.hears_quorum
         node.on_silent = self._give_up
         node.on_unheard = self._unheard
         node.on_founded = self._founded_another
@@ -592,12 +595,12 @@ class _Waiting:
             self._node.heard(peer.rank, message)
 
 
-def check_founded(founded: messages.Founded, most: int) -> None:
+def check_founded(founded: messages.Founded, least: int, most: int) -> None:
     """Raise RemoteProtocolError for a generation that cannot be, whatever a member says."""
     cards = [member.card for member in founded.members]
     whole = all(len(card.id) == forming.ID_BYTES and len(card.life) == forming.LIFE_BYTES for card in cards)
     counts = (len({member.seat for member in founded.members}), len({card.id for card in cards}))
-    is_sound = whole and counts == (len(cards), len(cards)) and len(cards) <= most
+    is_sound = whole and counts == (len(cards), len(cards)) and least <= len(cards) <= most
     if not is_sound or founded.tie_breaker >= len(cards) or len(founded.lineage) != LINEAGE_BYTES or founded.is_kept:
         raise RemoteProtocolError(f"generation {founded.generation} cannot be as it was told of")
 

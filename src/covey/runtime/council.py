@@ -108,6 +108,11 @@ class Council:
         """Whether this node is in the view."""
         return self._core.is_member
 
+    @property
+    def hears_quorum(self) -> bool:
+        """Whether a quorum of the view is heard and stays."""
+        return self._core.hears_quorum
+
     def is_leaving(self, place: int) -> bool:
         """Tell whether a member said that it leaves."""
         return place in self._core.leaving
@@ -218,5 +223,7 @@ class Council:
 
     def _tick(self) -> None:
         self._timer = None
-        self._core.tick(time.monotonic())
-        self._perform()
+        try:
+            self._core.tick(time.monotonic())
+        finally:
+            self._perform()  # and wind the clock again, whatever happened

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.base.text import printable
 from covey.runtime import loop as control
+from covey.runtime.early import Early
 from covey.runtime.greet import HungUpError, RefusedError, admit, dial_any
 from covey.wire import messages
 
@@ -35,8 +36,6 @@ HANG_UP_SECONDS: Final = 1.0
 """And for how long: a crowd at the door of rank 0 passes."""
 REDIAL_SECONDS: Final = 1.5
 """How long dialling a rank again may take before it is tried anew: TCP repeats a lost first packet later than that."""
-EARLY_LIMIT: Final = 4096
-"""Messages of a newcomer that has not been given its seat here."""
 
 
 class Forming:
@@ -280,7 +279,8 @@ class Latecomer:
 
     def __init__(self, node: Node, link: Link, card: messages.Card) -> None:
         self._node, self.link, self._card = node, link, card
-        self._said: list[bytes] = []
+        self._said: Early[bytes] = Early()
+        """By a newcomer that has not been given its seat here."""
         link.attach(self._heard, lambda: node.lobby.go_away(self))
 
     @property
@@ -294,12 +294,11 @@ class Latecomer:
         self._node.linked(peer, self.link, self._card)
 
     def speak(self, peer: Peer) -> None:
-        for body in self._said:
+        for body in self._said.take():
             self._node.heard_frame(peer, body)
 
     def turn_away(self) -> None:
         self.link.abort()
 
     def _heard(self, body: bytes) -> None:
-        if len(self._said) < EARLY_LIMIT:
-            self._said.append(body)
+        self._said.keep(body, len(body))

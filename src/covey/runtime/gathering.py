@@ -249,7 +249,7 @@ class Gathering:
         admitted = await admit(sock, self.seat.gate, said, self._judge)
         if admitted is not None:
             link, hello, _ = admitted
-            if hello.card.life == self.card.life:
+            if messages.key_of(hello.card) == messages.key_of(self.card):
                 link.close()
             else:
                 self._meet(hello.card, hello.purpose, link, None)

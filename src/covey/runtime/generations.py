@@ -9,9 +9,17 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError, GroupChangedError, SplitRunError
+from covey.base.errors import (
+    ClosedError,
+    ConfigError,
+    CoveyError,
+    DeadlineError,
+    GroupChangedError,
+    RemoteProtocolError,
+    SplitRunError,
+)
 from covey.base.text import printable
 from covey.runtime import bootstrap
 from covey.runtime import loop as control
@@ -34,6 +42,8 @@ LOOK_SECONDS: Final = 0.2
 """How often it looks whether they have come."""
 SURPLUS_SECONDS: Final = 30.0
 """How much longer than patience the members may take to agree on the next generation."""
+MOST_SEATS: Final = 1 << 30
+"""No run gives out as many, and every number that a member adds to it still fits into a message."""
 
 
 def generations(
@@ -178,20 +188,18 @@ class _Generations:
                 "late": time.monotonic() > until,
                 "rival": node.rival,
             }
-            said = {
-                rank: words
-                for rank, words in enumerate(group.all_gather_object(mine))
-                if words is not None and rank in group.contributors
-            }
-            if rivals := [words["rival"] for words in said.values() if words["rival"]]:
+            gathered = enumerate(group.all_gather_object(mine))
+            heard = {rank: _understood(words) for rank, words in gathered if rank in group.contributors}
+            said = {rank: words for rank, words in heard.items() if words is not None}
+            if rivals := [words.rival for words in said.values() if words.rival]:
                 raise _outlived(group, rivals[0])
-            if said[group.rank]["leaves"]:
+            if said[group.rank].leaves:
                 return None
-            staying = [rank for rank, words in said.items() if not words["leaves"]]
+            staying = [rank for rank, words in said.items() if not words.leaves]
             founded = _founded(group, node, staying, said, self._most)
             if len(founded.members) >= (self._min_size or 1):
                 return founded
-            if any(words["late"] for words in said.values()):
+            if any(words.is_late for words in said.values()):
                 raise DeadlineError(
                     f"the next generation has {len(founded.members)} members and needs {self._min_size}, and the "
                     "timeout ended before more came; start some, or pass a smaller min_size= or a longer timeout="
@@ -222,9 +230,31 @@ class _Generations:
             signal.signal(signal.SIGTERM, before)
 
 
-def _founded(
-    group: Group, node: Node, staying: list[int], said: dict[int, dict[str, Any]], most: int
-) -> messages.Founded:
+class _Words(NamedTuple):
+    """What a member says when the members agree on the next generation."""
+
+    lobby: dict[tuple[bytes, bytes], messages.Card]
+    """The newcomers that it is linked with, by id and life."""
+    leaves: bool
+    next_seat: int
+    is_late: bool
+    rival: str
+
+
+def _understood(words: Any) -> _Words | None:
+    """Return what a member said; None if no member says such a thing, and then all go on without that one."""
+    try:
+        lobby, next_seat, rival = words["lobby"], words["next"], words["rival"]
+        if not (isinstance(lobby, bytes) and type(next_seat) is int and isinstance(rival, str)):
+            return None
+        cards = {messages.key_of(card): card for card in messages.decode_cards(lobby)}
+        leaves, is_late = bool(words["leaves"]), bool(words["late"])
+    except (TypeError, KeyError, RemoteProtocolError):
+        return None
+    return _Words(cards, leaves, next_seat, is_late, rival) if 0 <= next_seat < MOST_SEATS else None
+
+
+def _founded(group: Group, node: Node, staying: list[int], said: dict[int, _Words], most: int) -> messages.Founded:
     """Return the next generation, from what its members said: the same on all of them.
 
     Only a newcomer that every member is linked with can be taken in.
@@ -232,15 +262,15 @@ def _founded(
     engine, generation = group._engine, group._engine.generation
     assert generation is not None
     members = [generation.founded.members[generation.ranks_of((engine.members[rank],))[0]] for rank in staying]
-    lobbies = [{card.life: card for card in messages.decode_cards(said[rank]["lobby"])} for rank in staying]
-    known = [life for life in lobbies[0] if all(life in lobby for lobby in lobbies)] if lobbies else []
+    lobbies = [said[rank].lobby for rank in staying]
+    known = [key for key in lobbies[0] if all(key in lobby for lobby in lobbies)] if lobbies else []
     del members[most:]
     room = most - len(members)
-    next_seat = max(words["next"] for words in said.values())
-    members += [messages.SeatedMember(next_seat + number, lobbies[0][life]) for number, life in enumerate(known[:room])]
+    next_seat = max(words.next_seat for words in said.values())
+    members += [messages.SeatedMember(next_seat + number, lobbies[0][key]) for number, key in enumerate(known[:room])]
     number = generation.number + 1
-    lives = b"".join(member.card.life for member in members)
-    lineage = hashlib.blake2b(generation.founded.lineage + lives, digest_size=16, key=str(number).encode()).digest()
+    keys = b"".join(part for member in members for part in messages.key_of(member.card))
+    lineage = hashlib.blake2b(generation.founded.lineage + keys, digest_size=16, key=str(number).encode()).digest()
     old, config = generation.founded, node.config
     tie_breaker = _tie_breaker(generation, members)
     return messages.Founded(

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.proto.changes import Quorum
+from covey.runtime.early import Early
 from covey.runtime.events import Event
 from covey.runtime.generation import Generation
 from covey.runtime.keeper_link import KeeperLink
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from covey.runtime.node import Node
     from covey.wire.membership import Bound, Record
 
-EARLY_LIMIT: Final = 4096
-"""Messages about a generation that this node has not founded yet."""
 KEEPER_SECONDS: Final = 3.0
 """How long a process waits to be known to its keeper, which takes those who are not for lost after a while."""
 
@@ -40,8 +39,8 @@ class History:
         self.current: Generation | None = None
         self.keeper: KeeperLink | None = None
         self._generations: dict[int, Generation] = {}
-        self._early: list[tuple[int, messages.Agreeing]] = []
-        """What was said of generations that this node has not founded yet."""
+        self._early: dict[int, Early[messages.Agreeing]] = {}
+        """By seat: what was said of generations that this node has not founded yet."""
 
     @property
     def is_durable(self) -> bool:
@@ -100,9 +99,10 @@ class History:
             node.on_founded(founded)
         for newcomer, peer in seated:
             newcomer.speak(peer)
-        early, self._early = self._early, []
-        for seat, message in early:
-            self.agreeing(seat, message)
+        early, self._early = self._early, {}
+        for seat, words in early.items():
+            for message in words.take():
+                self.agreeing(seat, message)
         return generation
 
     def agreeing(self, seat: int, message: messages.Agreeing) -> None:
@@ -111,8 +111,8 @@ class History:
         generation = self._generations.get(number)
         if generation is None:
             newest = max(self._generations, default=-1)
-            if newest < number <= newest + 2 and len(self._early) < EARLY_LIMIT:
-                self._early.append((seat, message))
+            if newest < number <= newest + 2:
+                self._early.setdefault(seat, Early()).keep(message, len(body))
             return
         place = generation.rank_of(seat)
         if place is not None:
@@ -190,7 +190,7 @@ class History:
     def _keeper_said(self, message: messages.Control) -> None:
         match message:
             case messages.Vouch(processes):
-                self._node.vouched(processes)
+                self._node.vouched(self._node.card.keeper, processes)
             case messages.Agreeing(number, body):
                 generation = self._generations.get(number)
                 if generation is not None and generation.founded.is_kept:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.base.text import printable
+from covey.runtime.early import Early
 from covey.runtime.greet import RefusedError, admit, dial
 from covey.runtime.keeper_link import KeeperLink
 from covey.runtime.node import Node
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
+Key: TypeAlias = tuple[bytes, bytes]
+"""The id and life of a process."""
+
 LONGEST_PAUSE: Final = 0.5
 """Seconds between knocks at a door that nobody opens."""
 REMINDER_SECONDS: Final = 30.0
@@ -33,8 +38,6 @@ FIRST_SECONDS: Final = 60.0
 """How long the first member may take to open its door."""
 OVER_SECONDS: Final = 3.0
 """A run none of whose members was there for so long is over."""
-EARLY_LIMIT: Final = 4096
-"""Messages about the generation that a newcomer is about to be in."""
 
 
 class Newcomer:
@@ -42,12 +45,13 @@ class Newcomer:
 
     def __init__(self, place: Place, config: GroupConfig, seat: Seat) -> None:
         self._place, self._config, self._seat = place, config, seat
-        self._links: dict[bytes, tuple[Link, messages.Card, bool]] = {}
-        """By life: the link, whose it is, and whether we dialled it."""
-        self._fellows: set[bytes] = set()
-        """The lives of those who wait, too."""
+        self._links: dict[Key, tuple[Link, messages.Card, bool]] = {}
+        """By id and life: the link, whose it is, and whether we dialled it."""
+        self._fellows: set[Key] = set()
+        """Those that wait, too."""
         self._founded: asyncio.Future[messages.Founded] = asyncio.get_running_loop().create_future()
-        self._early: list[tuple[bytes, messages.Control]] = []
+        self._early: dict[Key, Early[messages.Control]] = {}
+        """What others said about the generation that this process is about to be in."""
 
     async def become_a_node(self, within: float) -> Node:
         """Return the node of the generation that takes this process in.
@@ -130,27 +134,35 @@ class Newcomer:
         )
 
     def _hold(self, link: Link, card: messages.Card, *, is_dialled: bool, is_fellow: bool) -> None:
-        if card.life in self._links and self._links[card.life][0].is_open:
+        key = messages.key_of(card)
+        if key in self._links and self._links[key][0].is_open:
             link.close()
             return
         if is_fellow:
-            self._fellows.add(card.life)
-        self._links[card.life] = link, card, is_dialled
-        link.attach(lambda body: self._heard(card.life, messages.decode_control(body)), lambda: None)
+            self._fellows.add(key)
+        self._links[key] = link, card, is_dialled
+        link.attach(functools.partial(self._heard, key), lambda: None)
 
-    def _heard(self, life: bytes, message: messages.Control) -> None:
+    def _heard(self, key: Key, body: bytes) -> None:
+        message = messages.decode_control(body)
         if isinstance(message, messages.Founded):
-            is_ours = any(member.card.life == self._seat.card.life for member in message.members)
-            if is_ours and not self._founded.done():
-                self._founded.set_result(message)
-        elif len(self._early) < EARLY_LIMIT:
-            self._early.append((life, message))
+            is_member = any(messages.key_of(member.card) == key for member in message.members)
+            if is_member and key not in self._fellows:
+                self._take_seat(message)
+        else:
+            self._early.setdefault(key, Early()).keep(message, len(body))
+
+    def _take_seat(self, founded: messages.Founded) -> None:
+        """Be in a generation, if it has a seat for this process."""
+        mine = messages.key_of(self._seat.card)
+        if any(messages.key_of(member.card) == mine for member in founded.members) and not self._founded.done():
+            self._founded.set_result(founded)
 
     @property
     def _members(self) -> int:
         """How many members know that this process is here."""
-        links = ((life, link) for life, (link, _, _) in self._links.items())
-        return sum(link.is_open and life not in self._fellows for life, link in links)
+        links = ((key, link) for key, (link, _, _) in self._links.items())
+        return sum(link.is_open and key not in self._fellows for key, link in links)
 
     async def _notice_the_end(self) -> None:
         """Give up when no member of the run has been there for a while."""
@@ -171,7 +183,7 @@ class Newcomer:
 
         def hear(message: messages.Control) -> None:
             if isinstance(message, messages.Founded):
-                self._heard(b"", message)
+                self._take_seat(message)
             elif isinstance(message, messages.Goodbye):
                 self._end()
 
@@ -186,7 +198,8 @@ class Newcomer:
                            self._place.name, self._members)  # fmt: skip
 
     def _sit_down(self, founded: messages.Founded) -> Node:
-        me = next(member for member in founded.members if member.card.life == self._seat.card.life)
+        mine = messages.key_of(self._seat.card)
+        me = next(member for member in founded.members if messages.key_of(member.card) == mine)
         node = Node(
             rank=me.seat,
             size=len(founded.members),
@@ -204,13 +217,13 @@ class Newcomer:
             if member.seat != me.seat:
                 # Where there is no link yet, the later of the two dials.
                 by_seat = (None, None, member.seat < me.seat)
-                link, _, is_dialled = self._links.pop(member.card.life, by_seat)
+                link, _, is_dialled = self._links.pop(messages.key_of(member.card), by_seat)
                 node.seat_member(member, link, is_dialled=is_dialled)
         for link, _, _ in self._links.values():
             link.abort()
         node.enter(founded)
-        seats = {member.card.life: member.seat for member in founded.members}
-        for life, message in self._early:
-            if life in seats:
-                node.heard(seats[life], message)
+        for member in founded.members:
+            if (early := self._early.get(messages.key_of(member.card))) is not None:
+                for message in early.take():
+                    node.heard(member.seat, message)
         return node

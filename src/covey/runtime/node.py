@@ -51,6 +51,10 @@ LAST_WORDS_SECONDS: Final = 0.5
 """How long the link of a process that has exited may take to end by itself: a child of it may hold it open."""
 LAST_WORDS_KEPT: Final = 1000
 GroupTalk: TypeAlias = "messages.Announce | messages.Position | messages.Revoke | messages.Calls"
+OF_THE_EXCLUDED: Final = (
+    messages.Agreeing, messages.Ping, messages.Pong, messages.Goodbye, messages.Offer, messages.Dial,
+)  # fmt: skip
+"""What a process may say to the members that go on without it. Lanes are refused to it, and it is told so."""
 
 
 class Member(Protocol):
@@ -278,6 +282,12 @@ class Node:
         """The last that this node was in."""
         return self.history.current
 
+    @property
+    def hears_quorum(self) -> bool:
+        """Whether this node is in a generation, and hears a quorum of it."""
+        generation = self.generation
+        return generation is not None and not generation.is_over and generation.council.hears_quorum
+
     def begin(self, lineage: bytes = b"", tie_breaker: int = 0) -> None:
         """The run is formed: watch over the others, and found its first generation."""
         self._vigil = Vigil(self, self._silent, self._trusted, self._unheard)
@@ -355,14 +365,14 @@ class Node:
 
     # Losses
 
-    def vouched(self, processes: Iterable[tuple[bytes, int]]) -> None:
-        """A keeper says how some processes are."""
-        by_life = {peer.life: peer for peer in self.peers.values()}
+    def vouched(self, keeper: bytes, processes: Iterable[tuple[bytes, int]]) -> None:
+        """The keeper with this id says how some processes are: it is believed about those that named it."""
+        own = {peer.life: peer for peer in self.peers.values() if peer.keeper == keeper}
         for life, value in processes:
-            if life in by_life and self._vigil is not None:
-                self._vigil.vouched(by_life[life], value)
+            if life in own and self._vigil is not None:
+                self._vigil.vouched(own[life], value)
                 if value == Vouch.BUSY:
-                    self.history.vouched(by_life[life].rank)
+                    self.history.vouched(own[life].rank)
 
     def noticed(self, rank: int) -> None:
         """A rank of the run said something."""
@@ -438,8 +448,10 @@ class Node:
             group.peer_gone(peer.rank, left=peer.left)
 
     def heard(self, rank: int, message: messages.Control) -> None:
-        """Take a message from a rank of the run."""
+        """Take a message from a rank of the run; from one that a view has excluded, only what concerns views."""
         peer = self.peers[rank]
+        if peer.excluded and not isinstance(message, OF_THE_EXCLUDED):
+            return
         match message:
             case messages.Ready():
                 peer.ready = True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from covey.base.errors import ConfigError
 from covey.net import home
 from covey.net.locks import only_one
-from covey.proto.lineages import merge
+from covey.proto.lineages import Lineages, merge
 from covey.wire.lineage import Remembered, decode_remembered, encode_remembered
 from covey.wire.membership import Bound, decode_bound, encode_bound
 
@@ -68,7 +68,10 @@ class Records:
         with only_one(folder / ".lock"):
             known = self.lineages()
             if known.open:
-                home.write_private(folder / self._run_name, encode_remembered(Remembered((), known.ended)))
+                lineages = Lineages(known)
+                for each in known.open:
+                    lineages.give_up(each.lineage)
+                home.write_private(folder / self._run_name, encode_remembered(lineages.remembered))
         return {each.lineage: each.names for each in known.open}
 
 

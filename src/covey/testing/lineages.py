@@ -86,6 +86,7 @@ class Process:
             view_patience=PATIENCE,
             relink=RELINK,
         )
+        self.candidacy.may_go_on = lambda: self.core is not None and self.core.hears_quorum
         self.origin = b""
         self.generation = -1
         self.cores: dict[int, Membership] = {}
@@ -145,7 +146,7 @@ class Process:
             case Founded(origin, successor):
                 self._heard_founded(peer_id, origin, successor, now)
             case Ended(ending):
-                self.candidacy.ended(ending, now)
+                self.candidacy.ended(ending, now, peer_id)
             case _:
                 if isinstance(message, Here):
                     self.story.informed(self, message)
@@ -353,6 +354,8 @@ class Story:
         """By node and lineage: when it accepted the founding."""
         self._views: dict[tuple[bytes, int, int], View] = {}
         self._members: dict[tuple[bytes, int], tuple[Seat, ...]] = {}
+        self._agreed: set[tuple[bytes, bytes]] = set()
+        """Generations whose members have agreed on what follows, by run and lineage."""
         self.foundings: set[bytes] = set()
         self.left_early: set[bytes] = set()
         """Nodes whose program ended before that of the others."""
@@ -444,6 +447,8 @@ class Story:
         here = {Seat(each.id, each.life): each for each in together}
         if view.successor is not None or any(seats[rank] not in here for rank in view.ranks):
             return
+        if (first.origin, view.lineage) in self._agreed:
+            return  # the operation in which the members agree on what follows returns once
         staying = [here[seats[rank]] for rank in view.ranks]
         if any(each.core is None or each.core.view != view for each in staying):
             return
@@ -459,6 +464,7 @@ class Story:
         lineage = hashlib.blake2b(view.lineage + lives, digest_size=16).digest()
         tie_breaker = next((at for at, each in enumerate(staying) if each.id == seats[view.tie_breaker].id), 0)
         successor = Successor(first.generation + 1, lineage, members, tie_breaker)
+        self._agreed.add((first.origin, view.lineage))
         for each in staying:
             at = self.world.now + self.chance.choice([0.0, 0.001, self.chance.uniform(0.0, 0.4)])
             self.world.at(at, lambda each=each: each.succeed(successor, each.story.world.now))

@@ -17,6 +17,8 @@ MAX_OPEN: Final = 16
 """Lineages of one run that a machine waits for at the same time."""
 MAX_ENDED: Final = 64
 """Lineages of one run whose end a machine remembers, to tell the machines that missed it."""
+MAX_GIVEN_UP: Final = 64
+"""Lineages of one run that a person gave up, and of which a machine remembers that."""
 MAX_NAMES: Final = 128
 
 Lineage = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -37,6 +39,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     lineage: Lineage
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NAMES)]
     """Its members, as far as the machine that wrote this knew them."""
+    is_ours: bool = False
+    """A node of this machine was in it, or accepted its founding; of others it was told."""
 
 
 class Remembered(msgspec.Struct, frozen=True, array_like=True):
@@ -45,6 +49,8 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True):
     open: Annotated[tuple[Known, ...], msgspec.Meta(max_length=MAX_OPEN)] = ()
     ended: Annotated[tuple[Ending, ...], msgspec.Meta(max_length=MAX_ENDED)] = ()
     """Oldest news first."""
+    given_up: Annotated[tuple[Lineage, ...], msgspec.Meta(max_length=MAX_GIVEN_UP)] = ()
+    """Lineages that a person gave up here: what nodes of this machine promised in them is forgotten. Oldest first."""
 
 
 _remembered: msgspec.msgpack.Decoder[Remembered] = msgspec.msgpack.Decoder(Remembered)

@@ -129,6 +129,8 @@ class Promise(msgspec.Struct, frozen=True, array_like=True, tag=2):
     accepted: View | None = None
     is_finished: bool = False
     """It leaves because its program has ended."""
+    successor: Successor | None = None
+    """The generation in which it goes on, if this one is to end."""
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -176,15 +178,13 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Trouble(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The view after `number` is wanted: a lane broke, an operation is late, a generation ends, the sender leaves."""
+    """The view after `number` is wanted: a lane broke, an operation is late, the sender leaves."""
 
     lineage: ProposalId
     number: Number
     leaves: bool = False
     is_finished: bool = False
     """It leaves because its program has ended, as that of others may be about to."""
-    successor: Successor | None = None
-    """What the view should say about the next generation."""
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=9):

@@ -346,7 +346,7 @@ class Vouch(msgspec.Struct, frozen=True, array_like=True, tag=25):
 class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
     """The sender is in this generation of the run. Newcomers learn their place from it, keepers whom to count."""
 
-    generation: int
+    generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     lineage: Bytes
     is_kept: bool
     """Whether the keeper that is told decides about the views, because all members are its own."""

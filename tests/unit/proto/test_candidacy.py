@@ -60,7 +60,9 @@ class Stage:
 
     def perform(self) -> None:
         has_said = False
+        self.order: list[type] = []
         for effect in self.core.effects():
+            self.order.append(type(effect))
             match effect:
                 case Bind(bound):
                     assert not has_said, "what is bound must be on disk before anything is said"
@@ -207,6 +209,90 @@ def test_what_a_person_gave_up_binds_it_no_more() -> None:
     stage = Stage("a'", remembered=Remembered(), bound=bound_to("abc"), abandoned=[LINEAGE])
     assert stage.disk is None
     assert stage.core.formation.lineages.current == b""
+
+
+def test_what_it_accepts_when_its_old_run_turns_out_to_be_over_is_on_disk() -> None:
+    """It hears that the run is over and a proposal of another one at once, as from a long backlog."""
+    stage = Stage("b'", bound=bound_to("ab"))
+    stage.link("a'")
+    hears, later = (seat("b'").life,), new_lineage(2000.0, b"m" * 10)
+    here = Here(TERMS, member("a'"), hears, Phase.GATHERING, endings=(Ending(LINEAGE, False),))
+    proposed = Propose(later, (member("a'"), member("b'")))
+    stage.core.formation.received(seat("a'").id, here, 0.1)
+    stage.core.heard(seat("a'").id, proposed, 0.1)
+    stage.perform()
+    assert stage.core.formation.accepted is not None
+    assert stage.disk == Bound(0, founding_record(proposed.members, later), later)
+    assert [known.lineage for known in stage.remembered.open] == [later]
+
+
+def test_that_a_run_is_over_is_on_disk_before_its_votes_are_forgotten() -> None:
+    stage = Stage("a'", bound=bound_to("ab"))
+    stage.link("b")
+    stage.vote("b", Decided(View(LINEAGE, 1, (), 0)))
+    assert stage.disk is None
+    assert stage.order[: stage.order.index(Bind)] == [Remember]
+    founding = Stage("b", remembered=Remembered())
+    founding.link("a")
+    founding.core.heard(seat("a").id, Here(TERMS, member("a"), (seat("b").life,), Phase.GATHERING), 0.1)
+    founding.perform()
+    founding.core.heard(seat("a").id, Propose(LINEAGE, (member("a"), member("b"))), 0.2)
+    founding.perform()
+    assert founding.order[: founding.order.index(Remember)] == [Bind], "and that it may begin after what it binds to"
+
+
+def test_a_founding_that_was_given_up_here_or_left_for_an_older_run_may_have_come_to_something() -> None:
+    seated = Seated(LINEAGE, Successor(0, LINEAGE, (seat("a"), seat("c")), 0))
+    older = bound_to("ac")
+    older = Bound(older.generation, older.record, new_lineage(1.0, b"o" * 10))
+    remembered = Remembered((*KNOWN.open, Known(older.origin, ())))
+    for stage in (
+        Stage("c'", remembered=Remembered(given_up=(LINEAGE,))),
+        Stage("c'", remembered=Remembered(), abandoned=[LINEAGE]),
+        Stage("c'", remembered=remembered, bound=older),
+    ):
+        stage.link("a'")
+        stage.vote("a'", seated)
+        assert stage.remembered.ended == ()
+
+
+def test_a_seat_is_believed_only_from_nodes_that_have_one_too() -> None:
+    for generation in (0, 3):
+        stage = Stage("d")
+        stage.link("x", "a'")
+        told = Seated(LINEAGE, Successor(generation, NEXT if generation else LINEAGE, (seat("a"), seat("d")), 0))
+        stage.vote("x", told, generation)
+        assert (stage.disk, stage.remembered) == (None, KNOWN)
+
+
+def test_a_node_believes_only_members_of_its_run_that_it_is_over_and_none_while_it_hears_a_quorum() -> None:
+    over = Ending(LINEAGE, True)
+    here = Here(TERMS, member("x"), (), Phase.GATHERING, endings=(over,))
+    voter = Stage("a'", bound=bound_to("abc"))
+    voter.link("x", "b'")
+    voter.core.heard(seat("x").id, here, 0.1)
+    voter.core.ended(over, 0.1, seat("x").id)
+    voter.perform()
+    assert voter.core.formation.lineages.ending(LINEAGE) is None
+    voter.core.ended(over, 0.1, seat("b").id)
+    assert voter.core.formation.lineages.ending(LINEAGE) == over
+    inside = Stage("a", remembered=Remembered())
+    inside.core.entered(tuple(map(member, "abc")), LINEAGE, 2, 0.0)
+    inside.link("x", "b")
+    for may_go_on, teller, is_believed in (
+        (True, "x", False),
+        (True, "b", False),
+        (False, "x", False),
+        (False, "b", True),
+    ):
+        inside.core.may_go_on = lambda may_go_on=may_go_on: may_go_on
+        inside.core.ended(over, 0.2, seat(teller).id)
+        inside.core.heard(seat("x").id, here, 0.2)
+        assert (inside.core.formation.ending == over) is is_believed
+    newcomer = Stage("d")
+    newcomer.link("x")
+    newcomer.core.heard(seat("x").id, here, 0.1)
+    assert newcomer.core.formation.lineages.ending(LINEAGE) == over, "a node that only waits can ask no more"
 
 
 def test_the_first_that_was_started_to_break_ties_does() -> None:

@@ -398,3 +398,26 @@ def test_words_without_a_link_and_proposals_to_an_earlier_life_are_not_answered(
     assert step(core, here("a", "c"), proposal) == []
     core.link_up(id_of("a"), member("a").life, 0.0)
     assert step(core, here("a"), proposal) == []
+
+
+def test_a_node_that_waits_for_a_run_which_is_long_over_is_told_so_however_many_ended_since() -> None:
+    lineages = Lineages()
+    for number in range(20):
+        lineages.end(Ending(new_lineage(1000.0 + number, b"e" * 10), True))
+    stage = Stage()
+    knows, stale = stage.enter("a", lineages=lineages), Lineages()
+    stale.learn(new_lineage(1000.0, b"e" * 10), ["a", "b"])
+    waits = stage.enter("b", lineages=stale)
+    stage.run(3.0)
+    assert waits.lineages.current == b"" or waits.formed is not None
+    assert stage.views() == {"a": "ab", "b": "ab"}
+    assert knows.lineages.current == waits.lineages.current
+
+
+def test_a_life_that_another_node_has_had_is_welcome() -> None:
+    core = Formation(member("a"), OPEN, random.Random(1), 0.0)
+    for life in ("b", "b'"):
+        assert core.link_up(id_of("x"), member(life).life, 0.0), "x says that it is a life of b"
+        core.link_down(id_of("x"), 0.0)
+    assert not core.link_up(id_of("x"), member("b").life, 0.0)
+    assert core.link_up(id_of("b"), member("b").life, 0.0)

@@ -109,7 +109,43 @@ def test_no_peer_can_fill_the_memory() -> None:
     assert decode_remembered(encode_remembered(remembered)) == remembered
 
 
+def test_lineages_that_peers_make_up_do_not_displace_the_one_that_this_node_is_in() -> None:
+    for numbers in (range(100, 200), range(200, 100, -1)):
+        known = Lineages()
+        for number in numbers:
+            known.learn(lineage(number), ["a peer says so"])
+        known.accept(lineage(1000), ["a", "b"])
+        known.commit(lineage(1000))
+        for number in (*numbers, *range(50)):
+            known.learn(lineage(number), ["a peer says so"])
+        assert known.is_open(lineage(1000))
+        assert known.current == lineage(0), "the oldest are waited for first"
+        assert len(known.remembered.open) == MAX_OPEN
+        there = Lineages()
+        for number in numbers:
+            there.learn(lineage(number + 500), ["another process was told"])
+        assert Lineages(merge(there.remembered, known.remembered)).is_open(lineage(1000))
+        known.end(Ending(lineage(1000), True))
+        assert not known.is_open(lineage(1000))
+
+
+def test_what_a_person_gave_up_is_remembered_even_if_it_is_heard_of_again() -> None:
+    known = Lineages()
+    known.learn(lineage(5), ["a"], is_ours=True)
+    known.give_up(lineage(5))
+    assert known.current == b""
+    again = Lineages(known.remembered)
+    assert again.was_given_up(lineage(5))
+    again.learn(lineage(5), ["a"])
+    assert merge(known.remembered, again.remembered) == merge(again.remembered, known.remembered) == again.remembered
+    assert (again.current, again.was_given_up(lineage(5))) == (lineage(5), True)
+    for number in range(1000):
+        again.give_up(lineage(number))
+    assert decode_remembered(encode_remembered(again.remembered)) == again.remembered
+
+
 def test_it_comes_back_from_disk_as_it_was() -> None:
-    remembered = Remembered((Known(lineage(5), ("a", "b")),), (Ending(lineage(1), True), Ending(lineage(2), False)))
+    opened = (Known(lineage(5), ("a", "b")), Known(lineage(6), (), is_ours=True))
+    remembered = Remembered(opened, (Ending(lineage(1), True), Ending(lineage(2), False)), (lineage(3),))
     assert decode_remembered(encode_remembered(remembered)) == remembered
     assert Lineages(remembered).remembered == remembered

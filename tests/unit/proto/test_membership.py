@@ -13,7 +13,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumLost, Send, Waiting
 from covey.proto.lease import DRIFT, LEASE, Lease
-from covey.proto.membership import FINISH_TOGETHER, KEPT, Membership
+from covey.proto.membership import FINISH_TOGETHER, KEPT, MOST_AHEAD, MOST_OPERATIONS, Membership
 from covey.proto.views import is_quorum, judge, largest_company, next_tie_breaker
 from covey.testing.workers import Worker
 from covey.testing.world import World
@@ -284,17 +284,45 @@ def test_a_member_that_is_lost_on_the_way_is_not_in_the_next_generation() -> Non
     assert stage.views["b"][-1] == stage.views["c"][-1]
 
 
-def test_one_wish_is_enough_and_a_node_that_was_started_anew_learns_what_followed() -> None:
+def test_a_node_that_was_started_anew_learns_what_followed() -> None:
     stage = Stage("abc")
     stage.crash("c")
-    stage.tell("b", "succeed", successor("a", "b"))
-    stage.run(3)
+    for name in "ba":
+        stage.tell(name, "succeed", successor("a", "b"))
+        stage.run(1)
     assert stage.views["a"][-1].successor == successor("a", "b")
     stage.enter("c'")
     stage.run(2)
     end = stage.ends["c'"]
     assert isinstance(end, Excluded)
     assert end.view.successor == successor("a", "b")
+
+
+def test_the_next_generation_waits_for_all_members_to_wish_for_it() -> None:
+    stage = Stage("abc", patience=10.0)
+    stage.run(1)
+    stage.tell("b", "succeed", successor("a", "b", "c"))
+    stage.run(2)
+    assert stage.members() == {}
+    stage.tell("a", "succeed", successor("a", "b", "c"))
+    stage.run(0.5)
+    assert stage.members() == {}
+    stage.tell("c", "succeed", successor("a", "b", "c"))
+    stage.run(0.5)
+    assert {core.view.successor for core in stage.cores.values()} == {successor("a", "b", "c")}
+
+
+def test_a_member_that_never_wishes_for_the_next_generation_does_not_stop_the_others_for_ever() -> None:
+    stage = Stage("abc", patience=4.0)
+    stage.run(1)
+    for name in "ab":
+        stage.tell(name, "succeed", successor("a", "b", "c"))
+    stage.run(3)
+    assert stage.members() == {name: "1:abc" for name in "abc"}, "operations go on meanwhile"
+    assert stage.cores["a"].view.successor is None
+    stage.crash("c")
+    stage.run(4)
+    assert stage.cores["a"].view.successor == successor("a", "b")
 
 
 def test_a_quorum_that_was_started_anew_finishes_a_succession_that_may_be_decided() -> None:
@@ -675,6 +703,158 @@ def test_a_member_that_was_excluded_is_told_so_and_has_no_say() -> None:
     core.received(excluded, Trouble(LINEAGE, 0), 1.1)
     core.received(excluded, Pulse(LINEAGE, 0, 4), 1.1)
     assert core.effects() == [Send(excluded, Decided(view))] * 2
+
+
+def test_a_member_in_the_middle_of_an_operation_is_told_what_became_of_it_before_a_generation_ends() -> None:
+    core = lone("a")
+    core.succeed(successor("a", "b", "c"), 1.0)
+    core.tick(1.0)
+    ballot = next(effect.message.ballot for effect in core.effects() if isinstance(effect, Send))
+    core.frozen(1, [State(7, (0, 1, 2), 5)], 1.1)
+    core.received(seat("c").id, Promise(LINEAGE, 1, ballot, (0, 1), (State(7, (0, 1, 2), 5),)), 1.1)
+    stopped = State(7, (0, 1, 2), 4, 5, 0, complete=True)
+    core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (stopped,)), 1.1)
+    view = next(effect.message.view for effect in core.effects() if isinstance(getattr(effect, "message", 0), Accept))
+    assert view == View(LINEAGE, 1, (0, 1, 2), 0, (Verdict(7, 6, Fate.REDO),))
+
+
+def test_a_generation_that_this_member_never_wished_for_is_a_protocol_error() -> None:
+    view = View(LINEAGE, 1, (0, 1), 0, successor=successor("a", "b", "x"))
+    for message in (Accept(4, view), Decided(view)):
+        for wish in (None, successor("a", "b", "c")):
+            core = answering(lone())
+            if wish is not None:
+                core.succeed(wish, 0.6)
+            core.effects()
+            with pytest.raises(RemoteProtocolError, match="that this one never wished for"):
+                core.received(seat("a").id, message, 1.0)
+            assert core.view.number == 0
+    core = answering(lone())
+    core.succeed(successor("a", "b", "c"), 0.6)
+    core.received(seat("a").id, Decided(View(LINEAGE, 1, (0, 1), 0, successor=successor("a", "b"))), 1.0)
+    assert core.view.successor == successor("a", "b"), "a member that is lost on the way is not in it"
+
+
+@pytest.mark.parametrize("message", [Decided, lambda view: Accept(4, view)])
+def test_one_member_alone_does_not_end_the_run(message: Any) -> None:
+    end = View(LINEAGE, 1, (), 0, is_finished=True)
+    core = answering(lone())
+    core.received(seat("a").id, message(end), 1.0)
+    said = {effect.message for effect in core.effects() if isinstance(effect, Send)}
+    assert said <= {Pulse(LINEAGE, 0, 4)}, "the others are asked"
+    core.received(seat("a").id, Trouble(LINEAGE, 0, leaves=True), 1.1)
+    assert core.view.number == 0, "two of three stay"
+
+
+def test_an_end_that_was_doubted_is_believed_when_no_quorum_stays() -> None:
+    end = View(LINEAGE, 1, (), 0, is_finished=True)
+    for news in (
+        lambda core: core.received(seat("c").id, Trouble(LINEAGE, 0, leaves=True), 1.2),
+        lambda core: core.received(seat("c").id, Decided(end), 1.2),
+        lambda core: core.link_down(seat("c").id, 1.2),
+        lambda core: core.judged(seat("c").id, 1.2, is_dead=True),
+    ):
+        core = answering(lone())
+        core.received(seat("a").id, Trouble(LINEAGE, 0, leaves=True), 1.0)
+        core.received(seat("a").id, Decided(end), 1.1)
+        assert core.view.number == 0
+        news(core)
+        assert core.view == end
+        assert Excluded(end) in core.effects()
+    gone = answering(lone())
+    for name in "ac":
+        gone.link_down(seat(name).id, 1.0)
+    gone.link_up(seat("a").id, seat("a'").life, 1.1)
+    gone.received(seat("a").id, Decided(end), 1.1)
+    assert gone.view == end, "this one was not heard for a while"
+
+
+NONSENSE = {
+    "a view of another number": {"accepted_ballot": 4, "accepted": View(LINEAGE, 2, (0, 1), 0)},
+    "a view of another lineage": {"accepted_ballot": 4, "accepted": View(b"1" * 16, 1, (0, 1), 0)},
+    "a view that cannot follow": {"accepted_ballot": 4, "accepted": View(LINEAGE, 1, (0, 9), 0)},
+    "a view without a ballot": {"accepted": View(LINEAGE, 1, (0, 1), 0)},
+    "a ballot without a view": {"accepted_ballot": 4},
+    "a view of a later ballot": {"accepted_ballot": 400, "accepted": View(LINEAGE, 1, (0, 1), 0)},
+    "a group twice": {"states": (State(7, (0, 1), 1), State(7, (0, 1), 2))},
+    "an operation that is not the next": {"states": (State(7, (0, 1), 1, 7),)},
+    "too many operations": {"states": (State(7, (0, 1), MOST_OPERATIONS),)},
+    "ranks that do not exist": {"states": (State(7, (0, 9), 1),)},
+}
+
+
+@pytest.mark.parametrize("changes", NONSENSE.values(), ids=NONSENSE)
+def test_an_answer_that_cannot_be_is_a_protocol_error_and_changes_nothing(changes: dict[str, Any]) -> None:
+    core = lone("a")
+    core.disturbed(0, 1.0)
+    core.tick(1.0)
+    ballot = next(
+        effect.message.ballot for effect in core.effects() if isinstance(getattr(effect, "message", 0), Prepare)
+    )
+    core.frozen(1, [State(7, (0, 1), 1)], 1.1)
+    core.effects()
+    values = {"states": (State(7, (0, 1), 1),), "accepted_ballot": -1, "accepted": None} | changes
+    with pytest.raises(RemoteProtocolError, match="answers what cannot be"):
+        core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), **values), 1.2)
+    assert core.effects() == []
+    for name, hears in (("b", (0, 2)), ("c", (0, 1))):
+        core.received(seat(name).id, Promise(LINEAGE, 1, ballot, hears, (State(7, (0, 1), 1),)), 1.3)
+    assert any(isinstance(getattr(effect, "message", 0), Accept) for effect in core.effects()), "the others are heard"
+
+
+def test_no_member_uses_up_the_ballots_of_the_others() -> None:
+    far = MOST_AHEAD * 5
+    for message in (
+        Prepare(LINEAGE, 1, far),
+        Accept(far, View(LINEAGE, 1, (0,), 0)),
+        Pulse(LINEAGE, 0, far, claims=True, stamp=1.0),
+        Refuse(LINEAGE, 1, far),
+    ):
+        core = answering(lone())
+        with pytest.raises(RemoteProtocolError, match="nobody else is near"):
+            core.received(seat("a").id, message, 1.0)
+        assert (core.ballot, core.effects()) == (4, [])
+
+
+def test_an_excluded_member_can_claim_nothing() -> None:
+    core, view = answering(lone()), View(LINEAGE, 1, (0, 1), 0)
+    core.received(seat("a").id, Decided(view), 1.0)
+    core.effects()
+    core.received(seat("c").id, Pulse(LINEAGE, 1, 10, claims=True, stamp=1.0), 1.1)
+    core.received(seat("c").id, Pulse(LINEAGE, 9, 10), 1.1)
+    assert (core.ballot, core.effects()) == (4, [])
+
+
+def test_an_echo_of_a_claim_that_is_yet_to_come_makes_no_leader() -> None:
+    core = lone("a", record=first_record(map(seat, "abc"), LINEAGE, anchor=1))
+    core._promise_to(core._next_ballot(), 1.0)
+    core.tick(1.0)
+    for stamp in (math.inf, 1e300, math.nan):
+        for name in "bc":
+            core.received(seat(name).id, Pulse(LINEAGE, 0, core.ballot, echo=stamp), 1.0)
+    assert core.leader(1.0 + 100 * LEASE) is None
+
+
+FORKS = {
+    "ranks that do not exist": View(b"1" * 16, 500, (0, 1, 9), 0),
+    "a rank twice": View(b"1" * 16, 500, (0, 1, 1), 0),
+    "a number that was used": View(b"1" * 16, 0, (0, 1), 0),
+    "a number far ahead": View(b"1" * 16, 1 << 30, (0, 1), 0),
+    "the same lineage": View(LINEAGE, 500, (0, 1), 0),
+    "without the one that tells": View(b"1" * 16, 500, (1, 2), 1),
+    "a tie-breaker that is not in it": View(b"1" * 16, 500, (0, 1), 2),
+}
+
+
+@pytest.mark.parametrize("view", FORKS.values(), ids=FORKS)
+def test_a_fork_that_cannot_be_is_a_protocol_error(view: View) -> None:
+    core = answering(lone(quorum=Quorum.ANY))
+    with pytest.raises(RemoteProtocolError, match="a fork that cannot be"):
+        core.received(seat("a").id, Fork(LINEAGE, 0, view), 1.0)
+    assert core.view.number == 0
+    strict = answering(lone())
+    strict.received(seat("a").id, Fork(LINEAGE, 0, view), 1.0)
+    assert strict.view.number == 0
 
 
 def test_the_news_of_a_fork_is_not_answered_with_the_same_news() -> None:

@@ -1,0 +1,190 @@
+"""Runs of real nodes inside this process: each on a thread of its own, with a known identity, some under attack."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from tests.security.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on_loop
+
+from covey.base.errors import ClosedError
+from covey.net.identity import NodeIdentity
+from covey.runtime import generations, joining
+from covey.runtime.places import ClusterOptions, WantedRun
+from covey.wire import formation, messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.base.config import GroupConfig
+    from covey.net.clusters import Cluster
+    from covey.runtime.candidate import Candidate
+    from covey.runtime.group import Group
+    from covey.runtime.node import Node
+    from covey.runtime.seat import Seat
+
+SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=4.0)
+
+
+class Participant:
+    """A node that joins a run on a thread; `result` waits for what its function returns."""
+
+    def __init__(self, company: Company, function: Callable[..., Any], identity: NodeIdentity, *, elastic: bool):
+        self._company, self._function, self._is_elastic = company, function, elastic
+        self.identity = identity
+        self.seat: Seat
+        self._is_seated = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, daemon=True)
+        self._thread.start()
+        assert self._is_seated.wait(DEADLINE)
+
+    @property
+    def candidate(self) -> Candidate:
+        found = self.seat.entrance.on_link.__self__  # type: ignore[union-attr]
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def prey(self) -> Victim:
+        """What an insider attacks."""
+        address = ("127.0.0.1", self.seat.card.contact.addresses[0].port)
+        return Victim(self._company.cluster, self.seat, None, address)  # type: ignore[arg-type]
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self, within: float = DEADLINE) -> Any:
+        self._thread.join(within)
+        assert not self._thread.is_alive(), f"{self.identity.name} hangs"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def seated(self, seat: Seat) -> None:
+        self.seat = seat
+        self._is_seated.set()
+
+    def _main(self) -> None:
+        self._company.local.participant = self
+        try:
+            if self._is_elastic:
+                self._value = self._function(_Elastic(self._company).each())
+            else:
+                with self._company.join() as group:
+                    self._value = self._function(group)
+        except BaseException as error:
+            self._error = error
+            self._is_seated.set()
+            self._company.failed()
+
+
+class Company:
+    """The nodes of one run of a cluster. At the end all of them must have ended by themselves."""
+
+    def __init__(self, cluster: Cluster, config: GroupConfig = LOOPBACK, **limits: Any) -> None:
+        self.cluster, self.config = cluster, config
+        values = {"size": None, "min_size": 2, "max_size": None, "timeout": DEADLINE} | limits
+        self.wanted = WantedRun("run", "program", **values)
+        self.local = threading.local()
+        self._all: list[Participant] = []
+        self._barriers: list[threading.Barrier] = []
+        self._undo = contextlib.ExitStack()
+
+    def start(
+        self, function: Callable[..., Any], identity: NodeIdentity | None = None, *, elastic: bool = False
+    ) -> Participant:
+        """Let a node join; `function` gets its group, or if it is elastic the groups of its generations."""
+        participant = Participant(self, function, identity or NodeIdentity.ephemeral(), elastic=elastic)
+        self._all.append(participant)
+        return participant
+
+    def steps(self, count: int) -> Callable[[], None]:
+        """Return what lets so many threads go on together; one that fails does not keep the others waiting."""
+        barrier = threading.Barrier(count)
+        self._barriers.append(barrier)
+
+        def together() -> None:
+            barrier.wait(DEADLINE)
+
+        return together
+
+    def forgive(self) -> None:
+        """Do not raise at the end what some participant has failed with."""
+        self._all.clear()
+
+    def failed(self) -> None:
+        for barrier in self._barriers:
+            barrier.abort()
+
+    def join(self, **how: Any) -> Group:
+        options = ClusterOptions(self.cluster.name, self.cluster.secret.key)
+        return joining.join_run(self.wanted, self.config, options, **how)
+
+    def terms(self) -> formation.Terms:
+        """What all of them agree on."""
+        wanted, config = self.wanted, self.config
+        return formation.Terms(
+            wanted.name, wanted.program, wanted.size, wanted.min_size, wanted.max_size, f"{messages.VERSION}",
+            config.lanes, config.on_loss,
+        )  # fmt: skip
+
+    def __enter__(self) -> Company:
+        take = joining.cluster_seat
+
+        def seat_of_this_thread(*args: Any, **options: Any) -> Seat:
+            participant = self.local.participant
+            seat = take(*args, **{**options, "identity": participant.identity, "ports": (0,)})
+            participant.seated(seat)
+            return seat
+
+        self._undo.enter_context(mock.patch.object(joining, "cluster_seat", seat_of_this_thread))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._undo.close()
+        if kind is None or issubclass(kind, threading.BrokenBarrierError):
+            for participant in self._all:
+                participant.result()
+
+
+class _Elastic(generations._Generations):
+    """As `covey.generations`, of which a process has only one at a time."""
+
+    def __init__(self, company: Company) -> None:
+        super().__init__("run", company.wanted.min_size, company.wanted.max_size, DEADLINE, {})
+        self._company = company
+
+    def _join(self, *, again: bool = False) -> Group:
+        self._group = None
+        try:
+            group = self._company.join(is_elastic=True, **({"is_returning": again} if again else {}))
+        except ClosedError as error:
+            raise generations._OverError from error
+        node = node_of(group)
+        node.wanted_size, node.most_size, node.is_elastic = self._min_size or 1, self._most, True
+        return group
+
+
+def node_of(group: Group) -> Node:
+    node = group._engine.node
+    assert node is not None
+    return node
+
+
+def say(group: Group, rank: int, message: messages.Control) -> None:
+    """Let the node of a group send whatever it likes to another rank, and return when it is sent."""
+    node = node_of(group)
+    call_on_loop(node.send, group._engine.members[rank], message)
+
+
+def here(insider: Insider, terms: formation.Terms, hears: tuple[bytes, ...], **fields: Any) -> messages.Forming:
+    """What a candidate tells of itself."""
+    card = insider.card
+    member = formation.Member(card.id, card.life, "insider", card.contact.host, b"")
+    values: dict[str, Any] = {"phase": formation.Phase.GATHERING}
+    return messages.Forming(messages.encode(formation.Here(terms, member, hears, **(values | fields))))

@@ -1,0 +1,277 @@
+"""Who may say that a run is over, and who is believed about processes: members of the run, and keepers of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.security.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on_loop, new_cluster, until
+from tests.security.company import SURVIVING, Company, Participant, here, node_of, say
+
+from covey.base.errors import GroupChangedError
+from covey.net.identity import NodeIdentity
+from covey.proto.health import Vouch
+from covey.runtime.warden import ClusterWarden
+from covey.wire import formation, membership, messages
+from covey.wire.lineage import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from covey.runtime.group import Group
+
+
+def origin_of(participant: Participant) -> bytes:
+    return call_on_loop(lambda: participant.candidate._node.generation.founded.origin)  # type: ignore[union-attr]
+
+
+def claims(lineage: bytes, insider: Insider, terms: formation.Terms, members: list[NodeIdentity]) -> list[Any]:
+    """Every way to say that a run is over."""
+    over = Ending(lineage, True)
+    generation = membership.Successor(0, lineage, tuple(
+        membership.Seat(card.id, card.life) for card in (insider.card, *members)), 0)  # fmt: skip
+    seated = membership.encode_membership(membership.Seated(lineage, generation))
+    empty = membership.encode_membership(membership.Decided(membership.View(lineage, 1, (), 0, is_finished=True)))
+    return [
+        messages.Ended("run", lineage, True),
+        here(insider, terms, (), endings=(over,)),
+        here(insider, terms, (), phase=formation.Phase.LOCKED, endings=(over,)),
+        messages.Agreeing(0, seated),
+        messages.Agreeing(0, empty),
+    ]
+
+
+@pytest.mark.parametrize("purpose", ["candidate", "visitor", "keeper"])
+def test_no_node_outside_of_a_run_can_say_that_it_is_over(purpose: str) -> None:
+    first, second = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
+    with Company(new_cluster(), SURVIVING, size=2) as company:
+        together = company.steps(3)
+
+        def work(group: Group) -> Any:
+            group.barrier()
+            together()
+            together()
+            total = group.all_reduce(np.arange(3) + group.rank).tolist()
+            candidate = node_of(group).entrance.on_link.__self__  # type: ignore[union-attr]
+            return total, candidate.records.lineages().ended
+
+        nodes = [company.start(work, first), company.start(work, second)]
+        together()
+        lineage = origin_of(nodes[0])
+        for node in nodes:
+            with Insider(node.prey, purpose=purpose) as liar:
+                for claim in claims(lineage, liar, company.terms(), [first, second]):
+                    liar.say(claim)
+                liar.ping()
+        together()
+        for node in nodes:
+            assert node.result() == ([1, 3, 5], ())
+
+
+def test_a_member_alone_cannot_say_that_the_run_is_over() -> None:
+    with Company(new_cluster(), SURVIVING, size=3) as company:
+        together = company.steps(3)
+
+        def work(group: Group) -> Any:
+            group.barrier()
+            generation = group._engine.generation
+            assert generation is not None
+            if group.rank == 2:
+                lineage, view = generation.founded.origin, generation.view
+                end = membership.View(view.lineage, view.number + 1, (), 0, is_finished=True)
+                ballot = 2 + 4 * 10
+                for rank in (0, 1):
+                    say(group, rank, messages.Ended("run", lineage, True))
+                    for vote in (membership.Decided(end), membership.Prepare(view.lineage, view.number + 1, ballot),
+                                 membership.Accept(ballot, end)):  # fmt: skip
+                        say(group, rank, messages.Agreeing(0, membership.encode_membership(vote)))
+            together()
+            try:
+                total = group.all_reduce(np.arange(3) + 1).tolist()
+            except GroupChangedError:
+                assert group.rank == 2, "the one that lied may lose its place"
+                return None
+            finally:
+                together()
+            candidate = node_of(group).entrance.on_link.__self__  # type: ignore[union-attr]
+            assert candidate.records.lineages().ended == ()
+            return total, group.contributors
+
+        nodes = [company.start(work) for _ in range(3)]
+        results = [node.result() for node in nodes]
+    honest = [result for result in results if result is not None]
+    assert len(honest) >= 2
+    for total, contributors in honest:
+        assert {0, 1} <= set(contributors)
+        assert total == (len(contributors) * (np.arange(3) + 1)).tolist()
+
+
+def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others() -> None:
+    with Company(new_cluster(), SURVIVING, size=3) as company:
+        together = company.steps(3)
+
+        def work(group: Group) -> Any:
+            group.barrier()
+            node, generation = node_of(group), group._engine.generation
+            assert generation is not None
+            if group.rank == 2:
+                call_on_loop(generation.withdraw)
+            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].excluded)
+            together()
+            if group.rank == 2:
+                for rank in (0, 1):
+                    for message in (
+                        messages.Revoke(0, "PeerLostError", "an excluded member says so", ()),
+                        messages.Announce(0, 2, 99, "broadcast()"),
+                        messages.Position(0, 7, 2, 99, "broadcast()"),
+                        messages.NoLane(0, "collectives", "no", 1),
+                        messages.Dial(0, "collectives", 1),
+                    ):
+                        say(group, rank, message)
+                    until(lambda rank=rank: node.peers[rank].link is not None)
+            together()
+            if group.rank == 2:
+                together()
+                return None
+            total = group.all_reduce(np.arange(3) + group.rank).tolist()
+            together()
+            return total, group.contributors
+
+        results = [node.result() for node in [company.start(work) for _ in range(3)]]
+    assert [result for result in results if result is not None] == [([1, 3, 5], (0, 1))] * 2
+
+
+# Keepers
+
+
+class Kept:
+    """A keeper in a cluster."""
+
+    def __init__(self, warden: ClusterWarden, prey: Victim) -> None:
+        self.warden, self.prey = warden, prey
+
+    def own(self, identity: NodeIdentity, pid: int = 1) -> Insider:
+        """Link with it as a process that it started."""
+        card = {"keeper": self.warden.id, "contact": self.prey.node.card.contact, "pid": pid}
+        return Insider(self.prey, identity, card=card)
+
+    def vouched(self, life: bytes) -> int | None:
+        vouch = call_on_loop(lambda: self.warden._advocate._wards.vouch())  # type: ignore[union-attr]
+        return dict(vouch.processes).get(life)
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    cluster = new_cluster()
+    warden = ClusterWarden(cluster, LOOPBACK)
+    warden.start()
+    try:
+        until(lambda: warden._seat is not None)
+        seat, advocate = warden._seat, warden._advocate
+        assert seat is not None
+        assert advocate is not None
+        address = ("127.0.0.1", seat.card.contact.addresses[0].port)
+        yield Kept(warden, Victim(cluster, seat, advocate, address))
+    finally:
+        warden.close()
+
+
+def founded(lineage: bytes, *insiders: Insider) -> messages.Founded:
+    members = tuple(messages.SeatedMember(seat, insider.card) for seat, insider in enumerate(insiders))
+    return messages.Founded(0, lineage, False, members, "continue", 30.0, lineage)
+
+
+def test_a_keeper_believes_only_members_of_its_run_that_the_work_is_done(kept: Kept) -> None:
+    lineage = bytes(15) + b"x"
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(kept.own(NodeIdentity.ephemeral()))
+        member, liar = (stack.enter_context(Insider(kept.prey)) for _ in range(2))
+        liar.say(founded(lineage, liar))
+        liar.say(messages.Ended("run", lineage, True))
+        liar.ping()
+        own.say(founded(lineage, own, member))
+        own.ping()
+        liar.say(messages.Ended("run", lineage, True))
+        liar.ping()
+        assert not kept.warden.is_over
+        member.say(messages.Ended("run", bytes(16), True))
+        member.ping()
+        assert not kept.warden.is_over
+        member.say(messages.Ended("run", lineage, True))
+        member.ping()
+        assert kept.warden.is_over
+        assert own.hear(messages.Ended).lineage == lineage
+
+
+def test_a_node_on_another_machine_cannot_say_that_it_is_a_process_of_this_keeper(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lineage, honest = bytes(15) + b"x", NodeIdentity.ephemeral()
+    remote: set[bytes] = set()
+    is_own = type(kept.prey.node)._is_own
+
+    def from_where_it_is(advocate: Any, someone: Any) -> bool:
+        address = "203.0.113.9" if someone.card.id in remote else "127.0.0.1"
+        monkeypatch.setattr(someone.link, "remote_ip", address)
+        return is_own(advocate, someone)
+
+    monkeypatch.setattr(type(kept.prey.node), "_is_own", from_where_it_is)
+    with contextlib.ExitStack() as stack:
+        poser = NodeIdentity.ephemeral()
+        poser.life = honest.life
+        remote.add(poser.id)
+        liar = stack.enter_context(kept.own(poser, pid=1 << 22))
+        liar.say(founded(lineage, liar))
+        liar.say(messages.Ended("run", lineage, True))
+        liar.ping()
+        assert kept.vouched(honest.life) is None
+        assert (kept.warden.survives, kept.warden.is_over) == (False, False)
+        process = stack.enter_context(subprocess.Popen(["sleep", "1000"]))
+        stack.callback(process.kill)
+        own = stack.enter_context(kept.own(honest, process.pid))
+        own.ping()
+        assert kept.vouched(honest.life) == Vouch.BUSY
+
+
+def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A member may choose its life: a keeper that it names is believed about it, and not about the true owner."""
+    keeper = NodeIdentity.ephemeral()
+    watcher, thief, owner = sorted((NodeIdentity.ephemeral() for _ in range(3)), key=lambda identity: identity.id)
+    thief.life = owner.life
+    over = threading.Event()
+    with Company(new_cluster(), SURVIVING, size=3) as company:
+        together = company.steps(4)
+
+        def work(group: Group) -> Any:
+            group.barrier()
+            together()
+            together()
+            try:
+                return group.all_reduce(1), group.contributors
+            except GroupChangedError:
+                return None
+            finally:
+                together()
+                assert over.wait(DEADLINE)
+
+        monkeypatch.setenv("COVEY_KEEPER_ID", keeper.id.hex())
+        nodes = {thief.id: company.start(work, thief)}
+        monkeypatch.delenv("COVEY_KEEPER_ID")
+        nodes |= {identity.id: company.start(work, identity) for identity in (watcher, owner)}
+        together()
+        with Insider(nodes[watcher.id].prey, keeper, purpose="keeper") as speaker:
+            speaker.say(messages.Vouch(((owner.life, int(Vouch.EXITED)),)))
+            speaker.ping()
+            node = call_on_loop(lambda: nodes[watcher.id].candidate._node)
+            until(lambda: node.generation.view.number > 0)
+            together()
+            together()
+            over.set()
+            ids = [member.card.id for member in node.generation.founded.members]
+            assert {ids[rank] for rank in node.generation.view.ranks} == {watcher.id, owner.id}

@@ -1,0 +1,249 @@
+"""A member cannot pose as another member: seats go by the key that a node proved and its life, never by a word."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.security.attackers import BROKEN, DEADLINE, Insider, Victim, call_on_loop, new_cluster, until
+from tests.security.company import SURVIVING, Company, Participant, here, node_of
+
+from covey.net.identity import NodeIdentity
+from covey.net.interfaces import usable_interfaces
+from covey.runtime.bootstrap import join_at
+from covey.runtime.places import ClusterOptions, Place
+from covey.wire import membership, messages
+
+if TYPE_CHECKING:
+    from covey.runtime.group import Group
+
+
+def revoke() -> messages.Revoke:
+    return messages.Revoke(0, "PeerLostError", "the attacker says so", ())
+
+
+def ids_of(group: Group) -> list[bytes]:
+    """Return the members of a group's generation by rank."""
+    node = node_of(group)
+    assert node.generation is not None
+    return [member.card.id for member in node.generation.founded.members]
+
+
+def links_by_rank(group: Group) -> dict[int, bytes]:
+    node = node_of(group)
+    candidate = node.entrance.on_link.__self__  # type: ignore[union-attr]
+    return {someone.rank: someone.card.id for someone in candidate.met.values() if someone.rank >= 0}
+
+
+def test_a_member_outside_that_says_it_is_the_life_of_another_gets_no_seat_when_a_run_is_formed() -> None:
+    identities = {name: NodeIdentity.ephemeral() for name in ("first", "second", "third")}
+    attacked, over = threading.Event(), threading.Event()
+
+    def work(group: Group) -> Any:
+        group.barrier()
+        attacked.set()
+        assert over.wait(DEADLINE)
+        ids = dict(enumerate(ids_of(group)))
+        total = group.all_reduce(np.arange(5.0) + group.rank)
+        return links_by_rank(group), ids, total
+
+    with Company(new_cluster(), size=3) as company, contextlib.ExitStack() as stack:
+        first = company.start(work, identities["first"])
+        second = company.start(work, identities["second"])
+        until(lambda: identities["second"].id in first.candidate.met)
+        poser = stack.enter_context(Insider(first.prey, card={"life": identities["second"].life}))
+        lives = (identities["first"].life,)
+        poser.say(here(poser, company.terms(), lives))
+        poser.ping()
+        third = company.start(work, identities["third"])
+        assert attacked.wait(DEADLINE)
+        poser.say(revoke())
+        poser.ping()
+        over.set()
+        for node in (first, second, third):
+            links, ids, total = node.result()
+            assert all(ids[rank] == id for rank, id in links.items())
+            assert poser.identity.id not in links.values()
+            assert total.tolist() == (3 * np.arange(5.0) + 3).tolist()
+
+
+def everything_about_a_run(lineage: bytes) -> list[messages.Control]:
+    """What only members may say to members; a liar that is believed would end the run, or hang it."""
+    views = [
+        membership.Decided(membership.View(lineage, 1, (), 0)),
+        membership.Trouble(lineage, 0, leaves=True),
+        membership.Prepare(lineage, 1, 4),
+    ]
+    votes = [messages.Agreeing(0, membership.encode_membership(view)) for view in views]
+    offer = messages.Offer(bytes(16), bytes(32), 0, "messages", "secure", 0, 1)
+    board = messages.Posting(1, 1, b"\x91\x0e")
+    return [revoke(), messages.Goodbye(), messages.Dial(0, "messages"), offer, board, messages.Expect(bytes(16)),
+            messages.NoLane(0, "collectives", "no"), messages.Announce(0, 3, 1, "barrier()"), *votes]  # fmt: skip
+
+
+@pytest.mark.parametrize("purpose", ["candidate", "visitor", "keeper"])
+def test_a_member_outside_that_says_it_is_the_life_of_another_has_no_say_in_a_run(purpose: str) -> None:
+    first, second = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
+    with Company(new_cluster(), SURVIVING, size=2) as company:
+        together = company.steps(3)
+
+        def work(group: Group) -> None:
+            for number in range(3):
+                together()
+                assert group.all_reduce(np.full(4, number + group.rank)).tolist() == [2 * number + 1] * 4
+                if group.rank == 0:
+                    group.send(np.arange(3) + number, 1)
+                else:
+                    assert group.recv(0).tolist() == [number, number + 1, number + 2]
+                assert set(links_by_rank(group).values()) < {first.id, second.id}
+                together()
+
+        nodes = [company.start(work, first), company.start(work, second)]
+        together()
+        together()
+        lineage = call_on_loop(lambda: node_of_participant(nodes[0]).generation.founded.lineage)
+        for node, other in ((nodes[0], second), (nodes[1], first)):
+            with Insider(node.prey, purpose=purpose, card={"life": other.life}) as poser:
+                if purpose == "candidate":
+                    poser.say(here(poser, company.terms(), (node.identity.life,)))
+                for message in everything_about_a_run(lineage):
+                    poser.say(message)
+                poser.ping()
+        together()
+        together()
+        with contextlib.ExitStack() as stack:  # with the link of the other gone, for the moment
+            for node, other in ((nodes[0], second), (nodes[1], first)):
+                call_on_loop(lambda node=node, other=other: abort_links(node, other.id))
+                poser = stack.enter_context(Insider(node.prey, purpose=purpose, card={"life": other.life}))
+                for message in everything_about_a_run(lineage):
+                    poser.say(message)
+                poser.ping()
+            together()
+            together()
+
+
+def test_a_node_is_welcome_although_another_has_used_its_life_before(prey: Victim) -> None:
+    poser, honest = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
+    for life in (honest.life, later(honest.life)):
+        with Insider(prey, poser, card={"life": life}) as insider:
+            insider.ping()
+        until(lambda: not prey.node.met)
+    with Insider(prey, honest) as insider:
+        insider.ping()
+        assert call_on_loop(lambda: list(prey.node.met)) == [honest.id]
+
+
+def later(life: bytes) -> bytes:
+    return (int.from_bytes(life[:8], "big") + 1).to_bytes(8, "big") + life[8:]
+
+
+def abort_links(node: Participant, id: bytes) -> None:
+    for link in list(node.candidate.met[id].links):
+        link.abort()
+
+
+def origin_of(generation: Any) -> bytes:
+    return generation.founded.origin  # type: ignore[no-any-return]
+
+
+def node_of_participant(participant: Participant) -> Any:
+    return participant.candidate._node
+
+
+def test_a_newcomer_with_the_life_of_another_newcomer_takes_no_seat_from_it() -> None:
+    honest, ready = NodeIdentity.ephemeral(), threading.Event()
+    with Company(new_cluster(), SURVIVING) as company, contextlib.ExitStack() as stack:
+
+        def work(groups: Any) -> list[list[bytes]]:
+            seen = []
+            for group in groups:
+                seen.append(ids_of(group))
+                assert ready.wait(DEADLINE)
+                if honest.id in seen[-1]:
+                    group.barrier()
+                    break
+                while not group.change_pending:
+                    group.barrier()
+                    time.sleep(0.02)
+            return seen
+
+        members = [company.start(work, elastic=True) for _ in range(2)]
+        until(lambda: all(node_of_participant(member) is not None for member in members))
+        lineage = call_on_loop(lambda: origin_of(node_of_participant(members[0]).generation))
+        newcomer = company.start(work, honest, elastic=True)
+        lives = tuple(member.identity.life for member in members)
+        identity = NodeIdentity.ephemeral()
+        for member in members:
+            poser = stack.enter_context(Insider(member.prey, identity, card={"life": honest.life}))
+            poser.say(here(poser, company.terms(), lives, lineage=lineage))
+            poser.ping()
+            threading.Thread(target=leave_when_seated, args=(poser,), daemon=True).start()
+        until(lambda: all(len(list(node_of_participant(member).lobby)) == 2 for member in members))
+        ready.set()
+        assert honest.id in newcomer.result()[0]
+        for member in members:
+            assert honest.id in member.result()[1], "the next generation has a seat for it"
+
+
+def leave_when_seated(poser: Insider) -> None:
+    """Go as soon as a generation has a seat for this insider, so that nobody waits for it."""
+    with contextlib.suppress(*BROKEN):
+        poser.hear(messages.Founded)
+        poser.link.close()
+
+
+def test_a_member_outside_takes_over_no_rank_of_a_launcher() -> None:
+    cluster = new_cluster()
+    options = ClusterOptions(cluster.name, cluster.secret.key)
+    ip, port = own_address(), free_port()
+    config = dataclasses.replace(SURVIVING, interfaces="")
+    seats: dict[int, Any] = {}
+
+    def main(rank: int) -> int:
+        place = Place(rank=rank, size=2, master=(ip, port), name="launched")
+        with join_at(place, config, timeout=DEADLINE, options=options) as group:
+            seats[rank] = node_of(group)
+            together()
+            together()
+            return int(group.all_reduce(rank + 1))
+
+    together = functools.partial(threading.Barrier(3).wait, DEADLINE)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(main, rank) for rank in range(2)]
+        together()
+        zero, one = seats[0], seats[1]
+        prey = Victim(cluster, None, None, ("127.0.0.1", port + 1))  # type: ignore[arg-type]
+        hello = {"run": "launched", "rank": 1, "size": 2, "on_loss": "continue"}
+        for life in (one.card.life, later(one.card.life)):
+            for _ in range(2):
+                with Insider(prey, purpose="rank", hello=hello, card={"life": life}) as poser:
+                    assert isinstance(poser.greeting, messages.Refusal)
+                call_on_loop(lambda: zero.peers[1].link and zero.peers[1].link.abort())  # and while it is not there
+        together()
+        assert [rank.result(DEADLINE) for rank in ranks] == [3, 3]
+    assert zero.peers[1].id == one.card.id
+
+
+def own_address() -> str:
+    """Return an address of this machine that is not its loopback's."""
+    own = [address for interface in usable_interfaces("") for address in interface.addresses]
+    return next((ip for ip in own if not ip.startswith("127.") and ":" not in ip), "127.0.0.1")
+
+
+def free_port() -> int:
+    """Return a port that nobody has, and the next one either."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                other.bind(("127.0.0.1", port + 1))
+                return port
