@@ -23,6 +23,7 @@ test: $(VENV)/.dev
 FUZZ_SECONDS ?= 600
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m covey.testing.fuzz --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m covey.testing.hostile --seconds $(FUZZ_SECONDS) --seeds 1000000
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -120,17 +120,8 @@ def test_valid_inputs_alone_do_not_reach_every_branch() -> None:
 @pytest.mark.parametrize("read", message_decoders(), ids=lambda read: read.__name__)
 def test_every_message_and_every_part_of_one_is_among_the_valid_inputs(read: Callable[[bytes], Any]) -> None:
     wanted = set().union(*(values.structs(kind) for kind in values.variants(values.return_type(read))))
-    made: set[type] = set()
-    for data in TARGETS[read.__name__.removeprefix("decode_")].seeds():
-        open_values = [read(data)]
-        while open_values:
-            value = open_values.pop()
-            if isinstance(value, tuple):
-                open_values += value
-            elif isinstance(value, msgspec.Struct):
-                made.add(type(value))
-                open_values += (getattr(value, field) for field in value.__struct_fields__)
-    assert made == wanted
+    made = [values.parts(read(data)) for data in TARGETS[read.__name__.removeprefix("decode_")].seeds()]
+    assert set().union(*made) == wanted
 
 
 def test_every_decoder_of_messages_has_a_target() -> None:

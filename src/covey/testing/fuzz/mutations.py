@@ -24,6 +24,7 @@ INTEGERS: Final = (
     128,
     1 << 31,
     1 << 32,
+    (1 << 62) - 1,
     1 << 62,
     (1 << 63) - 1,
     (1 << 64) - 1,
@@ -78,16 +79,32 @@ class Mutator:
         """Return a changed copy of a value; with `keeps_types`, atoms become others of their type, lists stay lists."""
         holder = [_copy(plain)]
         for _ in range(self._chance.choice([1, 1, 1, 2, 3])):
-            if not (places := _places(holder)):
+            if not holder:
                 break
-            place, key = self._chance.choice(places)
+            place, key = self._pick(holder) if self._chance.random() < 0.5 else self._chance.choice(_places(holder))
             if keeps_types and not isinstance(place[key], list):
-                place[key] = self._alike(place[key])
+                place[key] = self.alike(place[key])
             elif keeps_types:
                 self._reorder(place[key])
             else:
                 self._change(place, key)
         return holder[0] if holder else None
+
+    def disguised(self, plain: Any) -> Any:
+        """Return a copy of a value in which most atoms were seen in other values."""
+        holder = [_copy(plain)]
+        for place, key in _places(holder):
+            seen = self._seen.get(type(place[key]))
+            if seen and self._chance.random() < 0.7:
+                place[key] = self._chance.choice(seen)
+        return holder[0]
+
+    def _pick(self, holder: Any) -> tuple[Any, Any]:
+        """Return a place in a value: first one of its fields, then perhaps a part of that, and so on."""
+        place, key = holder, 0
+        while isinstance(value := place[key], list | dict) and value and self._chance.random() < 0.85:
+            place, key = value, self._chance.choice(range(len(value)) if isinstance(value, list) else list(value))
+        return place, key
 
     def packed(self, data: bytes, others: Sequence[bytes] = (), prefix: int = 0) -> bytes:
         """Return a changed copy of a message of msgpack that begins after `prefix` bytes."""
@@ -128,9 +145,9 @@ class Mutator:
         chance, value = self._chance, place[key]
         match chance.randrange(9):
             case 0 | 1:
-                place[key] = self._alike(value)
+                place[key] = self.alike(value)
             case 2:
-                place[key] = chance.choice([*INTEGERS, *FLOATS, *TEXTS, *BYTES, *OTHERS])
+                place[key] = _copy(chance.choice([*INTEGERS, *FLOATS, *TEXTS, *BYTES, *OTHERS]))
             case 3:
                 del place[key]
             case 4 if isinstance(place, list):
@@ -150,7 +167,7 @@ class Mutator:
         """Drop, repeat, exchange or add items of a list."""
         chance = self._chance
         if not value:
-            value.append(self._alike(0))
+            value.append(self.alike(0))
             return
         at, other = chance.randrange(len(value)), chance.randrange(len(value))
         match chance.randrange(4):
@@ -161,9 +178,9 @@ class Mutator:
             case 2:
                 value[at], value[other] = value[other], value[at]
             case 3:
-                value.append(self._alike(value[at]))
+                value.append(self.alike(value[at]))
 
-    def _alike(self, atom: Any) -> Any:
+    def alike(self, atom: Any) -> Any:
         """Return another atom of the same type: one that was seen elsewhere, one near it, or an odd one."""
         chance = self._chance
         if atom is None or isinstance(atom, list | dict):

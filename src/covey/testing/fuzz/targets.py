@@ -87,8 +87,8 @@ def _message_target(read: Callable[[bytes], Any]) -> Target:
 
     def seeds() -> list[bytes]:
         maker = Maker(random.Random(read.__name__))
-        kinds = [kind for kind in values.variants(values.return_type(read)) for _ in range(_VALUES_OF_EACH)]
-        return [values.valid(kind, maker, read) for kind in kinds]
+        kinds = values.variants(values.return_type(read))
+        return [data for kind in kinds for data in values.examples(kind, maker, read, _VALUES_OF_EACH)]
 
     return Target(
         name=read.__name__.removeprefix("decode_"),

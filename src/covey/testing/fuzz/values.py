@@ -139,6 +139,34 @@ def structs(kind: inspect.Type) -> set[type]:
     return found
 
 
+def parts(value: Any) -> set[type]:
+    """Return the classes of messages that a value consists of."""
+    found: set[type] = set()
+    open_values = [value]
+    while open_values:
+        one = open_values.pop()
+        if isinstance(one, tuple):
+            open_values += one
+        elif isinstance(one, msgspec.Struct):
+            found.add(type(one))
+            open_values += (getattr(one, field) for field in one.__struct_fields__)
+    return found
+
+
+def examples(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any], count: int) -> list[bytes]:
+    """Return `count` valid values of a type, and more until they hold every message that is a part of it."""
+    made = [valid(kind, maker, read) for _ in range(count)]
+    missing = structs(kind).difference(*(parts(read(data)) for data in made))
+    for _ in range(_TRIES):
+        if not missing:
+            return made
+        data = valid(kind, maker, read)
+        if found := missing & parts(read(data)):
+            missing -= found
+            made.append(data)
+    raise TypeError(f"no value of {kind} holds {missing}")
+
+
 def return_type(read: Callable[..., Any]) -> Any:
     """Return what a decoder says that it returns."""
     return typing.get_type_hints(read, include_extras=True)["return"]
