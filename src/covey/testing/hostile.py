@@ -53,8 +53,10 @@ HOSTILE_SECONDS: Final = 6.0
 """Less than half of patience, so that no member gives up only because its view was late."""
 TOGETHER_WITHIN: Final = 1.5 * PATIENCE
 """Virtual seconds from when the hostile member is cut off until the others are in one view, or know better."""
-MOST_LIES: Final = 400
+MOST_LIES: Final = 300
 """In one quarrel; then the hostile member is cut off."""
+MOST_LIES_OF_ONE: Final = 1500
+"""In one life of a hostile node; then it does as it should."""
 MOST_KEPT: Final = 3000
 """Parts of all that a core keeps: numbers, texts, entries of dicts."""
 _REMEMBERED: Final = 100
@@ -134,19 +136,18 @@ class Liar:
             self._learn(message)
             self._said.append(message)
             draw = self._chance.random()
+            if draw < self._twists:  # as what it should say at this moment, but not quite
+                self._add(out, peer, self._checked(alter(message, self._mutator, self._chance)))
             if draw >= self._drops:
                 out.append((peer, message))
-            if draw < self._twists:  # then, as the last word, what it should say at this moment, but not quite
-                for _ in range(self._chance.choice([1, 1, 5])):
-                    self._add(out, peer, self._checked(alter(message, self._mutator, self._chance)))
         peers = sorted(self._peers)
         for _ in range(self._chance.choice([0, 1, 1, 3])):
-            if peers:
+            if peers and self.lies.total() < MOST_LIES_OF_ONE:
                 self._add(out, self._chance.choice(peers), self._lie())
         return out
 
     def _add(self, out: list[tuple[bytes, Any]], peer: bytes, lie: Any) -> None:
-        if lie is not None:
+        if lie is not None and self.lies.total() < MOST_LIES_OF_ONE:
             self.lies[type(lie).__name__] += 1
             out.append((peer, lie))
 

@@ -81,7 +81,7 @@ class Mutator:
         for _ in range(self._chance.choice([1, 1, 1, 2, 3])):
             if not holder:
                 break
-            place, key = self._pick(holder) if self._chance.random() < 0.5 else self._chance.choice(_places(holder))
+            place, key = self._pick(holder)
             if keeps_types and not isinstance(place[key], list):
                 place[key] = self.alike(place[key])
             elif keeps_types:
