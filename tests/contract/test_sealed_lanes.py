@@ -21,7 +21,16 @@ from covey.net.lane import LaneClosedError, Outgoing
 from covey.net.sealed import JOINED_BYTES, SealedLane, SealedSocket
 from covey.runtime import message_lane
 from covey.wire.header import HEADER_BYTES
-from covey.wire.seal import DIALLER, OVERHEAD_BYTES, RECORD_LIMIT, Sealer, lane_keys, record_length
+from covey.wire.seal import (
+    DIALLER,
+    NEXT_KEY,
+    OVERHEAD_BYTES,
+    RECORD_LIMIT,
+    REKEY_SECONDS,
+    Sealer,
+    lane_keys,
+    record_length,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -147,6 +156,59 @@ def test_records_that_are_split_anywhere_arrive_whole(
     there = [transfer(number, whole_elements(size, dtype), dtype) for number, size in enumerate(sizes)]
     back = [transfer(50 + number, whole_elements(size, dtype), dtype) for number, size in enumerate(sizes[4:7])]
     carry(End(one, there, back), End(other, back, there))
+
+
+class Clock:
+    """What sealed lanes take for the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("covey.net.sealed.monotonic", lambda: self.now)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_every_stream_has_another_key_after_a_quarter_of_an_hour_and_nothing_is_lost(
+    ends: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, streams: int
+) -> None:
+    clock = Clock(monkeypatch)
+    near, far = unix_pairs(ends, streams)
+    other_near, other_far = unix_pairs(ends, streams)
+    sender, receiver = dialler(ends, near), acceptor(ends, other_far)
+    sent, marked, wire = [], [], [b""] * streams
+    for number, seconds in enumerate((0.0, REKEY_SECONDS - 1, 1.0, 0.0, REKEY_SECONDS, 3 * REKEY_SECONDS)):
+        clock.now += seconds
+        sent.append(transfer(number, 2 * RECORD_LIMIT + 5))  # four records
+        records = capture(sender, far, sent[-1:])
+        marked.append([sum(is_marked(record) for record in stream) for stream in records])
+        wire = [before + b"".join(stream) for before, stream in zip(wire, records, strict=True)]
+    due = [[0] * streams, [0] * streams, [1] * streams, [0] * streams, [1] * streams, [1] * streams]
+    assert marked == due
+    readers = [Reader(each) for each in sent]
+    feed(receiver, other_near, wire, readers)
+    for reader in readers:
+        reader.check()
+
+
+def is_marked(record: bytes) -> bool:
+    return bool(int.from_bytes(record[:4], "little") & NEXT_KEY)
+
+
+def test_messages_cross_a_sealed_socket_whose_keys_change_with_every_record(
+    ends: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    one, other = socket.socketpair()
+    left = SealedSocket(one, SECRET, LANE, dialler=True)
+    right = SealedSocket(other, SECRET, LANE, dialler=False)
+    ends.callback(left.close)
+    ends.callback(right.close)
+    for number in range(50):
+        clock.now += REKEY_SECONDS
+        there, back = b"there %d" % number, b"and back %d" % number
+        assert left.send(there) == len(there)
+        assert right.recv(100) == there
+        assert right.send(back) == len(back)
+        assert left.recv(100) == back
 
 
 @pytest.mark.parametrize("streams", [1, 3])

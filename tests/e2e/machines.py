@@ -17,6 +17,7 @@ from unittest.mock import patch
 from tests.e2e.jobs import LAUNCHERS, SOURCE, finish
 
 from covey.net import clusters
+from covey.net import owner as owner_key
 from covey.net.clusters import Cluster
 from covey.wire.secret import ClusterSecret
 
@@ -56,10 +57,15 @@ class Machine:
             "NO_COLOR": "1",
         }
 
-    def enroll(self, cluster: str, key: bytes) -> None:
+    def enroll(self, cluster: str, key: bytes, owner: bytes = b"") -> None:
         """Put this machine into a cluster, as `covey enroll` does."""
         with patch.dict(os.environ, COVEY_HOME=str(self.home)):
-            clusters.save(Cluster(ClusterSecret(cluster, key)))
+            clusters.save(Cluster(ClusterSecret(cluster, key), owner=owner))
+
+    def own(self, cluster: str) -> bytes:
+        """Make an owner key for a cluster on this machine, as `covey init` does; return its public half."""
+        with patch.dict(os.environ, COVEY_HOME=str(self.home)):
+            return owner_key.make(cluster)
 
     def key(self, cluster: str) -> bytes:
         """Return the key that this machine has saved for a cluster."""
@@ -114,6 +120,14 @@ class Lab:
         if cluster:
             machine.enroll(cluster, key or secrets.token_bytes(32))
         return machine
+
+    def owned(self, cluster: str, key: bytes, *names: str) -> list[Machine]:
+        """Return machines of a cluster whose owner key is on the first one."""
+        machines = [self.machine(name) for name in names]
+        owner = machines[0].own(cluster)
+        for machine in machines:
+            machine.enroll(cluster, key, owner)
+        return machines
 
     def left_behind(self) -> list[str]:
         """Return what is in the temporary folder, but for the door of this user's meetings."""

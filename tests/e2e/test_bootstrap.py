@@ -238,7 +238,8 @@ except covey.DeadlineError as error:
     for rank, ended in zip((0, 3), finish_all(ranks), strict=True):
         late, text = ended.report
         assert set(late) >= {1, 2}
-        assert text.startswith(f"rank {rank} of 4 waited 0.6 s in torchrun-127.0.0.1-29500 for rank ")
+        assert text.startswith(f"rank {rank} of 4 waited in torchrun-127.0.0.1-29500 for rank ")
+        assert "until the timeout of 0.6 s ended" in text
         assert "1, 2" in text
     assert job.left_behind() == []
 

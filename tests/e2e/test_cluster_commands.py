@@ -269,12 +269,13 @@ def test_deny_knows_nodes_by_id_beginning_and_name(one: Machine, monkeypatch: py
     clusters.remember("home", b"\xab" * 32, "heron-vov2")
     assert "otter-aaaa (aaaaaaaa)" in one.ok("deny", "otter-aaaa")
     out = one.ok("deny", "abababab")
-    assert "stops mistakes, not a person who has the cluster's key" in out
+    assert "stops mistakes, not a person who has the cluster's secret" in out
     assert "covey secret rotate" in out
     one.ok("deny", "12" * 32, "--cluster", "lab")
     listed = json.loads(one.ok("deny", "--list", "--json"))
-    assert listed == [{"id": "00" * 32, "name": "otter-aaaa"}, {"id": "ab" * 32, "name": "heron-vov2"}]
-    assert one.ok("deny", "--list", "--cluster", "lab").split() == ["12" * 32]
+    assert [(row["id"], row["name"]) for row in listed] == [("00" * 32, "otter-aaaa"), ("ab" * 32, "heron-vov2")]
+    assert all(row["everywhere"] for row in listed)  # `covey init` made the owner key here
+    assert "12" * 32 in one.ok("deny", "--list", "--cluster", "lab")
     assert "no node known here" in one.error("deny", "swan-zzzz")
     one.ok("deny", "vov2xk5l", "--undo")
     one.ok("deny", "otter-aaaa", "--undo")

@@ -161,7 +161,7 @@ def test_a_latecomer_is_told_that_the_run_is_going_on_and_with_whom(cluster: Clu
         assert heard(process) == "joining"
         reports.append(heard(process))
     late = finish(cluster.start(size=2, timeout=2.5))
-    assert late.error.startswith("covey.DeadlineError: Timed out: no run 'run-a' in cluster 'default' after ")
+    assert late.error.startswith("covey.DeadlineError: no run 'run-a' in cluster 'default' within the timeout of ")
     going_on = late.error.partition("the run is already going on with ")[2].partition(";")[0]
     assert set(going_on.split(", ")) == {report["name"] for report in reports}
     for process in members:
@@ -176,7 +176,7 @@ def test_the_deadline_names_who_is_here_when_too_few_came(cluster: Cluster) -> N
     assert time.monotonic() - began < DEADLINE / 2
     names = set()
     for error in errors:
-        assert error.startswith("covey.DeadlineError: Timed out: no run 'run-a' in cluster 'default' after ")
+        assert error.startswith("covey.DeadlineError: no run 'run-a' in cluster 'default' within the timeout of ")
         names |= set(error.partition("here: ")[2].partition(";")[0].partition(". ")[0].split(", "))
     assert len(names) == 2
     assert "2 of 3 nodes" in errors[0] + errors[1]  # the first one to give up leaves the other alone

@@ -29,13 +29,14 @@ def lab() -> Iterator[Lab]:
 
 
 def test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on(lab) -> None:
-    one, two, away = (lab.machine(name, "lab", KEY) for name in ("one", "two", "away"))
+    one, two, away = lab.owned("lab", KEY, "one", "two", "away")
     nodes = [one.node("mine", size=2), two.node("mine", size=2)]
     wait_until_joined(nodes)
     ended = one.covey("secret", "rotate", "--yes", "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = json.loads(ended.stdout)
-    secret, _ = decode_join_code(report["join_code"])
+    secret, _, owner = decode_join_code(report["join_code"])
+    assert owner.hex() == json.loads(away.covey("secret", "show", "--json").stdout)["owner"]
     assert (report["cluster"], secret.name) == ("lab", "lab")
     assert [(node["kept"], node["problem"]) for node in report["nodes"]] == [(True, "")] * 2
     assert one.key("lab") == two.key("lab") == secret.key != KEY
@@ -47,13 +48,14 @@ def test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on(lab) -> None:
     for node in nodes:
         code, _, err = end(node)
         assert code == 0
-        assert "the secret of cluster 'lab' was changed" in err
-    away.covey("enroll", "-", "--force", stdin=report["join_code"])
+        assert "the secret of cluster 'lab' was changed by its owner" in err
+    enrolled = away.covey("enroll", "-", stdin=report["join_code"])
+    assert "has the new secret of the cluster 'lab'" in enrolled.stdout, enrolled.stderr
     wait_until_joined([machine.node("next", size=3) for machine in (one, two, away)])
 
 
 def test_who_cannot_keep_it_says_why_and_is_named(lab) -> None:
-    one, two = lab.machine("one", "lab", KEY), lab.machine("two")
+    (one,), two = lab.owned("lab", KEY, "one"), lab.machine("two")
     environment = {"COVEY_SECRET": KEY.hex(), "COVEY_CLUSTER": "lab"}
     nodes = [one.node("mine", size=2), two.node("mine", size=2, env=environment)]
     wait_until_joined(nodes)
@@ -66,11 +68,48 @@ def test_who_cannot_keep_it_says_why_and_is_named(lab) -> None:
     (code,) = re.findall(r"^    (covey1-\S+)$", ended.stdout, re.MULTILINE)
     assert decode_join_code(code)[0].key == one.key("lab") != KEY
     assert "The join code is the cluster's key" in ended.stdout
-    assert "covey enroll --force" in ended.stdout
+    assert "needs it:  covey enroll\n" in ended.stdout
+
+
+def test_a_machine_that_knows_no_owner_takes_no_new_secret(lab) -> None:
+    (one,), two = lab.owned("lab", KEY, "one"), lab.machine("two", "lab", KEY)
+    nodes = [one.node("mine", size=2), two.node("mine", size=2)]
+    wait_until_joined(nodes)
+    ended = one.covey("secret", "rotate", "--yes")
+    assert ended.returncode == 1
+    assert "it knows no owner of this cluster, so it takes no new secret from the network" in ended.stdout
+    assert two.key("lab") == KEY != one.key("lab")
+
+
+def test_the_secret_is_changed_only_where_the_owner_key_is(lab) -> None:
+    one, two = lab.owned("lab", KEY, "one", "two")
+    ended = two.covey("secret", "rotate", "--yes")
+    assert ended.returncode == 2
+    assert "run this on the machine where `covey init lab` was run" in ended.stderr
+    assert "Another machine holds the owner key of 'lab'" in two.covey("secret", "show").stdout
+    assert "This machine holds the owner key of 'lab'" in one.covey("secret", "show").stdout
+    bare = lab.machine("bare", "lab", KEY)
+    assert "knows no owner of 'lab'" in bare.covey("secret", "show").stdout
+    assert "`covey init lab --passphrase --force`" in bare.covey("secret", "rotate", "--yes").stderr
+    assert one.key("lab") == two.key("lab") == bare.key("lab") == KEY
+
+
+def test_a_new_secret_goes_only_to_the_nodes_that_are_named(lab) -> None:
+    one, two, three = lab.owned("lab", KEY, "one", "two", "three")
+    nodes = [machine.node("mine", size=2) for machine in (two, three)]
+    wait_until_joined(nodes)
+    wanted = (two.home / "identities" / "0.key").read_text().split()[1]
+    assert "does not run now" in one.covey("secret", "rotate", "--yes", "--to", "ab" * 32).stderr
+    assert one.key("lab") == KEY
+    ended = one.covey("secret", "rotate", "--yes", "--to", wanted, "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert [node["id"] for node in json.loads(ended.stdout)["nodes"]] == [wanted]
+    assert one.key("lab") == two.key("lab") != KEY
+    assert three.key("lab") == KEY
 
 
 def test_a_denied_node_gets_nothing(lab) -> None:
-    one, two = (lab.machine(name, "lab", KEY) for name in ("one", "two"))
+    one, two = lab.owned("lab", KEY, "one", "two")
     with NodeIdentity.acquire(two.home / "identities") as identity:
         denied = identity.id.hex()
     assert one.covey("deny", denied).returncode == 0
@@ -83,7 +122,7 @@ def test_a_denied_node_gets_nothing(lab) -> None:
 
 
 def test_nothing_changes_unless_the_person_says_yes(lab) -> None:
-    one = lab.machine("one", "lab", KEY)
+    (one,) = lab.owned("lab", KEY, "one")
     node = one.node("mine", min_size=2)
     assert heard(node) == "joining"
     assert "add --yes" in one.covey("secret", "rotate").stderr

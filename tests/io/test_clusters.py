@@ -126,12 +126,13 @@ def test_saving_again_keeps_who_is_known_and_when_the_key_came(folder: Path) -> 
     clusters.save(replace(HOME, seeds=()))
     assert clusters.known("home") == {b"k" * 32: "otter-nnnn"}
     assert json.loads(path.read_text())["created"] == old["created"]
-    new = clusters.rotated(HOME)
+    new = clusters.with_secret(HOME, ClusterSecret("home", KEY[:16] + KEY[:16]), 1, 60)
     clusters.save(new)
     assert clusters.known("home") == {b"k" * 32: "otter-nnnn"}
     assert json.loads(path.read_text())["created"] > old["created"]
     assert (new.name, new.seeds, new.denied) == ("home", HOME.seeds, HOME.denied)
-    assert new.secret.key not in (KEY, clusters.rotated(HOME).secret.key)
+    assert clusters.next_serial(new.serial) > new.serial
+    assert clusters.next_serial(1 << 52) == (1 << 52) + 1
 
 
 def test_the_latest_thousand_nodes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from covey.base.errors import AuthError, ConnectError
 from covey.runtime import entrance as entrance_module
+from covey.runtime.arrivals import SOURCE_BURST, SOURCE_RATE
 from covey.runtime.entrance import STRANGERS_AT_ONCE, Entrance
 from covey.runtime.greet import Gate, connect, receive_exactly
 from covey.runtime.probe import best_way, sound, throughput
@@ -72,6 +73,12 @@ class Visitor:
 
     async def challenge(self) -> bytes:
         return await receive_exactly(self.sock, door.CHALLENGE_BYTES)
+
+    async def first(self) -> bytes:
+        """Return the first bytes that come; none if the other side hangs up."""
+        with contextlib.suppress(ConnectionError):
+            return await asyncio.get_running_loop().sock_recv(self.sock, 4096)
+        return b""
 
     async def answer(self, purpose: door.Purpose, key: bytes = KEY) -> None:
         challenge = await self.challenge()
@@ -193,6 +200,61 @@ def test_in_a_crowd_those_from_a_members_address_stay() -> None:
         answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.BOUND_BYTES)
         await asyncio.get_running_loop().sock_sendall(member.sock, answer)
         assert await greeted == challenge + answer
+
+    run(work)
+
+
+def test_in_a_crowd_the_source_with_most_connections_gives_way() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        lonely = await Visitor.come(stack, where, "127.0.0.7")
+        challenge = await lonely.challenge()
+        for _ in range(4 * STRANGERS_AT_ONCE):
+            await (await Visitor.come(stack, where, "127.0.0.8")).challenge()
+        greeted = asyncio.get_running_loop().create_future()
+
+        async def on_link(sock: socket.socket, said: bytes) -> None:
+            sock.close()
+            greeted.set_result(said)
+
+        entrance.on_link = on_link
+        answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.BOUND_BYTES)
+        await asyncio.get_running_loop().sock_sendall(lonely.sock, answer)
+        assert await greeted == challenge + answer
+
+    run(work)
+
+
+def test_a_source_that_sends_too_many_strangers_is_not_even_challenged_and_others_are() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        entrance.member_ips.add("127.0.0.3")
+        came = time.monotonic()
+        challenged = 0
+        for _ in range(2 * int(SOURCE_BURST)):
+            with contextlib.closing(socket.socket()) as sock:
+                sock.setblocking(False)
+                sock.bind(("127.0.0.9", 0))
+                await asyncio.get_running_loop().sock_connect(sock, where)
+                challenged += bool(await Visitor(sock).first())
+        allowed = SOURCE_BURST + SOURCE_RATE * (time.monotonic() - came)
+        assert SOURCE_BURST <= challenged <= allowed
+        assert entrance.arrivals.refused == 2 * SOURCE_BURST - challenged
+        for ip in ("127.0.0.2", "127.0.0.3"):
+            assert await (await Visitor.come(stack, where, ip)).challenge()
+
+    run(work)
+
+
+def test_nodes_that_hold_the_key_may_come_as_often_as_they_like() -> None:
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        entrance, where = await stack.enter_async_context(opened(listener()))
+        for _ in range(2 * int(SOURCE_BURST)):
+            sock, _ = await connect(where, GATE, door.Purpose.PROBE)
+            with sock:
+                await asyncio.get_running_loop().sock_sendall(sock, b"ping1234")
+                assert await receive_exactly(sock, 8) == b"ping1234"
+        assert entrance.arrivals.refused == entrance.turned_away == 0
 
     run(work)
 

@@ -56,7 +56,7 @@ def test_the_word_of_a_keeper_reaches_those_who_agree_on_views() -> None:
         presence, other = generation.council._core._presence, 1 - group.rank
 
         async def hear(value: Vouch) -> float:
-            node.vouched([(node.peers[other].life, int(value))])
+            node.vouched(node.peers[other].keeper, [(node.peers[other].life, int(value))])
             return presence.vouched_until(other)
 
         assert control.start(hear(Vouch.STOPPED)).result(10) < 0

@@ -101,6 +101,7 @@ def test_the_first_identity_is_made_privately_and_kept(folder: Path) -> None:
         "0.key": 0o600,
         "0.count": 0o600,
         "0.lock": 0o600,
+        ".lock": 0o600,
     }
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
@@ -203,7 +204,7 @@ def test_a_lost_counter_is_damage_because_numbers_would_start_again(folder: Path
 def test_ensuring_an_identity_makes_one_and_then_uses_up_none(folder: Path) -> None:
     ensure_identity()
     ensure_identity()
-    assert sorted(path.name for path in folder.iterdir()) == ["0.count", "0.key", "0.lock"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "0.count", "0.key", "0.lock"]
     with NodeIdentity.acquire() as identity:
         assert identity.incarnation == 2
 

@@ -12,15 +12,147 @@ from pathlib import Path
 import pytest
 
 from covey.base.text import TEXT_LIMIT
-from covey.net import descriptors, mdns, sieve
-from covey.runtime import allowance, candidate, entrance, follower, gathering, greet, hints, reach, visitors
-from covey.wire import frame
+from covey.net import clusters, descriptors, mdns, sieve
+from covey.runtime import allowance, arrivals, candidate, entrance, follower, gathering, greet, hints, reach, visitors
+from covey.wire import frame, messages, seal
 
 ROOT = Path(__file__).parents[2]
 SECURITY = (ROOT / "docs" / "security.md").read_text()
 SEE, DO, BOUNDS = "What strangers can see", "What strangers can make a node do", "Bounds"
+OWNER, REMOVING = "The owner key", "Removing a node"
 
 CLAIMS: dict[str, dict[str, list[str]]] = {
+    OWNER: {
+        "`covey init` makes an Ed25519 key pair, the owner key": [
+            "io/test_owner.py::test_init_makes_an_owner_key_that_enroll_pins_and_does_not_have",
+        ],
+        "Its private half stays on that machine": [
+            "io/test_owner.py::test_init_makes_an_owner_key_that_enroll_pins_and_does_not_have",
+        ],
+        "Its public half is in the join code, so `covey enroll` pins it": [
+            "io/test_owner.py::test_init_makes_an_owner_key_that_enroll_pins_and_does_not_have",
+            "unit/wire/test_secret.py::test_a_join_code_brings_back_name_key_seeds_and_owner",
+        ],
+        "A machine takes a change of the cluster from the network only with a signature": [
+            "security/test_owner.py::test_a_visitor_with_a_fresh_key_cannot_replace_the_secret",
+            "security/test_owner.py::test_the_owner_can_replace_the_secret_through_any_member",
+        ],
+        "has pinned no owner, and takes no change from the network at all": [
+            "security/test_owner.py::test_a_machine_that_knows_no_owner_takes_no_new_secret_from_the_network",
+            "e2e/test_secret_rotate.py::test_a_machine_that_knows_no_owner_takes_no_new_secret",
+        ],
+        "A new secret is signed for one node": [
+            "unit/wire/test_owner.py::test_a_signature_of_a_new_secret_is_good_for_this_very_change_and_receiver",
+            "security/test_owner.py::test_the_parts_of_a_signed_change_cannot_be_exchanged",
+        ],
+        "The node takes it only if the id is its own, the old secret is the one it has": [
+            "security/test_owner.py::test_a_secret_that_was_signed_for_another_node_is_not_taken",
+            "security/test_owner.py::test_an_older_change_of_the_secret_that_is_repeated_is_not_taken",
+        ],
+        "So a visitor with a fresh key, a repeated change, a change for another node": [
+            "security/test_owner.py::test_a_visitor_with_a_fresh_key_cannot_replace_the_secret",
+            "security/test_owner.py::test_an_older_change_of_the_secret_that_is_repeated_is_not_taken",
+            "security/test_owner.py::test_a_secret_that_was_signed_for_another_node_is_not_taken",
+            "security/test_owner.py::test_a_secret_that_another_owner_signed_is_not_taken",
+        ],
+        "Losing the owner key means making a new cluster": [
+            "e2e/test_secret_rotate.py::test_the_secret_is_changed_only_where_the_owner_key_is",
+        ],
+        "A person who copies it can change the secret of every member that it can reach": [
+            "security/test_owner.py::test_the_owner_can_replace_the_secret_through_any_member",
+            "io/test_owner.py::test_an_owner_key_that_others_may_read_is_refused",
+        ],
+    },
+    REMOVING: {
+        "`covey secret rotate`, on the machine with the owner key, makes a new secret": [
+            "e2e/test_secret_rotate.py::test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on",
+            "e2e/test_secret_rotate.py::test_a_denied_node_gets_nothing",
+            "e2e/test_secret_rotate.py::test_nothing_changes_unless_the_person_says_yes",
+        ],
+        "This is how you remove a person who has the secret": [
+            "e2e/test_secret_rotate.py::test_a_new_secret_goes_only_to_the_nodes_that_are_named",
+        ],
+        "Runs go on: processes that run on a machine follow its cluster's file within two seconds": [
+            "e2e/test_rotation.py::"
+            "test_a_run_goes_on_through_a_new_secret_and_takes_in_a_newcomer_that_knows_only_that",
+            "security/test_rotation.py::test_two_nodes_find_each_other_when_one_knows_only_the_new_secret",
+        ],
+        "For ten minutes (`--grace SECONDS`) a node also accepts the secret before": [
+            "security/test_rotation.py::test_links_stay_and_both_secrets_are_good_until_the_grace_is_over",
+            "security/test_rotation.py::test_the_grace_ends_by_itself",
+            "security/test_rotation.py::"
+            "test_lanes_to_a_node_that_has_not_heard_of_a_new_secret_are_opened_with_the_one_before",
+            "security/test_rotation.py::test_a_door_key_of_one_secret_does_not_go_with_the_certificate_of_the_other",
+            "e2e/test_rotation.py::test_a_member_that_has_not_heard_of_a_new_secret_stays_in_its_run_during_the_grace",
+        ],
+        "A node that did not get the new secret keeps the links it has": [
+            "security/test_rotation.py::test_links_stay_and_both_secrets_are_good_until_the_grace_is_over",
+            "security/test_rotation.py::test_enrolling_by_hand_gives_a_running_node_the_new_secret",
+        ],
+        "With `--grace 0` the old secret is refused at once": [
+            "security/test_rotation.py::test_without_a_grace_the_old_secret_is_refused_at_once",
+        ],
+        "`covey deny NODE` on the machine with the owner key makes a *charter*": [
+            "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+            "unit/wire/test_owner.py::test_no_two_charters_have_the_same_words",
+        ],
+        "members pass it on to each other whenever they link and when it changes": [
+            "security/test_charter.py::test_members_pass_a_charter_on_and_show_it_to_nodes_that_come",
+            "security/test_charter.py::test_a_charter_reaches_a_node_through_another_one",
+        ],
+        "A member obeys the charter with the latest serial number that its pinned owner key verifies": [
+            "security/test_charter.py::test_only_the_owner_makes_charters_and_the_latest_counts",
+            "security/test_charter.py::test_a_node_that_knows_no_owner_obeys_no_charter",
+        ],
+        "It ends its links with a denied node at once, gives that node up as lost": [
+            "security/test_charter.py::test_a_charter_ends_the_links_of_a_denied_node_at_once_and_refuses_new_ones",
+            "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+        ],
+        "The denied process itself ends its group with `ClosedError` and that text": [
+            "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+        ],
+        "On any other machine `covey deny NODE` holds for the nodes of that machine only": [
+            "e2e/test_charter.py::test_a_denial_on_another_machine_holds_there_and_for_what_runs_there",
+        ],
+        "Processes that run there obey it within two seconds": [
+            "security/test_charter.py::test_a_running_node_obeys_what_commands_write_to_the_file_within_two_seconds",
+        ],
+        "No machine denies itself": ["e2e/test_charter.py::test_a_machine_does_not_deny_itself"],
+        "Lists name machines": ["io/test_charter.py::test_what_is_said_of_a_machine_holds_for_all_its_nodes"],
+        "A machine is known by its first node key": [
+            "io/test_charter.py::test_all_nodes_of_a_machine_name_its_first_key",
+            "io/test_charter.py::test_a_card_that_names_another_machine_without_its_signature_is_refused",
+            "security/test_charter.py::test_denying_a_machine_denies_its_other_nodes",
+        ],
+        "A member that holds the secret can still make a fresh key that names no machine": [
+            "security/test_charter.py::test_only_the_owner_makes_charters_and_the_latest_counts",
+        ],
+        "`covey allow --ask on` makes the charter a list of the only machines": [
+            "e2e/test_charter.py::test_with_the_list_on_a_new_machine_waits_until_it_is_approved",
+        ],
+        "A node that proves the secret but is not on the list is refused": [
+            "security/test_charter.py::test_with_a_list_a_fresh_key_is_refused_although_it_holds_the_secret",
+            "e2e/test_charter.py::test_an_unapproved_machine_is_told_where_to_ask",
+        ],
+        "Each member remembers the last 64 of them": [
+            "security/test_charter.py::test_nodes_that_wait_are_bounded_however_many_come",
+            "e2e/test_charter.py::test_with_the_list_on_a_new_machine_waits_until_it_is_approved",
+        ],
+        "and `covey allow --ask off` take these steps back": [
+            "e2e/test_charter.py::test_an_unapproved_machine_is_told_where_to_ask",
+            "e2e/test_charter.py::test_a_run_goes_on_without_a_node_that_the_owner_denies",
+        ],
+        "Runs of torchrun, mpirun and srun read the lists and the secret when they start": [
+            "security/test_handshake.py::test_a_denied_node_is_no_rank_of_a_launcher_either",
+            "security/test_handshake.py::test_a_node_that_is_not_on_the_list_is_no_rank_of_a_launcher",
+        ],
+        "A copied configuration folder (a disk image, a synchronised home) gives two machines one identity": [
+            "io/test_gathering.py::test_an_identity_in_use_elsewhere_is_refused_and_the_later_one_is_told",
+        ],
+        "Delete `identities/` in the copy": [
+            "io/test_gathering.py::test_an_identity_in_use_elsewhere_is_refused_and_the_later_one_is_told",
+        ],
+    },
     SEE: {
         "That two machines talk, when, and how much": [
             "security/test_secrecy.py::test_what_two_nodes_exchange_tells_nothing_to_who_captures_all_of_it",
@@ -131,12 +263,36 @@ ELSEWHERE: dict[str, list[str]] = {
         "security/test_door.py::test_a_stranger_costs_no_more_than_a_place_at_the_door",
         "io/test_entrance.py::test_in_a_crowd_those_from_a_members_address_stay",
     ],
+    "the oldest goes of the source that has most of them, and those of members' addresses go last": [
+        "io/test_entrance.py::test_in_a_crowd_the_source_with_most_connections_gives_way",
+        "io/test_entrance.py::test_in_a_crowd_those_from_a_members_address_stay",
+    ],
+    "A source is an IPv4 address or an IPv6 network of 64 bits": [
+        "unit/runtime/test_arrivals.py::test_an_ipv6_source_is_its_network_of_64_bits",
+    ],
+    "After a burst of 256 it may send 64 connections a second that do not prove the secret": [
+        "unit/runtime/test_arrivals.py::test_a_source_has_a_burst_and_a_rate_and_another_source_has_its_own",
+        "io/test_entrance.py::test_a_source_that_sends_too_many_strangers_is_not_even_challenged_and_others_are",
+        "io/test_entrance.py::test_nodes_that_hold_the_key_may_come_as_often_as_they_like",
+    ],
+    "What comes too often is closed at once and counted: `covey doctor` shows the numbers": [
+        "security/test_door.py::test_a_crowd_without_the_key_is_counted_and_members_get_in_meanwhile",
+        "unit/cli/test_doctor_findings.py::test_a_flood_at_the_door_of_a_node_is_told_with_its_numbers",
+    ],
     "The answer is bound to the dialler's TLS ClientHello, and the acceptor takes no other": [
         "security/test_handshake.py::test_an_answer_to_the_door_is_good_for_one_client_hello_only",
     ],
     "A certificate names no key but its own, and only a dialler that holds the secret can read it": [
         "security/test_handshake.py::test_a_certificate_names_no_key_but_its_own",
         "security/test_handshake.py::test_a_stranger_that_passes_on_an_answer_to_the_door_sees_no_certificate",
+    ],
+    "The key of a stream changes every quarter of an hour and after 2^24 records": [
+        "contract/test_sealed_lanes.py::"
+        "test_every_stream_has_another_key_after_a_quarter_of_an_hour_and_nothing_is_lost",
+        "unit/wire/test_seal.py::test_a_record_that_begins_the_next_key_is_marked_and_the_opener_follows_the_mark",
+    ],
+    "A later key does not tell an earlier one": [
+        "unit/wire/test_seal.py::test_a_key_that_was_left_behind_cannot_be_computed_from_the_one_in_use",
     ],
     "There is no fallback to anything older, and no session resumption": [
         "io/test_tls.py::test_older_versions_of_tls_are_not_spoken",
@@ -150,6 +306,10 @@ ELSEWHERE: dict[str, list[str]] = {
         "security/test_members.py::test_visitors_of_a_member_are_bounded_and_displace_no_keeper_and_no_member",
         "unit/runtime/test_visitors.py::"
         "test_however_many_keys_come_there_are_so_many_and_the_one_that_asked_last_stays",
+    ],
+    "It cannot change the cluster's secret or the lists of nodes: these need the owner's signature": [
+        "security/test_owner.py::test_a_visitor_with_a_fresh_key_cannot_replace_the_secret",
+        "security/test_charter.py::test_only_the_owner_makes_charters_and_the_latest_counts",
     ],
     "A member has at most 4 links with a node": ["security/test_members.py::test_links_of_one_member_are_bounded"],
     "only those that the asker advertises *and* has come from, at the one port where it listens": [
@@ -204,10 +364,12 @@ def test_the_bounds_are_those_of_the_code() -> None:
     rows = (
         f"{entrance.STRANGERS_AT_ONCE}; {entrance.GUESTS_AT_ONCE}",
         f"{entrance.STRANGER_SECONDS:.0f}; {greet.GREETING_SECONDS:.0f}",
+        f"{arrivals.SOURCE_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.TOTAL_RATE:.0f}",
         dials,
         f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",
         f"{sieve.SOURCE_RATE:.0f} from one address, {sieve.TOTAL_RATE:.0f} in all",
         f"{visitors.VISITORS_LIMIT}; {visitors.LINKS_PER_KEY}",
+        f"{messages.CHARTER_LIMIT}; {messages.WAITING_LIMIT}",
         f"{frame.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"one in {entrance.TOLD_SECONDS:.0f}, {gathering.TOLD_SECONDS:.0f}, {candidate.NEXT_WORD_SECONDS:.0f} s",
     )
@@ -221,4 +383,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"more than {sieve.SOURCE_RATE:.0f} a second from one address or {sieve.TOTAL_RATE:.0f} in all" in words
     assert f"{mdns.MOST_KNOWN} at most" in words
     assert f"The last {descriptors.MOST_SPARED}" in words
+    assert f"After a burst of {arrivals.SOURCE_BURST:.0f} it may send" in plain(SECURITY)
     assert (reach.RATE, reach.TOTAL_RATE) == (0.5, 4.0)
+    assert clusters.GRACE == 10 * 60
+    assert (seal.REKEY_SECONDS, seal.REKEY_RECORDS) == (15 * 60, 1 << 24)

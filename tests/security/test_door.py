@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -26,6 +27,7 @@ from tests.security.attackers import (
     welcomes_members,
 )
 
+from covey.runtime.arrivals import SOURCE_BURST
 from covey.runtime.entrance import STRANGER_SECONDS, STRANGERS_AT_ONCE
 from covey.testing.proxy import Proxy, Way
 from covey.wire import door, messages
@@ -182,3 +184,18 @@ def test_the_right_key_gets_in(prey: Victim) -> None:
         member.ping()
     with pytest.raises(BROKEN), knock(prey.address, bytes(32)) as sock:
         hear(sock)
+
+
+def test_a_crowd_without_the_key_is_counted_and_members_get_in_meanwhile(prey: Victim) -> None:
+    with Insider(prey) as member:
+        member.ping()
+        before = prey.entrance.turned_away
+        for _ in range(2 * int(SOURCE_BURST)):
+            with contextlib.suppress(OSError), socket.create_connection(prey.address, source_address=("127.0.0.8", 0)):
+                pass
+        assert welcomes_members(prey)
+        until(lambda: prey.entrance.turned_away >= before + 2 * SOURCE_BURST)
+        member.say(messages.Ask())
+        told = member.hear(messages.Tell)
+        assert told.too_many == prey.entrance.arrivals.refused > 0
+        assert told.turned_away == prey.entrance.turned_away

@@ -247,7 +247,7 @@ def launched(
     seat = cluster_seat(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     node = Node(
         rank=rank, size=size, run="run", gate=seat.gate, card=seat.card, config=LOOPBACK, entrance=seat.entrance,
-        contacts=contacts or {}, denied=seat.denied, on_close=seat.on_close,
+        contacts=contacts or {}, objection=seat.objection, on_close=seat.on_close,
     )  # fmt: skip
     return node, ("127.0.0.1", seat.card.contact.addresses[0].port)
 
@@ -270,6 +270,19 @@ def test_a_denied_node_is_no_rank_of_a_launcher_either() -> None:
         prey = Victim(cluster, None, None, address)  # type: ignore[arg-type]
         with Insider(prey, outcast, purpose="rank", hello={"rank": 1, "size": 2}) as member:
             assert isinstance(member.greeting, messages.Refusal)
+
+
+def test_a_node_that_is_not_on_the_list_is_no_rank_of_a_launcher() -> None:
+    listed, other = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
+    cluster = new_cluster(charter=messages.Charter(1, "owners-machine", (), (listed.id,)))
+    node, address = launched(cluster, 0, 2)
+    with forming(node):
+        prey = Victim(cluster, None, None, address)  # type: ignore[arg-type]
+        with Insider(prey, other, purpose="rank", hello={"rank": 1, "size": 2}) as member:
+            assert isinstance(member.greeting, messages.Refusal)
+            assert "waiting for approval: on owners-machine" in member.greeting.reason
+        with Insider(prey, listed, purpose="rank", hello={"rank": 1, "size": 2}) as member:
+            assert isinstance(member.greeting, messages.Welcome)
 
 
 def test_a_dialled_rank_that_turns_out_to_be_another_is_not_taken_for_it() -> None:

@@ -31,8 +31,6 @@ from tests.security.attackers import (
 )
 
 from covey.base.errors import ConnectError, CoveyError, PeerLostError
-from covey.net import clusters
-from covey.net.clusters import Cluster
 from covey.net.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime import loop as control
@@ -42,7 +40,6 @@ from covey.runtime.gathering import LINKS_LIMIT
 from covey.runtime.reach import NOT_TRIED
 from covey.runtime.visitors import LINKS_PER_KEY, VISITORS_LIMIT
 from covey.wire import door, formation, frame, messages
-from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -387,29 +384,6 @@ def test_a_member_that_comes_again_and_again_with_nonsense_leaves_few_lines(
             with pytest.raises(BROKEN):
                 insider.ping()
     assert len([record for record in caplog.records if record.name == "covey"]) <= 10
-
-
-def test_a_new_secret_replaces_only_the_one_that_is_in_use(home: Path) -> None:
-    """A member of one cluster has no say about another of the same name, which is what this machine has on disk."""
-    saved = ClusterSecret("default", secrets.token_bytes(32))
-    clusters.save(Cluster(saved))
-    with victim(new_cluster("default")) as prey, Insider(prey, purpose="visitor") as insider:
-        insider.say(messages.NewSecret(secrets.token_bytes(32)))
-        assert insider.hear(messages.SecretKept).problem
-    assert clusters.load("default").secret == saved
-
-
-def test_a_new_secret_that_is_none_is_not_kept(home: Path) -> None:
-    with victim(new_cluster("mine")) as prey:
-        clusters.save(prey.cluster)
-        with Insider(prey, purpose="visitor") as insider:
-            for key in (b"", bytes(31), bytes(33), bytes(64)):
-                insider.say(messages.NewSecret(key))
-                assert insider.hear(messages.SecretKept).problem
-            insider.say(messages.NewSecret(bytes(100_000)))
-            with pytest.raises(BROKEN):
-                insider.ping()
-        assert clusters.load("mine").secret == prey.cluster.secret
 
 
 def test_nothing_that_a_member_says_names_a_file(prey: Victim, tmp_path: Path) -> None:

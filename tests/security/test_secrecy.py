@@ -145,7 +145,7 @@ def test_no_text_that_an_object_makes_of_itself_has_a_secret_in_it() -> None:
             "NodeIdentity": identity,
             "Gate": seat.gate,
             "Seat": seat,
-            "NewSecret": messages.NewSecret(cluster.secret.key),
+            "NewSecret": messages.NewSecret(cluster.secret.key, 1, 600, bytes(64)),
             "Offer": messages.Offer(bytes(16), lane_secret, 0, "collectives", "secure", 0, 1),
         }
         needles = list(hidden(cluster.secret).values()) + [value for _, value in forms("lane", lane_secret)]

@@ -24,6 +24,10 @@ class Bucket:
         self._left -= 1
         return True
 
+    def give_back(self) -> None:
+        """Have one more, of those that were taken."""
+        self._left = min(self._burst, self._left + 1)
+
     def wait(self, now: float) -> float:
         """Return in how many seconds there will be one."""
         if now > self._at:
@@ -39,13 +43,17 @@ class Buckets:
         self._rate, self._burst = rate, burst
         self._buckets: dict[Hashable, Bucket] = {}
 
-    def take(self, key: Hashable, now: float) -> bool:
-        """Use one of this key's, if there is one now."""
+    def of(self, key: Hashable) -> Bucket:
+        """Return the bucket of this key, which is the one remembered longest from now on."""
         bucket = self._buckets.pop(key, None) or Bucket(self._rate, self._burst)
         self._buckets[key] = bucket
         if len(self._buckets) > KEYS_LIMIT:
             del self._buckets[next(iter(self._buckets))]
-        return bucket.take(now)
+        return bucket
+
+    def take(self, key: Hashable, now: float) -> bool:
+        """Use one of this key's, if there is one now."""
+        return self.of(key).take(now)
 
 
 class Seldom:

@@ -10,6 +10,7 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.net import clusters as files
+from covey.net import owner
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -41,6 +42,8 @@ def _forget(name: str, *, yes: bool) -> None:
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError(f"forgetting {name!r} deletes its key from this machine; add --yes if you mean it")
+        if owner.held(files.load(name)) is not None:
+            typer.echo(f"This machine holds the owner key of {name!r}: without it, no machine can change the secret.")
         typer.confirm(
             f"Delete the key of {name!r} from this machine? If no other machine has it, it is lost.", abort=True
         )

@@ -1,16 +1,21 @@
-"""`covey deny`: nodes that this machine keeps out, although they have the secret."""
+"""`covey deny`: nodes that are kept out of a cluster, although they have the secret."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from covey.base.errors import ConfigError
-from covey.net import clusters
-from covey.net.identity import resolve_id, short_id
+from covey.cli.charter import as_rows, label, machine_of, spread, tell_result
+from covey.net import charter, clusters, owner
+from covey.net.identity import own_ids, resolve_id, short_id
+
+if TYPE_CHECKING:
+    from covey.net.clusters import Cluster
+    from covey.net.owner import OwnerKey
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -23,38 +28,83 @@ def deny(
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Let the node in again.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the nodes that are kept out.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Keep a node out of a cluster.
+    """Keep a node, and all others of its machine, out of a cluster.
 
-    This stops mistakes: this machine does not talk to that node. It does not stop a person who has the cluster's key,
-    who can make a new node any time. Against that, `covey secret rotate` changes the key.
+    On the machine with the owner key (where `covey init` was run) this holds for the whole cluster: members that run
+    now hear of it, end their links with the node and go on without it. On any other machine it holds there only.
+
+    It does not stop a person who has the cluster's secret and makes a new node. Against that, `covey secret rotate`
+    changes the secret, and `covey allow --ask on` lets only approved machines in.
     """
-    if listed == (node is not None) or (as_json and not listed) or (undo and listed):
-        raise ConfigError("use `covey deny NODE`, `covey deny NODE --undo` or `covey deny --list [--json]`")
+    if listed == (node is not None) or (undo and listed):
+        raise ConfigError("use `covey deny NODE`, `covey deny NODE --undo` or `covey deny --list`")
     found = clusters.find_saved(cluster)
     names = clusters.known(found.name)
-    denied = {node_id: names.get(node_id, "") for node_id in found.denied}
+    by_owner, _ = charter.lists(found)
+    denied = {node_id: names.get(node_id, "") for node_id in found.denied | by_owner}
     if node is None:
-        return _list(denied, found.name, as_json=as_json)
+        return _list(found, denied, as_json=as_json)
+    private = owner.held(found)
     node_id = resolve_id(node, denied if undo else names)
-    label = f"{names[node_id]} ({short_id(node_id)})" if node_id in names else short_id(node_id)
     if undo:
-        if node_id not in denied:
-            raise ConfigError(f"{label} is not denied in {found.name!r}; `covey deny --list` shows who is")
-        clusters.update(found.name, lambda now: replace(now, denied=now.denied - {node_id}))
-        return typer.echo(f"{label} may be in {found.name!r} again, as far as this machine is concerned.")
-    clusters.update(found.name, lambda now: replace(now, denied=now.denied | {node_id}))
-    typer.echo(
-        f"Nodes started here from now on refuse {label} in {found.name!r}; deny it on the other machines too.\n"
-        "This stops mistakes, not a person who has the cluster's key: for that, run `covey secret rotate`."
+        return _undo(found, node_id, names, private, as_json=as_json)
+    node_id = machine_of(found, node_id)
+    if node_id in own_ids():
+        raise ConfigError(
+            f"{label(node_id, names)} is this machine itself; to leave a cluster, use `covey clusters --forget`"
+        )
+    if private is None:
+        clusters.update(found.name, lambda now: replace(now, denied=now.denied | {node_id}))
+        if as_json:
+            return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": False}))
+        return typer.echo(
+            f"Nodes of this machine refuse {label(node_id, names)} in {found.name!r} from now on, those that run "
+            "within two seconds. To keep it out of the whole cluster, deny it on the machine with the owner key.\n"
+            "This stops mistakes, not a person who has the cluster's secret: for that, run `covey secret rotate`."
+        )
+    changed = charter.amend(found, private, lambda now: (now[0] | {node_id}, now[1]))
+    headline = (
+        f"{label(node_id, names)} is denied in {found.name!r}.\n"
+        "This stops mistakes, not a person who has the cluster's secret: for that, run `covey secret rotate`, or let "
+        "only approved machines in with `covey allow --ask on`."
     )
+    _tell(changed, node_id, headline, as_json=as_json)
 
 
-def _list(denied: dict[bytes, str], cluster: str, *, as_json: bool) -> None:
+def _undo(found: Cluster, node_id: bytes, names: dict[bytes, str], private: OwnerKey | None, *, as_json: bool) -> None:
+    by_owner, _ = charter.lists(found)
+    if node_id not in found.denied | by_owner:
+        raise ConfigError(f"{label(node_id, names)} is not denied in {found.name!r}; `covey deny --list` shows who is")
+    if node_id in found.denied:
+        clusters.update(found.name, lambda now: replace(now, denied=now.denied - {node_id}))
+    if node_id in by_owner:
+        key = private if private is not None else owner.require(found, "letting this node in again")
+        changed = charter.amend(found, key, lambda now: (now[0] - {node_id}, now[1]))
+        return _tell(changed, node_id, f"{label(node_id, names)} may be in {found.name!r} again.", as_json=as_json)
     if as_json:
-        return typer.echo(json.dumps([{"id": node_id.hex(), "name": denied[node_id]} for node_id in sorted(denied)]))
+        return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": False}))
+    typer.echo(f"{label(node_id, names)} may be in {found.name!r} again, as far as this machine is concerned.")
+
+
+def _tell(changed: Cluster, node_id: bytes, headline: str, *, as_json: bool) -> None:
+    if not as_json:
+        typer.echo(headline)
+    obeying, others = spread(changed)
+    if as_json:
+        heard, unheard = ([card.id.hex() for card in cards] for cards in (obeying, others))
+        return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": True, "heard": heard, "not_heard": unheard}))
+    tell_result(obeying, others)
+
+
+def _list(found: Cluster, denied: dict[bytes, str], *, as_json: bool) -> None:
+    by_owner, _ = charter.lists(found)
+    if as_json:
+        rows = [row | {"everywhere": bytes.fromhex(row["id"]) in by_owner} for row in as_rows(denied, denied)]
+        return typer.echo(json.dumps(rows))
     if not denied:
-        return typer.echo(f"No node is denied in {cluster!r} on this machine.")
+        return typer.echo(f"No node is denied in {found.name!r} on this machine.")
     for node_id in sorted(denied):
-        typer.echo(f"{node_id.hex()}  {denied[node_id]}".rstrip())
+        where = "in the whole cluster" if node_id in by_owner else "on this machine"
+        typer.echo(f"{node_id.hex()}  {denied[node_id] or short_id(node_id)}  {where}")

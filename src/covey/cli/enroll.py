@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -30,22 +31,31 @@ def enroll(
 ) -> None:
     """Put this machine into a cluster, with its join code.
 
-    `covey init` printed the code on the first machine; `covey init --show` prints it again.
+    `covey init` printed the code on the first machine; `covey init --show` prints it again. The code also names the
+    cluster's owner: this machine takes a new secret only with the owner's signature.
     """
-    secret, seeds = decode_join_code(_ask(code))
+    secret, seeds, owner = decode_join_code(_ask(code))
     path = clusters.cluster_path(secret.name)
     old = clusters.load(secret.name) if path.exists() else None
-    if old is not None and old.secret != secret and not force:
+    is_same = old is not None and (
+        old.owner == owner if old.owner and owner else old.secret == secret  # one owner may have changed the secret
+    )
+    if old is not None and not is_same and not force:
         raise ConfigError(
             f"this machine is in another cluster {secret.name!r}, with another key. --force replaces it: this machine "
             "then no longer meets those that have the old key"
         )
-    is_new = old is None or old.secret != secret
-    old_seeds = () if is_new or old is None else old.seeds
-    denied = old.denied if old is not None else frozenset()  # who was kept out stays out, whatever the key
-    clusters.save(Cluster(secret, seeds or old_seeds, denied))
+    if old is not None and is_same:
+        joined = "stays in"
+        kept = replace(old, seeds=seeds or old.seeds, owner=owner or old.owner)
+        if old.secret != secret:  # nodes that run here may meet others that have not heard of the new one
+            kept, joined = clusters.with_secret(kept, secret, kept.serial, clusters.GRACE), "has the new secret of"
+        clusters.save(kept)
+    else:
+        denied = old.denied if old is not None else frozenset()  # nodes that were kept out stay out, whatever the key
+        clusters.save(Cluster(secret, seeds, denied, owner))
+        joined = "is now in"
     ensure_identity()
-    joined = "is now in" if is_new else "stays in"
     typer.echo(f"This machine {joined} the cluster {secret.name!r}. On each machine: {run_command(secret.name)}")
     if clusters.default_name() != secret.name:
         typer.echo(f"To mean it where no cluster is named: covey clusters --default {secret.name}")

@@ -14,7 +14,7 @@ import typer
 
 from covey.base.config import ports_from
 from covey.base.errors import ConfigError
-from covey.net import clusters
+from covey.net import clusters, owner
 from covey.net.clusters import Cluster
 from covey.net.identity import ensure_identity
 from covey.wire.secret import (
@@ -50,7 +50,10 @@ def init(
 ) -> None:
     """Make a cluster: its secret, and the join code for other machines.
 
-    The same passphrase under the same name makes the same cluster on every machine, with no code to carry.
+    This machine gets the owner key, too: `covey secret rotate` works here. Other machines take a new secret only with
+    the owner's signature.
+
+    The same passphrase under the same name makes the same cluster on every machine, with no code to carry and no owner.
     """
     if show and (passphrase or force):
         raise ConfigError("--show only prints; leave --passphrase and --force out")
@@ -66,8 +69,12 @@ def init(
             "--force makes a new key instead; machines that have the old one then need the new code"
         )
     secret = _ask_passphrase(name) if passphrase else ClusterSecret(name, secrets.token_bytes(KEY_BYTES))
-    made = Cluster(secret, denied=clusters.load(name).denied if replaced else frozenset())
+    denied = clusters.load(name).denied if replaced else frozenset()
     seeds = current_seeds()  # which may find that nothing can be reached: before anything is changed
+    # A passphrase makes the same cluster on every machine, so none of them is the first one.
+    made = Cluster(secret, denied=denied, owner=b"" if passphrase else owner.make(name))
+    if passphrase:
+        owner.forget(name)
     clusters.save(made)
     ensure_identity()
     headline = f"Made the cluster {name!r}. Its join code:"
@@ -107,7 +114,7 @@ def _ask_passphrase(name: str) -> ClusterSecret:
 
 
 def _print_code(cluster: Cluster, seeds: tuple[str, ...], headline: str, *, as_json: bool) -> None:
-    code = encode_join_code(cluster.secret, seeds)
+    code = encode_join_code(cluster.secret, seeds, cluster.owner)
     if as_json:
         path = str(clusters.cluster_path(cluster.name))
         return typer.echo(json.dumps({"cluster": cluster.name, "join_code": code, "seeds": seeds, "file": path}))

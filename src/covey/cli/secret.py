@@ -1,11 +1,12 @@
-"""`covey secret`: give a cluster a new key, and hand it to those who are there."""
+"""`covey secret`: give a cluster a new key, and hand it to the nodes that run now; show whose it is to give."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -15,8 +16,9 @@ from covey.base.errors import ConfigError, CoveyError
 from covey.cli.clusters import table
 from covey.cli.init import current_seeds
 from covey.cli.status.command import look_around
-from covey.net import clusters
-from covey.net.identity import short_id
+from covey.net import clusters, owner, rotation
+from covey.net.clusters import GRACE, MAX_GRACE
+from covey.net.identity import resolve_id, short_id
 from covey.runtime.places import ClusterOptions
 from covey.runtime.visit import visiting
 from covey.wire import messages
@@ -34,7 +36,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 
 @app.callback()
 def secret() -> None:
-    """Change a cluster's secret."""
+    """Change a cluster's secret, or show whether this machine may."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,58 @@ class Receiver:
 
 
 @app.command()
+def show(
+    cluster: Annotated[
+        str | None, typer.Argument(metavar="CLUSTER", help="Which one, if this machine is in several.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show which owner key a cluster has, and whether it is on this machine. The secret itself is not shown."""
+    found = clusters.find_saved(cluster)
+    holds = owner.held(found) is not None
+    earlier = found.earlier(time.time()) is not None
+    if as_json:
+        shown = {
+            "cluster": found.name,
+            "owner": found.owner.hex(),
+            "holds_owner_key": holds,
+            "serial": found.serial,
+            "previous_until": found.previous_until if earlier else None,
+        }
+        return typer.echo(json.dumps(shown))
+    if not found.owner:
+        typer.echo(
+            f"This machine knows no owner of {found.name!r}: it takes no new secret from the network. "
+            "`covey enroll` with a join code from `covey init` names one."
+        )
+    else:
+        here = "This machine holds" if holds else "Another machine holds"
+        typer.echo(f"{here} the owner key of {found.name!r}: {short_id(found.owner)}")
+    if earlier:
+        typer.echo(f"The secret before the last change is good until {time.ctime(found.previous_until)}.")
+
+
+@app.command()
 def rotate(
     cluster: Annotated[
         str | None, typer.Argument(metavar="CLUSTER", help="Which one, if this machine is in several.")
     ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option("--to", metavar="NODE", help="Hand it to this node, and to no other; may be repeated."),
+    ] = None,
+    grace: Annotated[
+        int, typer.Option(metavar="SECONDS", min=0, max=MAX_GRACE, help="How long the old secret stays good.")
+    ] = GRACE,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before the secret is changed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; goes with --yes.")] = False,
 ) -> None:
-    """Make a new secret for a cluster, and hand it to its nodes that run now and are not denied here.
+    """Make a new secret for a cluster, and hand it to its nodes that run now and are not denied.
 
-    Whoever has only the old one is out: other machines need the new join code.
+    Works on the machine with the owner key, where `covey init` was run. A node takes the secret only with the owner's
+    signature for that very node. Machines that do not get it need the new join code: `covey enroll`.
 
-    Runs that go on now are not disturbed; they keep the old secret until they end.
+    Runs go on. For the time of --grace the old secret is good, too, for nodes that have not heard of the new one.
 
     Exits with 0, or with 1 if a node that runs could not keep the new secret.
     """
@@ -71,15 +113,28 @@ def rotate(
     if not yes and not sys.stdin.isatty():
         raise ConfigError("there is no terminal to ask on; add --yes if you mean to change the secret")
     old = _saved(cluster)
+    private = owner.require(old, "changing the secret")
     with visiting(old, group_config(os.environ), announce=False) as visit:
         look_around(visit)
-        cards = [state.card for state in visit.members()]
+        cards = _chosen([state.card for state in visit.members()], to)
         if not yes:
             _ask(old, cards)
-        new = _change(old)
-        receivers = _hand_out(visit, cards, new)
+        new = rotation.rotate(old, grace)  # here first: whatever happens to the others, it is not lost
+        receivers = _hand_out(visit, [(card, rotation.sign(private, old, new, grace, card.id)) for card in cards])
     _report(new, receivers, as_json=as_json)
     raise typer.Exit(0 if all(receiver.kept for receiver in receivers) else 1)
+
+
+def _chosen(cards: list[messages.Card], to: list[str] | None) -> list[messages.Card]:
+    if not to:
+        return cards
+    names = {card.id: card.name for card in cards}
+    wanted = {resolve_id(text, names) for text in to}
+    if absent := wanted - set(names):
+        raise ConfigError(
+            f"{', '.join(map(short_id, sorted(absent)))} does not run now; `covey status` shows the nodes"
+        )
+    return [card for card in cards if card.id in wanted]
 
 
 def _saved(name: str | None) -> Cluster:
@@ -100,23 +155,10 @@ def _ask(cluster: Cluster, cards: list[messages.Card]) -> None:
     typer.confirm(f"Change the secret of {cluster.name!r}?", abort=True)
 
 
-def _change(old: Cluster) -> Cluster:
-    """Save a new key here first: whatever happens to the others, it is not lost."""
-    new = clusters.rotated(old)
-
-    def change(now: Cluster) -> Cluster:
-        if now.secret != old.secret:
-            raise ConfigError(f"the secret of {old.name!r} was changed by another process just now; look again")
-        return replace(now, secret=new.secret)
-
-    clusters.update(old.name, change)
-    return new
-
-
-def _hand_out(visit: Visit, cards: list[messages.Card], new: Cluster) -> list[Receiver]:
-    answers = visit.ask_all(cards, messages.NewSecret(new.secret.key), KEEP_SECONDS)
+def _hand_out(visit: Visit, signed: list[tuple[messages.Card, messages.NewSecret]]) -> list[Receiver]:
+    answers = visit.ask_each(list(signed), KEEP_SECONDS)
     receivers = []
-    for card, answer in zip(cards, answers, strict=True):
+    for (card, _), answer in zip(signed, answers, strict=True):
         if isinstance(answer, messages.SecretKept):
             receivers.append(Receiver(card, answer.problem))
         else:
@@ -126,7 +168,7 @@ def _hand_out(visit: Visit, cards: list[messages.Card], new: Cluster) -> list[Re
 
 def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
     seeds = current_seeds()
-    code = encode_join_code(new.secret, seeds)
+    code = encode_join_code(new.secret, seeds, new.owner)
     if as_json:
         nodes = [
             {
@@ -150,8 +192,8 @@ def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
     typer.echo(
         f"\nThe new join code:\n\n    {code}\n\n"
         "The join code is the cluster's key: whoever has it is in. Treat it like a password.\n\n"
-        f"Every other machine of {new.name!r} needs it:  covey enroll --force\n"
-        "Runs that go on now keep the old secret until they end."
+        f"Every other machine of {new.name!r} needs it:  covey enroll\n"
+        f"Runs go on. The old secret is good until {time.ctime(new.previous_until)}."
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from covey.base.errors import ConfigError
-from covey.net.home import home, private_folder, read_private, sync_folder, write_private
+from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.net.home import home, private_folder, read_private, write_private
 from covey.net.identity import ID_BYTES
 from covey.net.locks import only_one
+from covey.wire.messages import WAITING_LIMIT, Charter, decode_control, encode
+from covey.wire.owner import OWNER_BYTES, charter_words, files_tag, is_signed
 from covey.wire.secret import (
     CLUSTER_NAME,
     KEY_BYTES,
@@ -30,9 +33,12 @@ from covey.wire.secret import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Callable, Iterable, MutableMapping
 
 MAX_KNOWN: Final = 1000
+GRACE: Final = 600
+"""Seconds for which the secret before a change stays good, so that nodes that have not heard can still be reached."""
+MAX_GRACE: Final = 7 * 24 * 3600
 NO_CLUSTER: Final = "this machine is in no cluster: run `covey init` here, or `covey enroll` with the join code of one"
 
 
@@ -45,6 +51,20 @@ class Cluster:
     """Where members may be found, besides by multicast: `host:port`."""
     denied: frozenset[bytes] = frozenset()
     """Ids of nodes that this machine does not talk to, although they have the secret."""
+    owner: bytes = b""
+    """The public key without whose signature this machine takes no change of the cluster; empty: it takes none."""
+    serial: int = 0
+    """Of the last change of the secret that the owner signed."""
+    previous: ClusterSecret | None = None
+    """The secret before that change, which is good until `previous_until`."""
+    previous_until: float = 0.0
+    """In seconds since 1970, by the clock of this machine."""
+    charter: Charter | None = None
+    """What the owner says about the nodes that may be in the cluster."""
+
+    def earlier(self, now: float) -> ClusterSecret | None:
+        """Return the secret before the last change, if it is still good; `now` is in seconds since 1970."""
+        return self.previous if 0 < self.previous_until - now <= MAX_GRACE else None  # the clock may have been set back
 
     @property
     def name(self) -> str:
@@ -52,8 +72,11 @@ class Cluster:
 
     @property
     def tag(self) -> str:
-        """A name for files: clusters of the same name with different secrets have different ones."""
-        return f"{self.name}/{self.secret.derive('files')[:16].hex()}"
+        """A name for files, which clusters of the same name do not share.
+
+        It follows from the owner key if there is one, so that it outlasts changes of the secret.
+        """
+        return f"{self.name}/{files_tag(self.owner) if self.owner else self.secret.derive('files')[:16].hex()}"
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,10 +88,38 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     denied: list[str]
     known: dict[str, str]
     created: str
+    owner: str = ""
+    serial: int = 0
+    previous: str = ""
+    previous_until: float = 0.0
+    charter: str = ""
+    machines: dict[str, str] = {}
+    """By the ids of nodes that were met, the first key of their machine, where that is another."""
+    waiting: dict[str, str] = {}
+    """The names of machines that wait for the owner's approval, by id."""
 
     def cluster(self) -> Cluster:
         secret = ClusterSecret(self.name, bytes.fromhex(self.key))
-        return Cluster(secret, tuple(self.seeds), frozenset(bytes.fromhex(node_id) for node_id in self.denied))
+        denied = frozenset(bytes.fromhex(node_id) for node_id in self.denied)
+        return Cluster(
+            secret,
+            tuple(self.seeds),
+            denied,
+            bytes.fromhex(self.owner),
+            self.serial,
+            ClusterSecret(self.name, bytes.fromhex(self.previous)) if self.previous else None,
+            self.previous_until,
+            self._charter(),
+        )
+
+    def _charter(self) -> Charter | None:
+        if not self.charter:
+            return None
+        charter = decode_control(bytes.fromhex(self.charter))
+        words = charter_words(self.name, charter) if isinstance(charter, Charter) else b""
+        if not isinstance(charter, Charter) or not is_signed(bytes.fromhex(self.owner), words, charter.signature):
+            raise ValueError
+        return charter
 
 
 def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | None = None) -> Cluster:
@@ -133,14 +184,16 @@ def update(name: str, change: Callable[[Cluster], Cluster]) -> Cluster:
 
 
 def remove(name: str) -> None:
-    """Forget a cluster, and with it its secret."""
+    """Forget a cluster, and with it its secret; its owner key, too, if that is here."""
+    from covey.net import owner
+
     path = cluster_path(name)
     with only_one(_folder() / ".lock"):
         if not path.exists():
             raise ConfigError(_unknown(name))
         marked = _marked_default()
         path.unlink()
-        sync_folder(path.parent)
+        owner.forget(name)
         if marked == name:
             (home() / "default").unlink(missing_ok=True)
 
@@ -163,9 +216,15 @@ def set_default(name: str) -> None:
     write_private(home() / "default", f"{name}\n".encode())
 
 
-def rotated(cluster: Cluster) -> Cluster:
-    """Return the same cluster with a new key."""
-    return replace(cluster, secret=ClusterSecret(cluster.name, secrets.token_bytes(KEY_BYTES)))
+def next_serial(last: int) -> int:
+    """Return the number of a change after `last`: the time in milliseconds, so that it grows if a file was lost."""
+    return max(last + 1, time.time_ns() // 1_000_000)
+
+
+def with_secret(cluster: Cluster, secret: ClusterSecret, serial: int, grace: int) -> Cluster:
+    """Return the same cluster with another secret; the one it has stays good for `grace` seconds."""
+    until = time.time() + min(grace, MAX_GRACE)
+    return replace(cluster, secret=secret, serial=serial, previous=cluster.secret, previous_until=until)
 
 
 def known(name: str) -> dict[bytes, str]:
@@ -173,20 +232,58 @@ def known(name: str) -> dict[bytes, str]:
     return {bytes.fromhex(node_id): node for node_id, node in _read(name).known.items()}
 
 
-def remember(cluster_name: str, node_id: bytes, node_name: str) -> None:
-    """Note a node that was met, for `covey deny` to know by its name; nothing is noted where nothing can be written.
+def machines(name: str) -> dict[bytes, bytes]:
+    """Return the first keys of the machines of nodes that were met in a cluster, by id, where that is another."""
+    return {bytes.fromhex(node): bytes.fromhex(machine) for node, machine in _read(name).machines.items()}
 
-    The latest 1000 are kept. Writes to disk: not for the event loop.
+
+def waiting(name: str) -> dict[bytes, str]:
+    """Return the names of machines that wait for approval, as nodes of this machine have seen them, by id."""
+    return {bytes.fromhex(machine): node for machine, node in _read(name).waiting.items()}
+
+
+def remember(cluster_name: str, node_id: bytes, node_name: str, machine: bytes = b"") -> None:
+    """Note a node that was met, for commands to know by its name; nothing is noted where nothing can be written.
+
+    `machine` is the first key of its machine. The latest 1000 are kept. Writes to disk: not for the event loop.
     """
+    node, other = node_id.hex(), machine.hex() if machine != node_id else ""
     with contextlib.suppress(ConfigError):
-        if cluster_path(cluster_name).exists() and known(cluster_name).get(node_id) != node_name:
+        if not cluster_path(cluster_name).exists():
+            return
+        file = _read(cluster_name)
+        if file.known.get(node) != node_name or file.machines.get(node, "") != other:
             with only_one(_folder() / ".lock"):
                 file = _read(cluster_name)
-                file.known.pop(node_id.hex(), None)
-                file.known[node_id.hex()] = node_name
+                file.known.pop(node, None)
+                file.known[node] = node_name
+                if other:
+                    file.machines[node] = other
                 for oldest in list(file.known)[:-MAX_KNOWN]:
                     del file.known[oldest]
+                    file.machines.pop(oldest, None)
                 _put(file)
+
+
+def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
+    """Note a machine that waits for approval; the latest 64 are kept. Writes to disk: not for the event loop."""
+    if cluster_path(cluster_name).exists():
+        with only_one(_folder() / ".lock"):
+            file = _read(cluster_name)
+            file.waiting.pop(machine.hex(), None)
+            file.waiting[machine.hex()] = node_name
+            for oldest in list(file.waiting)[:-WAITING_LIMIT]:
+                del file.waiting[oldest]
+            _put(file)
+
+
+def forget_waiting(cluster_name: str, answered: Iterable[bytes]) -> None:
+    """Forget that machines wait for approval: they have got an answer."""
+    with only_one(_folder() / ".lock"):
+        file = _read(cluster_name)
+        for machine in answered:
+            file.waiting.pop(machine.hex(), None)
+        _put(file)
 
 
 def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
@@ -197,10 +294,10 @@ def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
     if not text:
         raise ConfigError("the secret is empty; give a join code, 64 hexadecimal digits or a passphrase")
     if looks_like_join_code(text):
-        coded, seeds = decode_join_code(text)
-        if name not in (None, coded.name):
-            raise ConfigError(f"this join code is for the cluster {coded.name!r}, not for {name!r}")
-        return Cluster(coded, seeds)
+        code = decode_join_code(text)
+        if name not in (None, code.secret.name):
+            raise ConfigError(f"this join code is for the cluster {code.secret.name!r}, not for {name!r}")
+        return Cluster(code.secret, code.seeds, owner=code.owner)
     if re.fullmatch(r"[0-9a-fA-F]{32,}", text):  # with a digit lost it must not become a passphrase nobody else has
         if len(text) != 2 * KEY_BYTES:
             raise ConfigError(f"a key in hexadecimal has {2 * KEY_BYTES} digits, not {len(text)}")
@@ -219,7 +316,11 @@ def _given(source: str, name: str | None, secret: bytes | str) -> Cluster:
         is_saved = False
     if not is_saved:
         return cluster
-    return replace(cluster, denied=load(cluster.name).denied)  # who is kept out here is so by any way in
+    saved = load(cluster.name)
+    cluster = replace(cluster, denied=saved.denied)  # nodes that are kept out here are so by any way in
+    if saved.secret == cluster.secret and cluster.owner in (b"", saved.owner):
+        return replace(saved, seeds=tuple(dict.fromkeys((*cluster.seeds, *saved.seeds))))
+    return cluster
 
 
 def _read_secret_file(path: str) -> str:
@@ -261,10 +362,13 @@ def _read(name: str) -> _File:
         raise ConfigError(_unknown(name)) from None
     try:
         file = msgspec.json.decode(data, type=_File)
-        ids = [*file.cluster().denied, *map(bytes.fromhex, file.known)]
-        if file.name != name or any(len(node_id) != ID_BYTES for node_id in ids):
+        named = (*file.known, *file.machines, *file.machines.values(), *file.waiting)
+        ids = [*file.cluster().denied, *map(bytes.fromhex, named)]
+        if file.name != name or any(len(node_id) != ID_BYTES for node_id in ids) or file.serial < 0:
             raise ValueError
-    except (ValueError, msgspec.DecodeError):
+        if len(file.cluster().owner) not in (0, OWNER_BYTES):
+            raise ValueError
+    except (ValueError, msgspec.DecodeError, RemoteProtocolError):
         raise ConfigError(
             f"the cluster file {path} is damaged; run `covey clusters --forget {name}`, then enroll again"
         ) from None
@@ -283,6 +387,13 @@ def _write(cluster: Cluster) -> None:
             denied=sorted(node_id.hex() for node_id in cluster.denied),
             known=old.known if old else {},
             created=old.created if old and old.key == key else datetime.now(UTC).isoformat(timespec="seconds"),
+            owner=cluster.owner.hex(),
+            serial=cluster.serial,
+            previous=cluster.previous.key.hex() if cluster.previous is not None else "",
+            previous_until=cluster.previous_until,
+            charter=encode(cluster.charter).hex() if cluster.charter is not None else "",
+            machines=old.machines if old else {},
+            waiting=old.waiting if old else {},
         )
     )
 

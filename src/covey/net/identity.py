@@ -21,7 +21,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from covey.base.errors import ConfigError
 from covey.net.descriptors import explain
 from covey.net.home import home, private_folder, read_private, write_private
-from covey.net.locks import LockHolder, try_lock
+from covey.net.locks import LockHolder, only_one, try_lock
+from covey.wire.machine import machine_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,10 @@ PREFIX_LETTERS: Final = 4
 class NodeIdentity(LockHolder):
     """A node's key, its name, and which of its lives this is. Use it in `with`, or call `release`."""
 
-    def __init__(self, private: Ed25519PrivateKey, incarnation: int, lock: int = -1) -> None:
+    def __init__(
+        self, private: Ed25519PrivateKey, incarnation: int, lock: int = -1, machine: Ed25519PrivateKey | None = None
+    ) -> None:
+        """`machine` is the first key of this machine, which signs for this one."""
         self.private = private
         self.id = private.public_key().public_bytes_raw()
         """The public key: what peers know this node by."""
@@ -47,6 +51,10 @@ class NodeIdentity(LockHolder):
         """Which life of this identity this is, from 1; a later one ends the earlier."""
         self.life = struct.pack(">Q8s", incarnation, secrets.token_bytes(8))
         """The incarnation and 8 random bytes, by which even a copied identity differs."""
+        self.machine = self.endorsement = b""
+        """The first key of this machine and its signature, as on a card; empty if this is the first."""
+        if machine is not None and (first := machine.public_key().public_bytes_raw()) != self.id:
+            self.machine, self.endorsement = first, machine.sign(machine_words(self.id))
         super().__init__(lock)
 
     @classmethod
@@ -62,7 +70,9 @@ class NodeIdentity(LockHolder):
             if lock is None:
                 continue
             try:
-                return cls(_slot_key(folder, slot), _count_up(folder / f"{slot}.count"), lock)
+                private = _slot_key(folder, slot)
+                machine = _slot_key(folder, 0) if slot else None
+                return cls(private, _count_up(folder / f"{slot}.count"), lock, machine)
             except BaseException:
                 os.close(lock)
                 raise
@@ -72,6 +82,14 @@ class NodeIdentity(LockHolder):
     def ephemeral(cls) -> NodeIdentity:
         """Return an identity that is on no disk and ends with this process."""
         return cls(Ed25519PrivateKey.generate(), 1)
+
+    @classmethod
+    def passing(cls) -> NodeIdentity:
+        """Return an identity that ends with this process, signed for by the first key of this machine if it has one."""
+        machine = None
+        with contextlib.suppress(ConfigError, FileNotFoundError):  # a machine without files can still come
+            machine = _read_key(home() / "identities" / "0.key")
+        return cls(Ed25519PrivateKey.generate(), 1, machine=machine)
 
     @property
     def short_id(self) -> str:
@@ -167,12 +185,28 @@ def _lock_slot(path: Path) -> int | None:
     return lock if taken else None
 
 
+def own_ids() -> set[bytes]:
+    """Return the ids of all nodes of this machine, but for those that end with their process."""
+    found = set()
+    for path in private_folder(home() / "identities").glob("*.key"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(_read_key(path).public_key().public_bytes_raw())
+    return found
+
+
+def own_machine() -> bytes:
+    """Return the first key of this machine, by which lists of nodes name it; it is made if there is none yet."""
+    return _slot_key(private_folder(home() / "identities"), 0).public_key().public_bytes_raw()
+
+
 def _slot_key(folder: Path, slot: int) -> Ed25519PrivateKey:
     """Return the slot's key, made on first use. The file also names the id, so that a damaged key is noticed."""
     path, counter = folder / f"{slot}.key", folder / f"{slot}.count"
-    try:
-        words = read_private(path).split()
-    except FileNotFoundError:
+    with contextlib.suppress(FileNotFoundError):
+        return _read_key(path)
+    with only_one(folder / ".lock"):  # the first key is also made by processes that use another slot
+        with contextlib.suppress(FileNotFoundError):
+            return _read_key(path)
         private = Ed25519PrivateKey.generate()
         if not counter.exists():  # before the key: a key without its count is damage, not a crash
             write_private(counter, b"0\n")
@@ -180,6 +214,11 @@ def _slot_key(folder: Path, slot: int) -> Ed25519PrivateKey:
             path, f"{private.private_bytes_raw().hex()} {private.public_key().public_bytes_raw().hex()}\n".encode()
         )
         return private
+
+
+def _read_key(path: Path) -> Ed25519PrivateKey:
+    """Return the key in a file; FileNotFoundError if there is none."""
+    words = read_private(path).split()
     with contextlib.suppress(ValueError):
         secret, public = (bytes.fromhex(word.decode("ascii")) for word in words)
         private = Ed25519PrivateKey.from_private_bytes(secret)

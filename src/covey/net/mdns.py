@@ -57,7 +57,9 @@ class Beacon:
             ConfigError: `interfaces_pattern` is not a pattern.
         """
         network.parse_pattern(interfaces_pattern)
-        self._key, self._port, self._found, self._announce = key, port, found, announce
+        self._keys: tuple[bytes, ...] = (key,)
+        """Announcements are made under the first, and taken under any."""
+        self._port, self._found, self._announce = port, found, announce
         self._pattern = interfaces_pattern
         self._known: dict[bytes, None] = {}
         """The tags of announcements heard, and of our own: repeated, they are no news."""
@@ -65,6 +67,10 @@ class Beacon:
         self._trouble = "not started"
         self._watch: asyncio.Task[None] | None = None
         self._closed = False
+
+    def follow(self, keys: tuple[bytes, ...]) -> None:
+        """Announce under the first of `keys` from now on, and take announcements under any of them."""
+        self._keys = keys
 
     async def start(self) -> None:
         """Announce and ask, now and whenever an interface comes; see `state` where that is not possible."""
@@ -139,12 +145,13 @@ class Beacon:
 
     def _txt(self, interface: Interface) -> dict[bytes, bytes]:
         """Return an announcement of this node on one of its interfaces, with a fresh tag."""
-        made = beacon.make(self._key, secrets.token_bytes(beacon.NONCE_BYTES), self._port, interface.addresses)
+        made = beacon.make(self._keys[0], secrets.token_bytes(beacon.NONCE_BYTES), self._port, interface.addresses)
         self._is_news(bytes.fromhex(made[b"t"].decode()))
         return made
 
     def _heard(self, station: Station, properties: dict[bytes, bytes | None]) -> None:
-        said = beacon.read(self._key, properties)
+        read = [beacon.read(key, properties) for key in self._keys]
+        said = next((each for each in read if each is not None and each.is_ours), read[0])
         if said is None or self._closed:
             return
         here = station.interface

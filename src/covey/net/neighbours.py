@@ -37,6 +37,7 @@ _HOST_LETTERS: Final = 3
 _MOST_BYTES: Final = 4096
 _TRIES: Final = 100
 _SUFFIX: Final = ".node"
+_PREFIX: Final = "nodes-"
 
 
 class Neighbour(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class Neighbours(LockHolder):
         Raises:
             ConfigError: the folder for it cannot be made, or is open to others.
         """
-        self._folder = meeting_folder(f"nodes-{tag}")
+        self._folder = meeting_folder(f"{_PREFIX}{tag}")
         _make_folder(self._folder)
         # Folders may be shared by containers or namespaces, in which the port and the memory of others are not ours.
         self._host = host_token(self._folder.parent)[:16]
@@ -210,6 +211,16 @@ def _remove_deaf(path: Path) -> None:
             probe.connect(os.fspath(path))
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
+
+
+def is_nodes_socket(path: str, own_folder: str) -> bool:
+    """Tell whether a path lies where nodes of this user on this host listen; `own_folder` is that of one of them.
+
+    Nodes of one cluster have several folders when its secret has changed while they run.
+    """
+    folder = os.path.dirname(path)
+    is_beside = os.path.dirname(folder) == os.path.dirname(own_folder) and os.path.normpath(path) == path
+    return bool(own_folder) and is_beside and os.path.basename(folder).startswith(_PREFIX)
 
 
 def _make_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import select
 import socket
 import sys
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from covey.wire.seal import (
     LENGTH,
     OVERHEAD_BYTES,
     RECORD_LIMIT,
+    REKEY_SECONDS,
     ForgedError,
     Opener,
     Sealer,
@@ -52,7 +54,10 @@ _IN_BYTES: Final = RECORD_LIMIT + OVERHEAD_BYTES + _AHEAD_BYTES
 class _Pipe:
     """One socket with the records on their way out of it and into it. Nothing here blocks."""
 
-    __slots__ = ("_cipher_in", "_cipher_out", "_head", "_opener", "_sealer", "_start", "_tail", "sock", "unsent")
+    __slots__ = (
+        *("_cipher_in", "_cipher_out", "_head", "_opener", "_renew_at", "_sealer", "_start", "_tail"),
+        *("sock", "unsent"),
+    )
 
     def __init__(self, sock: socket.socket, secret: bytes, lane: bytes, stream: int, *, dialler: bool) -> None:
         sock.setblocking(False)
@@ -62,6 +67,7 @@ class _Pipe:
         keys = lane_keys(secret, lane, stream)
         mine, theirs = (DIALLER, ACCEPTOR) if dialler else (ACCEPTOR, DIALLER)
         self._sealer = Sealer(keys[mine], lane, stream, mine)
+        self._renew_at = monotonic() + REKEY_SECONDS
         self._opener = Opener(keys[theirs], lane, stream, theirs)
         self._cipher_out = memoryview(bytearray(_OUT_BYTES))
         self._start = self.unsent = 0
@@ -76,7 +82,11 @@ class _Pipe:
         return self.unsent <= FIRST_BYTES + OVERHEAD_BYTES
 
     def seal(self, data: Bytes) -> None:
-        """Put a record in line; there is room for it."""
+        """Put a record in line; there is room for it. A key that has been in use for long enough ends before it."""
+        now = monotonic()
+        if now >= self._renew_at:
+            self._renew_at = now + REKEY_SECONDS
+            self._sealer.renew()
         self.unsent += self._sealer.seal(data, self._cipher_out[self.unsent :])
 
     def flush(self) -> bool:

@@ -46,6 +46,8 @@ class Acquaintance:
         self.early_bytes = 0
         self.is_probing = False
         """Whether we are trying its addresses for it; one request at a time."""
+        self.is_changing_secret = False
+        """Whether a new secret that it sent is being checked and written down."""
         self.rank = -1
         """Its seat in our run."""
         self.votes_for = -1

@@ -228,7 +228,7 @@ def join_at(
             card=seat.card,
             entrance=seat.entrance,
             contacts=seat.contacts,
-            denied=seat.denied,
+            objection=seat.objection,
             keeper=place.keeper,
             on_close=seat.on_close,
         )

@@ -141,7 +141,7 @@ class Candidate(Gathering):
         """Link again with a member to which there is no link; if a view has excluded it, it should hear so."""
         until, pause = time.monotonic() + 2 * self.config.patience, 0.05
         while not (peer.left or node.is_closing) and time.monotonic() < until:
-            if peer.id in self.met:
+            if peer.id in self.met or peer.is_denied:
                 return
             with contextlib.suppress(TimeoutError):  # a lost first packet is repeated by a new dial sooner than by TCP
                 async with asyncio.timeout(REDIAL_SECONDS):
@@ -282,7 +282,16 @@ class Candidate(Gathering):
             if someone.rank == rank:
                 self.part(someone)
 
+    def turned_out(self, someone: Acquaintance, reason: str) -> None:
+        if self._node is not None and someone.rank >= 0:
+            self._node.deny(someone.rank, reason)
+
     def turned_down(self, error: AuthError) -> None:
+        self._fail(error)
+
+    def cast_out(self, error: AuthError) -> None:
+        if self._node is not None and self._node.generation is not None:
+            self._node.generation.failed(error)
         self._fail(error)
 
     def _fail(self, error: AuthError | ConfigError) -> None:

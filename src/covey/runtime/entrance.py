@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.net.descriptors import is_scarce, track
 from covey.net.meeting import check_peer
+from covey.runtime.arrivals import Arrival, Arrivals, source_of
 from covey.runtime.greet import GREETING_SECONDS, no_delay, receive_exactly
 from covey.runtime.link import plain_ip
 from covey.runtime.seldom import SeldomLog
@@ -26,7 +27,8 @@ logger = logging.getLogger("covey")
 
 STRANGERS_AT_ONCE: Final = 32
 """Connections that may be at the door at the same time. Members need a round trip, so when one too many comes, the
-oldest has to go that comes from no member's address, or from one that takes more than half of the places."""
+oldest has to go of the source that has most of them: of those that no member has, or that take more than half of the
+places."""
 GUESTS_AT_ONCE: Final = 256
 """Connections that have passed the door and are being greeted: all of them hold the key."""
 STRANGER_SECONDS: Final = 3.0
@@ -56,7 +58,9 @@ class Entrance:
     ) -> None:
         """Take ownership of `listeners`. `allows` tells whether connections to one of our own addresses are wanted."""
         self._listeners = [track(listener) for listener in listeners]
-        self._door_key, self._name, self._allows = door_key, name, allows
+        self._name, self._allows = name, allows
+        self.door_keys: Callable[[], tuple[bytes, ...]] = lambda: (door_key,)
+        """Returns the keys that open the door now: when a secret changes, there are two for a while."""
         self.on_link: Callable[[socket.socket, bytes], Awaitable[None]] | None = None
         """Gets the socket, which it owns from then on, and what was said at the door."""
         self.on_lane: Callable[[socket.socket], Awaitable[None]] | None = None
@@ -67,6 +71,7 @@ class Entrance:
         self._guests: dict[socket.socket, asyncio.Task[None]] = {}
         self._is_closing = False
         self.turned_away = self._without_key = 0
+        self.arrivals = Arrivals()
         self._logs = {level: SeldomLog(TOLD_SECONDS) for level in (logging.WARNING, logging.INFO)}
         self._probers: dict[bytes, dict[str, float]] = {}
         """What probes were bound to: from which addresses they came, and when the last one did."""
@@ -93,27 +98,39 @@ class Entrance:
                 loop.remove_reader(listener)
                 loop.call_later(0.1, self._listen, listener)
                 return
-            if is_scarce(sock.fileno()) and _remote_ip(sock) not in self.member_ips:  # members may come back
+            ip = _remote_ip(sock)
+            is_member = ip in self.member_ips  # members may come back
+            arrival = self._arrive(sock, ip, is_member=is_member)
+            if arrival is None or (is_scarce(sock.fileno()) and not is_member):
                 sock.close()
-                self._turn_away(ConnectError("this process has few descriptors left"))
+                scarce = "this process has few descriptors left"
+                self._turn_away(ConnectError(scarce if arrival is not None else f"too many come from {ip}"))
                 continue
             sock.setblocking(False)
-            self._strangers[sock] = self._spawn(self._at_the_door(track(sock)))
+            self._strangers[sock] = self._spawn(self._at_the_door(track(sock), arrival))
             if len(self._strangers) > STRANGERS_AT_ONCE:
                 self._send_one_away(self._strangers, f"more than {STRANGERS_AT_ONCE} were at the door")
 
+    def _arrive(self, sock: socket.socket, ip: str, *, is_member: bool) -> Arrival | None:
+        """Count a connection; None if its source has sent too many. The kernel knows who comes to a unix socket."""
+        if sock.family == socket.AF_UNIX:
+            return Arrival(())
+        return self.arrivals.come(ip, time.monotonic(), is_member=is_member)
+
     def _send_one_away(self, crowd: dict[socket.socket, asyncio.Task[None]], reason: str) -> None:
         ips = {sock: _remote_ip(sock) for sock in crowd}
-        places = collections.Counter(ips.values())
-        greedy = {ip for ip, count in places.items() if ip not in self.member_ips or 2 * count > len(crowd)}
-        oldest = next((sock for sock in crowd if ips[sock] in greedy), next(iter(crowd)))
+        sources = {sock: ip if ip in self.member_ips else source_of(ip) for sock, ip in ips.items()}
+        places = collections.Counter(sources.values())
+        greedy = [each for each, count in places.items() if each not in self.member_ips or 2 * count > len(crowd)]
+        greediest = max(greedy or places, key=lambda source: places[source])
+        oldest = next(sock for sock in crowd if sources[sock] == greediest)
         task = crowd.pop(oldest)
         if crowd is self._strangers:
             task.add_done_callback(lambda _: oldest.close())  # itself it cannot, if it was cancelled before it began
         task.cancel()
         self._turn_away(ConnectError(reason))
 
-    async def _at_the_door(self, sock: socket.socket) -> None:
+    async def _at_the_door(self, sock: socket.socket, arrival: Arrival) -> None:
         try:
             async with asyncio.timeout(STRANGER_SECONDS):
                 said, purpose = await self._hear(sock)
@@ -126,6 +143,7 @@ class Entrance:
             raise
         finally:
             self._strangers.pop(sock, None)
+        arrival.proved_key()
         task = asyncio.current_task()
         assert task is not None
         self._guests[sock] = task
@@ -155,7 +173,11 @@ class Entrance:
         challenge = secrets.token_bytes(door.CHALLENGE_BYTES)
         await asyncio.get_running_loop().sock_sendall(sock, challenge)
         answer = await receive_exactly(sock, door.ANSWER_BYTES)
-        return challenge + answer, door.check(self._door_key, challenge, answer)
+        *others, last = self.door_keys()
+        for key in others:
+            with contextlib.suppress(AuthError):
+                return challenge + answer, door.check(key, challenge, answer)
+        return challenge + answer, door.check(last, challenge, answer)
 
     def probed_from(self, token: bytes) -> set[str]:
         """Return the addresses from which probes came lately that were bound to `token`."""

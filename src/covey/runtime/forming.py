@@ -161,7 +161,8 @@ class Forming:
         """Return why who answered is not the one that was dialled, or not wanted, or nothing."""
         if welcome.rank != peer.rank:  # somebody on the way led us to another
             return f"rank {welcome.rank} answered where rank {peer.rank} was dialled"
-        return f"rank {peer.rank} is on a node that is denied here" if welcome.card.id in self._node.denied else ""
+        objection = self._node.objection(welcome.card)
+        return f"rank {peer.rank} is not taken: {objection}" if objection else ""
 
     def _complain(self, error: CoveyError) -> None:
         self._complaint = self._complaint or error
@@ -219,8 +220,8 @@ class Forming:
         if hello.version != messages.VERSION:
             reason = f"it speaks version {hello.version}, this rank {messages.VERSION}"
             return messages.Refusal(reason, retry=False)
-        if hello.card.id in self._node.denied:
-            return messages.Refusal("this node is denied here", retry=False)
+        if objection := self._node.objection(hello.card):
+            return messages.Refusal(objection, retry=False)
         if hello.purpose == "newcomer" and hello.run == self._node.run:
             return self._judge_newcomer(hello)
         if hello.purpose != "rank":

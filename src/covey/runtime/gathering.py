@@ -14,13 +14,12 @@ import functools
 import logging
 import secrets
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base import pace
 from covey.base.errors import AuthError, ConfigError, CoveyError
 from covey.base.text import printable
-from covey.net import clusters
+from covey.net import clusters, rotation
 from covey.net.descriptors import is_exhausted
 from covey.net.identity import LIFE_BYTES, short_id
 from covey.net.interfaces import advertised, describe, is_loopback, recent_interfaces, to_dial, usable_interfaces
@@ -32,11 +31,11 @@ from covey.runtime.hints import Hint, Origin
 from covey.runtime.loop import aside
 from covey.runtime.probe import best_way
 from covey.runtime.reach import Reaching
+from covey.runtime.rules import Rules
 from covey.runtime.search import Search
 from covey.runtime.seldom import SeldomLog
 from covey.runtime.visitors import Visitors
 from covey.wire import messages
-from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     import socket
@@ -69,7 +68,6 @@ NEAR_SECONDS: Final = 2.0
 """How soon what was announced on a network has to answer there; TCP repeats a lost first packet after one."""
 TOLD_AGAIN_SECONDS: Final = 30.0
 """What the same member tells of the same node within this time is no news."""
-_GIVEN: Final = "its secret was given by COVEY_SECRET, COVEY_SECRET_FILE or secret=; change it there"
 
 
 class Gathering:
@@ -80,8 +78,9 @@ class Gathering:
 
     def __init__(self, cluster: Cluster, config: GroupConfig, seat: Seat, *, announce: bool = True) -> None:
         """Take a seat. Without `announce`, the others are found but do not find us."""
-        self.cluster, self.config, self.seat = cluster, config, seat
+        self.config, self.seat = config, seat
         self.card = seat.card
+        self.rules = Rules(cluster, seat.card.name, self._rules_changed, self.spawn)
         self.met: dict[bytes, Acquaintance] = {}
         """By node id: those who take part in something; to a visitor, everyone."""
         self.refusals: dict[str, str] = {}
@@ -112,6 +111,11 @@ class Gathering:
         self.is_closing = False
         seat.entrance.on_link = self._greet
 
+    @property
+    def cluster(self) -> Cluster:
+        """What is known of the cluster now."""
+        return self.rules.cluster
+
     async def open(self) -> None:
         """Start to listen, to announce and to look around."""
         self.seat.entrance.open()
@@ -119,6 +123,9 @@ class Gathering:
         self.spawn(self._keep_addresses_true())
         self.spawn(self._follower.keep_following())
         self.spawn(self._ping_everyone())
+        self.spawn(self.rules.watch())
+        if self.cluster.previous is not None:
+            self._follow_secret()
 
     # What else a node may do with those it meets
 
@@ -147,9 +154,16 @@ class Gathering:
     def met_keeper(self, someone: Acquaintance) -> None:
         """There is a link with somebody who speaks for processes of its own; it takes part in no run."""
 
+    def turned_out(self, someone: Acquaintance, reason: str) -> None:
+        """The links with someone have ended because it may not be in the cluster any more."""
+
     def turned_down(self, error: AuthError) -> None:
         """This node cannot be in the cluster."""
         self.refusals["this node"] = str(error)
+
+    def cast_out(self, error: AuthError) -> None:
+        """This node may not be in the cluster any more."""
+        self.turned_down(error)
 
     def tell(self) -> messages.Tell:
         """Return how this node sees its run."""
@@ -269,9 +283,8 @@ class Gathering:
 
     def _objection(self, card: messages.Card) -> str:
         """Return why we want nothing to do with a node that holds the secret, or nothing."""
-        reason = ""
-        if card.id in self.cluster.denied:
-            reason = f"node {card.name} ({short_id(card.id)}) is denied on {self.card.name}"
+        if reason := self.rules.objection(card):
+            pass
         elif not card.contact.addresses or len(card.life) != LIFE_BYTES:
             reason = "the card is not filled in"
         elif card.id == self.card.id:
@@ -333,6 +346,7 @@ class Gathering:
                 self.part(each)
             self._use(someone, link, way)
             self._introduce_others_to(someone)
+            self._show_charter(someone)
             if purpose == "keeper":
                 self.met_keeper(someone)
             return
@@ -348,8 +362,10 @@ class Gathering:
         self._know_members()
         if self.met.get(card.id) is not someone:  # it went as quickly as it came
             return
-        self.spawn(self._remember(card))
+        if purpose != "visitor":
+            self.spawn(self._remember(card))
         self._introduce_others_to(someone)
+        self._show_charter(someone)
         for each in (*self.met.values(), *self._visitors):
             if each is not someone:
                 each.send(messages.Known((card,)))
@@ -378,7 +394,7 @@ class Gathering:
     async def _remember(self, card: messages.Card) -> None:
         """Write down whom we met, so that people can name them in `covey deny`."""
         with contextlib.suppress(CoveyError, OSError):  # a secret from the environment belongs to no file
-            await aside(clusters.remember, self.cluster.name, card.id, card.name)
+            await aside(clusters.remember, self.cluster.name, card.id, card.name, card.machine)
 
     def _choose(self, someone: Acquaintance, card: messages.Card, link: Link, way: Where | None) -> None:
         """There is a second link to someone. Nothing changes while a run is decided on: messages could overtake.
@@ -437,11 +453,15 @@ class Gathering:
     def _attach(self, someone: Acquaintance, link: Link) -> None:
         link.attach(functools.partial(self._heard_frame, someone, link), functools.partial(self._ended, someone, link))
 
-    def part(self, someone: Acquaintance) -> None:
-        """Let go of someone."""
+    def part(self, someone: Acquaintance, *, at_once: bool = True) -> None:
+        """Let go of someone, and hear nothing more of it; unless `at_once`, what was said to it is sent first."""
         links, someone.links, someone.link = list(someone.links), {}, None
         for link in links:
-            link.abort()
+            if not at_once:
+                link.close()
+                asyncio.get_running_loop().call_later(RETIRE_SECONDS, link.abort)
+            else:
+                link.abort()
         self._visitors.discard(someone)
         self._know_members()
         if self.met.get(someone.card.id) is someone:
@@ -500,25 +520,33 @@ class Gathering:
                     someone.round_trip = taken if someone.round_trip < 0 else min(taken, someone.round_trip)
             case messages.Ask():
                 self._visitors.asked(someone)
-                someone.send(self.tell())
+                someone.send(self._with_counts(self.tell()))
             case messages.Reach():
                 self._visitors.asked(someone)
                 self._reaching.asked(someone, message, self._linked_from(someone.card.id))
-            case messages.NewSecret(key):
-                self.spawn(self._answer_new_secret(someone, key))
+            case messages.NewSecret():
+                if not someone.is_changing_secret:  # one at a time: each is written to disk
+                    someone.is_changing_secret = True
+                    self.spawn(self._answer_new_secret(someone, message))
             case messages.Tell() | messages.Reached() | messages.SecretKept():
                 someone.answered(message)
+            case messages.Charter():
+                self.rules.heard(message, someone.card.name)
             case _:
                 self.heard(someone, message)
 
     def _heard_of(self, card: messages.Card, teller: Acquaintance) -> None:
         """A member says that it is linked with another node."""
         if self._news.take((teller.card.id, card.life), time.monotonic()):
-            same_host = card.contact.host == self.card.contact.host
-            addresses = card.contact.addresses
-            if not same_host:  # loopback would be ours
-                addresses = tuple(address for address in addresses if not _is_loopback(address.ip))
-            self._follower.found(Hint(addresses, same_host), Origin.MEMBER)
+            self._follow(card)
+
+    def _follow(self, card: messages.Card) -> None:
+        """Dial a node, as soon as it may be."""
+        same_host = card.contact.host == self.card.contact.host
+        addresses = card.contact.addresses
+        if not same_host:  # loopback would be ours
+            addresses = tuple(address for address in addresses if not _is_loopback(address.ip))
+        self._follower.found(Hint(addresses, same_host), Origin.MEMBER)
 
     async def _ping_everyone(self) -> None:
         while True:
@@ -551,36 +579,70 @@ class Gathering:
             clock_offset=someone.clock_offset,
         )
 
+    def _with_counts(self, tell: messages.Tell) -> messages.Tell:
+        """Add what this node's door has seen, and which charter it goes by."""
+        entrance = self.seat.entrance
+        serial = self.rules.charter.serial if self.rules.charter is not None else 0
+        return messages.counted(tell, entrance.turned_away, entrance.arrivals.refused, serial, self.rules.waiting())
+
     def _linked_from(self, id: bytes) -> set[str]:
         """Return the addresses from which a node's links come."""
         of_key = (each for each in (*self.met.values(), *self._visitors) if each.card.id == id)
         return {link.remote_ip for each in of_key for link in each.links}
 
-    async def _answer_new_secret(self, someone: Acquaintance, key: bytes) -> None:
+    async def _answer_new_secret(self, someone: Acquaintance, message: messages.NewSecret) -> None:
+        problem = ""
         try:
-            problem = await aside(self._keep_secret, key)
-        except OSError as error:
+            kept = await aside(rotation.keep, self.cluster, self.card.id, message)
+            self.rules.saved(kept)
+        except (CoveyError, OSError) as error:
             problem = str(error)
+            self._log.log(logging.WARNING, "a new secret from %s is not taken: %s", someone.card.name, problem)
+        else:
+            logger.warning("the secret of cluster %r was changed by its owner", self.cluster.name)
+        finally:
+            someone.is_changing_secret = False
         someone.send(messages.SecretKept(problem))
 
-    def _keep_secret(self, key: bytes) -> str:
-        """Store the cluster's new secret for the next time; return why that failed, or nothing. Writes to disk."""
-        name, own = self.cluster.name, self.cluster.secret
+    # Which nodes may be here
 
-        def change(saved: Cluster) -> Cluster:
-            if saved.secret not in (own, secret):
-                raise ConfigError(_GIVEN)
-            return replace(saved, secret=secret)
+    def _show_charter(self, someone: Acquaintance) -> None:
+        if self.rules.charter is not None:
+            someone.send(self.rules.charter)
 
+    def _rules_changed(self, before: Cluster) -> None:
+        """Follow a new secret; pass a new charter on, and part with nodes that may not be here any more."""
+        if _secrets(self.cluster) != _secrets(before):
+            self._follow_secret()
+        everyone = (*self.met.values(), *self._visitors)
+        if self.rules.charter != before.charter:
+            for someone in everyone:  # also a node that is denied by it: it should know why
+                self._show_charter(someone)
+        for someone in everyone:
+            if reason := self.rules.objection(someone.card):
+                self._note_refusal(someone.card, reason)
+                self.part(someone, at_once=False)
+                self.turned_out(someone, reason)
+        for card in self.rules.take_approved():
+            if not self.rules.objection(card):
+                self._follow(card)
+        if reason := self.rules.objection(self.card):
+            self.cast_out(AuthError(f"this node may not be in cluster {self.cluster.name!r}: {reason}"))
+
+    def _follow_secret(self) -> None:
+        """Use the cluster's secret as it is now for new connections; those that stand go on."""
+        self.seat.follow(self.cluster)
         try:
-            secret = ClusterSecret(name, key)
-            if not clusters.cluster_path(name).exists():
-                return _GIVEN
-            clusters.update(name, change)
-        except (CoveyError, OSError) as error:
-            return str(error)
-        logger.warning("the secret of cluster %r was changed; it is used from the next start on", name)
-        return ""
+            self.search.follow(self.cluster)
+        except CoveyError as error:
+            logger.warning("nodes of this host that hold the new secret of the cluster are not found: %s", error)
+        left = self.cluster.previous_until - time.time()
+        if self.cluster.earlier(time.time()) is not None:
+            self.spawn(self._forget_earlier_secret(left))
+
+    async def _forget_earlier_secret(self, left: float) -> None:
+        await asyncio.sleep(left)
+        self._follow_secret()
 
     # The end
 
@@ -613,6 +675,10 @@ class Gathering:
                 await asyncio.gather(*(link.ended.wait() for link in links))
         for link in links:
             link.abort()
+
+
+def _secrets(cluster: Cluster) -> tuple[object, ...]:
+    return cluster.secret, cluster.previous, cluster.previous_until
 
 
 def _is_loopback(ip: str) -> bool:

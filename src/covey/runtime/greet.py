@@ -6,12 +6,14 @@ A `Gate` is what the nodes of a run share: the key of the door, and either a tok
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import hmac
 import os
 import secrets
 import socket
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -57,18 +59,52 @@ class ScarceError(ConnectError):
     """This process can open no socket now: it has too many files open, or the system has."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gate:
-    """What proves membership. `token` is used where `credentials` is None."""
+    """What proves membership. `token` is used where `credentials` is None.
+
+    When a cluster's secret changes, what follows from the one before is accepted, and tried, for a while.
+    """
 
     door_key: bytes = field(repr=False)
     token: bytes = field(default=b"", repr=False)
     credentials: Credentials | None = None
+    earlier: Gate | None = None
+    """What proved membership before the last change."""
+    until: float = 0.0
+    """When that is good no more, by the monotonic clock."""
 
     @classmethod
     def of_token(cls, token: bytes) -> Gate:
         """Return the gate of a run whose ranks share a token."""
         return cls(hashlib.sha256(b"covey/1/token-door" + token).digest(), token)
+
+    def become(self, other: Gate) -> None:
+        """Prove membership as another gate does, from now on."""
+        self.door_key, self.token, self.credentials = other.door_key, other.token, other.credentials
+        self.earlier, self.until = other.earlier, other.until
+
+    def good(self) -> tuple[Gate, ...]:
+        """Return the gates that are good now, the one to prefer first."""
+        if self.earlier is not None and time.monotonic() >= self.until:
+            self.earlier = None
+        return (self,) if self.earlier is None else (self, self.earlier)
+
+    def door_keys(self) -> tuple[bytes, ...]:
+        """Return the keys with which the door is opened now."""
+        return tuple(gate.door_key for gate in self.good())
+
+    def of(self, said: bytes) -> Gate:
+        """Return the gate whose key made an answer that has passed the door; `said` is all that was said there."""
+        return next((gate for gate in self.good() if _opens(gate.door_key, said)), self)
+
+
+def _opens(key: bytes, said: bytes) -> bool:
+    try:
+        door.check(key, said[: door.CHALLENGE_BYTES], said[door.CHALLENGE_BYTES :])
+    except AuthError:
+        return False
+    return True
 
 
 async def connect(
@@ -118,7 +154,8 @@ async def dial(
 ) -> tuple[Link, messages.Welcome, bytes]:
     """Open a link; return it, who answered, and the id that TLS proved (empty without TLS).
 
-    `spares` and `within` are as for `connect`.
+    A node that hangs up may not have heard of a new secret: while the one before is good, it is tried, too. `spares`
+    and `within` are as for `connect`.
 
     Raises:
         ConnectError: nobody answers there (yet); a HungUpError if they might not accept our key, a ScarceError if this
@@ -126,6 +163,16 @@ async def dial(
         AuthError: someone answers who is not of this run or cluster, or who rejects our certificate.
         RefusedError: a member answered and said no.
     """
+    *others, last = gate.good()
+    for each in others:
+        with contextlib.suppress(HungUpError):
+            return await _dial(where, each, hello, spares=spares, within=within)
+    return await _dial(where, last, hello, spares=spares, within=within)
+
+
+async def _dial(
+    where: Where, gate: Gate, hello: messages.Hello, *, spares: bool, within: float
+) -> tuple[Link, messages.Welcome, bytes]:
     first: Callable[[], bytes]
     if gate.credentials is not None:
         from covey.net.tls import Channel  # slow to load, and of no use to ranks of one host
@@ -284,10 +331,10 @@ async def admit(
     is_ours = True
     try:
         async with asyncio.timeout(GREETING_SECONDS):
-            if gate.credentials is not None:
+            if (credentials := gate.of(said).credentials) is not None:
                 first = await _receive_hello(sock, door.bound(said))
                 is_ours = False
-                link, peer = await Link.accepted(sock, gate.credentials, first)
+                link, peer = await Link.accepted(sock, credentials, first)
                 hello = _as_hello(await link.receive())
                 answer = _judge(judge, hello, peer)
                 link.send(messages.encode(answer))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.net.lane import Lane
+    from covey.runtime.greet import Gate
     from covey.runtime.node import Node
     from covey.runtime.peers import Peer
 
@@ -437,11 +438,21 @@ class Lanes:
                 self._epochs.seen(key, offer.attempt)
 
     async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int) -> socket.socket:
-        """Connect by the first way that works, and prove to each other that this is the lane that was offered."""
+        """Connect by the first way that works, and prove to each other that this is the lane that was offered.
+
+        A peer that hangs up may not have heard of the cluster's new secret: the one before is tried while it is good.
+        """
+        *others, last = self._node.gate.good()
+        for gate in others:
+            with contextlib.suppress(ConnectError):
+                return await self._connect_stream(peer, offer, stream, gate)
+        return await self._connect_stream(peer, offer, stream, last)
+
+    async def _connect_stream(self, peer: Peer, offer: messages.Offer, stream: int, gate: Gate) -> socket.socket:
         ways = self._node.ways_to(peer, offer.kind)
         if not ways:
             raise ConfigError(f"rank {peer.rank} has no address that can be dialled from here")
-        sock = await connect_any(ways, self._node.gate, door.Purpose.LANE)
+        sock = await connect_any(ways, gate, door.Purpose.LANE)
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 proof = greeting.lane_proof(offer.secret, b"dial", offer.lane, stream)

@@ -104,7 +104,7 @@ class Node:
         config: GroupConfig,
         entrance: Entrance,
         contacts: Mapping[int, messages.Contact],
-        denied: frozenset[bytes] = frozenset(),
+        objection: Callable[[messages.Card], str] = lambda _card: "",
         keeper: str = "",
         floor: int = 1,
         store: Callable[[Bound], None] | None = None,
@@ -121,7 +121,8 @@ class Node:
         """
         self.rank, self.size, self.run, self.config = rank, size, run, config
         self.gate, self.card = gate, card
-        self.denied = denied
+        self.objection = objection
+        """Tells why a node may not be in the cluster, or nothing."""
         self.host = card.contact.host
         self._socket_folder = os.path.dirname(card.contact.socket)
         self.entrance = entrance
@@ -367,7 +368,7 @@ class Node:
 
     def vouched(self, keeper: bytes, processes: Iterable[tuple[bytes, int]]) -> None:
         """The keeper with this id says how some processes are: it is believed about those that named it."""
-        own = {peer.life: peer for peer in self.peers.values() if peer.keeper == keeper}
+        own = {peer.life: peer for peer in self.peers.values() if peer.keeper == keeper and not peer.is_denied}
         for life, value in processes:
             if life in own and self._vigil is not None:
                 self._vigil.vouched(own[life], value)
@@ -418,6 +419,15 @@ class Node:
             self.on_silent(peer.rank)
         else:
             link.abort()
+
+    def deny(self, seat: int, reason: str) -> None:
+        """Give up a process whose node may not be in the cluster any more, whatever its keeper says of it."""
+        peer = self.peers[seat]
+        if not peer.is_denied:
+            peer.is_denied = True
+            self._silent(seat, reason, Cause.HOST_SILENT)
+            if self._vigil is not None:
+                self._vigil.forget(seat)
 
     def _trusted(self, seat: int) -> None:
         self.peers[seat].reason = ""
@@ -533,7 +543,7 @@ class Node:
         same_host = contact.host == self.host
         by_socket = kind in ("shm", "unix", "memory") or (not kind and self.gate.credentials is None)
         # In a cluster a path is only taken from others if it lies where all nodes of this user on this host listen.
-        is_ours = self.gate.credentials is None or os.path.dirname(contact.socket) == self._socket_folder
+        is_ours = self.gate.credentials is None or self._is_nodes_socket(contact.socket)
         if by_socket and same_host and contact.socket and is_ours:
             return [contact.socket]
         from covey.net.interfaces import recent_interfaces, to_dial  # of no use to ranks that share memory
@@ -541,6 +551,11 @@ class Node:
         ways: list[Where] = [peer.way] if peer.way is not None else []
         own = recent_interfaces(self.config.interfaces)
         return ways + [way for way in to_dial(own, contact.addresses, same_host) if way not in ways]
+
+    def _is_nodes_socket(self, path: str) -> bool:
+        from covey.net.neighbours import is_nodes_socket  # of no use to ranks that a token holds together
+
+        return is_nodes_socket(path, self._socket_folder)
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         """Run a coroutine for as long as the node lives. On the control loop only."""

@@ -43,6 +43,8 @@ class Peer:
         self.gone = False
         self.excluded = False
         """The members have agreed to go on without it."""
+        self.is_denied = False
+        """Its node may not be in the cluster any more."""
         self.reason = ""
         """Why it was given up, if it was."""
         self.round_trip = -1.0

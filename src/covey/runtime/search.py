@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
 from covey.net.mdns import Beacon
+from covey.net.neighbours import Neighbours
 from covey.runtime.hints import Hint, Origin
 from covey.runtime.loop import aside
-from covey.runtime.seat import numeric
+from covey.runtime.seat import local_tag, numeric
 from covey.wire.messages import Address
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from covey.net.clusters import Cluster
-    from covey.net.neighbours import Neighbours
     from covey.wire.messages import Card
 
 LOOK_SECONDS: Final = 0.2
@@ -50,10 +51,25 @@ class Search:
         self._found, self._try_seed, self._announces = found, try_seed, announce
         self._needs_seeds = needs_seeds
         self.beacon = Beacon(cluster.secret.derive("mdns"), self._port, interfaces, self._heard, announce=announce)
-        self._neighbours = neighbours
+        self._neighbours = {local_tag(cluster.secret): neighbours}
+        """By tag: where nodes of this host find each other. A new secret brings a new one."""
+        self.follow(cluster)
         self.look_seconds = LOOK_SECONDS
         self.problems: dict[str, str] = {}
         """What keeps the search from working, by seed or `multicast`."""
+
+    def follow(self, cluster: Cluster) -> None:
+        """Look for nodes by the cluster's secret as it is now, and by the one before while that is good.
+
+        Raises:
+            ConfigError: a folder for nodes of this host cannot be made.
+        """
+        earlier = cluster.earlier(time.time())
+        known = (cluster.secret,) if earlier is None else (cluster.secret, earlier)
+        self.beacon.follow(tuple(secret.derive("mdns") for secret in known))
+        for tag in map(local_tag, known):
+            if tag not in self._neighbours:
+                self._neighbours[tag] = Neighbours(tag)
 
     async def run(self) -> None:
         """Search until cancelled."""
@@ -64,7 +80,8 @@ class Search:
                 for seed in self._seeds:
                     group.create_task(self._keep_trying(seed))
         finally:
-            self._neighbours.close()
+            for neighbours in self._neighbours.values():
+                neighbours.close()
             await self.beacon.close()
 
     def _heard(self, addresses: tuple[Address, ...], interface: str) -> None:
@@ -77,15 +94,16 @@ class Search:
             self.problems["multicast"] = str(error)
 
     async def _look_around_here(self) -> None:
-        is_announced = not self._announces
+        announced: set[str] = set()
         while True:
             try:
-                if not is_announced:
-                    self._neighbours.announce(self._port, self._socket)
-                    is_announced = True
-                for neighbour in self._neighbours.others():
-                    here = Hint((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
-                    self._found(here, Origin.HOST)
+                for tag, neighbours in list(self._neighbours.items()):
+                    if self._announces and tag not in announced:
+                        neighbours.announce(self._port, self._socket)
+                        announced.add(tag)
+                    for neighbour in neighbours.others():
+                        here = Hint((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
+                        self._found(here, Origin.HOST)
                 self.problems.pop("this host", None)
             except (OSError, CoveyError) as error:  # a full disk, no descriptor: the next look may work
                 self.problems["this host"] = str(error)

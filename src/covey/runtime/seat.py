@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from covey.net.identity import NodeIdentity
     from covey.net.neighbours import Neighbours
     from covey.runtime.places import Place
+    from covey.wire.secret import ClusterSecret
 
 PORT_OFFSET: Final = 1
 """Rank 0 listens this far above MASTER_PORT, which belongs to torch's store: to torchrun's, or to the script's own."""
@@ -51,8 +54,10 @@ class Seat:
     on_close: Callable[[], None]
     neighbours: Neighbours | None = None
     """In a cluster: its nodes on this host."""
-    denied: frozenset[bytes] = frozenset()
-    """Nodes that are kept out here."""
+    objection: Callable[[Card], str] = lambda _card: ""
+    """Tells why a node may not be in the cluster, or nothing."""
+    follow: Callable[[Cluster], None] = lambda _cluster: None
+    """Proves membership by the cluster's secret as it is now, and by the one before while that is good."""
 
     def leave(self) -> None:
         """Stop listening and free everything: for a seat that no node has taken over. Not on the control loop."""
@@ -141,7 +146,6 @@ def cluster_seat(
     from covey.net.identity import NodeIdentity
     from covey.net.interfaces import advertised, describe, loopback_interfaces, parse_pattern, usable_interfaces
     from covey.net.neighbours import Neighbours
-    from covey.net.tls import Credentials
 
     pattern = parse_pattern(config.interfaces)
     with contextlib.ExitStack() as undo:
@@ -149,7 +153,7 @@ def cluster_seat(
         own = identity if identity is not None else NodeIdentity.acquire()
         undo.callback(own.release)
         listener = undo.enter_context(_listen_everywhere(ports))
-        neighbours = Neighbours(cluster.secret.derive("local")[:8].hex())
+        neighbours = Neighbours(local_tag(cluster.secret))
         undo.callback(neighbours.close)
         listeners, path = [listener], ""
         if has_lanes:
@@ -157,14 +161,22 @@ def cluster_seat(
             listeners.append(undo.enter_context(local))
         port = listener.getsockname()[1]
         addresses = advertised(usable, port) or (Address("127.0.0.1", port, "lo"),)
-        gate = Gate(
-            cluster.secret.derive("door"), credentials=Credentials(cluster.secret.derive("node-ca"), own.private)
-        )
+        gate = _gate_of(cluster, own)
         host = host_token(Path(tempfile.gettempdir()))
         contact = Contact(host, addresses, path)
         breaks_ties = tie_breaker in ("here", own.name, _host_name()) if tie_breaker else False
         card = Card(
-            own.id, own.life, own.name, _host_name(), os.getpid(), contact, __version__, _keeper_id(), breaks_ties
+            own.id,
+            own.life,
+            own.name,
+            _host_name(),
+            os.getpid(),
+            contact,
+            __version__,
+            _keeper_id(),
+            breaks_ties,
+            own.machine,
+            own.endorsement,
         )
         loopbacks = {ip for interface in loopback_interfaces() for ip in interface.addresses} | {"127.0.0.1", "::1"}
 
@@ -173,9 +185,39 @@ def cluster_seat(
             return plain in loopbacks or not config.interfaces or pattern.allows(describe(plain), plain)
 
         entrance = Entrance(listeners, gate.door_key, run, allows=allows)
+        entrance.door_keys = gate.door_keys
         keep_a_spare()  # what a member promises is written down before it is said
         release = undo.pop_all().close
-    return Seat(gate, card, entrance, contacts or {}, release, neighbours, cluster.denied)
+    keeps_out = functools.partial(_objection, cluster, own.name)
+
+    def follow(changed: Cluster) -> None:
+        gate.become(_gate_of(changed, own))
+
+    return Seat(gate, card, entrance, contacts or {}, release, neighbours, keeps_out, follow)
+
+
+def _gate_of(cluster: Cluster, own: NodeIdentity) -> Gate:
+    """Return what proves membership by a cluster's secret, and by the one before it while that is good."""
+    from covey.net.tls import Credentials
+
+    def of(secret: ClusterSecret) -> Gate:
+        return Gate(secret.derive("door"), credentials=Credentials(secret.derive("node-ca"), own.private))
+
+    gate, now = of(cluster.secret), time.time()
+    if (earlier := cluster.earlier(now)) is not None:
+        gate.earlier, gate.until = of(earlier), time.monotonic() + cluster.previous_until - now
+    return gate
+
+
+def _objection(cluster: Cluster, here: str, card: Card) -> str:
+    from covey.net.charter import objection
+
+    return objection(cluster, card, here)
+
+
+def local_tag(secret: ClusterSecret) -> str:
+    """Return the tag of the folder where nodes of one host that hold this secret find each other."""
+    return secret.derive("local")[:8].hex()
 
 
 def _anonymous_card(contact: Contact) -> Card:

@@ -45,7 +45,7 @@ def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) ->
         ConfigError: no port is free, or no interface matches.
     """
     # From the end: the first ports are where a seed without a port is looked for.
-    seat = cluster_seat(cluster, config, run="", ports=PORTS[::-1], identity=NodeIdentity.ephemeral(), has_lanes=False)
+    seat = cluster_seat(cluster, config, run="", ports=PORTS[::-1], identity=NodeIdentity.passing(), has_lanes=False)
     try:
         gathering = control.run(_open(cluster, config, seat, announce=announce), LOOP_SECONDS)
         try:
@@ -99,17 +99,23 @@ class Visit:
     def ask_all(
         self, cards: list[messages.Card], question: messages.Question, within: float
     ) -> list[messages.Answer | CoveyError]:
-        """Ask several at once; return what each answered, or why it did not."""
+        """Ask several the same at once; return what each answered, or why it did not."""
+        return self.ask_each([(card, question) for card in cards], within)
 
-        async def ask_each() -> list[messages.Answer | CoveyError]:
-            asked = (self._ask(card, question, within) for card in cards)
+    def ask_each(
+        self, questions: list[tuple[messages.Card, messages.Question]], within: float
+    ) -> list[messages.Answer | CoveyError]:
+        """Ask several at once, each its own question; return what each answered, or why it did not."""
+
+        async def ask() -> list[messages.Answer | CoveyError]:
+            asked = (self._ask(card, question, within) for card, question in questions)
             answers = await asyncio.gather(*asked, return_exceptions=True)
             for answer in answers:
                 if isinstance(answer, BaseException) and not isinstance(answer, CoveyError):
                     raise answer
             return answers  # type: ignore[return-value]  # others were raised
 
-        return control.run(ask_each(), within + LOOP_SECONDS)
+        return control.run(ask(), within + LOOP_SECONDS)
 
     def _by_name(self) -> list[Acquaintance]:
         return sorted(self.gathering.met.values(), key=lambda someone: (someone.card.name, someone.card.id))

@@ -132,7 +132,7 @@ class ClusterWarden:
         from covey.net.identity import NodeIdentity
 
         self._cluster, self._config = cluster, config
-        self._identity = NodeIdentity.ephemeral()
+        self._identity = NodeIdentity.passing()
         self.id = self._identity.id
         """What the nodes that it speaks for say on their cards."""
         self._lock = threading.Lock()

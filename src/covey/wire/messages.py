@@ -25,6 +25,10 @@ CARDS_LIMIT: Final = 1000
 """Cards in one message: with all their addresses fewer fit into a frame."""
 RANKS_LIMIT: Final = 4096
 """Ranks that one message names."""
+CHARTER_LIMIT: Final = 2000
+"""Nodes in each list of a charter: both lists fit into a frame."""
+WAITING_LIMIT: Final = 64
+"""Nodes that wait for approval, of which a node remembers the last."""
 MAX_MEMBERS: Final = 128
 """Members of a view; so many fit into one control frame, whatever their names and contacts."""
 
@@ -35,6 +39,8 @@ Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
 Story = Annotated[str, msgspec.Meta(max_length=8 * TEXT_LIMIT)]
 """Text that tells of many ranks."""
 Bytes = Annotated[bytes, msgspec.Meta(max_length=64)]
+NodeId = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """A time that can be computed with and shown: neither infinite nor no number."""
 
@@ -99,6 +105,10 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     """The id of the node that may speak for this process; empty if there is none."""
     breaks_ties: bool = False
     """It was started to be the tie-breaker of its run."""
+    machine: Bytes = b""
+    """The first key of its machine, if that is another than `id`; see `wire.machine`."""
+    endorsement: Bytes = b""
+    """That key's signature."""
 
 
 def key_of(card: Card) -> tuple[bytes, bytes]:
@@ -277,6 +287,30 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     peers: tuple[PeerState, ...]
     rank: int = -1
     """The sender's own, once there is one."""
+    turned_away: Count = 0
+    """Connections that got no further than its door, or than its greeting."""
+    too_many: Count = 0
+    """Those of them that came too often from one source."""
+    charter: Count = 0
+    """The serial of the charter that the sender goes by; 0 if it has none."""
+    waiting: Annotated[tuple[Waiting, ...], msgspec.Meta(max_length=WAITING_LIMIT)] = ()
+    """Nodes that it refused because they are not on the list of the charter."""
+
+
+def counted(tell: Tell, turned_away: int, too_many: int, charter: int, waiting: tuple[Waiting, ...]) -> Tell:
+    """Return the same with what the sender's door has seen, and which charter it goes by."""
+    return msgspec.structs.replace(tell, turned_away=turned_away, too_many=too_many, charter=charter, waiting=waiting)
+
+
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """A node that holds the secret, and waits for the owner's approval."""
+
+    id: NodeId
+    """Of its machine."""
+    name: Name
+    host_name: Name
+    ip: Ip
+    """Where it came from."""
 
 
 class PeerState(Worded, frozen=True, array_like=True):
@@ -315,12 +349,18 @@ class Reached(Worded, frozen=True, array_like=True, tag=21):
 
 
 class NewSecret(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """The cluster's secret was changed by one of its members; keep this one for the next time."""
+    """The owner of the cluster has changed its secret: use this one from now on."""
 
     key: Bytes
+    serial: Count
+    """Grows with every change."""
+    grace: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    """Seconds for which the old secret stays good."""
+    signature: Bytes
+    """The owner's, of `owner.rotation_words` for this receiver."""
 
     def __repr__(self) -> str:
-        return "NewSecret()"
+        return f"NewSecret({self.serial})"
 
 
 class SecretKept(Worded, frozen=True, array_like=True, tag=23):
@@ -416,6 +456,20 @@ class CallRun(Worded, frozen=True, array_like=True):
     call: Text
 
 
+class Charter(msgspec.Struct, frozen=True, array_like=True, tag=30):
+    """Which nodes may be in the cluster, signed by its owner. Members pass the latest one on."""
+
+    serial: Count
+    """Grows with every charter."""
+    machine: Name
+    """The name of the owner's machine, where charters are made."""
+    denied: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=CHARTER_LIMIT)]
+    allowed: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=CHARTER_LIMIT)] | None
+    """The only nodes that may be in the cluster; None: all that hold the secret and are not denied."""
+    signature: Bytes = b""
+    """The owner's, of `owner.charter_words`."""
+
+
 Greeting = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret
 Answer = Tell | Reached | SecretKept
@@ -446,6 +500,7 @@ Control = (
     | Posting
     | Ended
     | Calls
+    | Charter
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

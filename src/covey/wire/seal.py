@@ -5,6 +5,9 @@
 The cipher is AES-128-GCM. A key belongs to one lane, one of its streams and one direction; the nonce counts the
 records. The tag also covers lane, stream, direction, counter and length, so a record that was altered, repeated, left
 out, reordered or moved to another stream does not open.
+
+The highest bit of the length marks a record that begins the next key. The sealer decides when: after REKEY_RECORDS, or
+when its owner says so. The next key follows from the last one by a one-way function, so neither end asks the other.
 """
 
 from __future__ import annotations
@@ -32,6 +35,10 @@ RECORD_LIMIT: Final = 1 << 21
 element's size. Whoever reads needs no more memory than this, whatever a length field says."""
 REKEY_RECORDS: Final = 1 << 24
 """Records under one key: 2^45 bytes at most, where GCM has a wide margin left."""
+REKEY_SECONDS: Final = 900.0
+"""How long the owner of a sealer keeps one key in use: a key that is read out of memory opens nothing older."""
+NEXT_KEY: Final = 1 << 31
+"""In the length of a record: it is the first one under the next key."""
 
 DIALLER, ACCEPTOR = 0, 1
 """Directions: who sealed the record."""
@@ -39,6 +46,7 @@ DIALLER, ACCEPTOR = 0, 1
 _KEYS_LABEL: Final = b"covey/1/lane"
 _NEXT_LABEL: Final = b"covey/1/lane/next"
 _SCOPE: Final = struct.Struct(">IB")
+_NEXT_KEY_BYTE: Final = NEXT_KEY >> 24
 
 
 class ForgedError(RemoteProtocolError):
@@ -57,14 +65,14 @@ def lane_keys(secret: bytes, lane: bytes, stream: int) -> tuple[bytes, bytes]:
 
 def record_length(buffer: bytes | bytearray | memoryview, at: int = 0) -> int:
     """Return how much plaintext the record that starts at `at` has; ForgedError if no record is that long or empty."""
-    length: int = LENGTH.unpack_from(buffer, at)[0]
+    length: int = LENGTH.unpack_from(buffer, at)[0] & ~NEXT_KEY
     if not 0 < length <= RECORD_LIMIT:
         raise ForgedError(f"the bytes were altered on the way: no record has {length} bytes")
     return length
 
 
 class _Keyed:
-    """One direction of one stream: its key, and how many records it has seen."""
+    """One direction of one stream: its key, how many records it has seen, and at which one the key has to change."""
 
     __slots__ = ("_cipher", "_count", "_key", "_rekey_at", "_rekey_every", "_scope", "_stream")
 
@@ -82,13 +90,17 @@ class _Keyed:
         """Move on to a key from which the last one cannot be found."""
         self._key = HKDFExpand(SHA256(), KEY_BYTES, _NEXT_LABEL).derive(self._key)
         self._cipher = AESGCM(self._key)
-        self._rekey_at += self._rekey_every
+        self._rekey_at = self._count + self._rekey_every
 
 
 class Sealer(_Keyed):
     """Makes the records of one direction of one stream."""
 
     __slots__ = ()
+
+    def renew(self) -> None:
+        """Begin the next key with the next record."""
+        self._rekey_at = self._count
 
     def seal(self, data: Bytes, into: memoryview) -> int:
         """Write the next record to the start of `into` and return its length; `data` has 1 to RECORD_LIMIT bytes."""
@@ -97,8 +109,10 @@ class Sealer(_Keyed):
             raise ValueError(f"a record has 1 to {RECORD_LIMIT} bytes, not {length}")
         if self._count == self._rekey_at:
             self._rekey()
+            head = (length | NEXT_KEY).to_bytes(4, "little")
+        else:
+            head = length.to_bytes(4, "little")
         nonce = self._count.to_bytes(12, "big")
-        head = length.to_bytes(4, "little")
         # Counted first: whatever happens in the next call, this nonce is not used again.
         self._count += 1
         into[:4] = head
@@ -117,8 +131,11 @@ class Opener(_Keyed):
             ForgedError: this is not the record that was sealed next. What `into` holds then means nothing, and the
                 stream is of no further use.
         """
-        if self._count == self._rekey_at:
+        if record[3] & _NEXT_KEY_BYTE:
             self._rekey()
+        elif self._count == self._rekey_at:
+            which = f"record {self._count} of stream {self._stream}"
+            raise ForgedError(f"{which} is one too many under one key")
         nonce = self._count.to_bytes(12, "big")
         try:
             self._cipher.decrypt_into(nonce, record[4:], self._scope + nonce + record[:4].tobytes(), into)

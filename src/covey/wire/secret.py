@@ -5,6 +5,7 @@ A join code is `covey1-` and then, in Crockford's base32 in groups of five:
     length, length XOR 0x5A     of all that follows, in bytes; twice, so that a slip here is not taken for a missing end
     name length, name           of the cluster
     key                         32 bytes
+    owner                       1, 32 bytes: the owner's public key; nothing, if the cluster has no owner
     seeds                       each 4, four bytes, port; or 6, sixteen bytes, port
     checksum                    the first 5 bytes of SHA-256 over all the above but the first two bytes
 """
@@ -17,22 +18,24 @@ import itertools
 import re
 import unicodedata
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from covey.base.errors import ConfigError
+from covey.wire.owner import OWNER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 CLUSTER_NAME: Final = re.compile(r"[a-z0-9-]{1,40}")
 KEY_BYTES: Final = 32
-MAX_SEEDS: Final = 8
+MAX_SEEDS: Final = 7
 _PREFIX: Final = "covey1"
 _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _LOOKALIKES: Final = str.maketrans("oil", "011")
+_OWNER: Final = 1
 _LENGTH_MASK: Final = 0x5A
 _CHECKSUM_BYTES: Final = 5
 _COMPARE: Final = "compare it with what `covey init --show` prints on the machine that has it"
@@ -54,6 +57,15 @@ class ClusterSecret:
         """Return the 32-byte key for one purpose; none of them tells anything about another, or about the secret."""
         info = f"covey/1/{purpose}/{self.name}".encode()
         return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=b"covey/1", info=info).derive(self.key)
+
+
+class JoinCode(NamedTuple):
+    """What a join code holds."""
+
+    secret: ClusterSecret
+    seeds: tuple[str, ...]
+    owner: bytes
+    """The owner's public key, or empty."""
 
 
 def check_cluster_name(name: str) -> str:
@@ -95,19 +107,20 @@ def new_passphrase(random: Callable[[int], bytes]) -> str:
     return " ".join(words[number >> 9 * place & 511] for place in range(6))
 
 
-def encode_join_code(secret: ClusterSecret, seeds: Sequence[str] = ()) -> str:
-    """Return the text that lets a machine into the cluster; `seeds` are `ip:port` or `[ip6]:port`, at most eight."""
+def encode_join_code(secret: ClusterSecret, seeds: Sequence[str] = (), owner: bytes = b"") -> str:
+    """Return the text that lets a machine into the cluster; `seeds` are `ip:port` or `[ip6]:port`, at most seven."""
     if len(seeds) > MAX_SEEDS:
         raise ConfigError(f"a join code holds at most {MAX_SEEDS} seeds, not {len(seeds)}")
     name = secret.name.encode()
-    body = bytes([len(name)]) + name + secret.key + b"".join(_pack_seed(seed) for seed in seeds)
+    owned = bytes([_OWNER]) + owner if owner else b""
+    body = bytes([len(name)]) + name + secret.key + owned + b"".join(_pack_seed(seed) for seed in seeds)
     body += _checksum(body)
     text = _to_base32(bytes([len(body), len(body) ^ _LENGTH_MASK]) + body)
     return "-".join([_PREFIX, *(text[at : at + 5] for at in range(0, len(text), 5))])
 
 
-def decode_join_code(text: str) -> tuple[ClusterSecret, tuple[str, ...]]:
-    """Return the secret and the seeds of a join code, whatever its case, spaces, line breaks and dashes.
+def decode_join_code(text: str) -> JoinCode:
+    """Return what a join code holds, whatever its case, spaces, line breaks and dashes.
 
     Raises:
         ConfigError: it is mistyped, incomplete, or no join code at all; the message says which.
@@ -184,11 +197,16 @@ def _checked_port(port: int) -> int:
     return port
 
 
-def _unpack(content: bytes) -> tuple[ClusterSecret, tuple[str, ...]]:
+def _unpack(content: bytes) -> JoinCode:
     """Read what a right checksum vouches for; only another program that makes codes could get it wrong."""
     try:
         name, rest = content[1 : 1 + content[0]], content[1 + content[0] :]
         secret, rest = ClusterSecret(name.decode("ascii"), rest[:KEY_BYTES]), rest[KEY_BYTES:]
+        owner = b""
+        if rest[:1] == bytes([_OWNER]):
+            owner, rest = rest[1 : 1 + OWNER_BYTES], rest[1 + OWNER_BYTES :]
+            if len(owner) != OWNER_BYTES:
+                raise ValueError
         seeds: list[str] = []
         while rest:
             size = {4: 4, 6: 16}[rest[0]]
@@ -202,7 +220,7 @@ def _unpack(content: bytes) -> tuple[ClusterSecret, tuple[str, ...]]:
         raise ConfigError(
             "this join code was made by another version of covey; update covey on both machines"
         ) from None
-    return secret, tuple(seeds)
+    return JoinCode(secret, tuple(seeds), owner)
 
 
 _WORDS: Final = """

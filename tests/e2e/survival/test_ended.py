@@ -62,8 +62,7 @@ def test_an_evicted_process_gets_group_changed_error_from_every_operation() -> N
         assert ranks.results((0, 2)) == [[], []]
         ranks.signal(VICTIM, signal.SIGCONT)
         [(errors, told)] = ranks.results([VICTIM])
-        assert len(errors) >= 2
-        assert set(errors) == {"GroupChangedError"}
+        assert set(errors) == {"GroupChangedError"}  # it may be stopped in the last one of a round
         assert told == ["GroupChangedError"] * len(told)
 
 

@@ -348,3 +348,11 @@ def test_a_flood_of_multicast_is_noticed_and_a_few_packets_too_many_are_not() ->
     assert "eth0" in flooded.text
     assert "tcpdump -ni eth0" in flooded.remedy
     assert found(replace(WELL, interfaces=(LOOPBACK, replace(CABLE, dropped=3)))) == []
+
+
+def test_a_flood_at_the_door_of_a_node_is_told_with_its_numbers() -> None:
+    flooded = only(with_beta(turned_away=123_456, too_many=120_000))
+    assert (flooded.weight, flooded.code) == ("warning", "door-flood")
+    assert "120,000 connections" in flooded.text
+    assert "of 123,456 in all" in flooded.text
+    assert found(with_beta(turned_away=500, too_many=49)) == []

@@ -39,12 +39,14 @@ CONTROLS: list[Any] = [
     messages.Tell("a run", "running", b"i" * 32, b"i" * 32, 12.5, (STATE,)),
     messages.Reach(ADDRESSES),
     messages.Reached((0.001, -1.0), ("", "no answer in time")),
-    messages.NewSecret(b"k" * 32),
+    messages.NewSecret(b"k" * 32, 1, 600, b"s" * 64),
     messages.SecretKept("the disk is full"),
     messages.Agreeing(3, b"anything"),
     messages.Vouch(((b"l" * 16, 2), (b"m" * 16, 3))),
     messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(7, CARD),), "continue", 12.5, b"o" * 16, 5),
     messages.Ended("train", b"o" * 16, True),
+    messages.Charter(3, "otter-aaaa", (b"d" * 32,), (b"a" * 32, b"b" * 32), b"s" * 64),
+    messages.Charter(4, "otter-aaaa", (), None, b"s" * 64),
     messages.Posting(1, 2, b"body"),
     messages.Calls(5, (messages.CallRun(1, 3, 99, "barrier()"),)),
 ]
@@ -66,7 +68,7 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
                      "Announce": 8, "Position": 9, "Revoke": 10, "NoLane": 11, "Offer": 12, "Expect": 13, "Known": 14,
                      "Ping": 15, "Pong": 16, "Forming": 17, "Ask": 18, "Tell": 19, "Reach": 20, "Reached": 21,
                      "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26,
-                     "Posting": 27, "Ended": 28, "Calls": 29}  # fmt: skip
+                     "Posting": 27, "Ended": 28, "Calls": 29, "Charter": 30}  # fmt: skip
     assert set(names) == {kind.__name__ for union in (messages.Greeting, messages.Control) for kind in get_args(union)}
 
 

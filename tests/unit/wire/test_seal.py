@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import hmac
+
 import pytest
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +14,7 @@ from covey.wire.seal import (
     ACCEPTOR,
     DIALLER,
     KEY_BYTES,
+    NEXT_KEY,
     OVERHEAD_BYTES,
     RECORD_LIMIT,
     ForgedError,
@@ -115,10 +120,11 @@ def test_a_record_opens_in_its_own_place_only_even_under_the_same_key(scope: tup
         opened(Opener(KEY, *scope), record)
 
 
-@pytest.mark.parametrize("length", [0, RECORD_LIMIT + 1, 1 << 31, (1 << 32) - 1])
-def test_a_length_that_no_record_has_is_refused_before_anything_else(length: int) -> None:
-    with pytest.raises(RemoteProtocolError, match=f"{length} bytes"):
-        record_length(length.to_bytes(4, "little"))
+@pytest.mark.parametrize("mark", [0, NEXT_KEY])
+@pytest.mark.parametrize("length", [0, RECORD_LIMIT + 1, 1 << 30, (1 << 31) - 1])
+def test_a_length_that_no_record_has_is_refused_before_anything_else(length: int, mark: int) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"no record has {length} bytes"):
+        record_length((length | mark).to_bytes(4, "little"))
 
 
 @pytest.mark.parametrize("size", [0, RECORD_LIMIT + 1])
@@ -134,11 +140,59 @@ def test_both_ends_change_the_key_in_step_and_the_old_one_opens_nothing_new() ->
     never, _ = pair()
     same = [bytes(seal(never, b"record %d" % number)) == record for number, record in enumerate(records)]
     assert same == [True] * 3 + [False] * 7
-    _, lazy = pair()
-    for record in records[:3]:
-        opened(lazy, record)
+    for number, record in enumerate(records):
+        nonce, head = number.to_bytes(12, "big"), bytes(record[:4])
+        with pytest.raises(InvalidTag) if number >= 3 else contextlib.nullcontext():
+            AESGCM(KEY).decrypt(nonce, bytes(record[4:]), LANE + bytes(5) + nonce + head)
+
+
+def marks(records: list[bytearray]) -> list[bool]:
+    return [bool(int.from_bytes(record[:4], "little") & NEXT_KEY) for record in records]
+
+
+def test_a_record_that_begins_the_next_key_is_marked_and_the_opener_follows_the_mark() -> None:
+    sealer, opener = pair(rekey_every=4)
+    records = []
+    for number in range(12):
+        if number in (2, 3, 9):
+            sealer.renew()
+        records.append(seal(sealer, b"record %d" % number))
+    assert [number for number, mark in enumerate(marks(records)) if mark] == [2, 3, 7, 9]
+    assert [opened(opener, record) for record in records] == [b"record %d" % number for number in range(12)]
+
+
+def test_a_key_that_was_left_behind_cannot_be_computed_from_the_one_in_use() -> None:
+    """The format, from its description: key n+1 is HKDF-Expand of key n, and the counter goes on."""
+    sealer, _ = pair()
+    seal(sealer, b"first")
+    sealer.renew()
+    record = seal(sealer, b"second")
+    next_key = hmac.digest(KEY, b"covey/1/lane/next\x01", "sha256")[:KEY_BYTES]
+    nonce, head = bytes(11) + b"\x01", b"\x06\x00\x00\x80"
+    covered = LANE + b"\x00\x00\x00\x00" + b"\x00" + nonce + head
+    assert record == head + AESGCM(next_key).encrypt(nonce, b"second", covered)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_mark_that_was_set_or_taken_away_on_the_way_is_noticed(number: int) -> None:
+    sealer, opener = pair()
+    first = seal(sealer, b"first")
+    sealer.renew()
+    records = [first, seal(sealer, b"second")]
+    for record in records[:number]:
+        opened(opener, record)
+    records[number][3] ^= 0x80
     with pytest.raises(ForgedError):
-        opened(lazy, records[3])
+        opened(opener, records[number])
+
+
+def test_a_peer_that_keeps_a_key_for_too_long_is_cut_off() -> None:
+    sealer, _ = pair()
+    _, opener = pair(rekey_every=3)
+    for _ in range(3):
+        opened(opener, seal(sealer, b"fine"))
+    with pytest.raises(ForgedError, match="one too many under one key"):
+        opened(opener, seal(sealer, b"too many"))
 
 
 @given(data=st.binary(min_size=OVERHEAD_BYTES + 1, max_size=200))

@@ -137,6 +137,10 @@ class Person:
     path_mtu: int = 0
     clock_offset: float = 0.0
     """Seconds that its clock is ahead of ours."""
+    turned_away: int = 0
+    """Connections that got no further than its door, as it says."""
+    too_many: int = 0
+    """Those of them that came too often from one source."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,8 @@ WEIGHTS: Final[tuple[Weight, ...]] = ("problem", "warning", "note")
 CLOCK_SECONDS: Final = 5.0
 MOST_DROPPED: Final = 50
 """Packets that are not looked at without a flood: many nodes that start at once on one machine, say."""
+MOST_TOO_MANY: Final = 50
+"""Connections that a door refuses for coming too often without a flood: a machine with very many processes, say."""
 PORT_RANGE: Final = f"{PORTS[0]}-{PORTS[-1]}/tcp"
 OPEN_PORTS: Final = f"ufw allow {PORTS[0]}:{PORTS[-1]}/tcp, or firewall-cmd --add-port={PORT_RANGE}"
 
@@ -251,6 +253,19 @@ def _flood(facts: Facts) -> Iterator[Finding]:
             )
 
 
+def _crowded_door(facts: Facts) -> Iterator[Finding]:
+    for person in facts.people:
+        if person.too_many >= MOST_TOO_MANY:
+            yield Finding(
+                "warning",
+                "door-flood",
+                f"{person.name} has turned {person.too_many:,} connections away that came too often from one source, "
+                f"of {person.turned_away:,} in all.",
+                "A machine without the cluster's secret keeps connecting: find it in the log of that node (covey audit "
+                f"there), and keep it away from {PORT_RANGE} by a firewall. Members have an allowance of their own.",
+            )
+
+
 def _one_way(facts: Facts) -> Iterator[Finding]:
     for person in facts.people:
         if person.is_here or not person.ways_there or not person.ways_back:
@@ -331,5 +346,5 @@ def _some(names: list[str], most: int = 4) -> str:
 _CHECKS: Final = (
     *(_permissions, _unknown_variables, _no_cluster, _no_interface),
     *(_unreachable, _seeds, _refused, _foreign, _nobody),
-    *(_one_way, _multicast, _flood, _wireless, _versions, _clocks, _only_ipv6),
+    *(_one_way, _multicast, _flood, _crowded_door, _wireless, _versions, _clocks, _only_ipv6),
 )

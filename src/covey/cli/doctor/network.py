@@ -298,7 +298,9 @@ def _with_ways_back(person: Person, ours: tuple[messages.Address, ...], answer: 
 
 
 def _with_story(person: Person, story: messages.Answer | CoveyError) -> Person:
-    return replace(person, run=story.run, state=story.state) if isinstance(story, messages.Tell) else person
+    if not isinstance(story, messages.Tell):
+        return person
+    return replace(person, run=story.run, state=story.state, turned_away=story.turned_away, too_many=story.too_many)
 
 
 def _is_at(seed: str, addresses: Iterable[str]) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey import wire
 from covey.base import errors
@@ -30,7 +31,7 @@ from covey.net import sieve
 from covey.net.station import Station
 from covey.testing.fuzz import values
 from covey.testing.fuzz.values import Maker
-from covey.wire import beacon, door, frame, greeting, header, message_header, objects, seal, secret
+from covey.wire import beacon, door, frame, greeting, header, message_header, objects, owner, seal, secret
 from covey.wire.manifest import TAG_BYTES, Entry, Manifest
 
 if TYPE_CHECKING:
@@ -172,6 +173,11 @@ def _door_seeds() -> list[bytes]:
 
 def _write_answer(purpose: door.Purpose) -> bytes:
     return door.answer(KEY, CHALLENGE, purpose, bytes(door.BOUND_BYTES))
+
+
+def _signature_seeds() -> list[bytes]:
+    key = Ed25519PrivateKey.from_private_bytes(KEY)
+    return [owner.public_half(key) + key.sign(b"words"), bytes(96), KEY + bytes(64), KEY, b""]
 
 
 def _read_proof(data: bytes) -> bool:
@@ -467,8 +473,10 @@ def _join_code_seeds() -> list[bytes]:
     wrong = [b"\x04HOME" + KEY, b"\x04home", b"", b"\xff", start + b"\x05", start + four[:-1], start + four * 9]
     zero_port = start + four[:-2] + bytes(2)
     texts = [good, good[:-2], good[:9], good + "0", "covey1-", "else", good.replace(good[-1], "u"), *map(code, wrong)]
+    of = bytes((secret._OWNER,)) + bytes(secret.OWNER_BYTES)
+    owned = [code(start + of), code(start + of[:-1]), code(start + of + four)]
     padded = code(start)[:-1] + "z"
-    return [text.encode() for text in (*texts, code(start), code(start + four * 8), code(zero_port), padded)]
+    return [text.encode() for text in (*texts, code(start), code(start + four * 8), code(zero_port), padded, *owned)]
 
 
 BY_HAND: Final = (
@@ -506,6 +514,13 @@ BY_HAND: Final = (
         promised=(),
         write=None,
         seeds=lambda: [greeting.dial_proof(KEY, CHALLENGE, b"hello") + b"hello"],
+    ),
+    Target(
+        name="signatures",
+        read=lambda data: owner.is_signed(data[:32], b"words", data[32:]),
+        promised=(),
+        write=None,
+        seeds=_signature_seeds,
     ),
     Target(
         name="sealed",

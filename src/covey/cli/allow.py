@@ -1,0 +1,161 @@
+"""`covey allow`: the machines that may be in a cluster, where the owner wants to approve each of them."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from covey.base.errors import ConfigError
+from covey.cli.charter import ASK_SECONDS, among, as_rows, label, machine_of, spread, tell_result
+from covey.cli.clusters import table
+from covey.net import charter, clusters, owner
+from covey.net.identity import own_machine, resolve_id, short_id
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from covey.net.clusters import Cluster
+    from covey.net.owner import OwnerKey
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Switch(enum.StrEnum):
+    """Whether the owner is asked."""
+
+    ON = "on"
+    OFF = "off"
+
+
+@app.command()
+def allow(
+    node: Annotated[
+        str | None, typer.Argument(metavar="NODE", help="Its name, its id, or four or more letters of its id.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
+    ask: Annotated[
+        Switch | None, typer.Option("--ask", help="on: only approved machines may come. off: all with the secret.")
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Take the node off the list again.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the machines that are approved.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before the list is switched on.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Approve machines that want to be in a cluster. Without NODE: show those that wait, and ask about each.
+
+    `covey allow --ask on` makes the list; it begins with the machines that are known here. From then on a machine that
+    has the secret but is not on the list is refused, until it is approved here, on the machine with the owner key.
+    """
+    if (node is not None) + (ask is not None) + listed > 1 or (undo and node is None):
+        raise ConfigError(
+            "use `covey allow`, `covey allow NODE [--undo]`, `covey allow --list` or `covey allow --ask on|off`"
+        )
+    found = clusters.find_saved(cluster)
+    if listed:
+        return _list(found, as_json=as_json)
+    private = owner.require(found, "approving machines")
+    if ask is not None:
+        return _switch(found, private, is_on=ask is Switch.ON, yes=yes, as_json=as_json)
+    _, allowed = charter.lists(found)
+    if allowed is None:
+        raise ConfigError(
+            f"every machine with the secret of {found.name!r} may come; `covey allow --ask on` changes that"
+        )
+    if node is None:
+        return _show_waiting(found, private, as_json=as_json)
+    names = clusters.known(found.name)
+    if undo:
+        machine = machine_of(found, resolve_id(node, {each: names.get(each, "") for each in allowed} | names))
+        if machine not in allowed:
+            raise ConfigError(f"{label(machine, names)} is not on the list; `covey allow --list` shows it")
+        if machine == own_machine():
+            raise ConfigError("this machine itself stays on the list; `covey allow --ask off` ends the list")
+        return _amend(found, private, allowed - {machine}, f"{label(machine, names)} is off the list.", as_json=as_json)
+    waiting = _waiting(found)
+    names |= {each.id: each.name for each in waiting}
+    machine = machine_of(found, resolve_id(node, names))
+    clusters.forget_waiting(found.name, [machine])
+    headline = f"{label(machine, names)} may be in {found.name!r}."
+    _amend(found, private, allowed | {machine}, headline, as_json=as_json)
+
+
+def _switch(found: Cluster, private: OwnerKey, *, is_on: bool, yes: bool, as_json: bool) -> None:
+    names, allowed = clusters.known(found.name), charter.lists(found)[1]
+    if not is_on:
+        headline = f"Every machine with the secret of {found.name!r} may come again, unless it is denied."
+        return _amend(found, private, None, headline, as_json=as_json)
+    if allowed is None:
+        allowed = frozenset({own_machine(), *(machine_of(found, each) for each in names)}) - found.denied
+    if not yes:
+        if as_json or not sys.stdin.isatty():
+            raise ConfigError("there is no terminal to ask on; add --yes if you mean to switch the list on")
+        typer.echo(f"Only these machines will be in {found.name!r}:\n\n{_table(allowed, names)}\n")
+        typer.confirm("Switch the list on?", abort=True)
+    _amend(found, private, allowed, f"Only approved machines may be in {found.name!r} now.", as_json=as_json)
+
+
+def _amend(
+    found: Cluster, private: OwnerKey, allowed: frozenset[bytes] | None, headline: str, *, as_json: bool
+) -> None:
+    changed = charter.amend(found, private, lambda now: (now[0], allowed))
+    if not as_json:
+        typer.echo(headline)
+    obeying, others = spread(changed)
+    if as_json:
+        heard, unheard = ([card.id.hex() for card in cards] for cards in (obeying, others))
+        listed = None if allowed is None else sorted(each.hex() for each in allowed)
+        return typer.echo(json.dumps({"allowed": listed, "heard": heard, "not_heard": unheard}))
+    tell_result(obeying, others)
+
+
+def _waiting(found: Cluster) -> list[messages.Waiting]:
+    """Return the machines that wait, as this machine has noted them and as nodes that run now tell."""
+    waiting = {id: messages.Waiting(id, name, "", "") for id, name in clusters.waiting(found.name).items()}
+    with among(found) as visit:
+        cards = [state.card for state in visit.members()]
+        for answer in visit.ask_all(cards, messages.Ask(), ASK_SECONDS):
+            if isinstance(answer, messages.Tell):
+                waiting |= {each.id: each for each in answer.waiting}
+        waiting |= {each.id: each for each in visit.gathering.rules.waiting()}
+    denied, allowed = charter.lists(found)
+    answered = denied | found.denied | (allowed or frozenset())
+    return [each for each in waiting.values() if each.id not in answered]
+
+
+def _show_waiting(found: Cluster, private: OwnerKey, *, as_json: bool) -> None:
+    waiting = _waiting(found)
+    if as_json:
+        rows = [{"id": w.id.hex(), "name": w.name, "host": w.host_name, "address": w.ip} for w in waiting]
+        return typer.echo(json.dumps(rows))
+    if not waiting:
+        return typer.echo(f"No machine waits for approval in {found.name!r}.")
+    rows_shown: list[tuple[object, ...]] = [(w.name, short_id(w.id), w.host_name, w.ip) for w in waiting]
+    typer.echo(table([("NODE", "ID", "HOST", "ADDRESS"), *rows_shown]))
+    if not sys.stdin.isatty():
+        return typer.echo("`covey allow ID` approves one of them.")
+    approved = {w.id for w in waiting if typer.confirm(f"May {w.name} ({short_id(w.id)}) be in {found.name!r}?")}
+    clusters.forget_waiting(found.name, [w.id for w in waiting])
+    if approved:
+        allowed = charter.lists(found)[1] or frozenset()
+        _amend(found, private, allowed | approved, f"{len(approved)} approved.", as_json=False)
+
+
+def _list(found: Cluster, *, as_json: bool) -> None:
+    _, allowed = charter.lists(found)
+    names = clusters.known(found.name)
+    if as_json:
+        return typer.echo(json.dumps(None if allowed is None else as_rows(allowed, names)))
+    if allowed is None:
+        return typer.echo(f"Every machine with the secret of {found.name!r} may come, unless it is denied.")
+    typer.echo(_table(allowed, names))
+
+
+def _table(nodes: frozenset[bytes], names: dict[bytes, str]) -> str:
+    here = own_machine()
+    rows: list[tuple[object, ...]] = [
+        (names.get(each, "this machine" if each == here else ""), short_id(each), each.hex()) for each in sorted(nodes)
+    ]
+    return table([("NAME", "ID", "WHOLE ID"), *rows])

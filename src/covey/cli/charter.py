@@ -1,0 +1,89 @@
+"""Telling a cluster's running nodes of a charter, and what commands about charters have in common."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from covey.base.config import group_config
+from covey.base.errors import CoveyError
+from covey.cli.status.command import look_around
+from covey.net import clusters
+from covey.net.identity import short_id
+from covey.runtime.visit import visiting
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from covey.net.clusters import Cluster
+    from covey.runtime.visit import Visit
+
+OBEY_SECONDS: Final = 5.0
+"""How long running nodes may take to tell that they go by a new charter."""
+ASK_SECONDS: Final = 2.0
+_PAUSE: Final = 0.1
+
+
+@contextmanager
+def among(cluster: Cluster) -> Iterator[Visit]:
+    """Visit the nodes of a cluster that run now; they and this visitor show each other their charters."""
+    with visiting(cluster, group_config(os.environ)) as visit:
+        look_around(visit)
+        yield visit
+
+
+def spread(cluster: Cluster) -> tuple[list[messages.Card], list[messages.Card]]:
+    """Show the nodes that run now the cluster's charter; return those that go by it, and those that do not say so.
+
+    The charter is in the file of this machine already, so being unable to visit the others is no failure.
+    """
+    assert cluster.charter is not None
+    try:
+        return _spread(cluster, cluster.charter.serial)
+    except CoveyError as error:
+        typer.echo(f"other nodes cannot be told now: {error}", err=True)
+        return [], []
+
+
+def _spread(cluster: Cluster, serial: int) -> tuple[list[messages.Card], list[messages.Card]]:
+    with among(cluster) as visit:
+        cards = [state.card for state in visit.members()]
+        obeying: dict[bytes, messages.Card] = {}
+        deadline = time.monotonic() + OBEY_SECONDS
+        while len(obeying) < len(cards) and time.monotonic() < deadline:
+            asked = [card for card in cards if card.id not in obeying]
+            for card, answer in zip(asked, visit.ask_all(asked, messages.Ask(), ASK_SECONDS), strict=True):
+                if isinstance(answer, messages.Tell) and answer.charter >= serial:
+                    obeying[card.id] = card
+            time.sleep(_PAUSE)
+    return list(obeying.values()), [card for card in cards if card.id not in obeying]
+
+
+def tell_result(obeying: list[messages.Card], others: list[messages.Card]) -> None:
+    """Print which running nodes go by the new charter."""
+    if obeying:
+        typer.echo(f"{len(obeying)} nodes that run now go by it: {', '.join(card.name for card in obeying)}.")
+    else:
+        typer.echo("No other node runs now. Nodes hear of it when they meet one of this machine.")
+    for card in others:
+        typer.echo(f"{card.name} ({short_id(card.id)}) does not go by it: does it know this cluster's owner?")
+
+
+def as_rows(nodes: Iterable[bytes], names: dict[bytes, str]) -> list[dict[str, str]]:
+    """Return nodes as JSON has them."""
+    return [{"id": node.hex(), "name": names.get(node, "")} for node in sorted(nodes)]
+
+
+def label(node: bytes, names: dict[bytes, str]) -> str:
+    """Return what people call a node."""
+    return f"{names[node]} ({short_id(node)})" if node in names else short_id(node)
+
+
+def machine_of(cluster: Cluster, node: bytes) -> bytes:
+    """Return the machine of a node that was met; of any other, the node itself."""
+    return clusters.machines(cluster.name).get(node, node)

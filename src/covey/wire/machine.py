@@ -1,0 +1,36 @@
+"""Which machine a node belongs to: the first key of a machine signs for its other ones.
+
+A machine has a key for each process slot, and its commands and keepers use keys that live as long as they do. Lists of
+nodes that may or may not come would be of no use if they named each of these. So a card may name the machine's first
+key, with a signature of that key over the node's own. TLS proves the node's own key, so no other node can use it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import AuthError
+from covey.wire.owner import is_signed
+
+if TYPE_CHECKING:
+    from covey.wire.messages import Card
+
+_LABEL: Final = b"covey/1/machine"
+
+
+def machine_words(node_id: bytes) -> bytes:
+    """Return what the first key of a machine signs for another one."""
+    return _LABEL + node_id
+
+
+def machine_of(card: Card) -> bytes:
+    """Return the id of the machine of a node: the key that signed for it, or its own.
+
+    Raises:
+        AuthError: the card names a machine that has not signed.
+    """
+    if not card.machine:
+        return card.id
+    if not is_signed(card.machine, machine_words(card.id), card.endorsement):
+        raise AuthError("the card names a machine whose key has not signed it")
+    return card.machine

@@ -1,0 +1,71 @@
+"""What the owner of a cluster signs: a new secret for one node, and the charter of the cluster.
+
+A cluster made by `covey init` has an owner key (Ed25519). Every member pins its public half, and takes a change of the
+cluster only with a signature of it. Signed words begin with a label of their own and the cluster's name, and each field
+has a fixed length or follows its length, so no signature is good for anything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import TYPE_CHECKING, Final
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from covey.wire.messages import Charter
+
+OWNER_BYTES: Final = 32
+SIGNATURE_BYTES: Final = 64
+_ROTATION: Final = b"covey/1/owner/rotation"
+_CHARTER: Final = b"covey/1/owner/charter"
+_FILES: Final = b"covey/1/owner/files"
+
+
+def rotation_words(cluster: str, serial: int, grace: int, new_key: bytes, old_key: bytes, recipient: bytes) -> bytes:
+    """Return what the owner signs to give one node, by its id, a new key in place of the one that it has.
+
+    `grace` is how many seconds the old key stays good.
+    """
+    keys = hashlib.sha256(new_key).digest() + hashlib.sha256(old_key).digest()
+    return _begin(_ROTATION, cluster) + struct.pack(">QI", serial, grace) + keys + _measured(recipient)
+
+
+def charter_words(cluster: str, charter: Charter) -> bytes:
+    """Return what the owner signs to say which nodes may be in the cluster."""
+    lists = [charter.denied] if charter.allowed is None else [charter.denied, charter.allowed]
+    packed = b"".join(_measured(b"".join(_measured(each) for each in nodes)) for nodes in lists)
+    return _begin(_CHARTER, cluster) + struct.pack(">Q", charter.serial) + _measured(charter.machine.encode()) + packed
+
+
+def is_signed(owner: bytes, words: bytes, signature: bytes) -> bool:
+    """Tell whether the holder of the private half of `owner` signed these words."""
+    if len(owner) != OWNER_BYTES or len(signature) != SIGNATURE_BYTES:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(owner).verify(signature, words)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def public_half(private: Ed25519PrivateKey) -> bytes:
+    """Return the public half of a key."""
+    return private.public_key().public_bytes_raw()
+
+
+def files_tag(owner: bytes) -> str:
+    """Return a name for the files of a cluster, which stays the same when its secret changes."""
+    return hashlib.sha256(_FILES + owner).hexdigest()[:32]
+
+
+def _begin(label: bytes, cluster: str) -> bytes:
+    return _measured(label) + _measured(cluster.encode())
+
+
+def _measured(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data
