@@ -31,7 +31,20 @@ from covey.net import sieve
 from covey.net.station import Station
 from covey.testing.fuzz import values
 from covey.testing.fuzz.values import Maker
-from covey.wire import beacon, door, frame, greeting, header, message_header, objects, owner, seal, secret
+from covey.wire import (
+    beacon,
+    door,
+    frame,
+    greeting,
+    header,
+    machine,
+    message_header,
+    messages,
+    objects,
+    owner,
+    seal,
+    secret,
+)
 from covey.wire.manifest import TAG_BYTES, Entry, Manifest
 
 if TYPE_CHECKING:
@@ -44,6 +57,7 @@ LANE: Final = bytes(16)
 REKEY_EVERY: Final = 2
 """Records under one key, so that a short stream has several."""
 FRAME_LIMIT: Final = 256
+MAKER: Final = Maker(random.Random("targets"), at_bounds=0.0)
 _VALUES_OF_EACH: Final = 3
 
 
@@ -178,6 +192,23 @@ def _write_answer(purpose: door.Purpose) -> bytes:
 def _signature_seeds() -> list[bytes]:
     key = Ed25519PrivateKey.from_private_bytes(KEY)
     return [owner.public_half(key) + key.sign(b"words"), bytes(96), KEY + bytes(64), KEY, b""]
+
+
+def _read_machine(data: bytes) -> list[bytes]:
+    """Look for which machine each of some cards speaks."""
+    return [machine.machine_of(card) for card in messages.decode_cards(data)]
+
+
+def _machine_seeds() -> list[bytes]:
+    key = Ed25519PrivateKey.from_private_bytes(KEY)
+    (card,) = messages.decode_cards(
+        values.valid(values.variants(tuple[messages.Card])[0], MAKER, messages.decode_cards)
+    )
+    plain = msgspec.structs.replace(card, machine=b"", endorsement=b"")
+    signed = key.sign(machine.machine_words(card.id))
+    endorsed = msgspec.structs.replace(card, machine=owner.public_half(key), endorsement=signed)
+    forged = msgspec.structs.replace(endorsed, endorsement=bytes(64))
+    return [msgspec.msgpack.encode([each]) for each in (plain, endorsed, forged)]
 
 
 def _read_proof(data: bytes) -> bool:
@@ -454,11 +485,11 @@ def _packet_seeds() -> list[bytes]:
     ]
 
 
-def _read_join_code(data: bytes) -> tuple[secret.ClusterSecret, tuple[str, ...]]:
+def _read_join_code(data: bytes) -> secret.JoinCode:
     return secret.decode_join_code(data.decode("utf-8", "replace"))
 
 
-def _write_join_code(value: tuple[secret.ClusterSecret, tuple[str, ...]]) -> bytes:
+def _write_join_code(value: secret.JoinCode) -> bytes:
     return secret.encode_join_code(*value).encode()
 
 
@@ -473,7 +504,7 @@ def _join_code_seeds() -> list[bytes]:
     wrong = [b"\x04HOME" + KEY, b"\x04home", b"", b"\xff", start + b"\x05", start + four[:-1], start + four * 9]
     zero_port = start + four[:-2] + bytes(2)
     texts = [good, good[:-2], good[:9], good + "0", "covey1-", "else", good.replace(good[-1], "u"), *map(code, wrong)]
-    of = bytes((secret._OWNER,)) + bytes(secret.OWNER_BYTES)
+    of = bytes((secret._OWNER,)) + bytes(owner.OWNER_BYTES)
     owned = [code(start + of), code(start + of[:-1]), code(start + of + four)]
     padded = code(start)[:-1] + "z"
     return [text.encode() for text in (*texts, code(start), code(start + four * 8), code(zero_port), padded, *owned)]
@@ -521,6 +552,14 @@ BY_HAND: Final = (
         promised=(),
         write=None,
         seeds=_signature_seeds,
+    ),
+    Target(
+        name="machines",
+        read=_read_machine,
+        promised=(AuthError, RemoteProtocolError),
+        write=None,
+        seeds=_machine_seeds,
+        prefix=0,
     ),
     Target(
         name="sealed",
