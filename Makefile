@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test format lock wheel sbom clean
+.PHONY: demo test fuzz format lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -19,6 +19,12 @@ test: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'
 	$(BIN)/python -m pytest -q -m alone
+
+# Looks for inputs that break a reader of bytes, and for words of one member that break the others.
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.fuzz
+	$(BIN)/python -m covey.testing.fuzz --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m covey.testing.hostile --seconds $(FUZZ_SECONDS) --seeds 1000000
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
@@ -50,6 +56,11 @@ wheel: $(VENV)/.dev
 # Beside the wheel: what it needs to run, with versions, hashes and licences, as CycloneDX JSON.
 sbom: wheel
 	$(BIN)/python -m tools.sbom dist/*.whl
+
+# atheris has wheels for Linux only; without it inputs are made by chance.
+$(VENV)/.fuzz: requirements-fuzz.txt $(VENV)/.package
+	-$(PIP) --only-binary :all: -r requirements-fuzz.txt
+	@touch $@
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache

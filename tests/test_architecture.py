@@ -47,7 +47,7 @@ THIRD_PARTY = {
     "runtime": {"numpy", "rich"},
     "cli": {"numpy", "msgspec", "rich", "typer"},
     "torch": {"numpy", "torch"},
-    "testing": {"numpy", "msgspec"},
+    "testing": {"numpy", "msgspec", "cryptography", "atheris"},
 }
 OPPONENTS = {"torch", "mpi4py"}
 """Only the benchmark measures itself against these, and only when asked to. `torch` stands on torch, too."""

@@ -333,6 +333,17 @@ CLAIMS: dict[str, dict[str, list[str]]] = {
     },
 }
 ELSEWHERE: dict[str, list[str]] = {
+    "Every reader of bytes from the network is fuzzed: it returns a value or raises the error that it promises": [
+        "security/test_decoders.py::test_a_reader_of_bytes_keeps_its_contract",
+        "security/test_decoders.py::test_the_inputs_reach_every_line_and_branch_of_the_readers",
+        "security/test_decoders.py::test_every_decoder_of_messages_has_a_target",
+        "security/test_decoders.py::test_the_fuzz_notices_a_reader_that",
+    ],
+    "whatever one member says, the cores of the others raise nothing else, keep a bounded amount": [
+        "sim/test_hostile.py::test_a_hostile_member_breaks_no_honest_one",
+        "sim/test_hostile.py::test_the_play_notices_a_member_that",
+        "unit/proto/test_formation.py::test_rivals_that_a_peer_makes_up_are_bounded_and_an_older_one_is_still_noticed",
+    ],
     "what a flood costs a node is [bounded](#bounds)": [
         "security/test_floods.py::test_a_flood_of_strangers_hardly_slows_a_group_and_keeps_no_member_out",
     ],

@@ -1,28 +1,34 @@
-"""Everything that reads bytes of others: whatever they are, the answer is a value or one of the errors it promises."""
+"""Everything that reads bytes of others: whatever they are, the answer is a value or one of the errors it promises.
+
+`covey.testing.fuzz` has the readers and makes the inputs, always the same here; `make fuzz` looks further.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import struct
-import time
-import typing
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.security.attackers import card_of, new_cluster
+from tests.security.attackers import new_cluster
 
+from covey.base import text
 from covey.base.errors import AuthError, ConfigError, RemoteProtocolError
-from covey.net import clusters, neighbours
-from covey.net.identity import NodeIdentity
+from covey.net import clusters, neighbours, sieve
 from covey.net.interfaces import to_dial, usable_interfaces
 from covey.net.neighbours import Neighbours
-from covey.net.station import Station
-from covey.wire import beacon, board, door, formation, frame, messages
-from covey.wire.seal import RECORD_LIMIT, ForgedError, Opener, Sealer, record_length
+from covey.testing.fuzz import contract, values
+from covey.testing.fuzz.contract import BrokenContractError
+from covey.testing.fuzz.inputs import inputs
+from covey.testing.fuzz.reached import Missed, Reached
+from covey.testing.fuzz.targets import Target, all_targets, message_decoders, modules
+from covey.wire import beacon, door, frame, message_header, messages, objects
+from covey.wire.seal import ForgedError, Opener, Sealer
 from covey.wire.secret import decode_join_code, encode_join_code
 
 if TYPE_CHECKING:
@@ -30,99 +36,128 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEY, LANE = bytes(range(32)), bytes(16)
-IDENTITY = NodeIdentity.ephemeral()
-CARD = card_of(IDENTITY)
-TERMS = formation.Terms("run", "program", None, 2, None, "1", "auto")
-MEMBER = formation.Member(bytes(32), bytes(16), "name", "host", b"")
-PEER = messages.PeerState(CARD, 0, "secure", "a", "b", "eth0", 0.1, 0.0)
-ADDRESS = messages.Address("10.0.0.1", 1)
-VALID: list[Any] = [
-    messages.Hello(1, bytes(32), "candidate", "run", 0, 2, "auto", CARD),
-    messages.Welcome(0, CARD, "candidate"),
-    messages.Refusal("no", retry=True),
-    messages.Roster((CARD.contact,)),
-    messages.Ready(),
-    messages.Goodbye(),
-    messages.Dial(1, "messages", 2),
-    messages.Announce(1, 2, 3, "call"),
-    messages.Position(1, 2, 3, 4, "call"),
-    messages.Revoke(1, "PeerLostError", "text", (1, 2)),
-    messages.NoLane(1, "messages", "no"),
-    messages.Offer(bytes(16), bytes(32), 1, "collectives", "secure", 0, 1),
-    messages.Expect(bytes(16)),
-    messages.Known((CARD,)),
-    messages.Ping(1),
-    messages.Pong(1, 1.0),
-    messages.Forming(b"x"),
-    messages.Ask(),
-    messages.Tell("run", "joining", b"", b"", 0.0, (PEER,)),
-    messages.Reach((ADDRESS,)),
-    messages.Reached((0.1,), ("",)),
-    messages.NewSecret(bytes(32), 1, 600, bytes(64)),
-    messages.SecretKept(""),
-    messages.Agreeing(1, b"x"),
-    messages.Vouch(((bytes(16), 1),)),
-    messages.Founded(1, bytes(16), True, (messages.SeatedMember(0, CARD),)),
-    messages.Posting(1, 2, b"x"),
-    messages.Ended("run", bytes(16), True),
-    messages.Calls(1, (messages.CallRun(1, 2, 3, "x"),)),
-    messages.Charter(1, "node", (bytes(32),), (bytes(32),), bytes(64)),
-    board.Put((("key", b"value"),)),
-    board.Get(("key",)),
-    board.Await(("key",)),
-    board.Check(("key",)),
-    board.Add("key", 1),
-    board.Swap("key", b"", b"value"),
-    board.Append("key", b"value"),
-    board.Delete("key"),
-    board.Names(),
-    board.Count(),
-    board.Push("key", b"value"),
-    board.Pop("key", True),
-    board.Length("key"),
-    board.Withdraw(),
-    board.Done((b"value",), 1),
-    board.Refused("no"),
-    CARD,
-    formation.Here(TERMS, MEMBER, (bytes(16),), formation.Phase.GATHERING),
-    formation.Propose(bytes(16), (MEMBER,)),
-    formation.Standing(bytes(16), (formation.Row(),), formation.Outcome.OPEN),
-]
+TARGETS = all_targets()
+COUNT = 1000
+"""Changed inputs of each target."""
 fuzzed = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def mutations(valid: list[bytes]) -> st.SearchStrategy[bytes]:
-    """Random bytes, and valid ones with a few changed, cut off or added."""
-
-    def change(data: bytes, at: int, new: bytes, cut: int) -> bytes:
-        at %= len(data) + 1
-        return (data[:at] + new + data[at + len(new) :])[: max(0, len(data) - cut)]
-
-    changed = st.builds(change, st.sampled_from(valid), st.integers(0, 500), st.binary(max_size=8), st.integers(0, 9))
-    return st.binary(max_size=300) | changed
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_reader_of_bytes_keeps_its_contract(name: str) -> None:
+    target, taken = TARGETS[name], 0
+    for number, data in enumerate(inputs(target, COUNT)):
+        taken += contract.check(target, data, is_measured=number < 200)
+    assert taken
 
 
-DECODERS: list[Callable[[bytes], Any]] = [
-    messages.decode_greeting,
-    messages.decode_control,
-    formation.decode_formation,
-    board.decode_body,
-]
+# Whether the inputs get far enough.
+
+UNREACHABLE: dict[tuple[str, str, str], str] = {
+    ("objects.py", "elif dataclasses.is_dataclass(value) and not isinstance(value, type):", "true"): (
+        "what was decoded holds no dataclass; `encode` calls the same function"
+    ),
+    ("objects.py", "_check_all(getattr(value, field.name) for field in dataclasses.fields(value))", "never"): (
+        "as above"
+    ),
+    ("objects.py", 'kind.__module__ == "builtins"', "true"): "the only odd type that is decoded is a datetime",
+    **dict.fromkeys(
+        (
+            ("unpickling.py", "if isinstance(allowed, bool):", "true"),
+            ("unpickling.py", "if not allowed:", "never"),
+            ("unpickling.py", '_refuse("there is a pickle at all")', "never"),
+            ("unpickling.py", "return pickle.loads(data)", "never"),
+        ),
+        "a pickle that may do anything is not tried",
+    ),
+    ("unpickling.py", 'raise ConfigError(f"allow_pickle={allowed!r} must be True, False or a list of cl', "never"): (
+        "the receiver's own argument is wrong"
+    ),
+    ("unpickling.py", 'raise ConfigError(f"allow_pickle lists {each!r}; write a class, or a full name:', "never"): (
+        "as above"
+    ),
+    ("secret.py", "if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:", "false"): (
+        "what was decoded is bytes"
+    ),
+    ("manifest.py", "self.nbytes > MAX_BYTES", "true"): "the tags of so large a state take terabytes",
+    ("manifest.py", 'raise RemoteProtocolError(f"a manifest of {self.nbytes} bytes")', "never"): "as above",
+}
+"""Of the readers: what no input reaches, by file, source and way, and why."""
+SHOWN = 79
+"""Characters of the source that count."""
 
 
-@pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: decode.__name__)
-@fuzzed
-@given(data=mutations([messages.encode(value) for value in VALID]))
-def test_a_decoder_of_messages_returns_what_can_be_sent_again_or_raises_its_error(
-    decode: Callable[[bytes], Any], data: bytes
-) -> None:
-    with contextlib.suppress(RemoteProtocolError):
-        decoded = decode(data)
-        again = decode(messages.encode(decoded))
-        assert messages.encode(again) == messages.encode(decoded)
+def missed(targets: list[Target], count: int) -> tuple[Reached, list[Missed]]:
+    reached = Reached({str(module.__file__) for module in (*modules(), sieve, text)})
+    for target in targets:
+        made = list(inputs(target, count))
+        with reached.watching():
+            for data in made:
+                with contextlib.suppress(*target.promised):
+                    target.read(data)
+    known = {(file, line[:SHOWN], way) for file, line, way in UNREACHABLE}
+    found = reached.missed()
+    return reached, [
+        each for each in found if (each.module.rpartition("/")[2], each.line[:SHOWN], each.way) not in known
+    ]
 
 
-@pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: decode.__name__)
+def test_the_inputs_reach_every_line_and_branch_of_the_readers() -> None:
+    reached, unreached = missed(list(TARGETS.values()), COUNT)
+    assert not unreached, "\n".join(f"{each.module}:{each.number} {each.line} {each.way}" for each in unreached)
+    assert {str(module.__file__) for module in modules()} <= reached.files, "a module has no target"
+
+
+def test_valid_inputs_alone_do_not_reach_every_branch() -> None:
+    """So the test above measures something."""
+    reached, unreached = missed([TARGETS["header"]], 0)
+    assert [(each.function, each.line, each.way) for each in unreached if each.way != "never"] == [
+        ("unpack", "len(data) != HEADER_BYTES", "true"),
+        ("unpack", "magic != MAGIC", "true"),
+    ]
+    assert len(reached.files) == 1
+
+
+@pytest.mark.parametrize("read", message_decoders(), ids=lambda read: read.__name__)
+def test_every_message_and_every_part_of_one_is_among_the_valid_inputs(read: Callable[[bytes], Any]) -> None:
+    wanted = set().union(*(values.structs(kind) for kind in values.variants(values.return_type(read))))
+    made = [values.parts(read(data)) for data in TARGETS[read.__name__.removeprefix("decode_")].seeds()]
+    assert set().union(*made) == wanted
+
+
+def test_every_decoder_of_messages_has_a_target() -> None:
+    decoders = [
+        each for module in modules() for each in vars(module).values() if isinstance(each, msgspec.msgpack.Decoder)
+    ]
+    assert {repr(each.type) for each in decoders} == {repr(values.return_type(read)) for read in message_decoders()}
+
+
+# Whether a broken reader is noticed.
+
+Patch = tuple[Any, str, Any]
+decode_as_msgspec_does = msgspec.msgpack.Decoder(messages.Control).decode
+BROKEN: dict[str, tuple[str, Patch]] = {
+    "takes any length": ("frames", (frame, "frame_length", lambda start, limit: int.from_bytes(start[:4], "little"))),
+    "takes any number of dimensions": ("message_header", (message_header, "MAX_NDIM", 255)),
+    "takes any shape": ("objects", (objects, "array_bytes", lambda code, shape: 24)),
+    "takes any port": ("text_record", (beacon, "_PORT", re.compile(rb".*"))),
+    "looks up a purpose that is not there": ("door", (door, "Purpose", {1: 1, 2: 2, 3: 3}.__getitem__)),
+    "lets the errors of msgspec pass": ("control", (messages, "decode_control", decode_as_msgspec_does)),
+    "copies what it is given": ("greeting", (messages, "decode_greeting", lambda data: messages.Ping(len(data * 999)))),
+}
+
+
+@pytest.mark.parametrize("mutant", BROKEN)
+def test_the_fuzz_notices_a_reader_that(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, (owner, attribute, value) = BROKEN[mutant]
+    made, target = list(inputs(TARGETS[name], COUNT)), TARGETS[name]
+    monkeypatch.setattr(owner, attribute, value)
+    if attribute.startswith("decode_"):
+        target = replace(target, read=value)
+    with pytest.raises(BrokenContractError):
+        any(contract.check(target, data, is_measured=True) and False for data in made)
+
+
+@pytest.mark.parametrize("decode", message_decoders(), ids=lambda decode: decode.__name__)
 @pytest.mark.parametrize(
     "bomb",
     [
@@ -139,20 +174,33 @@ def test_a_decoder_of_messages_returns_what_can_be_sent_again_or_raises_its_erro
 def test_lengths_that_promise_gigabytes_and_depths_that_never_end_cost_nothing(
     decode: Callable[[bytes], Any], bomb: bytes
 ) -> None:
-    began = time.monotonic()
+    contract.check(TARGETS[decode.__name__.removeprefix("decode_")], bomb, is_measured=True)
+
+
+def test_a_time_inside_an_object_is_no_object_of_ours() -> None:
+    """msgspec decodes times by itself, and `encode` could not send one on."""
+    time_of_msgpack = msgspec.msgpack.Ext(-1, bytes(4))
+    for value in (time_of_msgpack, [1, time_of_msgpack], {"key": [time_of_msgpack]}):
+        with pytest.raises(RemoteProtocolError):
+            objects.decode(b"\x01" + msgspec.msgpack.encode(value))
+    assert objects.decode(objects.encode([b"\xd6\xff", 1])) == [b"\xd6\xff", 1]
+
+
+def test_an_array_as_a_key_is_no_object_of_ours() -> None:
+    array = objects.encode(objects.np.arange(3))[1:]
     with pytest.raises(RemoteProtocolError):
-        decode(bomb)
-    assert time.monotonic() - began < 1
+        objects.decode(b"\x01\x81" + array + b"\x01")
 
 
-@fuzzed
-@given(size=st.none() | st.integers(-3, 200), low=st.integers(-3, 200), high=st.none() | st.integers(-3, 2**63 - 1))
-def test_terms_that_cannot_be_are_a_protocol_error_and_not_a_setting_of_ours(
-    size: int | None, low: int, high: int | None
-) -> None:
-    body = messages.encode([1, ["run", "p", size, low, high, "1", "auto"], MEMBER, [], 0, []])
-    with contextlib.suppress(RemoteProtocolError):
-        assert isinstance(formation.decode_formation(body), formation.Here)
+def mutations(valid: list[bytes]) -> st.SearchStrategy[bytes]:
+    """Random bytes, and valid ones with a few changed, cut off or added."""
+
+    def change(data: bytes, at: int, new: bytes, cut: int) -> bytes:
+        at %= len(data) + 1
+        return (data[:at] + new + data[at + len(new) :])[: max(0, len(data) - cut)]
+
+    changed = st.builds(change, st.sampled_from(valid), st.integers(0, 500), st.binary(max_size=8), st.integers(0, 9))
+    return st.binary(max_size=300) | changed
 
 
 @fuzzed
@@ -178,26 +226,11 @@ def test_the_door_notices_every_flipped_bit(challenge: bytes, purpose: int, bit:
 
 
 @fuzzed
-@given(st.lists(st.binary(max_size=40), max_size=10))
-def test_frames_are_bounded_however_the_bytes_arrive(pieces: list[bytes]) -> None:
-    framer, taken = frame.Framer(64), 0
-    with contextlib.suppress(RemoteProtocolError):
-        for piece in pieces:
-            taken += sum(len(body) + 4 for body in framer.feed(piece))
-            assert len(framer._buffer) <= 64 + 4 + 40
-    assert taken <= sum(map(len, pieces))
-
-
-@fuzzed
 @given(st.binary(max_size=70))
 def test_no_record_opens_but_the_one_that_was_sealed(data: bytes) -> None:
     sealed = bytearray(70)
     Sealer(KEY, LANE, 0, 0).seal(b"x" * 50, memoryview(sealed))
     opener = Opener(KEY, LANE, 0, 0)
-    with contextlib.suppress(ForgedError):
-        if len(data) >= 4:
-            length = record_length(data)
-            assert 0 < length <= RECORD_LIMIT
     forged = bytearray(sealed)
     for at, byte in enumerate(data[:70]):
         forged[at] ^= byte
@@ -222,40 +255,6 @@ def test_no_announcement_matches_that_no_member_made(said: dict[bytes, bytes | N
     altered = made | {name: value for name, value in said.items() if name in made}
     read = beacon.read(KEY, altered)
     assert (read is not None and read.is_ours) == (altered == made)
-
-
-PACKET = (
-    struct.pack("!6H", 0, 0x8400, 0, 1, 0, 0)
-    + b"\x04node\x06_covey\x04_tcp\x05local\0"
-    + struct.pack("!HHIH", 16, 1, 120, 4)
-    + b"\x03v=1"
-)
-
-
-@fuzzed
-@given(data=mutations([PACKET]))
-def test_any_packet_about_covey_is_read_or_passed_over(data: bytes) -> None:
-    heard: list[object] = []
-    reader = object.__new__(Station)
-    reader._hear = lambda _station, said: heard.append(beacon.read(KEY, said))
-    reader._read(data)
-    assert len(heard) <= 4
-    assert set(heard) <= {None}
-
-
-def test_the_packet_of_the_fuzz_is_read() -> None:
-    heard: list[dict[bytes, bytes | None]] = []
-    reader = object.__new__(Station)
-    reader._hear = lambda _station, said: heard.append(said)
-    reader._read(PACKET)
-    assert heard == [{b"v": b"1"}]
-
-
-@fuzzed
-@given(st.binary(max_size=300))
-def test_the_text_of_a_record_is_read_or_passed_over(text: bytes) -> None:
-    said = beacon.read(KEY, beacon.split_txt(text))
-    assert said is None or not said.is_ours
 
 
 @fuzzed
@@ -321,10 +320,3 @@ def test_addresses_of_others_are_numbers_and_never_names_to_look_up(addresses: l
             ipaddress.ip_address(ip)
             assert 0 < port < 65536
             assert same_host or not ipaddress.ip_address(ip).is_loopback
-
-
-def test_every_message_is_in_the_fuzz() -> None:
-    known = {type(value) for value in VALID}
-    for union in (messages.Greeting, messages.Control, formation.Formation, board.Body):
-        assert set(typing.get_args(union)) <= known
-    assert all(isinstance(value, msgspec.Struct) for value in VALID)

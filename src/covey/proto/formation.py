@@ -36,7 +36,7 @@ from covey.proto.gathering import Peer, clique, count_hosts, founders, going_on,
 from covey.proto.lineages import Lineages
 from covey.wire import formation as wire
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Standing, Terms, difference
-from covey.wire.lineage import RANDOM_BYTES, Ending, new_lineage
+from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
 
 if TYPE_CHECKING:
     import random
@@ -55,7 +55,9 @@ HERE_SOON: Final = 0.05
 STAGGER: Final = 0.2
 """Of patience: the time between members that start a ballot for the same reason, by rank."""
 REMEMBERED: Final = 256
-"""Proposals of which the answer is kept, to repeat it to those who ask."""
+"""Proposals of which the answer is kept, to repeat it to those who ask; and proposals that wait for an answer."""
+MOST_PAST_LIVES: Final = 4096
+"""Lives that are known to be over. A member that starts anew again and again makes a node forget the first of them."""
 
 Message: TypeAlias = wire.Formation
 
@@ -133,7 +135,7 @@ class Formation:
         self._me, self._terms, self._random = me, terms, random
         self._settle, self._patience = settle, patience
         self._peers: dict[bytes, Peer] = {}
-        self._past_lives: set[tuple[bytes, bytes]] = set()
+        self._past_lives: dict[tuple[bytes, bytes], None] = {}
         """By id: lives of which a later one was here."""
         self._last_life: dict[bytes, bytes] = {}
         self._in_use: set[bytes] = set()
@@ -227,7 +229,9 @@ class Formation:
             self._peers[peer_id] = Peer(peer_id, peer_life)
         last = self._last_life.setdefault(peer_id, peer_life)
         if last != peer_life:
-            self._past_lives.add((peer_id, last))
+            self._past_lives[peer_id, last] = None
+            if len(self._past_lives) > MOST_PAST_LIVES:
+                del self._past_lives[next(iter(self._past_lives))]
             self._last_life[peer_id] = peer_life
         lock = self._lock
         if lock is not None and peer_id in lock.ranks and lock.members[lock.ranks[peer_id]].life != peer_life:
@@ -321,12 +325,20 @@ class Formation:
             self.not_given_up = here
         if self.formed is not None:
             if here.phase is Phase.FORMED and here.lineage != self.formed.lineage:
-                self.rivals[here.lineage] = here
+                self._note_rival(here.lineage, here, self.formed.lineage)
                 self.lineages.learn(here.lineage, here.company)
             return
         self.lineages.learn(here.lineage, here.company)
         if self._is_elastic and here.phase is Phase.FORMED and here.lineage == self.lineages.current:
             self._followed = here.lineage
+
+    def _note_rival(self, lineage: bytes, here: Here, ours: bytes) -> None:
+        """Note another run of the same name. A peer may tell of any number of them; the older ones count."""
+        if lineage not in self.rivals and len(self.rivals) >= MAX_OPEN:
+            if lineage > ours:
+                return
+            del self.rivals[max(self.rivals)]
+        self.rivals[lineage] = here
 
     def _here(self, *endings: Ending) -> Here:
         hears = tuple(sorted(peer.life for peer in self._peers.values()))[: wire.MAX_LINKS]
@@ -395,6 +407,8 @@ class Formation:
             if not unmet:
                 self._lock_on(message.proposal, members, now, is_mine=False)
                 return
+            if message.proposal not in self._held and len(self._held) >= REMEMBERED:
+                self._held.clear()
             if now < self._held.setdefault(message.proposal, now) + self._patience / 2:
                 return  # a link may be about to come up, a word may have been lost; the proposal will be repeated
             refusal = f"{self._me.name} has not met {', '.join(unmet)}"[:256]
@@ -442,8 +456,6 @@ class Formation:
         self._decisions[proposal] = decision = Decision(proposal, members, rank, answer, reason)
         if len(self._decisions) > REMEMBERED:
             del self._decisions[next(old for old, it in self._decisions.items() if it.outcome is Outcome.ABORT)]
-        if len(self._held) > REMEMBERED:
-            self._held.clear()
         return decision
 
     # Deciding.

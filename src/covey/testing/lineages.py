@@ -326,13 +326,14 @@ class Process:
 class Story:
     """One run's name, its machines, what befalls them, and what is known of its lineages."""
 
+    worlds: type[World] = World
     faults = ("crash", "crash", "partition", "partition", "long partition", "long partition", "flap", "stop")
 
     def __init__(self, seed: int, *, tell: bool = False) -> None:
         """Plan everything from the seed."""
         self.seed = seed
         self.chance = chance = random.Random(seed)
-        self.world = World(
+        self.world = self.worlds(
             seed,
             delay=chance.choice([0.002, 0.02, 0.1]),
             loss=chance.choice([0.0, 0.0, 0.05]),

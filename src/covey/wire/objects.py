@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import struct
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +31,9 @@ _FAILED: Final = b"\x03"
 
 _ARRAY: Final = 1
 _SCALAR: Final = 2
+
+_TIMESTAMP: Final = re.compile(rb"[\xd6\xd7]\xff|\xc7\x0c\xff", re.DOTALL)
+"""How times begin in msgpack. msgspec decodes them by itself, although `encode` never makes one."""
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryview, np.ndarray})
 _BOOL_CODE: Final = dtype_code(np.dtype(bool))
@@ -104,13 +108,16 @@ def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pick
 
 def _decode_plain(body: memoryview, wanted: Any) -> Any:
     try:
-        return msgspec.msgpack.decode(body, type=Any if wanted is None else wanted, ext_hook=_from_extension)
+        value = msgspec.msgpack.decode(body, type=Any if wanted is None else wanted, ext_hook=_from_extension)
+        if wanted is None and _TIMESTAMP.search(body):
+            _check(value)
+        return value
     except msgspec.ValidationError as error:
         if wanted is None:
             raise RemoteProtocolError(f"not an encoded object: {error}") from error
         raise MismatchError(f"the object received is not a {wanted}: {error}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError) as error:
-        # TypeError: an array as the key of a dict.
+        # TypeError: an array as the key of a dict, or a time.
         raise RemoteProtocolError(f"not an encoded object: {error}") from error
 
 

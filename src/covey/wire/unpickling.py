@@ -4,16 +4,22 @@ A pickle is a program: it imports, calls and sets what it likes. Here it may nam
 what numpy arrays and values of the standard library are made with; call only these; and set attributes only of objects
 that it made itself. The standard library's unpickler in Python is used, because its steps can be overridden; the one in
 C lets a pickle set attributes of classes. That is slow for many small objects, but not for large arrays.
+
+A pickle takes memory in proportion to its length: nothing is made larger than what fills it, and what a pickle holds is
+copied only a few times. numpy does not count the objects that fill an array, so they are counted here.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
+from collections import deque
 from collections.abc import Collection
 from io import BytesIO
 from typing import Any, Final, NoReturn, TypeAlias
 
 import numpy as np
+from numpy._core.multiarray import _reconstruct, scalar
 
 from covey.base.errors import ConfigError, MismatchError
 
@@ -32,7 +38,7 @@ _CALLED: Final = _full_names(
         "datetime": "date datetime time timedelta timezone",
         "decimal": "Decimal",
         "uuid": "UUID",
-        "numpy": "ndarray dtype",
+        "numpy": "dtype",
         "numpy._core.multiarray": "_reconstruct scalar",
         "numpy._core.numeric": "_frombuffer",
         "numpy.core.multiarray": "_reconstruct scalar",  # as numpy 1 calls them
@@ -40,8 +46,12 @@ _CALLED: Final = _full_names(
     }
 )
 """What makes a value out of a few others, and cannot make a large one out of little."""
-_NAMED: Final = _CALLED | _full_names({"builtins": "list dict set int float str tuple bool"})
+_NAMED: Final = _CALLED | _full_names({"builtins": "list dict set int float str tuple bool", "numpy": "ndarray"})
 """What may stand in a value, as in defaultdict(list), but is not called: list(range(10**12)) is a short pickle."""
+_COPIES: Final = 8
+"""How often a pickle may copy as much as it holds: by calls with what it has made before."""
+_COPIED_BASE: Final = 1 << 16
+_SIZED: Final = (list, dict, set, tuple, str, bytes, bytearray, deque, np.ndarray)
 _TEXT_LIMIT: Final = 200
 
 
@@ -75,9 +85,13 @@ class _Unpickler(pickle._Unpickler):
     """Python's unpickler with the steps overridden that call or change what a pickle has named."""
 
     stack: list[Any]
+    append: Any
+    read: Any
 
     def __init__(self, data: bytes, allowed: Collection[type | str]) -> None:
         super().__init__(BytesIO(data))
+        self._length = len(data)
+        self._may_copy = _COPIED_BASE + _COPIES * len(data)
         self._classes = {f"{each.__module__}.{each.__qualname__}": each for each in allowed if isinstance(each, type)}
         self._listed = {each for each in allowed if isinstance(each, str)}
         self._callable: dict[int, Any] = {}
@@ -96,15 +110,23 @@ class _Unpickler(pickle._Unpickler):
         return found
 
     def _load_reduce(self) -> None:
-        self._check_called(self.stack[-2])
+        what, args = self.stack[-2], self.stack[-1]
+        self._check_called(what)
+        if what is _reconstruct and (type(args) is not tuple or args[1:2] != ((0,),)):
+            _refuse("it makes an array that is not filled")
+        if what is scalar and (type(args) is not tuple or len(args) != 2):
+            _refuse("it makes a value that is not given")
+        self._count(args)
         _step(pickle.REDUCE)(self)
 
     def _load_newobj(self) -> None:
         self._check_called(self.stack[-2])
+        self._count(self.stack[-1])
         _step(pickle.NEWOBJ)(self)
 
     def _load_newobj_ex(self) -> None:
         self._check_called(self.stack[-3])
+        self._count(self.stack[-2])
         _step(pickle.NEWOBJ_EX)(self)
 
     def _load_build(self) -> None:
@@ -113,7 +135,23 @@ class _Unpickler(pickle._Unpickler):
             _refuse(f"it sets attributes of {getattr(made, '__name__', 'a function')!r} itself")
         if isinstance(made, np.dtype) and not _is_plain(made, state):
             _refuse("it makes a dtype with fields")  # numpy trusts what it is told about their sizes
+        if isinstance(made, np.ndarray) and type(made).__setstate__ is np.ndarray.__setstate__ and not _is_whole(state):
+            _refuse("it makes an array without all of its objects")
+        self._count(state)
         _step(pickle.BUILD)(self)
+
+    def _load_bytearray8(self) -> None:
+        size = int.from_bytes(self.read(8), "little")
+        if size > self._length:
+            _refuse("it makes more bytes than it has")
+        self.append(bytearray(self.read(size)))
+
+    def _count(self, args: Any) -> None:
+        """Count what a call may copy."""
+        parts = args if isinstance(args, tuple) else (args,)
+        self._may_copy -= sum(len(part) for part in parts if isinstance(part, _SIZED))
+        if self._may_copy < 0:
+            _refuse("it copies what it has again and again")
 
     def _load_old(self) -> NoReturn:
         _refuse("it calls by a step that only old protocols have")
@@ -121,6 +159,17 @@ class _Unpickler(pickle._Unpickler):
     def _check_called(self, what: Any) -> None:
         if id(what) not in self._callable:
             _refuse(f"it calls {getattr(what, '__name__', f'a {type(what).__name__}')!r}")
+
+
+def _is_whole(state: Any) -> bool:
+    """Tell whether the state of an array has all of its elements: numpy takes that for granted if they are objects."""
+    if type(state) is not tuple or len(state) != 5 or not isinstance(state[2], np.dtype):
+        return False
+    shape, dtype, items = state[1], state[2], state[4]
+    if not dtype.hasobject:
+        return True
+    is_shape = type(shape) is tuple and all(type(size) is int for size in shape)
+    return is_shape and dtype.kind == "O" and type(items) is list and len(items) == math.prod(shape)
 
 
 def _is_plain(dtype: np.dtype[Any], state: Any) -> bool:
@@ -145,6 +194,7 @@ _STEPS: Final[dict[int, Any]] = {
     pickle.NEWOBJ[0]: _Unpickler._load_newobj,
     pickle.NEWOBJ_EX[0]: _Unpickler._load_newobj_ex,
     pickle.BUILD[0]: _Unpickler._load_build,
+    pickle.BYTEARRAY8[0]: _Unpickler._load_bytearray8,
     pickle.INST[0]: _Unpickler._load_old,
     pickle.OBJ[0]: _Unpickler._load_old,
 }

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
-from covey.proto.formation import Formation
+from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation
 from covey.proto.gathering import rank_order
 from covey.proto.lineages import Lineages
 from covey.testing.world import World
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Row, Standing, Terms
-from covey.wire.lineage import Ending, new_lineage
+from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
 
 LINEAGE = new_lineage(1000.0, b"l" * 10)
 OTHER = new_lineage(1001.0, b"k" * 10)
@@ -421,3 +421,39 @@ def test_a_life_that_another_node_has_had_is_welcome() -> None:
         core.link_down(id_of("x"), 0.0)
     assert not core.link_up(id_of("x"), member("b").life, 0.0)
     assert core.link_up(id_of("b"), member("b").life, 0.0)
+
+
+# A peer may tell of any number of things that it has made up.
+
+
+def test_rivals_that_a_peer_makes_up_are_bounded_and_an_older_one_is_still_noticed() -> None:
+    core = Formation(member("x"), OPEN, random.Random(1), 0.0)
+    core.entered((member("x"), member("b")), LINEAGE, 1, 0.0)
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    for number in range(1000):
+        younger = new_lineage(2e9 + number, bytes(RANDOM_BYTES))
+        core.received(id_of("a"), msgspec.structs.replace(founded("a"), lineage=younger), 0.1)
+    assert len(core.rivals) == MAX_OPEN
+    older = new_lineage(1.0, bytes(RANDOM_BYTES))
+    core.received(id_of("a"), msgspec.structs.replace(founded("a"), lineage=older), 0.1)
+    assert older in core.rivals
+    assert len(core.rivals) == MAX_OPEN
+
+
+def test_proposals_with_nodes_that_nobody_has_met_are_bounded() -> None:
+    core = Formation(member("b"), OPEN, random.Random(1), 0.0)
+    core.link_up(id_of("a"), member("a").life, 0.0)
+    core.received(id_of("a"), here("a", "b"), 0.0)
+    for number in range(3 * REMEMBERED):
+        proposal = Propose(number.to_bytes(16, "big"), (member("a"), member("b"), member("c")))
+        core.received(id_of("a"), proposal, 0.1)
+    assert 0 < len(core._held) <= REMEMBERED
+
+
+def test_lives_of_a_node_that_starts_anew_again_and_again_are_bounded() -> None:
+    core = Formation(member("b"), OPEN, random.Random(1), 0.0)
+    for number in range(MOST_PAST_LIVES + 100):
+        core.link_up(id_of("a"), number.to_bytes(16, "big"), 0.0)
+        core.link_down(id_of("a"), 0.0)
+    assert len(core._past_lives) == MOST_PAST_LIVES
+    assert not core.link_up(id_of("a"), (MOST_PAST_LIVES + 98).to_bytes(16, "big"), 0.0)

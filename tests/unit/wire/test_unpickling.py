@@ -11,6 +11,7 @@ import enum
 import os
 import pickle
 import subprocess
+import tracemalloc
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,3 +221,49 @@ def test_a_broken_pickle_breaks_the_protocol_and_nothing_else() -> None:
             broken = data[:at] + bytes((change,)) + data[at + 1 :]
             with contextlib.suppress(MismatchError, RemoteProtocolError, TypeError):
                 objects.decode(broken, allow_pickle=[Point])
+
+
+# A pickle takes memory in proportion to its length, and numpy is told nothing that is not so.
+
+
+class Made:
+    """Pickles as a call of `function`, with a state."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...], state: Any = None) -> None:
+        self.reduced = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def unfilled(state: Any) -> Made:
+    return Made(np._core.multiarray._reconstruct, (np.ndarray, (0,), b"b"), state)
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        Made(np.ndarray, ((1 << 34,),)),
+        Made(np._core.multiarray._reconstruct, (np.ndarray, (1 << 34,), b"b")),
+        Made(np._core.multiarray.scalar, (np.dtype("V2000000000"),)),
+        unfilled((1, (1_000_000,), np.dtype("O"), False, [1])),  # numpy would read a million objects, and crash
+        unfilled((1, (2,), np.dtype("O"), False, (1, 2))),
+        unfilled(((1_000_000,), np.dtype("O"), False, [1])),
+        [Made(collections.deque, (part,)) for part in [list(range(1000))] for _ in range(1000)],
+    ],
+    ids=lambda trick: getattr(trick, "reduced", ["copies"])[0] if isinstance(trick, Made) else "copies",
+)
+def test_a_short_pickle_makes_nothing_large_and_no_array_of_objects_that_are_not_there(trick: Any) -> None:
+    with pytest.raises(MismatchError):
+        load(pickle.dumps(trick), [])
+
+
+def test_bytes_that_a_pickle_announces_and_does_not_have_are_not_made() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(MismatchError):
+            load(pickle.BYTEARRAY8 + (1 << 34).to_bytes(8, "little") + b".", [])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert load(pickle.dumps(bytearray(b"abc"), 5), []) == bytearray(b"abc")

@@ -1,0 +1,51 @@
+"""One target under atheris, which looks for inputs that reach new code. Started by `python -m covey.testing.fuzz`.
+
+Half of the changes are of the structure of a message (`mutations`), half are those of libFuzzer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from pathlib import Path
+from typing import Final
+
+import atheris
+
+with atheris.instrument_imports(include=["covey.wire", "covey.base", "covey.net"]):
+    from covey.testing.fuzz.contract import check
+    from covey.testing.fuzz.inputs import change
+    from covey.testing.fuzz.mutations import Mutator
+    from covey.testing.fuzz.targets import all_targets
+
+MEASURED_EVERY: Final = 20
+"""Inputs: to measure memory takes longer than to read most of them."""
+
+
+def main() -> None:
+    """Fuzz one target: its name, a folder for what was found to reach new code, then options of libFuzzer."""
+    name, folder, *options = sys.argv[1:]
+    target, corpus = all_targets()[name], Path(folder)
+    corpus.mkdir(parents=True, exist_ok=True)
+    seeds = target.seeds()
+    for number, data in enumerate(seeds):
+        (corpus / f"valid-{number}").write_bytes(data)
+
+    numbers = itertools.count()
+
+    def read(data: bytes) -> None:
+        check(target, data, is_measured=next(numbers) % MEASURED_EVERY == 0)
+
+    def alter(data: bytes, most: int, seed: int) -> bytes:
+        chance = random.Random(seed)
+        if chance.random() < 0.5:
+            return bytes(atheris.Mutate(data, most))
+        return change(target, Mutator(chance), bytes(data), seeds)[:most]
+
+    atheris.Setup([sys.argv[0], *options, str(corpus)], read, custom_mutator=alter)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,603 @@
+"""Everything that reads bytes of others, as one list: how to call it, what it may raise, and inputs to begin with.
+
+Decoders of messages are found in `covey.wire`: a function `decode_...(data: bytes)` whose type says what it returns and
+whose docstring says what it raises "for anything else". The others are listed by hand.
+"""
+
+from __future__ import annotations
+
+import collections
+import decimal
+import hmac
+import importlib
+import pickle
+import pkgutil
+import random
+import re
+import struct
+import typing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from covey import wire
+from covey.base import errors
+from covey.base.dtypes import DTYPES
+from covey.base.errors import AuthError, ConfigError, MismatchError, RemoteProtocolError
+from covey.net import sieve
+from covey.net.station import Station
+from covey.testing.fuzz import values
+from covey.testing.fuzz.values import Maker
+from covey.wire import (
+    beacon,
+    door,
+    frame,
+    greeting,
+    header,
+    machine,
+    message_header,
+    messages,
+    objects,
+    owner,
+    seal,
+    secret,
+)
+from covey.wire.manifest import TAG_BYTES, Entry, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+KEY: Final = bytes(range(32))
+CHALLENGE: Final = bytes(range(16))
+LANE: Final = bytes(16)
+REKEY_EVERY: Final = 2
+"""Records under one key, so that a short stream has several."""
+FRAME_LIMIT: Final = 256
+MAKER: Final = Maker(random.Random("targets"), at_bounds=0.0)
+_VALUES_OF_EACH: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One reader of bytes. Other exceptions than `promised` break its contract, and so do values it cannot repeat."""
+
+    name: str
+    read: Callable[[bytes], Any]
+    promised: tuple[type[Exception], ...]
+    write: Callable[[Any], bytes] | None
+    """Makes bytes that are read as the same value; None where `read` itself compares."""
+    seeds: Callable[[], list[bytes]]
+    """Valid inputs, and some that are wrong in a way that chance would not find."""
+    prefix: int = -1
+    """Bytes in front of a message of msgpack; -1: it is none."""
+
+
+def modules() -> Iterator[ModuleType]:
+    """Yield every module of `covey.wire`."""
+    for found in pkgutil.iter_modules(wire.__path__):
+        yield importlib.import_module(f"{wire.__name__}.{found.name}")
+
+
+def all_targets() -> dict[str, Target]:
+    """Return every target by name."""
+    found = [_message_target(read) for read in message_decoders()]
+    return {target.name: target for target in (*found, *BY_HAND)}
+
+
+def message_decoders() -> list[Callable[[bytes], Any]]:
+    """Return the functions of `covey.wire` that decode messages."""
+    functions = (value for module in modules() for name, value in vars(module).items() if name.startswith("decode_"))
+    return [each for each in dict.fromkeys(functions) if typing.get_type_hints(each).get("data") is bytes]
+
+
+def _message_target(read: Callable[[bytes], Any]) -> Target:
+    said = re.search(r"(\w+Error) for anything else", read.__doc__ or "")
+    if said is None:
+        raise TypeError(f"the docstring of {read.__qualname__} does not say what it raises for anything else")
+    promised = getattr(errors, said[1], ValueError)
+
+    def seeds() -> list[bytes]:
+        maker = Maker(random.Random(read.__name__))
+        kinds = values.variants(values.return_type(read))
+        return [data for kind in kinds for data in values.examples(kind, maker, read, _VALUES_OF_EACH)]
+
+    return Target(
+        name=read.__name__.removeprefix("decode_"),
+        read=read,
+        promised=(promised,),
+        write=msgspec.msgpack.encode,
+        seeds=seeds,
+        prefix=0,
+    )
+
+
+# Frames and headers.
+
+
+def _cut_frames(data: bytes) -> list[bytes]:
+    framer, frames = frame.Framer(FRAME_LIMIT), []
+    for at in range(0, len(data), 7):
+        frames += framer.feed(data[at : at + 7])
+        assert len(framer._buffer) <= FRAME_LIMIT + frame.LENGTH.size + 7, "a frame is kept beyond the limit"
+    return frames
+
+
+def _frame_seeds() -> list[bytes]:
+    bodies = [b"", b"one", bytes(FRAME_LIMIT), bytes(FRAME_LIMIT + 1)]
+    return [*map(frame.frame, bodies), b"".join(map(frame.frame, bodies[:3])), frame.frame(b"cut off")[:-3]]
+
+
+def _header_seeds() -> list[bytes]:
+    chance = random.Random("header")
+    return [header.Header(*(chance.randrange(256) for _ in header.Header._fields)).pack() for _ in range(4)]
+
+
+def _message_header_seeds() -> list[bytes]:
+    kinds = [value for value in vars(message_header).values() if isinstance(value, int) and 0 < value < 16]
+    plain = [message_header.encode(message_header.Header(kind, 7, 0)) for kind in sorted(set(kinds))]
+    shapes = [(), (0,), (3, 4), (2,) * 8, (1,) * message_header.MAX_NDIM, (1 << 62, 4), (1 << 62, 0)]
+    of = message_header.Header
+    arrays = [
+        message_header.encode(of(kind, 7, int(np.prod(shape)) * DTYPES[3].itemsize % (1 << 63), 5, False, 3, shape))
+        for kind in (message_header.EAGER, message_header.RTS)
+        for shape in shapes
+    ]
+    things = [message_header.encode(of(kind, 7, 20, 5, True)) for kind in (message_header.EAGER, message_header.RTS)]
+    impossible = [
+        message_header.encode(of(message_header.EAGER, 7, 20, 5, True, 3)),
+        message_header.encode(of(message_header.EAGER, 7, 20, 5, True, 0, (20,))),
+        message_header.encode(of(message_header.EAGER, 7, 20, -5)),
+        message_header.encode(of(message_header.EAGER, 7, 1 << 63, 5)),
+        message_header.encode(of(message_header.CTS, 7, 20, 5)),
+        message_header.encode(of(message_header.CTS, 7, 20, 0, True)),
+        message_header.encode(of(message_header.CTS, 7, 20, 0, False, 3)),
+        message_header.encode(of(message_header.CTS, 7, 20, 0, False, 0, (20,))),
+        message_header.encode(of(message_header.EAGER, 7, 20, 0, False, len(DTYPES))),
+        message_header.encode(of(200, 7, 20)),
+    ]
+    many = bytearray(arrays[0] + bytes(8 * 256))
+    many[6] = message_header.MAX_NDIM + 8
+    return [*plain, *arrays, *things, *impossible, bytes(many), *(each[:-1] for each in arrays)]
+
+
+def _read_message_header(data: bytes) -> message_header.Header | None:
+    found = message_header.decode(data, 0, len(data))
+    assert found is None or found[1] <= len(data), "a header ends after its bytes"
+    return None if found is None else found[0]
+
+
+def _write_message_header(value: message_header.Header | None) -> bytes:
+    return b"" if value is None else message_header.encode(value)
+
+
+# The door, proofs and sealed records.
+
+
+def _door_seeds() -> list[bytes]:
+    def answer(purpose: int) -> bytes:
+        said = bytes((purpose,)) + bytes(door.BOUND_BYTES)
+        return said + hmac.digest(KEY, door._LABEL + CHALLENGE + said, "sha256")
+
+    return [answer(purpose) for purpose in (*door.Purpose, 0, 255)]
+
+
+def _write_answer(purpose: door.Purpose) -> bytes:
+    return door.answer(KEY, CHALLENGE, purpose, bytes(door.BOUND_BYTES))
+
+
+def _signature_seeds() -> list[bytes]:
+    key = Ed25519PrivateKey.from_private_bytes(KEY)
+    return [owner.public_half(key) + key.sign(b"words"), bytes(96), KEY + bytes(64), KEY, b""]
+
+
+def _read_machine(data: bytes) -> list[bytes]:
+    """Look for which machine each of some cards speaks."""
+    return [machine.machine_of(card) for card in messages.decode_cards(data)]
+
+
+def _machine_seeds() -> list[bytes]:
+    key = Ed25519PrivateKey.from_private_bytes(KEY)
+    (card,) = messages.decode_cards(
+        values.valid(values.variants(tuple[messages.Card])[0], MAKER, messages.decode_cards)
+    )
+    plain = msgspec.structs.replace(card, machine=b"", endorsement=b"")
+    signed = key.sign(machine.machine_words(card.id))
+    endorsed = msgspec.structs.replace(card, machine=owner.public_half(key), endorsement=signed)
+    forged = msgspec.structs.replace(endorsed, endorsement=bytes(64))
+    return [msgspec.msgpack.encode([each]) for each in (plain, endorsed, forged)]
+
+
+def _read_proof(data: bytes) -> bool:
+    proof, said = data[: greeting.PROOF_BYTES], data[greeting.PROOF_BYTES :]
+    made = [
+        greeting.dial_proof(KEY, CHALLENGE, said),
+        greeting.accept_proof(KEY, CHALLENGE, LANE, said),
+        greeting.lane_proof(KEY, b"dial", LANE, 1),
+    ]
+    return any(greeting.proofs_equal(each, proof) for each in made)
+
+
+def _open_records(data: bytes) -> list[bytes]:
+    opener, view, opened = seal.Opener(KEY[:16], LANE, 0, 0, rekey_every=REKEY_EVERY), memoryview(data), []
+    at = 0
+    while at + seal.OVERHEAD_BYTES < len(data):
+        end = at + seal.record_length(data, at) + seal.OVERHEAD_BYTES
+        if end > len(data):
+            break
+        into = bytearray(end - at - seal.OVERHEAD_BYTES)
+        opener.open(view[at:end], into)
+        opened.append(bytes(into))
+        at = end
+    return opened
+
+
+def _seal_records(bodies: list[bytes]) -> bytes:
+    sealer, sealed = seal.Sealer(KEY[:16], LANE, 0, 0, rekey_every=REKEY_EVERY), b""
+    for body in bodies:
+        into = bytearray(len(body) + seal.OVERHEAD_BYTES)
+        sealer.seal(body, memoryview(into))
+        sealed += bytes(into)
+    return sealed
+
+
+def _sealed_seeds() -> list[bytes]:
+    streams = [_seal_records([bytes((index,)) * index for index in range(1, count)]) for count in (2, 3, 6)]
+    never_renewed = seal.Sealer(KEY[:16], LANE, 0, 0)
+    late = b""
+    for _ in range(2 * REKEY_EVERY):
+        into = bytearray(seal.OVERHEAD_BYTES + 4)
+        never_renewed.seal(b"late", memoryview(into))
+        late += bytes(into)
+    return [*streams, late, streams[2][25:], struct.pack("<I", 0) + bytes(40), struct.pack("<I", 1 << 30) + bytes(40)]
+
+
+# Objects and manifests.
+
+
+def _object_seeds() -> list[bytes]:
+    plain: list[Any] = [None, True, -1, 1.5, "text", b"bytes", [1, [2, {"key": ()}]], {1: 2, "a": None}]
+    arrays: list[Any] = [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 3)), np.array(5)]
+    scalars: list[Any] = [np.float64(1.5), np.bool_(True), np.int8(-1), np.array([True, False])]
+    forged = [
+        bytes((3, 1)) + struct.pack("<Q", 1 << 61) + bytes(8),
+        bytes((3, 40)) + bytes(400),
+        bytes((250, 0)),
+        b"\x03",
+        bytes((3, 3)) + bytes(8),
+        bytes((3, 1)) + struct.pack("<Q", 5) + bytes(24),
+    ]
+    extensions = [msgspec.msgpack.Ext(kind, body) for kind in (1, 2) for body in forged]
+    timestamps = [msgspec.msgpack.Ext(kind, bytes(size)) for kind, size in ((-1, 4), (-1, 3), (7, 4))]
+    nested = [[1, [None, timestamps[0]]], {"a": timestamps[0]}, {"a": b"\xd6\xff", "b": [1.5, "x"]}, b"\xd6\xff"]
+    packed = [b"\x01" + msgspec.msgpack.encode(each) for each in (*extensions, *timestamps, *nested)]
+    keyed = b"\x01\x81" + msgspec.msgpack.encode(extensions[0]) + b"\x01"
+    array_key = b"\x01\x81" + objects.encode(arrays[0])[1:] + b"\x01"
+    whole = [objects.encode(value) for value in (*plain, *arrays, *scalars, [arrays[0], {"a": scalars[0]}])]
+    return [*whole, *packed, keyed, array_key, objects.encode_failure("no value"), b"\x02\x80\x04N.", b"", b"\x09"]
+
+
+@dataclass
+class Point:
+    """What the receiver of a pickle has listed."""
+
+    x: int = 0
+
+
+def _read_pickle(data: bytes) -> Any:
+    return objects.decode(data, allow_pickle=[Point, "collections.namedtuple"])
+
+
+def _pickle_seeds() -> list[bytes]:
+    array, times = np.arange(6, dtype=np.float32).reshape(2, 3), np.array(["2020-01-01"], "datetime64[D]")
+    made: list[Any] = [
+        Point(1),
+        [array, times, array.dtype, np.float64(1.5)],
+        collections.defaultdict(list, {"a": [1]}),
+    ]
+    made += [
+        bytearray(b"b"),
+        np.array([None, "a"]),
+        collections.deque([1]),
+        decimal.Decimal("1.5"),
+        {1, 2},
+        complex(1, 2),
+        slice(1),
+        Point,
+        array.T,
+    ]
+    pickled = [pickle.dumps(value, protocol) for value in made for protocol in (0, 2, 4, 5)]
+    record = np.zeros(2, dtype=[("a", "<i4"), ("b", "<f8")])
+    foreign: list[Any] = [print, Target, record, collections.ChainMap()]
+    unlisted = [pickle.dumps(value) for value in foreign]
+    start_of_array = b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
+
+    def objects_of(shape: bytes, dtype: bytes = b"U\x02O8", items: bytes = b"]K\x01a") -> bytes:
+        return start_of_array + b"(K\x01" + shape + b"tcnumpy\ndtype\n(" + dtype + b"tR\x89" + items + b"tb."
+
+    by_hand = [
+        b"(ibuiltins\nlist\n.",
+        b"(cbuiltins\ncomplex\nK\x01o.",
+        b"cbuiltins\nlist\nK\x01\x85R.",
+        b"K\x01K\x01\x85R.",
+        b"cbuiltins\ncomplex\n}(U\x01aK\x01ub.",
+        b"ccollections\nnamedtuple\n}b.",
+        b"cbuiltins\ncomplex\n)}\x92.",
+        b"cbuiltins\nlist\n)}\x92.",
+        b"cbuiltins\nlist\n)\x81.",
+        b"cbuiltins\ncomplex\n)\x81.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tRK\x01b.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03U\x01<NNNK\x07K\x04K\x00tb.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03U\x01<NNNK\x04K\x07K\x00tb.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03U\x01<NNNK\x04K\x04K\x3ftb.",
+        b"cnumpy\nndarray\n(J\xff\xff\xff\x7ftR.",
+        b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(J\xff\xff\xff\x7ftU\x01btR.",
+        b"cnumpy._core.multiarray\n_reconstruct\n]cnumpy\nndarray\naR.",
+        b"cnumpy._core.multiarray\nscalar\n(cnumpy\ndtype\n(U\x0bV2000000000tRtR.",
+        b"cnumpy._core.multiarray\nscalar\n]R.",
+        pickle.BYTEARRAY8 + (1 << 36).to_bytes(8, "little") + b".",
+        objects_of(b"(K\x01"),
+        objects_of(b"(J\xff\xff\xff\x7f"),
+        objects_of(b"(]"),
+        objects_of(b"(K\x01", b"U\x02O8", b"U\x01x"),
+        objects_of(b"(K\x01", b"U\x05(2,)O"),
+        objects_of(b"(K\x00", b"U\x02f8", b"U\x00"),
+        start_of_array + b"K\x01b.",
+        start_of_array + b"(K\x01K\x01cnumpy\ndtype\n(U\x02O8tR\x89]tb.",
+        b"cnumpy\ndtype\n(U\x02f4K\x00K\x01tR(K\x03tb.",
+        start_of_array + b"(K\x01(K\x01tNNNtb.",
+        b"ccollections\ndeque\nq\x00]q\x01(" + b"K\x01" * 500 + b"e" + b"h\x00h\x01\x85R" * 5000 + b".",
+        b"R.",
+        b".",
+    ]
+    return [b"\x02" + each for each in (*pickled, *unlisted, *by_hand)]
+
+
+_BYTE: Final = next(code for code, dtype in enumerate(DTYPES) if dtype == np.uint8)
+UNLIKE: Final = Entry(name="unlike", is_array=True, dtype_code=1, shape=(7,), tags=bytes(TAG_BYTES))
+OWN: Final = Manifest(
+    is_fresh=False,
+    entries=(
+        Entry(name="a", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
+        Entry(name="c", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * TAG_BYTES),
+        Entry(name="d", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
+        Entry(name="e", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * TAG_BYTES),
+        Entry(name="f", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * TAG_BYTES),
+    ),
+)
+"""What a state that is claimed is compared with."""
+
+
+def _read_manifest(data: bytes) -> Manifest:
+    """Decode a manifest, check it, and use it: what a member claims must not break who looks at it."""
+    manifest: Manifest = objects.decode(data, type=Manifest)
+    manifest.check()
+    for chunk in manifest.chunks():
+        assert not manifest.lacks(chunk, manifest), "a state lacks what it has"
+        OWN.lacks(chunk, manifest)
+    assert len(manifest.digest) == 16
+    for name, entry in manifest.by_name.items():
+        assert entry.kind
+        assert entry.is_same(entry)
+        assert not entry.is_same(OWN.by_name.get(name, UNLIKE))
+    return manifest
+
+
+def _manifest_seeds() -> list[bytes]:
+    def entry(name: str, code: int, shape: list[int], tags: bytes, **more: Any) -> dict[str, Any]:
+        return {"name": name, "is_array": True, "dtype_code": code, "shape": shape, "tags": tags} | more
+
+    one, two = entry("a", 3, [2, 3], bytes(16)), entry("b", 3, [0], b"")
+    byte = _BYTE
+    large = entry("large", byte, [(8 << 20) + 1], bytes(range(32)))
+    value = entry("c", byte, [5], bytes(16), is_array=False)
+    made = [
+        {"is_fresh": True},
+        {"is_fresh": False, "entries": [one, two, value]},
+        {"is_fresh": False, "entries": [large]},
+        {"is_fresh": False, "entries": [value, one | {"name": "d", "shape": [3, 2]}, value | {"name": "e"}]},
+        {"is_fresh": False, "entries": [value | {"shape": [6]}, one | {"name": "f"}, one | {"name": "g"}]},
+        {"is_fresh": False, "failure": "no room"},
+        {"is_fresh": False, "failure": "no room", "entries": [one]},
+        {"is_fresh": False, "failure": "x" * 100_000},
+        {"is_fresh": False, "failure": "\x1b"},
+        {"is_fresh": False, "entries": [two, one]},
+        {"is_fresh": False, "entries": [one, one]},
+        {"is_fresh": False, "entries": [one | {"name": "\x1b"}]},
+        {"is_fresh": False, "entries": [one | {"name": "x" * 5000}]},
+        {"is_fresh": False, "entries": [one | {"dtype_code": -1}]},
+        {"is_fresh": False, "entries": [one | {"dtype_code": 200}]},
+        {"is_fresh": False, "entries": [one | {"shape": [-1]}]},
+        {"is_fresh": False, "entries": [one | {"shape": [1] * 33}]},
+        {"is_fresh": False, "entries": [one | {"shape": [1 << 62, 1 << 62]}]},
+        {"is_fresh": False, "entries": [one | {"tags": b""}]},
+        {"is_fresh": False, "entries": [value | {"dtype_code": byte + 1, "tags": bytes(16)}]},
+        {"is_fresh": False, "entries": [value | {"shape": [5, 1]}]},
+        {"is_fresh": False, "entries": [entry(f"{index:06}", byte, [0], b"") for index in range((1 << 16) + 1)]},
+        {"is_fresh": False, "entries": [entry(f"{index}", byte, [0, 1 << 62], b"") for index in range(3)]},
+    ]
+    return [b"\x01" + msgspec.msgpack.encode(each) for each in made]
+
+
+# What is heard by multicast, and what people type.
+
+
+def _read_text_record(data: bytes) -> beacon.Announcement | None:
+    said = beacon.read(KEY, beacon.split_txt(data))
+    if said is not None:
+        again = beacon.read(KEY, typing.cast("Any", beacon.make(KEY, said.nonce, said.port, said.ips)))
+        assert again is not None
+        assert again.is_ours
+        assert (again.port, again.ips, again.nonce) == (said.port, said.ips, said.nonce)
+    return said
+
+
+def _text_record(properties: dict[bytes, bytes]) -> bytes:
+    texts = [name + b"=" + value for name, value in properties.items()]
+    return b"".join(bytes((len(text),)) + text for text in texts)
+
+
+def _text_record_seeds() -> list[bytes]:
+    both = beacon.make(KEY, bytes(16), 4711, ["10.0.0.1", "fd00::1"])
+    many = both | {b"4": bytes(4 * (beacon.MOST_ADDRESSES + 1))}
+    odd = [{b"v": b"2"}, {b"n": b"zz"}, {b"t": b""}, {b"p": b"0"}, {b"p": b"65536"}, {b"4": b"123"}, {b"6": b"1"}]
+    none = both | {b"4": b"", b"6": b""}
+    spoiled = [*(both | each for each in odd), many, none]
+    without = [{name: value for name, value in both.items() if name != left_out} for left_out in both]
+    return [*map(_text_record, [both, *spoiled, *without]), _text_record(both) + b"\x03v=1\x01x"]
+
+
+def _read_packet(data: bytes) -> None:
+    heard: list[beacon.Announcement | None] = []
+    reader = object.__new__(Station)
+    reader._hear = lambda _station, said: heard.append(beacon.read(KEY, said))
+    filtered = sieve.Sieve()
+    is_response = sieve.is_response(data)
+    if filtered.passes(data, "10.0.0.1", 0.0) and is_response:
+        reader._read(data)
+    # One source has a burst, and all together have one; what is left out is counted.
+    for count in range(int(sieve.TOTAL_BURST) + 1 if sieve._COVEY in data and len(data) < 60 else 0):
+        filtered.passes(data, f"10.0.0.{count % 8}", 0.0)
+    assert len(heard) <= sieve.MOST_RECORDS
+
+
+def _packet_seeds() -> list[bytes]:
+    name = b"\x04node\x06_covey\x04_tcp\x05local\0"
+
+    def packet(flags: int, records: int, name: bytes, data: bytes) -> bytes:
+        answer = name + struct.pack("!HHIH", 16, 1, 120, len(data)) + data
+        return struct.pack("!6H", 0, flags, 0, records, 0, 0) + answer
+
+    text = _text_record_seeds()[0]
+    return [
+        packet(0x8400, 1, name, text),
+        packet(0x8400, 1, b"\x05other\x04_tcp\x05local\0", text),
+        packet(0x0000, 1, name, text),
+        packet(0x8600, 1, name, text),
+        packet(0x8400, 17, name, text),
+        packet(0x8400, 1, name, text + bytes(sieve.MOST_BYTES)),
+        struct.pack("!6H", 0, 0x8400, 0, 1, 0, 0) + name,
+        name[6:][:3],
+        struct.pack("!6H", 0, 0x8400, 0, 1, 0, 0) + sieve._COVEY,
+    ]
+
+
+def _read_join_code(data: bytes) -> secret.JoinCode:
+    return secret.decode_join_code(data.decode("utf-8", "replace"))
+
+
+def _write_join_code(value: secret.JoinCode) -> bytes:
+    return secret.encode_join_code(*value).encode()
+
+
+def _join_code_seeds() -> list[bytes]:
+    def code(content: bytes) -> str:
+        body = content + secret._checksum(content)
+        return "covey1-" + secret._to_base32(bytes((len(body), len(body) ^ secret._LENGTH_MASK)) + body)
+
+    cluster, four = secret.ClusterSecret("home", KEY), b"\x04\x0a\x00\x00\x01\x12\x34"
+    good = secret.encode_join_code(cluster, ["10.0.0.1:47700", "[fd00::1]:47700"])
+    start = b"\x04home" + KEY
+    wrong = [b"\x04HOME" + KEY, b"\x04home", b"", b"\xff", start + b"\x05", start + four[:-1], start + four * 9]
+    zero_port = start + four[:-2] + bytes(2)
+    texts = [good, good[:-2], good[:9], good + "0", "covey1-", "else", good.replace(good[-1], "u"), *map(code, wrong)]
+    of = bytes((secret._OWNER,)) + bytes(owner.OWNER_BYTES)
+    owned = [code(start + of), code(start + of[:-1]), code(start + of + four)]
+    padded = code(start)[:-1] + "z"
+    return [text.encode() for text in (*texts, code(start), code(start + four * 8), code(zero_port), padded, *owned)]
+
+
+BY_HAND: Final = (
+    Target(
+        name="frames",
+        read=_cut_frames,
+        promised=(RemoteProtocolError,),
+        write=lambda frames: b"".join(map(frame.frame, frames)),
+        seeds=_frame_seeds,
+    ),
+    Target(
+        name="header",
+        read=header.unpack,
+        promised=(RemoteProtocolError,),
+        write=header.Header.pack,
+        seeds=_header_seeds,
+    ),
+    Target(
+        name="message_header",
+        read=_read_message_header,
+        promised=(RemoteProtocolError,),
+        write=_write_message_header,
+        seeds=_message_header_seeds,
+    ),
+    Target(
+        name="door",
+        read=lambda data: door.check(KEY, CHALLENGE, data),
+        promised=(AuthError,),
+        write=_write_answer,
+        seeds=_door_seeds,
+    ),
+    Target(
+        name="proofs",
+        read=_read_proof,
+        promised=(),
+        write=None,
+        seeds=lambda: [greeting.dial_proof(KEY, CHALLENGE, b"hello") + b"hello"],
+    ),
+    Target(
+        name="signatures",
+        read=lambda data: owner.is_signed(data[:32], b"words", data[32:]),
+        promised=(),
+        write=None,
+        seeds=_signature_seeds,
+    ),
+    Target(
+        name="machines",
+        read=_read_machine,
+        promised=(AuthError, RemoteProtocolError),
+        write=None,
+        seeds=_machine_seeds,
+        prefix=0,
+    ),
+    Target(
+        name="sealed",
+        read=_open_records,
+        promised=(seal.ForgedError,),
+        write=_seal_records,
+        seeds=_sealed_seeds,
+    ),
+    Target(
+        name="objects",
+        read=objects.decode,
+        promised=(TypeError, RemoteProtocolError),
+        write=objects.encode,
+        seeds=_object_seeds,
+        prefix=1,
+    ),
+    Target(
+        name="pickles",
+        read=_read_pickle,
+        promised=(TypeError, MismatchError, RemoteProtocolError),
+        write=None,
+        seeds=_pickle_seeds,
+    ),
+    Target(
+        name="manifest",
+        read=_read_manifest,
+        promised=(TypeError, MismatchError, RemoteProtocolError),
+        write=objects.encode,
+        seeds=_manifest_seeds,
+        prefix=1,
+    ),
+    Target(name="text_record", read=_read_text_record, promised=(), write=None, seeds=_text_record_seeds),
+    Target(name="packet", read=_read_packet, promised=(), write=None, seeds=_packet_seeds),
+    Target(
+        name="join_code",
+        read=_read_join_code,
+        promised=(ConfigError,),
+        write=_write_join_code,
+        seeds=_join_code_seeds,
+    ),
+)

@@ -1,0 +1,82 @@
+"""A member that says whatever it likes: the others raise nothing, keep little, and go on without it.
+
+`python -m covey.testing.hostile --from N --seeds 1` repeats a seed; `make fuzz` plays more of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from covey.proto import membership
+from covey.proto.decision import Decision
+from covey.proto.membership import Membership
+from covey.testing import hostile
+from covey.testing.hostile import Mode, Quarrel
+from covey.testing.ledger import BrokenError
+
+if TYPE_CHECKING:
+    from covey.wire.formation import Standing
+
+SEEDS = 18
+MOST_SEEDS = 300
+"""In which a broken member has to be noticed; most are within the first twenty."""
+
+
+def test_a_hostile_member_breaks_no_honest_one() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        try:
+            totals += hostile.perform(seed)
+        except BrokenError as broken:
+            pytest.fail(f"seed {seed}: {str(broken)[:4000]}")
+    assert totals["lies"] > 1000
+    assert totals["links closed"] > 10
+    assert totals["views"] > 50
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Take the place of a check."""
+
+
+def hear_without_counting(self: Decision, rank: int, standing: Standing) -> None:
+    for index, row in enumerate(standing.rows):
+        if row.promised > self.rows[index].promised:
+            self.rows[index] = row
+    self._ended_for[rank] = frozenset(standing.ended)
+
+
+KEEPS, ANYTHING = hostile.Mode
+TALKATIVE = {"lies": 1500}
+LONG = {"lies": 1400, "seconds": 12.0, "delays": (0.002,), "losses": (0.0,)}
+MUTANTS: dict[str, tuple[Mode, dict[str, Any], tuple[Any, str, Any]]] = {
+    "does not look whether a view can follow": (ANYTHING, TALKATIVE, (Membership, "_check_follows", nothing)),
+    "takes any view for sound": (ANYTHING, TALKATIVE, (Membership, "_is_sound", lambda self, view: True)),
+    "takes any ballot": (KEEPS, TALKATIVE, (Membership, "_check_ballot", nothing)),
+    "keeps all views": (KEEPS, LONG, (membership, "KEPT", 1 << 30)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_play_notices_a_member_that(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, circumstances, patch = MUTANTS[mutant]
+    for name, value in circumstances.items():
+        monkeypatch.setattr(Quarrel, name, value)
+    Quarrel(0, mode).perform()
+    monkeypatch.setattr(*patch)
+    for seed in range(MOST_SEEDS):
+        try:
+            Quarrel(seed, mode).perform()
+        except BrokenError:
+            return
+    pytest.fail("not noticed")
+
+
+def test_the_play_notices_a_candidate_that_does_not_count_the_rows_of_a_standing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Decision, "heard", hear_without_counting)
+    with pytest.raises(BrokenError, match="IndexError"):
+        any(hostile.HostileStory(seed).perform() for seed in range(2, MOST_SEEDS))
