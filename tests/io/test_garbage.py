@@ -23,6 +23,7 @@ from covey.base.config import GroupConfig
 from covey.base.errors import RemoteProtocolError
 from covey.runtime import lanes
 from covey.runtime import node as node_module
+from covey.runtime.arrivals import SOURCE_RATE
 from covey.runtime.bootstrap import join_at
 from covey.runtime.greet import GREETING_SECONDS, Gate
 from covey.runtime.places import Place
@@ -338,6 +339,7 @@ def test_a_group_works_and_opens_lanes_while_strangers_crowd_its_doors(
     assert crew.everywhere(exchange) == [1.0, 0.0]
     for rank in range(2):
         for where in crew.doors(rank):
+            time.sleep(4 * len(RUBBISH) / SOURCE_RATE)  # so many the door answers again after a crowd
             bother(where, crew.gate)
     strangers.close()
     assert resident_bytes() - resident < 32 << 20
