@@ -1,152 +1,27 @@
-"""What `docs/security.md` says of strangers and of bounds has tests that could fail, and the numbers of the code.
+"""Every sentence of `docs/security.md` and `docs/wire.md` has tests that could fail, and the numbers of the code.
 
-Every sentence of the sections below is listed with the tests that hold it: who changes a sentence changes its tests.
+`tests/sentences.py` says how they are listed.
 """
 
 from __future__ import annotations
 
-import ast
+import hashlib
 import re
+import typing
 from pathlib import Path
 
 import pytest
+from tests import sentences
 
 from covey.base.text import TEXT_LIMIT
 from covey.net import descriptors, mdns, sieve
-from covey.runtime import allowance, candidate, entrance, follower, gathering, greet, hints, reach, visitors
-from covey.wire import frame
+from covey.proto import board
+from covey.runtime import allowance, candidate, early, entrance, follower, gathering, greet, hints, reach, visitors
+from covey.wire import frame, lineage, membership, messages, secret
 
-ROOT = Path(__file__).parents[2]
-SECURITY = (ROOT / "docs" / "security.md").read_text()
-SEE, DO, BOUNDS = "What strangers can see", "What strangers can make a node do", "Bounds"
-
-CLAIMS: dict[str, dict[str, list[str]]] = {
-    SEE: {
-        "That two machines talk, when, and how much": [
-            "security/test_secrecy.py::test_what_two_nodes_exchange_tells_nothing_to_who_captures_all_of_it",
-        ],
-        "Multicast announcements (mDNS) carry addresses, a port": [
-            "unit/wire/test_beacon.py::test_an_announcement_shows_nothing_that_two_of_them_have_in_common_but_port_and_addresses",
-            "security/test_multicast.py::test_two_announcements_of_one_node_have_nothing_in_common_but_where_it_is",
-            "io/test_mdns.py::test_nothing_on_the_wire_names_host_or_key",
-        ],
-        "They are sent only while a node joins or runs": [
-            "io/test_mdns.py::test_nothing_on_the_wire_names_host_or_key",
-            "io/test_mdns.py::test_closing_at_any_moment_of_the_start_leaves_nothing",
-        ],
-        "A stranger that passes a connection on sees that two nodes belong together": [
-            "security/test_handshake.py::test_a_stranger_that_passes_on_an_answer_to_the_door_sees_no_certificate",
-            "security/test_handshake.py::"
-            "test_a_stranger_that_passes_everything_on_sees_nothing_that_names_a_node_or_its_cluster",
-            "security/test_handshake.py::test_an_answer_to_the_door_is_good_for_one_client_hello_only",
-            "io/test_tls.py::test_an_acceptor_asks_for_no_second_client_hello",
-        ],
-    },
-    DO: {
-        "Everybody on a network can repeat what was announced there": [
-            "netns/test_strangers.py::"
-            "test_announcements_that_a_stranger_repeats_open_few_sockets_and_none_beyond_the_network",
-        ],
-        "Addresses are inside the tag, so none can be added or exchanged": [
-            "security/test_multicast.py::test_only_addresses_inside_the_tag_are_believed",
-            "unit/wire/test_beacon.py::test_an_address_can_neither_be_added_nor_taken_away_nor_moved_to_another_family",
-        ],
-        "A node follows an announcement only if a holder of the secret made it, only once": [
-            "security/test_multicast.py::test_announcements_of_strangers_are_never_dialled",
-            "security/test_multicast.py::test_an_announcement_that_a_stranger_repeats_is_followed_like_one",
-            "security/test_multicast.py::"
-            "test_addresses_that_are_not_on_the_network_where_they_were_heard_are_not_dialled",
-            "security/test_members.py::test_loopback_addresses_of_a_member_elsewhere_are_not_ours",
-            "unit/net/test_interfaces.py::test_an_address_is_on_the_link_of_one_interface_or_not",
-        ],
-        "Nodes announce themselves anew every minute, under a fresh tag": [
-            "io/test_mdns.py::test_a_node_is_announced_anew_under_a_fresh_tag_and_an_announcement_counts_once",
-            "unit/runtime/test_hints.py::test_fresh_evidence_is_good_for_one_more_try",
-        ],
-        "What leads nowhere is tried six times with growing pauses": [
-            "unit/runtime/test_hints.py::test_a_hint_that_leads_nowhere_is_tried_with_growing_pauses_and_then_no_more",
-            "unit/runtime/test_hints.py::test_fresh_evidence_brings_a_try_forward_and_shortens_no_pause_after_it",
-        ],
-        "What a member told of is also tried every five minutes, for an hour": [
-            "unit/runtime/test_hints.py::"
-            "test_what_a_member_told_of_is_tried_again_after_a_nap_a_bounded_number_of_times",
-        ],
-        "At most 32 sockets are being opened at a time because of what others said": [
-            "netns/test_strangers.py::"
-            "test_announcements_that_a_stranger_repeats_open_few_sockets_and_none_beyond_the_network",
-            "security/test_members.py::test_hints_of_a_member_open_a_few_sockets_at_a_time",
-            "unit/runtime/test_allowance.py::test_so_many_are_opened_at_a_time_and_so_many_a_second",
-        ],
-        "Packets that are not about covey, have an unusual size": [
-            "security/test_multicast.py::test_packets_of_unusual_size_are_counted_and_not_looked_at",
-            "unit/net/test_sieve.py::test_one_source_may_say_so_much_and_all_together_so_much",
-            "unit/cli/test_doctor_findings.py::test_a_flood_of_multicast_is_noticed_and_a_few_packets_too_many_are_not",
-        ],
-        "Of what is looked at nothing is stored but the tags": [
-            "netns/test_strangers.py::test_a_flood_of_inventions_leaves_memory_as_it_was",
-        ],
-        "The last 64 that a process may have": [
-            "netns/test_strangers.py::test_a_stranger_does_not_take_the_descriptors_of_a_running_job",
-            "io/test_entrance.py::test_the_last_descriptors_are_not_for_strangers",
-        ],
-        "A process that has none left goes on with what it has begun": [
-            "e2e/test_scarcity.py::test_a_group_without_a_descriptor_left_goes_on_and_says_what_to_do",
-            "e2e/test_scarcity.py::test_a_process_that_can_open_nothing_is_told_so_when_it_joins",
-            "io/test_scarcity.py::test_addresses_are_kept_true_after_a_shortage",
-            "unit/net/test_descriptors.py::"
-            "test_what_a_node_promises_is_written_down_even_if_all_descriptors_are_used_up",
-        ],
-        "Lines that others can cause are written at most every few seconds": [
-            "security/test_door.py::test_strangers_leave_one_line_in_the_log_however_many_they_are",
-            "security/test_members.py::test_a_member_that_comes_again_and_again_with_nonsense_leaves_few_lines",
-            "netns/test_strangers.py::"
-            "test_announcements_that_a_stranger_repeats_open_few_sockets_and_none_beyond_the_network",
-        ],
-    },
-}
-ELSEWHERE: dict[str, list[str]] = {
-    "what a flood costs a node is [bounded](#bounds)": [
-        "security/test_floods.py::test_a_flood_of_strangers_hardly_slows_a_group_and_keeps_no_member_out",
-    ],
-    "do not pass it on: processes of a cluster's run get the secret through a pipe": [
-        "security/test_secrecy.py::test_a_secret_given_by_the_environment_is_in_no_child_of_any_group",
-        "security/test_secrecy.py::test_a_secret_given_by_the_environment_is_in_no_child_no_log_and_no_file",
-    ],
-    "Anyone else is hung up on before a single byte is parsed, before TLS, before memory": [
-        "security/test_door.py::test_garbage_at_the_door_ends_the_connection_at_once",
-        "security/test_door.py::test_another_clusters_key_does_not_open_the_door_for_anything",
-    ],
-    "At most 32 connections are at the door at a time": [
-        "security/test_door.py::test_a_stranger_costs_no_more_than_a_place_at_the_door",
-        "io/test_entrance.py::test_in_a_crowd_those_from_a_members_address_stay",
-    ],
-    "The answer is bound to the dialler's TLS ClientHello, and the acceptor takes no other": [
-        "security/test_handshake.py::test_an_answer_to_the_door_is_good_for_one_client_hello_only",
-    ],
-    "A certificate names no key but its own, and only a dialler that holds the secret can read it": [
-        "security/test_handshake.py::test_a_certificate_names_no_key_but_its_own",
-        "security/test_handshake.py::test_a_stranger_that_passes_on_an_answer_to_the_door_sees_no_certificate",
-    ],
-    "There is no fallback to anything older, and no session resumption": [
-        "io/test_tls.py::test_older_versions_of_tls_are_not_spoken",
-        "io/test_tls.py::test_no_session_is_resumed",
-    ],
-    "with control characters written as escapes, at most 8000 characters each": [
-        "security/test_texts.py::test_no_text_of_a_peer_gets_past_the_decoder_that_is_not_printable_and_short",
-        "security/test_texts.py::test_a_hostile_rank_does_not_write_to_the_terminals_of_the_others",
-    ],
-    "A node has room for 4 links of one key and for 64 visitors in all": [
-        "security/test_members.py::test_visitors_of_a_member_are_bounded_and_displace_no_keeper_and_no_member",
-        "unit/runtime/test_visitors.py::"
-        "test_however_many_keys_come_there_are_so_many_and_the_one_that_asked_last_stays",
-    ],
-    "A member has at most 4 links with a node": ["security/test_members.py::test_links_of_one_member_are_bounded"],
-    "only those that the asker advertises *and* has come from, at the one port where it listens": [
-        "security/test_members.py::test_a_member_has_no_other_machine_scanned",
-        "security/test_members.py::test_a_probe_proves_an_address_only_to_whom_its_token_belongs",
-        "io/test_gathering.py::test_a_node_tries_the_addresses_of_others_only_so_often",
-    ],
-}
+PAGES = ("security", "wire")
+SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+DO, BOUNDS = "What strangers can make a node do", "Bounds"
 
 
 def section(heading: str) -> str:
@@ -157,34 +32,94 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def sentences(heading: str) -> list[str]:
-    text = re.sub(r"\*\*[^*]+\*\*", "", plain(section(heading)).replace("- **", "**"))
-    return [sentence.strip() for sentence in re.split(r"(?<=[.])\s+", text) if sentence.strip()]
+@pytest.mark.parametrize("page", PAGES)
+def test_every_sentence_of_a_page_is_listed_with_its_tests(page: str) -> None:
+    assert "\n".join(sentences.faults(page)) == ""
 
 
-@pytest.mark.parametrize("heading", CLAIMS)
-def test_every_sentence_about_strangers_is_listed_with_its_tests(heading: str) -> None:
-    said = sentences(heading)
-    assert said
-    for sentence in said:
-        held_by = [claim for claim in CLAIMS[heading] if claim in sentence]
-        assert len(held_by) == 1, sentence
-    assert len(said) == len(CLAIMS[heading])
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A page and its list, which a test may change."""
+    for folder, name in (("docs", "page.md"), ("tests/claims", "page.txt")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / name).touch()
+    (tmp_path / "docs" / "page.md").write_text(
+        "# Page\n\nOne claim, over\ntwo lines. Another (`x`) claim.\n\n"
+        "- **Label.** A third.\n- `b` is a fourth: a.\n\n| a | b |\n|---|---|\n| c | d |\n\n```\nsome  format\n```\n"
+    )
+    (tmp_path / "tests" / "test_x.py").write_text("def test_x() -> None: ...\ndef helper() -> None: ...\n")
+    (tmp_path / "tests" / "claims" / "page.txt").write_text(LISTED)
+    monkeypatch.setattr(sentences, "ROOT", tmp_path)
+    sentences.tests_of.cache_clear()
+    return tmp_path
 
 
-@pytest.mark.parametrize("claim", ELSEWHERE)
-def test_what_is_listed_is_what_the_page_says(claim: str) -> None:
-    assert claim in plain(SECURITY)
+HELD = "    test_x.py::test_x\n"
+SAID = (
+    "One claim, over two lines.", "Another (`x`) claim.", "A third.", "`b` is a fourth: a.", "| a | b |", "| c | d |",
+    "some format",
+)  # fmt: skip
+LISTED = "".join(f"{sentence}\n{HELD}" for sentence in SAID)
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted({name for part in (*CLAIMS.values(), ELSEWHERE) for names in part.values() for name in names}),
-)
-def test_every_test_that_is_listed_exists(name: str) -> None:
-    path, _, function = name.partition("::")
-    tree = ast.parse((ROOT / "tests" / path).read_text())
-    assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+def test_what_is_listed_in_full_has_no_faults(copy: Path) -> None:
+    assert tuple(sentences.sentences("page")) == SAID
+    assert sentences.faults("page") == []
+    sentences.tests_of.cache_clear()
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("two lines.", "three lines."), ("A third.", "A third. And more."), ("| c | d |", "| c | e |"),
+    ("| c | d |", "| c | d |\n| e | f |"), ("some  format", "some other format"), ("Another (`x`) claim.", ""),
+])  # fmt: skip
+def test_a_sentence_that_is_added_or_changed_is_noticed(old: str, new: str, copy: Path) -> None:
+    page = copy / "docs" / "page.md"
+    assert old in page.read_text()
+    page.write_text(page.read_text().replace(old, new))
+    assert sentences.faults("page")
+    sentences.tests_of.cache_clear()
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    (HELD, ""), (HELD, "    test_x.py::test_y\n"), (HELD, "    test_x.py::helper\n"), (HELD, "    test_z.py::test_x\n"),
+    (HELD, "    = because\n"), (HELD, HELD + "    = names\n"), (SAID[2], SAID[2] + "!"),
+])  # fmt: skip
+def test_a_sentence_without_a_test_is_noticed(old: str, new: str, copy: Path) -> None:
+    listed = copy / "tests" / "claims" / "page.txt"
+    listed.write_text(listed.read_text().replace(old, new, 1))
+    assert sentences.faults("page")
+    sentences.tests_of.cache_clear()
+
+
+def test_a_passphrase_costs_what_the_page_says() -> None:
+    (power,) = re.findall(r"scrypt \(N = 2\^(\d+)\)", SECURITY)
+    words = "marble ocean violin garden tractor pepper"
+    key = hashlib.scrypt(
+        words.encode(), salt=b"covey/1/passphrase/prey", n=2 ** int(power), r=8, p=1, maxmem=2**28, dklen=32
+    )
+    assert secret.from_passphrase("prey", words, random=bytes).key == key
+
+
+def names_in(kind: type, found: set[str]) -> set[str]:
+    """Return the names of all fields of a structure, those inside it included."""
+    for name, hint in typing.get_type_hints(kind).items():
+        found.add(name)
+        for inner in (hint, *typing.get_args(hint)):
+            if hasattr(inner, "__struct_fields__"):
+                names_in(inner, found)
+    return found
+
+
+def test_what_lies_on_disk_of_a_run_has_only_these_fields() -> None:
+    bound = names_in(membership.Bound, set())
+    assert bound == {
+        "generation", "record", "origin", "tie_breaker", "members", "view", "promised", "accepted_ballot", "accepted",
+        "id", "life", "lineage", "number", "ranks", "verdicts", "successor", "is_finished", "group", "sequence", "fate",
+        "pending",
+    }  # fmt: skip
+    known = names_in(lineage.Remembered, set())
+    assert known == {"open", "ended", "given_up", "lineage", "names", "is_ours", "is_finished"}
+    assert f"up to {lineage.MAX_OPEN} that may be going on" in plain(SECURITY)
 
 
 def test_the_bounds_are_those_of_the_code() -> None:
@@ -198,6 +133,8 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{sieve.SOURCE_RATE:.0f} from one address, {sieve.TOTAL_RATE:.0f} in all",
         f"{visitors.VISITORS_LIMIT}; {visitors.LINKS_PER_KEY}",
         f"{frame.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
+        f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
+        f"{early.LIMIT_BYTES >> 20} MiB of each",
         f"one in {entrance.TOLD_SECONDS:.0f}, {gathering.TOLD_SECONDS:.0f}, {candidate.NEXT_WORD_SECONDS:.0f} s",
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]
@@ -211,3 +148,6 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"{mdns.MOST_KNOWN} at most" in words
     assert f"The last {descriptors.MOST_SPARED}" in words
     assert (reach.RATE, reach.TOTAL_RATE) == (0.5, 4.0)
+    assert candidate.EARLY_LIMIT_BYTES == early.LIMIT_BYTES
+    store = f"more than {board.ENTRIES_LIMIT} entries of {board.BYTES_LIMIT >> 20} MiB in all"
+    assert f"{store}, nor wait on more than {board.WAITING_LIMIT >> 20} MiB of keys" in plain(SECURITY)

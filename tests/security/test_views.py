@@ -244,7 +244,7 @@ def far(scene: Scene) -> int:
 
 BALLOTS: dict[str, Callable[[Scene], membership.Membership]] = {
     "to propose": lambda scene: scene.ask(far(scene)),
-    "a proposal": lambda scene: Accept(far(scene), scene.follows(0, 1, 2)),
+    "a proposal": lambda scene: Accept(far(scene), scene.follows(LIAR)),
     "that was promised": lambda scene: Promise(scene.base.lineage, scene.base.number + 1, far(scene), (0, 1), None),
     "that was accepted": lambda scene: Accepted(scene.base.lineage, scene.base.number + 1, far(scene)),
     "that stands against ours": lambda scene: Refuse(scene.base.lineage, scene.base.number + 1, far(scene)),
