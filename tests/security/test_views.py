@@ -501,10 +501,26 @@ def test_a_member_can_cost_another_its_place_and_that_one_is_told(scene: Scene) 
     assert_right(outcome, of=(0, LIAR))
 
 
+def test_a_member_can_cost_all_others_their_places_and_none_of_them_takes_the_run_for_over(scene: Scene) -> None:
+    for rank in HONEST:
+        scene.tell(rank, Decided(scene.follows(LIAR)))
+    until(lambda: all(scene.generation(rank).is_over for rank in HONEST))
+    known = [call_on_loop(scene.prey(rank).candidate.records.lineages) for rank in HONEST]
+    assert [(len(each.open), each.ended) for each in known] == [(1, ())] * 2
+    outcome = scene.outcome()
+    assert [type(outcome[rank][0]) for rank in HONEST] == [GroupChangedError] * 2
+
+
 def test_members_that_a_member_told_of_different_views_end_with_errors_or_right_numbers(scene: Scene) -> None:
     for rank in HONEST:
         scene.tell(rank, scene.ask(), Decided(scene.follows(rank, LIAR)))
-    until(lambda: all(scene.generation(rank).view.ranks == (rank, LIAR) for rank in HONEST))
+    # One of them may hear from the other, first, that it is out.
+    views = {rank: (rank, LIAR) for rank in HONEST}
+    until(
+        lambda: all(
+            scene.generation(rank).is_over or scene.generation(rank).view.ranks == views[rank] for rank in HONEST
+        )
+    )
     for rank, results in scene.outcome().items():
         for number, result in enumerate(results):
             if isinstance(result, CoveyError):

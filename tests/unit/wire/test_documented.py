@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from covey.base.text import TEXT_LIMIT
-from covey.proto import health, message, message_stream, views
+from covey.net import meeting, ring
+from covey.proto import health, matching, message, message_stream, views
 from covey.proto import membership as agreement
-from covey.runtime import boards, circle, greet
+from covey.runtime import boards, circle, greet, lanes
 from covey.wire import beacon, board, door, formation, frame, greeting, header, lineage, membership, messages, seal
 from covey.wire import message_header as framed
 
@@ -103,6 +104,8 @@ def test_the_header_of_a_transfer_has_the_documented_bytes() -> None:
     rows = table("Transfers of collectives", "bytes")
     sizes = [int(row[0]) for row in rows]
     assert sum(sizes) == header.HEADER_BYTES == 64
+    formats = (header.PREFIX, header.SUFFIX, frame.LENGTH, seal.LENGTH, framed._FIXED)
+    assert {each.format[0] for each in formats} == {"<"}, "numbers are little-endian"
     codes = re.findall(r"\d*[a-zA-Z]", header.PREFIX.format.replace("xxx", "3x") + header.SUFFIX.format.lstrip("<"))
     assert sizes == [struct.calcsize("<" + code) for code in codes]
     zeros = ["x" in code for code in codes]
@@ -194,6 +197,10 @@ NUMBERS = (
     f"A ballot more than 2^{agreement.MOST_AHEAD.bit_length() - 1} above",
     f"Keys have up to {board.KEY_LIMIT} characters, values {board.VALUE_LIMIT >> 10} KiB, a message "
     f"{board.KEYS_LIMIT} keys and 1 MiB",
+    f"carries a random id ({lanes.LANE_BYTES} bytes) and a random secret ({lanes.SECRET_BYTES} bytes)",
+    f"a token ({meeting.TOKEN_BYTES} random bytes that never travel)",
+    f"small frames in lots of {matching.ACK_BATCH >> 10} KiB",
+    f"On a ring, payloads are padded to {ring.ALIGN} bytes",
     f"are repeated after {boards.ASK_AGAIN_SECONDS:.0f} s",
 )
 
@@ -201,6 +208,13 @@ NUMBERS = (
 @pytest.mark.parametrize("said", NUMBERS)
 def test_a_number_of_the_page_is_that_of_the_code(said: str) -> None:
     assert said in WORDS
+
+
+def test_a_board_has_a_number_of_so_many_bits_and_calls_are_so_many_runs() -> None:
+    hints = typing.get_type_hints(messages.Posting, include_extras=True)
+    assert f"Its number ({limit(hints['board'])} random bits)" in WORDS
+    (meta,) = typing.get_args(typing.get_type_hints(messages.Calls, include_extras=True)["runs"])[1:]
+    assert f"up to {meta.max_length} runs of equal calls" in WORDS
 
 
 def test_labels_of_proofs_are_as_written() -> None:
