@@ -283,6 +283,12 @@ class Membership:
         """All executors have stopped, in these states. Ignored if a view has come in between."""
         if number == self._freeze_number and self._states is None:
             self._states = tuple(states)
+            if self._proposal is not None:
+                self._proposal.answers = {
+                    place: answer
+                    for place, answer in self._proposal.answers.items()
+                    if views.fits(answer.states or (), self._states, self.view)
+                }  # the others are asked again
             self._promise(now)
 
     def received(self, peer_id: bytes, message: Message, now: float) -> None:
@@ -748,6 +754,7 @@ class Membership:
         for state in states:
             is_state = state.sequence <= state.returned + 1 and state.returned < views.MOST_OPERATIONS
             is_sound = is_sound and is_state and all(rank < size for rank in (*state.ranks, state.root))
+        is_sound = is_sound and (self._states is None or views.fits(states, self._states, self.view))
         if not is_sound or len({state.group for state in states}) < len(states):
             raise RemoteProtocolError(f"member {place} answers what cannot be: {str(promise)[:200]}")
 
