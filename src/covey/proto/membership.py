@@ -75,8 +75,6 @@ whoever lacks more is in none of them."""
 MOST_AHEAD: Final = 1 << 40
 """How far a ballot may be above all that this node has heard of. Ballots grow by a few each time, so no member needs
 more; and no member can use them up for the others."""
-MOST_OPERATIONS: Final = 1 << 61
-"""The number of an operation, and that of the next one, fit into every message."""
 MOST_SKIPPED: Final = 1 << 20
 """View numbers that a fork leaps over at most, by chance: bytes of one lineage must never pass for an attempt of
 another."""
@@ -285,6 +283,12 @@ class Membership:
         """All executors have stopped, in these states. Ignored if a view has come in between."""
         if number == self._freeze_number and self._states is None:
             self._states = tuple(states)
+            if self._proposal is not None:
+                self._proposal.answers = {
+                    place: answer
+                    for place, answer in self._proposal.answers.items()
+                    if views.fits(answer.states or (), self._states, self.view)
+                }  # the others are asked again
             self._promise(now)
 
     def received(self, peer_id: bytes, message: Message, now: float) -> None:
@@ -721,6 +725,10 @@ class Membership:
             raise RemoteProtocolError(f"member {place} tells of a view {view.number} for which this one never answered")
         if view.successor not in (None, self._successor_of(view.ranks, self._wish)):
             raise RemoteProtocolError(f"member {place} tells of a generation that this one never wished for")
+        if not views.rests_on(view, self._states):
+            raise RemoteProtocolError(
+                f"member {place} tells of a view {view.number} that denies what this one answered"
+            )
 
     def _is_sound(self, view: View) -> bool:
         """Tell whether a view is some of the members of ours, each once and in order, and what it says makes sense."""
@@ -744,8 +752,9 @@ class Membership:
         states = promise.states or ()
         size = len(self._acceptor.members)
         for state in states:
-            is_state = state.sequence in (0, state.returned + 1) and state.returned < MOST_OPERATIONS
+            is_state = state.sequence <= state.returned + 1 and state.returned < views.MOST_OPERATIONS
             is_sound = is_sound and is_state and all(rank < size for rank in (*state.ranks, state.root))
+        is_sound = is_sound and (self._states is None or views.fits(states, self._states, self.view))
         if not is_sound or len({state.group for state in states}) < len(states):
             raise RemoteProtocolError(f"member {place} answers what cannot be: {str(promise)[:200]}")
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 SEARCHED: Final = 4096
 """Steps in the search for the largest company. Broken links are few, or cut a run in parts; both take far fewer."""
+MOST_OPERATIONS: Final = 1 << 61
+"""The number of an operation, and that of the next one, fit into every message."""
 
 
 def is_quorum(view: View, ranks: Collection[int]) -> bool:
@@ -76,6 +78,38 @@ def judge(answers: Mapping[int, tuple[State, ...]]) -> tuple[Verdict, ...]:
         for state in answers[rank]:
             groups.setdefault(state.group, {})[rank] = state
     return tuple(_judge_group(group, groups[group], answers.keys()) for group in sorted(groups))
+
+
+def rests_on(view: View, states: Collection[State]) -> bool:
+    """Tell whether the verdicts of a view can come from `judge`, if one of its members answered with these states.
+
+    Members pass an operation together, so none is further ahead than by one that is complete here, unless operations
+    raised because a member of the group is gone. A member that gives a group up may have forgotten how far it was.
+    """
+    verdicts = {verdict.group: verdict for verdict in view.verdicts}
+    for state in states:
+        verdict = verdicts.get(state.group)
+        is_bounded = set(state.ranks) <= set(view.ranks) and not state.gives_up
+        most = state.returned + 1 + state.complete if is_bounded else MOST_OPERATIONS
+        if verdict is None or not state.returned < verdict.sequence <= most:
+            return False
+        if verdict.fate is Fate.COMMIT and not (state.complete and state.sequence == verdict.sequence):
+            return False
+    return True
+
+
+def fits(answer: Collection[State], states: Collection[State], view: View) -> bool:
+    """Tell whether a member of a view can be where it says, if this one is where these states say."""
+    mine = {state.group: state for state in states}
+    for theirs in answer:
+        ours = mine.get(theirs.group)
+        if ours is None or not {*theirs.ranks, *ours.ranks} <= set(view.ranks):
+            continue
+        is_ahead = theirs.returned > ours.returned + ours.complete and not ours.gives_up
+        is_behind = ours.returned > theirs.returned + theirs.complete and not theirs.gives_up
+        if is_ahead or is_behind:
+            return False
+    return True
 
 
 def _judge_group(group: int, states: Mapping[int, State], company: Collection[int]) -> Verdict:

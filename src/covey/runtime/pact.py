@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import ClosedError
+from covey.base.errors import ClosedError, RemoteProtocolError
 from covey.proto.commit import Commit, Raised, Returned, Run
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
@@ -239,7 +239,11 @@ class Pact:
             return  # dropped just now
         with self._lock:
             self._halt_number = -1
-            step = self._commit.install(view)
+            try:
+                step = self._commit.install(view)
+            except RemoteProtocolError as error:
+                step = None
+                control.soon(engine.fail, Fault("MismatchError", f"{error}: the ranks called different things"))
             # None: the operation is over, by this view or by one whose word was not fetched yet.
             self._step = step if step is not None else self._step
             self.circle.close()

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from covey.base.errors import RemoteProtocolError
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumLost, Send, Waiting
+from covey.proto.commit import Commit
 from covey.proto.lease import DRIFT, LEASE, Lease
-from covey.proto.membership import FINISH_TOGETHER, KEPT, MOST_AHEAD, MOST_OPERATIONS, Membership
-from covey.proto.views import is_quorum, judge, largest_company, next_tie_breaker
+from covey.proto.membership import FINISH_TOGETHER, KEPT, MOST_AHEAD, Membership
+from covey.proto.views import MOST_OPERATIONS, fits, is_quorum, judge, largest_company, next_tie_breaker, rests_on
 from covey.testing.workers import Worker
 from covey.testing.world import World
 from covey.wire.membership import (
@@ -949,7 +950,86 @@ def test_the_tie_breaker_stays_as_long_as_it_can() -> None:
 def test_the_fate_of_an_operation_follows_from_the_answers(
     answers: dict[int, State], sequence: int, fate: Fate
 ) -> None:
-    assert judge({rank: (state,) for rank, state in answers.items()}) == (Verdict(7, sequence, fate),)
+    verdicts = judge({rank: (state,) for rank, state in answers.items()})
+    assert verdicts == (Verdict(7, sequence, fate),)
+    for state in answers.values():
+        assert rests_on(View(LINEAGE, 1, tuple(answers), 0, verdicts), [state])
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict"),
+    [
+        (State(7, (0, 1, 2), 4), Verdict(7, 4, Fate.REDO)),
+        (State(7, (0, 1, 2), 4), Verdict(8, 5, Fate.REDO)),
+        (State(7, (0, 1, 2), 4), Verdict(7, 5, Fate.COMMIT)),
+        (State(7, (0, 1, 2), 4, 5), Verdict(7, 5, Fate.COMMIT)),
+        (State(7, (0, 1, 2), 4, 5), Verdict(7, 6, Fate.COMMIT)),
+        (State(7, (0, 1, 2), 4, 5, 0, True), Verdict(7, 6, Fate.COMMIT)),
+        (State(7, (0, 1), 4), Verdict(7, 6, Fate.REDO)),
+        (State(7, (0, 1), 4, 5), Verdict(7, 6, Fate.REVOKE)),
+        (State(7, (0, 1), 4, 5, 0, True), Verdict(7, 7, Fate.REDO)),
+        (State(7, (0, 1, 2), 4), Verdict(7, MOST_OPERATIONS + 1, Fate.REDO)),
+    ],
+)
+def test_a_verdict_that_no_judge_gives_after_such_an_answer_is_known(state: State, verdict: Verdict) -> None:
+    assert not rests_on(View(LINEAGE, 1, (0, 1), 0, (verdict,)), [state])
+
+
+def test_a_member_that_forgot_a_group_may_not_know_how_far_it_was() -> None:
+    forgotten = State(7, (0, 1, 2), 0, gives_up=True)
+    answers = {0: (State(7, (0, 1, 2), 50),), 1: (forgotten,), 2: (State(7, (0, 1, 2), 49, 50, 0, True),)}
+    view = View(LINEAGE, 1, (0, 1, 2), 0, judge(answers))
+    for states in answers.values():
+        assert rests_on(view, states)
+        assert all(fits(others, states, view) for others in answers.values())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (State(7, (0, 1), 4), State(7, (0, 1), 5)),
+        (State(7, (0, 1), 4, 5), State(7, (0, 1), 5)),
+        (State(7, (0, 1), 4, 5, 0, True), State(7, (0, 1), 6)),
+        (State(7, (0, 1), 4), State(7, (0, 1), 5, gives_up=True)),
+        (State(7, (0, 1), 4), State(7, (0, 1), 3)),
+        (State(7, (0, 1), 4), State(7, (0, 1), 3, 4)),
+    ],
+)
+def test_members_of_a_whole_group_are_at_most_one_complete_operation_apart(ours: State, theirs: State) -> None:
+    assert not fits([theirs], [ours], View(LINEAGE, 1, (0, 1), 0))
+    assert fits([theirs], [ours], View(LINEAGE, 1, (0, 2), 0)), "operations may have raised, for want of a root"
+    assert fits([theirs], [State(8, (0, 1), 1)], View(LINEAGE, 1, (0, 1), 0))
+
+
+def test_an_answer_that_came_before_this_member_had_frozen_is_compared_then() -> None:
+    core = lone("a")
+    core.disturbed(0, 1.0)
+    core.tick(1.0)
+    ballot = next(
+        effect.message.ballot for effect in core.effects() if isinstance(getattr(effect, "message", 0), Prepare)
+    )
+    true, false = (State(7, (0, 1, 2), returned) for returned in (4, 9))
+    core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (false,)), 1.1)
+    core.received(seat("c").id, Promise(LINEAGE, 1, ballot, (0, 1), (true,)), 1.1)
+    core.frozen(1, [true], 1.2)
+    assert not any(isinstance(getattr(effect, "message", 0), Accept) for effect in core.effects())
+    with pytest.raises(RemoteProtocolError, match="answers what cannot be"):
+        core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (false,)), 1.3)
+    core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (true,)), 1.4)
+    (view,) = {effect.message.view for effect in core.effects() if isinstance(getattr(effect, "message", 0), Accept)}
+    assert view == View(LINEAGE, 1, (0, 1, 2), 0, (Verdict(7, 5, Fate.REDO),))
+
+
+def test_a_member_that_called_something_else_than_the_others_gives_an_answer_that_is_taken() -> None:
+    core = lone("a")
+    core.disturbed(0, 1.0)
+    core.tick(1.0)
+    ballot = next(
+        effect.message.ballot for effect in core.effects() if isinstance(getattr(effect, "message", 0), Prepare)
+    )
+    behind = Commit(7, (0, 1, 2), 1, View(LINEAGE, 0, (0, 1), 0, (Verdict(7, 3, Fate.RAISE),)))
+    behind.start()
+    core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (behind.freeze(),)), 1.1)
 
 
 def test_a_member_that_does_not_know_the_group_yet_is_not_complete_in_it() -> None:

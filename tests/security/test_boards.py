@@ -1,0 +1,141 @@
+"""The store of a run: asked over the links of members only, and made of bytes that covey does not open."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.security.attackers import DEADLINE, call_on_loop, new_cluster, until
+from tests.security.company import SURVIVING, Company, node_of, say
+
+from covey.runtime.boards import open_board
+from covey.wire import board, messages
+
+if TYPE_CHECKING:
+    from covey.runtime.group import Group
+
+
+MADE: list[str] = []
+
+
+def make() -> None:
+    MADE.append("something")
+
+
+class Opened:
+    """What must not be made of the bytes of a store."""
+
+    def __reduce__(self) -> Any:
+        return make, ()
+
+
+def listening() -> set[str]:
+    """Return the sockets of this process that others could connect to over a network."""
+    own = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            own.add(str(entry.readlink()))
+    found = set()
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] in ("0A", "07") and f"socket:[{fields[9]}]" in own:
+                found.add(f"{name} {fields[1]}")
+    return found
+
+
+def test_a_board_listens_at_no_port() -> None:
+    with Company(new_cluster(), size=2) as company:
+        together = company.steps(3)
+
+        def work(group: Group) -> bytes:
+            group.barrier()
+            together()
+            together()
+            desk = open_board(group)
+            if group.rank == 0:
+                desk.ask(board.Put((("key", b"value"),)), DEADLINE)
+            found = desk.ask(board.Get(("key",)), DEADLINE).values[0]
+            together()
+            together()
+            return found
+
+        nodes = [company.start(work) for _ in range(2)]
+        together()
+        before = listening()
+        assert before, "nodes listen for links"
+        together()
+        together()
+        assert listening() <= before
+        together()
+        assert [node.result() for node in nodes] == [b"value"] * 2
+
+
+def test_a_board_gives_back_bytes_as_they_are() -> None:
+    data = pickle.dumps(Opened())
+
+    def work(group: Group) -> bytes:
+        desk = open_board(group)
+        if group.rank == 1:
+            desk.ask(board.Put((("key", data),)), DEADLINE)
+        return desk.ask(board.Get(("key",)), DEADLINE).values[0]
+
+    with Company(new_cluster(), size=2) as company:
+        nodes = [company.start(work) for _ in range(2)]
+        assert [node.result() for node in nodes] == [data] * 2
+    assert MADE == []
+    pickle.loads(data)
+    assert MADE
+
+
+def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
+    with Company(new_cluster(), SURVIVING, size=3) as company:
+        together = company.steps(3)
+
+        def work(group: Group) -> Any:
+            node, generation = node_of(group), group._engine.generation
+            assert generation is not None
+            desk = open_board(group)
+            desk.ask(board.Add("count", 1), DEADLINE)
+            group.barrier()
+            answers: list[Any] = []
+            heard = node.boards.heard
+
+            def listen(seat: int, posting: messages.Posting) -> None:
+                answers.append(board.decode_body(posting.body))
+                heard(seat, posting)
+
+            call_on_loop(setattr, node.boards, "heard", listen)
+            pongs: list[int] = []
+            take = node.heard
+
+            def note(rank: int, message: messages.Control) -> None:
+                if isinstance(message, messages.Pong):
+                    pongs.append(message.number)
+                take(rank, message)
+
+            call_on_loop(setattr, node, "heard", note)
+            together()
+            if group.rank == 2:
+                call_on_loop(generation.withdraw)
+            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].excluded)
+            together()
+            if group.rank == 2:
+                for question in (board.Add("count", 100), board.Get(("count",)), board.Put((("key", b"poison"),))):
+                    say(group, 0, messages.Posting(desk.board, secrets.randbits(40), board.encode_body(question)))
+                say(group, 0, messages.Ping(1 << 50))
+                until(lambda: 1 << 50 in pongs)
+                together()
+                together()
+                return answers
+            together()
+            count = desk.ask(board.Add("count", 0), DEADLINE).number
+            known = desk.ask(board.Check(("key",)), DEADLINE).number
+            together()
+            return count, known
+
+        results = [node.result() for node in [company.start(work) for _ in range(3)]]
+    assert sorted(results, key=str) == [(3, 0), (3, 0), []]

@@ -1,0 +1,546 @@
+"""Views that cannot be, told by members, excluded members, nodes outside of a run and visitors: only the liar pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.security.attackers import DEADLINE, Insider, call_on_loop, new_cluster, until
+from tests.security.company import SURVIVING, Company, Participant, node_of
+
+from covey.base.errors import CoveyError, GroupChangedError, MismatchError, PeerLostError, RemoteProtocolError
+from covey.proto.membership import MOST_AHEAD, MOST_SKIPPED
+from covey.proto.views import MOST_OPERATIONS
+from covey.wire import membership, messages
+from covey.wire.membership import (
+    Accept,
+    Accepted,
+    Decided,
+    Fate,
+    Fork,
+    Prepare,
+    Promise,
+    Pulse,
+    Refuse,
+    Seat,
+    State,
+    Successor,
+    Trouble,
+    Verdict,
+    View,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from covey.runtime.generation import Generation
+    from covey.runtime.group import Group
+    from covey.runtime.link import Link
+    from covey.runtime.node import Node
+
+LIAR = 2
+HONEST = (0, 1)
+BALLOT = LIAR + 4 * 100
+"""A ballot of the liar's own in a run of three, above all that others have promised."""
+VALUES = np.arange(1, 4)
+PATIENT = dataclasses.replace(SURVIVING, patience=8.0)
+"""Half of it is waited for a liar that is silent, and this machine may stand still for a second."""
+ANY = dataclasses.replace(PATIENT, quorum="any")
+
+
+class Scene:
+    """A run of three real nodes. What a test does to them happens while none of them has begun an operation."""
+
+    def __init__(self, company: Company) -> None:
+        self._company = company
+        self.groups: dict[int, Group] = {}
+        self._send_vote: Callable[[int, messages.Control], None] | None = None
+        self._begin = [threading.Event() for _ in range(3)]
+        self._together = company.steps(4)
+        self._participants = [company.start(self._work) for _ in range(3)]
+        self._together()
+
+    def _work(self, group: Group) -> Any:
+        group.barrier()
+        self.groups[group.rank] = group
+        self._together()
+        self._begin[group.rank].wait(DEADLINE)
+        outcome = []
+        for number in range(2):
+            try:
+                total = group.all_reduce(VALUES * 10**group.rank + number)
+            except CoveyError as error:
+                outcome.append(error)
+                break
+            outcome.append((total.tolist(), group.contributors))
+        self._together()  # none leaves while others are at work
+        return group.rank, outcome
+
+    def outcome(self) -> dict[int, list[Any]]:
+        """Let all of them go on, and return by rank what came of two operations: an error, or numbers and of whom."""
+        self.begin(0, 1, 2)
+        self._together()
+        return dict(participant.result() for participant in self._participants)
+
+    def begin(self, *ranks: int) -> None:
+        """Let these ranks begin their operations."""
+        for rank in ranks:
+            self._begin[rank].set()
+
+    def prey(self, rank: int) -> Participant:
+        """Return the participant that has a rank."""
+        id = self.node(rank).card.id
+        return next(participant for participant in self._participants if participant.identity.id == id)
+
+    def terms(self) -> Any:
+        return self._company.terms()
+
+    def node(self, rank: int) -> Node:
+        return node_of(self.groups[rank])
+
+    def generation(self, rank: int) -> Generation:
+        generation = self.node(rank).generation
+        assert generation is not None
+        return generation
+
+    @property
+    def group(self) -> int:
+        """The number of the group."""
+        return self.groups[0]._engine.id
+
+    @property
+    def returned(self) -> int:
+        """The operations that are over."""
+        pact = self.groups[0]._engine._pact
+        assert pact is not None
+        return pact.returned
+
+    @property
+    def base(self) -> View:
+        """The view of the others."""
+        return self.generation(0).view
+
+    def links(self, rank: int, other: int) -> list[Link]:
+        """Return the links of one rank with another."""
+        id = self.node(other).card.id
+        return call_on_loop(lambda: list(self.prey(rank).candidate.met[id].links))
+
+    def tell(self, rank: int, *votes: membership.Membership) -> None:
+        """Let the liar say these to a rank, one right after the other."""
+        send_vote = self._send_vote or self.node(LIAR).send_vote
+        bodies = [messages.Agreeing(0, membership.encode_membership(vote)) for vote in votes]
+        call_on_loop(lambda: [send_vote(rank, body) for body in bodies])
+
+    def mute(self) -> None:
+        """Let the liar say no more about views than it is told to: it could win a ballot without one of the others."""
+        node = self.node(LIAR)
+        self._send_vote = node.send_vote
+        call_on_loop(setattr, node, "send_vote", lambda _seat, _message: None)
+
+    def ask(self, ballot: int = BALLOT) -> Prepare:
+        """Return what has a member without an operation freeze, and promise, before it reads on."""
+        return Prepare(self.base.lineage, self.base.number + 1, ballot)
+
+    def follows(self, *ranks: int, **changes: Any) -> View:
+        """Return a view that could follow, but for the changes."""
+        base = self.base
+        redo = Verdict(self.group, self.returned + 1, Fate.REDO)
+        view = View(base.lineage, base.number + 1, ranks, ranks[0] if ranks else 0, (redo,) if ranks else ())
+        return msgspec.structs.replace(view, **changes)
+
+    def forked(self, *ranks: int, **changes: Any) -> View:
+        """Return a view with which these could go on apart, but for the changes."""
+        view = View(b"f" * 16, self.base.number + 5, ranks, ranks[0])
+        return msgspec.structs.replace(view, **changes)
+
+
+@pytest.fixture(autouse=True)
+def nothing_breaks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No exception ends in a callback or a task of the control loop."""
+    yield
+    broken = [record for record in caplog.records if record.name == "asyncio" and record.levelno >= logging.ERROR]
+    assert not broken
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with Company(new_cluster(), PATIENT, size=3) as company:
+        yield Scene(company)
+
+
+@pytest.fixture
+def free_scene() -> Iterator[Scene]:
+    """Where halves may go on apart."""
+    with Company(new_cluster(), ANY, size=3) as company:
+        yield Scene(company)
+
+
+def assert_right(outcome: dict[int, list[Any]], *, of: Sequence[int] = HONEST) -> None:
+    """Check that honest ranks got right numbers, each other's among them, from both operations."""
+    for rank in of:
+        assert len(outcome[rank]) == 2
+        for number, (total, contributors) in enumerate(outcome[rank]):
+            assert set(of) <= set(contributors)
+            assert total == sum(VALUES * 10**other + number for other in contributors).tolist()
+    assert len({str(outcome[rank]) for rank in of}) == 1
+
+
+def assert_cut_off(scene: Scene, lie: Callable[[], None]) -> None:
+    """Check that a lie ends the links it came on with RemoteProtocolError, those of the liar with each honest rank."""
+    before = {rank: scene.links(rank, LIAR) for rank in HONEST}
+    between = scene.links(0, 1) + scene.links(1, 0)
+    scene.mute()
+    lie()
+    for rank in HONEST:
+        until(lambda rank=rank: any(isinstance(link.error, RemoteProtocolError) for link in before[rank]))
+    assert not any(isinstance(link.error, CoveyError) for link in between)
+    until(lambda: any(link.is_open for link in between))
+
+
+def successor(scene: Scene, *, members: Sequence[int] = (0, 1, 2), tie_breaker: int = 0) -> Successor:
+    cards = [scene.node(rank).card for rank in members]
+    return Successor(1, b"s" * 16, tuple(Seat(card.id, card.life) for card in cards), tie_breaker)
+
+
+IMPOSSIBLE: dict[str, Callable[[Scene], View]] = {
+    "a rank that does not exist": lambda scene: scene.follows(0, 1, 2, 7),
+    "a rank twice": lambda scene: scene.follows(0, 1, 1, 2),
+    "ranks that are not ascending": lambda scene: scene.follows(2, 1, 0, tie_breaker=0),
+    "a tie-breaker outside": lambda scene: scene.follows(0, 1, tie_breaker=2),
+    "a tie-breaker that does not exist": lambda scene: scene.follows(0, 1, 2, tie_breaker=9),
+    "one group twice": lambda scene: scene.follows(0, 1, 2, verdicts=2 * scene.follows(0, 1, 2).verdicts),
+    "an end with a successor": lambda scene: scene.follows(successor=successor(scene)),
+    "a successor with a member twice": lambda scene: scene.follows(
+        0, 1, 2, successor=successor(scene, members=(0, 1, 1))
+    ),
+    "a successor whose tie-breaker does not exist": lambda scene: scene.follows(
+        0, 1, 2, successor=successor(scene, tie_breaker=5)
+    ),
+    "a successor that no other member wished for": lambda scene: scene.follows(0, 1, 2, successor=successor(scene)),
+}
+
+
+@pytest.mark.parametrize("lie", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_member_that_tells_of_a_view_that_cannot_follow_is_cut_off_and_the_others_go_on(
+    lie: Callable[[Scene], View], scene: Scene
+) -> None:
+    def tell() -> None:
+        scene.tell(0, scene.ask(), Decided(lie(scene)))
+        scene.tell(1, scene.ask(), Accept(BALLOT, lie(scene)))
+
+    assert_cut_off(scene, tell)
+    assert_right(scene.outcome())
+
+
+def test_a_view_for_which_a_member_never_answered_is_not_installed(scene: Scene) -> None:
+    def tell() -> None:
+        scene.tell(0, Decided(scene.follows(0, 1, 2)))
+        scene.tell(1, Accept(BALLOT, scene.follows(0, 1, 2)))
+
+    assert_cut_off(scene, tell)
+    assert_right(scene.outcome())
+
+
+def far(scene: Scene) -> int:
+    """Return a ballot of the liar's that leaves the others few higher ones."""
+    size = len(scene.generation(0).seats)
+    return MOST_AHEAD * 4 // (size + 1) * (size + 1) * 4 + LIAR
+
+
+BALLOTS: dict[str, Callable[[Scene], membership.Membership]] = {
+    "to propose": lambda scene: scene.ask(far(scene)),
+    "a proposal": lambda scene: Accept(far(scene), scene.follows(LIAR)),
+    "that was promised": lambda scene: Promise(scene.base.lineage, scene.base.number + 1, far(scene), (0, 1), None),
+    "that was accepted": lambda scene: Accepted(scene.base.lineage, scene.base.number + 1, far(scene)),
+    "that stands against ours": lambda scene: Refuse(scene.base.lineage, scene.base.number + 1, far(scene)),
+    "to lead by": lambda scene: Pulse(scene.base.lineage, scene.base.number, far(scene), claims=True, stamp=1.0),
+}
+
+
+@pytest.mark.parametrize("lie", BALLOTS.values(), ids=BALLOTS)
+def test_a_member_with_a_ballot_far_above_all_others_is_cut_off(
+    lie: Callable[[Scene], membership.Membership], scene: Scene
+) -> None:
+    assert_cut_off(scene, lambda: [scene.tell(rank, lie(scene)) for rank in HONEST] and None)
+    assert_right(scene.outcome())
+    assert max(call_on_loop(lambda: [scene.generation(rank).council._core.ballot for rank in HONEST])) < MOST_AHEAD
+
+
+def test_a_member_that_proposes_in_a_ballot_of_another_is_cut_off(scene: Scene) -> None:
+    view = scene.follows(0, 1, 2)
+    assert_cut_off(scene, lambda: [scene.tell(rank, scene.ask(), Accept(BALLOT + 1, view)) for rank in HONEST] and None)
+    assert_right(scene.outcome())
+
+
+ANSWERS: dict[str, Callable[[Scene, Promise], dict[str, Any]]] = {
+    "an accepted view that cannot follow": lambda scene, _: {
+        "accepted_ballot": 1, "accepted": scene.follows(0, 1, 9)},
+    "an accepted view of another number": lambda scene, _: {
+        "accepted_ballot": 1, "accepted": scene.follows(0, 1, number=scene.base.number + 7)},
+    "an accepted view of another lineage": lambda scene, _: {
+        "accepted_ballot": 1, "accepted": scene.follows(0, 1, lineage=bytes(16))},
+    "a view accepted in no ballot": lambda scene, _: {"accepted": scene.follows(0, 1)},
+    "a view accepted in a later ballot": lambda scene, promise: {
+        "accepted_ballot": promise.ballot + 8, "accepted": scene.follows(0, 1)},
+    "a ballot without a view": lambda _, __: {"accepted_ballot": 1},
+    "one group twice": lambda _, __: {"states": (State(0, (0, 1, 2), 1), State(0, (0, 1, 2), 2))},
+    "ranks that do not exist": lambda _, __: {"states": (State(0, (0, 1, 2, 9), 1),)},
+    "a root that does not exist": lambda _, __: {"states": (State(0, (0, 1, 2), 1, 2, root=9),)},
+    "an operation that is not the next": lambda _, __: {"states": (State(0, (0, 1, 2), 1, 40),)},
+    "operations that the others have not begun": lambda scene, _: {
+        "states": (State(scene.group, (0, 1, 2), scene.returned + 1),)},
+    "operations that the others have not begun, and gives up": lambda scene, _: {
+        "states": (State(scene.group, (0, 1, 2), scene.returned + 1000, gives_up=True),)},
+    "fewer operations than the others have seen it in": lambda scene, _: {
+        "states": (State(scene.group, (0, 1, 2), 0),)},
+    "more operations than fit": lambda _, __: {"states": (State(0, (0, 1, 2), MOST_OPERATIONS),)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
+def test_a_member_that_answers_what_cannot_be_is_cut_off_and_the_others_go_on(
+    lie: Callable[[Scene, Promise], dict[str, Any]], scene: Scene
+) -> None:
+    node = scene.node(LIAR)
+    send_vote = node.send_vote
+    lies: list[Promise] = []
+
+    def send_lies(seat: int, message: Any) -> None:
+        vote = membership.decode_membership(message.body)
+        if isinstance(vote, Promise) and seat == 0 and not lies:  # and nothing else, from then on
+            lies.append(vote)
+            vote = msgspec.structs.replace(vote, **lie(scene, vote))
+            send_vote(seat, messages.Agreeing(message.generation, membership.encode_membership(vote)))
+
+    links = scene.links(0, LIAR)
+    call_on_loop(setattr, node, "send_vote", send_lies)
+    call_on_loop(lambda: scene.generation(0).disturbed(scene.base.number))
+    until(lambda: any(isinstance(link.error, RemoteProtocolError) for link in links))
+    assert lies
+    assert_right(scene.outcome())
+
+
+# Verdicts
+
+
+def verdict(ahead: int, fate: Fate) -> Callable[[Scene], View]:
+    """Return a view that says this of the operation so many after the last that is over."""
+    return lambda scene: scene.follows(0, 1, 2, verdicts=(Verdict(scene.group, scene.returned + ahead, fate),))
+
+
+AGAINST_ANSWERS: dict[str, Callable[[Scene], View]] = {
+    "nothing about a group": lambda scene: scene.follows(0, 1, 2, verdicts=()),
+    "an operation that was over is tried again": verdict(0, Fate.REDO),
+    "an operation that has not begun is committed": verdict(1, Fate.COMMIT),
+    "operations were passed without this rank": verdict(2, Fate.REDO),
+    "the group is revoked, but much later": verdict(1 << 40, Fate.REVOKE),
+}
+
+
+@pytest.mark.parametrize("lie", AGAINST_ANSWERS.values(), ids=AGAINST_ANSWERS)
+def test_a_view_against_what_a_member_answered_is_refused(lie: Callable[[Scene], View], scene: Scene) -> None:
+    def tell() -> None:
+        scene.tell(0, scene.ask(), Decided(lie(scene)))
+        scene.tell(1, scene.ask(), Accept(BALLOT, lie(scene)))
+
+    assert_cut_off(scene, tell)
+    assert_right(scene.outcome())
+
+
+def test_an_operation_that_is_not_complete_is_not_committed_by_the_word_of_a_member(scene: Scene) -> None:
+    links = {rank: scene.links(rank, LIAR) for rank in HONEST}
+    lie = verdict(1, Fate.COMMIT)(scene)
+    scene.mute()
+    scene.begin(*HONEST)  # they wait for the liar in the middle of their operation
+    for rank in HONEST:
+        core = scene.generation(rank).council._core
+        scene.tell(rank, scene.ask())
+        until(lambda core=core: core._states is not None and any(state.sequence for state in core._states))
+        scene.tell(rank, Decided(lie))
+        until(lambda rank=rank: any(isinstance(link.error, RemoteProtocolError) for link in links[rank]))
+    assert_right(scene.outcome())
+
+
+def test_verdicts_of_groups_that_a_member_is_not_in_are_none_of_its_business(scene: Scene) -> None:
+    others = (Verdict(1 << 61, 7, Fate.REVOKE), Verdict(77, 1, Fate.COMMIT))
+    view = scene.follows(0, 1, 2, verdicts=scene.follows(0).verdicts + others)
+    for rank in HONEST:
+        scene.tell(rank, scene.ask(), Decided(view))
+    until(lambda: all(scene.generation(rank).view == view for rank in HONEST))
+    assert_right(scene.outcome())
+
+
+def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_differ() -> None:
+    with Company(new_cluster(), SURVIVING, size=3) as company:
+        together = company.steps(3)
+
+        def work(group: Group) -> Any:
+            group.barrier()
+            generation, node = group._engine.generation, node_of(group)
+            assert generation is not None
+            if group.rank == LIAR:
+                call_on_loop(generation.withdraw)
+                together()
+                together()
+                return None
+            until(lambda: node.peers[LIAR].excluded)
+            together()
+            with pytest.raises((PeerLostError, MismatchError)) as error:
+                # A broadcast from a lost rank raises at once, on this rank alone.
+                group.all_reduce(VALUES) if group.rank else group.broadcast(VALUES, root=LIAR)
+            if group.rank == 0:
+                other = node_of(groups[1])._groups[group._engine.id]._pact  # type: ignore[attr-defined]
+                until(lambda: other._is_executing)
+                call_on_loop(generation.disturbed, generation.view.number)
+            together()
+            return type(error.value)
+
+        groups: dict[int, Group] = {}
+
+        def main(group: Group) -> Any:
+            groups[group.rank] = group
+            return group.rank, work(group)
+
+        ends = dict(node.result() for node in [company.start(main) for _ in range(3)])
+    assert ends == {0: PeerLostError, 1: MismatchError, LIAR: None}
+
+
+# Forks and other histories
+
+FORKS: dict[str, Callable[[Scene], View]] = {
+    "a rank that does not exist": lambda scene: scene.forked(0, 1, 2, 9),
+    "a rank twice": lambda scene: scene.forked(0, 1, 1, 2),
+    "a tie-breaker outside": lambda scene: scene.forked(0, 1, 2, tie_breaker=3),
+    "a number that was used": lambda scene: scene.forked(0, 1, 2, number=scene.base.number),
+    "a number far ahead": lambda scene: scene.forked(0, 1, 2, number=scene.base.number + MOST_SKIPPED + 2),
+    "the lineage that it leaves": lambda scene: scene.forked(0, 1, 2, lineage=scene.base.lineage),
+    "without the member that tells of it": lambda scene: scene.forked(0, 1),
+    "a successor": lambda scene: scene.forked(0, 1, 2, successor=successor(scene)),
+}
+
+
+@pytest.mark.parametrize("lie", FORKS.values(), ids=FORKS)
+def test_a_member_that_tells_of_a_fork_that_cannot_be_is_cut_off(
+    lie: Callable[[Scene], View], free_scene: Scene
+) -> None:
+    scene = free_scene
+    fork = Fork(scene.base.lineage, scene.base.number, lie(scene))
+    assert_cut_off(scene, lambda: [scene.tell(rank, scene.ask(), fork) for rank in HONEST] and None)
+    assert_right(scene.outcome())
+
+
+def test_where_a_quorum_decides_no_member_can_fork_a_run(scene: Scene) -> None:
+    for rank in HONEST:
+        fork = Fork(scene.base.lineage, scene.base.number, scene.forked(rank, LIAR))
+        scene.tell(rank, scene.ask(), fork, Fork(bytes(16), 0, scene.forked(rank, LIAR)))
+    assert_right(scene.outcome())
+    assert {scene.base.lineage} == {scene.generation(rank).founded.lineage for rank in HONEST}
+
+
+def test_views_of_another_history_have_no_effect(scene: Scene) -> None:
+    stranger = scene.follows(0, 2, lineage=bytes(16))
+    old, ahead = (scene.follows(0, 1, 2, number=scene.base.number + more) for more in (0, 9))
+    for rank in HONEST:
+        scene.tell(rank, Decided(stranger), Accept(BALLOT, stranger), Decided(old), Accept(BALLOT, old),
+                   Prepare(bytes(16), 1, BALLOT), Pulse(bytes(16), 0, BALLOT, claims=True, stamp=1.0),
+                   Trouble(bytes(16), 0, leaves=True), Decided(ahead))  # fmt: skip
+    before = {rank: scene.links(rank, LIAR) for rank in HONEST}
+    outcome = scene.outcome()
+    assert_right(outcome, of=(0, 1, 2))
+    assert not any(isinstance(link.error, CoveyError) for links in before.values() for link in links)
+
+
+# Nodes that are no members
+
+
+def everything(scene: Scene) -> list[membership.Membership]:
+    """What only members may say, plausible or not."""
+    lineage, number = scene.base.lineage, scene.base.number
+    ranks = [(0, 1), (0, 1, 2), (0, 1, 7), (1, 1), (1, 0), (0,), (1,), (2,), (0, 2), ()]
+    views = [scene.follows(*each) for each in ranks]
+    views += [scene.follows(0, 1, number=number + 9), scene.follows(0, 1, successor=successor(scene))]
+    ballots = [BALLOT + place for place in range(4)] + [far(scene)]
+    words: list[membership.Membership] = [Prepare(lineage, number + 1, ballot) for ballot in ballots]
+    words += [Accept(ballot, view) for ballot in ballots for view in views]
+    words += [Decided(view) for view in views]
+    words += [Promise(lineage, number + 1, ballot, (0, 1), (), 3, scene.follows(0, 9)) for ballot in ballots]
+    words += [Pulse(lineage, number, ballot, claims=True, stamp=1.0, echo=1.0) for ballot in ballots]
+    words += [Refuse(lineage, number + 1, ballot) for ballot in ballots]
+    words += [Accepted(lineage, number + 1, ballot) for ballot in ballots]
+    words += [
+        Fork(lineage, number, scene.forked(0, 1, 2)),
+        Trouble(lineage, number),
+        Trouble(lineage, number, leaves=True),
+    ]
+    return words
+
+
+@pytest.mark.parametrize("purpose", ["candidate", "visitor", "keeper"])
+def test_no_node_outside_of_a_run_has_a_say_in_its_views(purpose: str, scene: Scene) -> None:
+    view = scene.base
+    for rank in range(3):
+        with Insider(scene.prey(rank).prey, purpose=purpose) as outsider:
+            for word in everything(scene):
+                outsider.say(messages.Agreeing(0, membership.encode_membership(word)))
+            outsider.ping()
+    assert [scene.generation(rank).view for rank in range(3)] == [view] * 3
+    assert max(call_on_loop(lambda: [scene.generation(rank).council._core.ballot for rank in range(3)])) < BALLOT
+    assert_right(scene.outcome(), of=(0, 1, 2))
+
+
+def test_an_excluded_member_has_no_say_in_views(scene: Scene) -> None:
+    call_on_loop(scene.generation(LIAR).withdraw)
+    until(lambda: all(scene.generation(rank).view.ranks == HONEST for rank in HONEST))
+    view, between = scene.base, scene.links(0, 1) + scene.links(1, 0)
+    for rank in HONEST:
+        for word in everything(scene):
+            scene.tell(rank, word)
+    outcome = scene.outcome()
+    assert_right(outcome)
+    assert isinstance(outcome[LIAR][0], GroupChangedError)
+    assert [scene.generation(rank).view for rank in HONEST] == [view] * 2
+    assert not any(isinstance(link.error, CoveyError) for link in between)
+
+
+# What a member can do
+
+
+def test_a_member_can_cost_another_its_place_and_that_one_is_told(scene: Scene) -> None:
+    scene.tell(1, Decided(scene.follows(0, LIAR)))
+    until(lambda: scene.generation(1).is_over)
+    outcome = scene.outcome()
+    assert isinstance(outcome[1][0], GroupChangedError)
+    assert_right(outcome, of=(0, LIAR))
+
+
+def test_a_member_can_cost_all_others_their_places_and_none_of_them_takes_the_run_for_over(scene: Scene) -> None:
+    for rank in HONEST:
+        scene.tell(rank, Decided(scene.follows(LIAR)))
+    until(lambda: all(scene.generation(rank).is_over for rank in HONEST))
+    known = [call_on_loop(scene.prey(rank).candidate.records.lineages) for rank in HONEST]
+    assert [(len(each.open), each.ended) for each in known] == [(1, ())] * 2
+    outcome = scene.outcome()
+    assert [type(outcome[rank][0]) for rank in HONEST] == [GroupChangedError] * 2
+
+
+def test_members_that_a_member_told_of_different_views_end_with_errors_or_right_numbers(scene: Scene) -> None:
+    for rank in HONEST:
+        scene.tell(rank, scene.ask(), Decided(scene.follows(rank, LIAR)))
+    # One of them may hear from the other, first, that it is out.
+    views = {rank: (rank, LIAR) for rank in HONEST}
+    until(
+        lambda: all(
+            scene.generation(rank).is_over or scene.generation(rank).view.ranks == views[rank] for rank in HONEST
+        )
+    )
+    for rank, results in scene.outcome().items():
+        for number, result in enumerate(results):
+            if isinstance(result, CoveyError):
+                continue
+            total, contributors = result
+            assert total == sum(VALUES * 10**other + number for other in contributors).tolist(), rank
