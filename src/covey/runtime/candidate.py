@@ -403,7 +403,12 @@ class Candidate(Gathering):
         """Let the node know which nodes wait for the next generation, and which do not any more."""
         waiting = {}
         for id in self._formation.newcomers():
-            if (someone := self.met.get(id)) is not None and someone.rank < 0:
+            someone = self.met.get(id)
+            if someone is not None and someone.rank >= 0 and node.peers[someone.rank].excluded:
+                # A generation took it in, and a view excluded it, before it heard of either.
+                someone.votes_for, someone.rank = someone.rank, -1
+                node.voter_up(someone.votes_for, someone.card.life, someone.send)
+            if someone is not None and someone.rank < 0:
                 waiting[messages.key_of(someone.card)] = someone
         for newcomer in node.lobby:
             if messages.key_of(newcomer.card) not in waiting:
