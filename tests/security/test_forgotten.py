@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.security.attackers import BROKEN, DEADLINE, Insider, call_on_loop, hear, new_cluster, until
 from tests.security.company import SURVIVING, Company, Participant, here, node_of
 
 from covey.net.identity import NodeIdentity
 from covey.proto.health import Cause
-from covey.runtime.group import Group
 from covey.wire import messages
+
+if TYPE_CHECKING:
+    from covey.runtime.group import Group
 
 
 class Newcomer:

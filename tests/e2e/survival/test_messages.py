@@ -45,8 +45,9 @@ def exchange(victim: int, sizes: list[int]) -> Any:
                 sent.wait()
                 assert np.array_equal(got, values(peer, sizes[number % len(sizes)]) + number % 7), number
                 number += 1
-                group.send_object(stopping.is_set(), dst=peer, tag=101)
-                with_peer = with_peer + 1 if group.recv_object(src=peer, tag=101) and stopping.is_set() else 0
+                is_over = stopping.is_set()  # asked once: both ranks decide by the same two words
+                group.send_object(is_over, dst=peer, tag=101)
+                with_peer = with_peer + 1 if group.recv_object(src=peer, tag=101) and is_over else 0
             counts["exchanged"] = number
 
         talking = threading.Thread(target=lambda: counts.update(attempt(talk)))
