@@ -390,12 +390,14 @@ MUTANTS: list[tuple[type, str, Callable[[Any], Any]]] = [
 @pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS, ids=[mutant.__name__ for *_, mutant in MUTANTS])
 def test_without_one_of_its_rules_the_stories_go_wrong(owner: type, name: str, mutant: Callable[[Any], Any]) -> None:
     with mutated(owner, name, mutant):
-        for seed in range(300):
-            try:
-                Story(seed).play()
-            except (AssertionError, RemoteProtocolError, IndexError, KeyError, ValueError):
+        try:
+            if kept_of_long_talk([3, EAGER]) > 2 * ACK_BATCH:
                 return
-        assert kept_of_long_talk([3, EAGER]) > 2 * ACK_BATCH
+            for seed in range(300):
+                Story(seed).play()
+        except (AssertionError, RemoteProtocolError, IndexError, KeyError, ValueError):
+            return
+    pytest.fail("the stories end well without it")
 
 
 # Single rules
