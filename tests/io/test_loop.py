@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.runtime import loop as control
+from covey.runtime.node import CLOSE_SECONDS
+from covey.testing import run_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
+
+    import covey
 
 TURNS = 600
 
@@ -98,3 +102,23 @@ def test_what_cannot_be_made_is_an_error_once_everything_is_cleaned_up() -> None
     with pytest.raises(ValueError, match="cake"):
         control.make(fail(), discard=said.append, otherwise=lambda: said.append("otherwise"))
     assert said == ["otherwise"]
+
+
+def test_a_group_that_the_garbage_collector_closes_on_the_loop_does_not_hold_it_up() -> None:
+    async def close(group: covey.Group) -> float:
+        began = time.monotonic()
+        group.close()  # as the end of a forgotten `for group in covey.generations()` does
+        return time.monotonic() - began
+
+    def work(group: covey.Group) -> float:
+        group.barrier()
+        took = control.start(close(group)).result(20)
+        deadline = time.monotonic() + 20
+        node = group._engine.node
+        assert node is not None
+        while not node._is_closed.is_set():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return took
+
+    assert max(run_threads(2, work, lanes="unix", timeout=20)) < CLOSE_SECONDS  # closing there would take twice that

@@ -58,6 +58,9 @@ MUTANTS: dict[str, tuple[Mode, dict[str, Any], tuple[Any, str, Any]]] = {
     "keeps all views": (KEEPS, LONG, (membership, "KEPT", 1 << 30)),
 }
 
+FIRST_NOTICED = {"takes any view for sound": 27}
+"""Seeds before these show nothing; looking at them takes long."""
+
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_play_notices_a_member_that(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +69,7 @@ def test_the_play_notices_a_member_that(mutant: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Quarrel, name, value)
     Quarrel(0, mode).perform()
     monkeypatch.setattr(*patch)
-    for seed in range(MOST_SEEDS):
+    for seed in range(FIRST_NOTICED.get(mutant, 0), MOST_SEEDS):
         try:
             Quarrel(seed, mode).perform()
         except BrokenError:

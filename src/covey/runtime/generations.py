@@ -227,7 +227,8 @@ class _Generations:
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            if threading.current_thread() is threading.main_thread():  # else the garbage collector ends the loop
+                signal.signal(signal.SIGTERM, before)
 
 
 class _Words(NamedTuple):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from covey.base.config import check_timeout
 from covey.runtime import gradients, movements, survival
+from covey.runtime import loop as control
 from covey.runtime.buffers import readable
 from covey.runtime.fault import Fault
 from covey.runtime.issuer import whole_number
@@ -257,6 +259,9 @@ class Group(Reductions, Moves, Messages):
 
     def close(self) -> None:
         """Leave the group and free what it holds. Closing twice is fine."""
+        if control.is_here():  # the garbage collector ends what held it, and happens to run on this thread
+            threading.Thread(target=self.close, name="covey-close", daemon=True).start()
+            return
         if self._before_close is not None:
             # An error that ends the program has left its traceback behind before the interpreter closes us.
             has_failed = self._has_failed or getattr(sys, "last_value", None) is not None

@@ -19,12 +19,13 @@ MAKE_SECONDS: Final = 5.0
 """How long a coroutine may clean up behind itself when what it makes is not wanted any more."""
 
 _loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
 _starting = threading.Lock()
 
 
 def control_loop() -> asyncio.AbstractEventLoop:
     """Return the running loop, started on first use."""
-    global _loop
+    global _loop, _thread
     if _loop is not None:  # without the lock: the garbage collector may ask, on a thread that holds it
         return _loop
     with _starting:
@@ -32,9 +33,15 @@ def control_loop() -> asyncio.AbstractEventLoop:
             import asyncio  # here, because it costs half as much to import as numpy
 
             loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="covey-control", daemon=True).start()
+            _thread = threading.Thread(target=loop.run_forever, name="covey-control", daemon=True)
+            _thread.start()
             _loop = loop
     return _loop
+
+
+def is_here() -> bool:
+    """Tell whether the caller runs on the loop's thread, and so must not wait for the loop."""
+    return threading.current_thread() is _thread
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:

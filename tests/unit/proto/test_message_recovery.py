@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from covey.proto.message import Operation, Receive, Send
 
 UINT8 = dtype_code(np.dtype(np.uint8))
-SEEDS = 600
+SEEDS = 300
 TURNS = 120
 EAGER, PIECE = 60, 300
 CREDIT = 8 * (EAGER + HEADER_COST)
