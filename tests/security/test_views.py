@@ -14,6 +14,7 @@ from tests.security.attackers import DEADLINE, Insider, call_on_loop, new_cluste
 from tests.security.company import SURVIVING, Company, Participant, node_of
 
 from covey.base.errors import CoveyError, GroupChangedError, MismatchError, PeerLostError, RemoteProtocolError
+from covey.proto.health import Cause
 from covey.proto.membership import MOST_AHEAD, MOST_SKIPPED
 from covey.proto.views import MOST_OPERATIONS
 from covey.wire import membership, messages
@@ -200,6 +201,8 @@ def assert_cut_off(scene: Scene, lie: Callable[[], None]) -> None:
         until(lambda rank=rank: any(isinstance(link.error, RemoteProtocolError) for link in before[rank]))
     assert not any(isinstance(link.error, CoveyError) for link in between)
     until(lambda: any(link.is_open for link in between))
+    for rank in HONEST:  # they would wait for the liar to come back
+        call_on_loop(scene.node(rank)._silent, LIAR, "it is cut off", Cause.SILENT)
 
 
 def successor(scene: Scene, *, members: Sequence[int] = (0, 1, 2), tie_breaker: int = 0) -> Successor:
