@@ -32,7 +32,7 @@ import covey
 
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 host, run, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-pause, count, holds = options.pop("pause", 0.05), options.pop("count", 1000), options.pop("holds", None)
+pause, count, holds = options.pop("pause", 0.1), options.pop("count", 1000), options.pop("holds", None)
 talks = options.pop("talks", False)
 places = 1.0 + np.arange(count) % 251
 asked = threading.Event()
