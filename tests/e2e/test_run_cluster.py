@@ -153,3 +153,38 @@ def test_torch_finds_its_variables_on_this_machine_and_in_a_cluster(lab) -> None
             assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["MASTER_ADDR"]) == ("3", "3", "127.0.0.1")
         (port,) = {int(report["env"]["MASTER_PORT"]) for report in places.values()}
         assert 1024 <= port < 1 << 16
+
+
+LEAVE_AND_FAIL = """
+import os, signal, sys, time
+import covey
+word = "again" if "COVEY_RESTART" in os.environ else sys.argv[1]
+were_three = False
+for group in covey.generations(on_loss="continue", patience=5):
+    words = group.all_gather_object(word)
+    if "again" in words:
+        break
+    were_three = were_three or group.size == 3
+    if group.size == 3 and word == "one" and group.rank == words.index("one"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    while not group.change_pending and not (were_three and group.size == 2 and word == "one"):
+        group.barrier()
+        time.sleep(0.02)
+    if were_three and group.size == 2 and word == "one":
+        time.sleep(1)  # so that the keeper has seen the other process end well
+        os._exit(3)
+"""
+
+
+def test_a_process_that_fails_after_another_one_of_its_keeper_has_left_is_started_again(lab: Lab) -> None:
+    """The run goes on elsewhere: that a process of this keeper has left does not end it."""
+    (lab.folder / "leave.py").write_text(LEAVE_AND_FAIL)
+    key = secrets.token_bytes(32)
+    one, two = (lab.machine(name, "lab", key) for name in ("one", "two"))
+    keepers = [
+        run(one, "leaving", "-n", "2", "--min", "1", "--restarts", "1", "leave.py", "one"),
+        run(two, "leaving", "-n", "1", "--min", "1", "--restarts", "1", "leave.py", "two"),
+    ]
+    (code, _, err), (other, _, said) = map(end, keepers)
+    assert "failed with exit code 3; starting it again (1 of 1)" in err, err
+    assert (code, other) == (0, 0), err + said

@@ -73,6 +73,7 @@ class Warden:
         self._thread.start()
 
     is_over = False
+    is_elsewhere = False
     """A run on this host ends with its last process."""
 
     @property
@@ -148,6 +149,9 @@ class ClusterWarden:
     def survives(self) -> bool | None:
         """Whether the run goes on when somebody is lost; None: it has members here, and none of them has said yet."""
         return self._advocate is not None and self._advocate.survives
+
+    is_elsewhere = True
+    """A run of a cluster may go on without processes of this keeper."""
 
     @property
     def is_over(self) -> bool:

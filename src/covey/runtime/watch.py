@@ -142,10 +142,9 @@ class _Watch:
             self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, voice))
 
     def _start_again(self, rank: int) -> None:
-        self._has_finished = self._has_finished or self._run.warden.is_over
-        is_over = self._has_finished and not self._alive and self._waiting.keys() <= {rank}
+        is_over = self._is_over(rank)
         if self._waiting.pop(rank, None) is None or is_over:
-            return  # we were asked to end meanwhile; or there is nobody to come back to
+            return  # this keeper was asked to end meanwhile, or there is no run to come back to
         process = self._started[rank]
         for pipe in self._pipes():
             if pipe.source in (process.stdout, process.stderr):
@@ -257,12 +256,21 @@ class _Watch:
     def _after_loss(self, rank: int) -> str:
         """Start a rank again if it may be; return what happens next, in words."""
         before, most = self._restarts.get(rank, 0), self._command.restarts
-        is_over = self._has_finished and not self._alive and not self._waiting
-        if before < most and not is_over and self._told is None:
+        if before < most and not self._is_over(rank) and self._told is None:
             self._restarts[rank] = before + 1
             self._waiting[rank] = time.monotonic() + min(RESTART_PAUSE * 2 ** min(before, 10), RESTART_PAUSE_MOST)
             return f"; starting it again ({before + 1} of {most})"
         return "; the others go on" if self._alive or self._waiting else ""
+
+    def _is_over(self, rank: int) -> bool:
+        """Tell whether the run has ended but for this process.
+
+        A process of a cluster's run that ends well may have left, and the run goes on elsewhere: its members tell.
+        """
+        warden = self._run.warden
+        self._has_finished = self._has_finished or warden.is_over
+        is_done = warden.is_over if warden.is_elsewhere else self._has_finished
+        return is_done and not self._alive and self._waiting.keys() <= {rank}
 
     def _stop_at(self, at: float) -> None:
         self._waiting.clear()
