@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.machines import DEADLINE, Lab, end, heard, new_lab, wait_until_joined
+from tests.e2e.machines import DEADLINE, Lab, end, heard, wait_until_joined
 from tests.e2e.test_cluster_commands import Terminal
 
 from covey.net import audit
@@ -23,19 +23,12 @@ from covey.net.locks import only_one
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Iterator
 
     from tests.e2e.machines import Machine
 
 pytestmark = pytest.mark.slow
 
 KEY = secrets.token_bytes(32)
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    with new_lab() as made:
-        yield made
 
 
 def log(machine: Machine, *words: str) -> list[dict[str, Any]]:

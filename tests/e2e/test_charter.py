@@ -8,14 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard, new_lab, wait_until_joined
+from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard, wait_until_joined
 from tests.e2e.test_cluster_commands import Terminal
 from tests.e2e.test_cluster_elastic import Place
 from tests.netns.members import check_same_end, together
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 
@@ -39,12 +38,6 @@ try:
 except covey.CoveyError as error:
     print(json.dumps([type(error).__name__, str(error)]), flush=True)
 """
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    with new_lab() as made:
-        yield made
 
 
 def ok(machine: Machine, *words: str, stdin: str = "") -> str:

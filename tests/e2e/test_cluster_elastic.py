@@ -9,16 +9,13 @@ import json
 import secrets
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard, new_lab
+from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard
 from tests.netns.members import ELASTIC, PRELUDE, STEADY, Member, agree_on_loss, by_rank, check_same_end, together
 
 from covey.net.identity import NodeIdentity
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 
@@ -54,12 +51,6 @@ class Place:
     def records(self) -> list[Any]:
         """Return the files in which its node wrote down what it promised."""
         return sorted((self.machine.home / "runs").glob("*.record"))
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    with new_lab() as made:
-        yield made
 
 
 def places_of(lab: Lab, count: int) -> list[Place]:

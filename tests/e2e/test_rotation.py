@@ -8,24 +8,16 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.machines import DEADLINE, Lab, new_lab
+from tests.e2e.machines import DEADLINE, Lab
 from tests.e2e.test_cluster_elastic import Place
 from tests.netns.members import check_same_end, together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.e2e.machines import Machine
 
 pytestmark = pytest.mark.slow
 
 KEY = secrets.token_bytes(32)
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    with new_lab() as made:
-        yield made
 
 
 def rotate(machine: Machine, *words: str) -> tuple[int, str]:

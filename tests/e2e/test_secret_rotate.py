@@ -5,27 +5,17 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.machines import Lab, end, heard, new_lab, wait_until_joined
+from tests.e2e.machines import end, heard, wait_until_joined
 from tests.e2e.test_cluster_commands import Terminal
 
 from covey.net.identity import NodeIdentity
 from covey.wire.secret import decode_join_code
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.slow
 
 KEY = secrets.token_bytes(32)
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    with new_lab() as made:
-        yield made
 
 
 def test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on(lab) -> None:

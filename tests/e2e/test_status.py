@@ -5,23 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.machines import DEADLINE, Lab, end, heard, new_lab, wait_until_joined
+from tests.e2e.machines import DEADLINE, end, heard, wait_until_joined
 
 from covey.base.version import __version__
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    with new_lab() as made:
-        yield made
 
 
 def test_a_run_is_shown_with_its_nodes_by_rank_and_the_ways_between_them(lab) -> None:

@@ -176,6 +176,13 @@ def node_of(group: Group) -> Node:
     return node
 
 
+def ids_of(group: Group) -> list[bytes]:
+    """Return the members of a group's generation by rank."""
+    node = node_of(group)
+    assert node.generation is not None
+    return [member.card.id for member in node.generation.founded.members]
+
+
 def say(group: Group, rank: int, message: messages.Control) -> None:
     """Let the node of a group send whatever it likes to another rank, and return when it is sent."""
     node = node_of(group)

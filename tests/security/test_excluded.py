@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.security.attackers import DEADLINE, LOOPBACK, call_on_loop, new_cluster, run_nodes, until
+from tests.security.company import node_of
 
 from covey.base.dtypes import dtype_code
 from covey.base.errors import CoveyError, PeerLostError
@@ -28,12 +29,6 @@ if TYPE_CHECKING:
 SURVIVING = replace(LOOPBACK, on_loss="continue")
 ATTACKER = 2
 POISON = np.full(5, 666.0)
-
-
-def node_of(group: Group) -> Node:
-    node = group._engine.node
-    assert node is not None
-    return node
 
 
 def leave_secretly(group: Group) -> None:

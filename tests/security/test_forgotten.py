@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.security.attackers import BROKEN, DEADLINE, Insider, call_on_loop, hear, new_cluster, until
-from tests.security.company import SURVIVING, Company, Participant, here, node_of
+from tests.security.company import SURVIVING, Company, Participant, here, ids_of
 
 from covey.net.identity import NodeIdentity
 from covey.proto.health import Cause
 from covey.wire import messages
-
-if TYPE_CHECKING:
-    from covey.runtime.group import Group
 
 
 class Newcomer:
@@ -83,9 +80,3 @@ def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_gene
 def until_formed(member: Participant) -> Any:
     until(lambda: member.candidate._node is not None and member.candidate._node.generation is not None)
     return member.candidate._node
-
-
-def ids_of(group: Group) -> list[bytes]:
-    generation = node_of(group).generation
-    assert generation is not None
-    return [member.card.id for member in generation.founded.members]

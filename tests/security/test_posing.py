@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.security.attackers import BROKEN, DEADLINE, Insider, Victim, call_on_loop, new_cluster, until
-from tests.security.company import SURVIVING, Company, Participant, here, node_of
+from tests.security.company import SURVIVING, Company, Participant, here, ids_of, node_of
 
 from covey.net.identity import NodeIdentity
 from covey.net.interfaces import usable_interfaces
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 
 def revoke() -> messages.Revoke:
     return messages.Revoke(0, "PeerLostError", "the attacker says so", ())
-
-
-def ids_of(group: Group) -> list[bytes]:
-    """Return the members of a group's generation by rank."""
-    node = node_of(group)
-    assert node.generation is not None
-    return [member.card.id for member in node.generation.founded.members]
 
 
 def links_by_rank(group: Group) -> dict[int, bytes]:

@@ -12,6 +12,9 @@ STUCK_TIMEOUTS: Final = 3
 STUCK_SECONDS: Final = 2.0
 """... if nothing was acknowledged for so long either. On a local network both together take two to three seconds."""
 
+LOOK_SECONDS: Final = 0.5
+"""How often what does not move looks whether the path of a connection is dead."""
+
 _INFO_BYTES: Final = 104
 _TIMEOUTS: Final = struct.Struct("=2xB")
 _UNACKED: Final = struct.Struct("=24xI")

@@ -134,8 +134,12 @@ class Candidate(Gathering):
                 self.switched(someone)
                 node.relinked(peer)
             else:
-                someone.votes_for = seat
-                node.voter_up(seat, someone.card.life, someone.send)
+                self._let_vote(node, someone, seat)
+
+    def _let_vote(self, node: Node, someone: Acquaintance, seat: int) -> None:
+        """Take a node for one that only votes for a seat, which it had, or an earlier life of it."""
+        someone.votes_for = seat
+        node.voter_up(seat, someone.card.life, someone.send)
 
     async def _find_again(self, node: Node, peer: Peer, contact: messages.Contact) -> None:
         """Link again with a member to which there is no link; if a view has excluded it, it should hear so."""
@@ -406,8 +410,8 @@ class Candidate(Gathering):
             someone = self.met.get(id)
             if someone is not None and someone.rank >= 0 and node.peers[someone.rank].excluded:
                 # A generation took it in, and a view excluded it, before it heard of either.
-                someone.votes_for, someone.rank = someone.rank, -1
-                node.voter_up(someone.votes_for, someone.card.life, someone.send)
+                self._let_vote(node, someone, someone.rank)
+                someone.rank = -1
             if someone is not None and someone.rank < 0:
                 waiting[messages.key_of(someone.card)] = someone
         for newcomer in node.lobby:

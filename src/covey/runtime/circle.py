@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
+from covey.net import tcp
 from covey.net.descriptors import explain, is_exhausted
 from covey.net.lane import LaneClosedError
 from covey.plan import barrier
@@ -36,8 +37,6 @@ T = TypeVar("T")
 CACHED_PREFIXES: Final = 4096
 LANE_SECONDS: Final = 0.2
 """How long a lane is waited for at a time: then the group looks whether something is wrong."""
-STUCK_LOOK_SECONDS: Final = 0.5
-"""How often an operation that does not move looks whether the path of a lane is dead."""
 SCARCE_SECONDS: Final = 0.02
 """How long to wait for somebody to close a file, at a time, when no more can be opened."""
 COMMIT_PHASE: Final = 0xFFFF
@@ -206,7 +205,7 @@ class Circle:
             if lane is not None and lane.is_stuck():
                 self.lane_closed(place, LaneClosedError("nothing that is sent there gets through"))
         again_at = self.engine.stalled(self, since, tuple(self.ranks[place] for place in waiting_for))
-        return again_at if self.lane_family == "ring" else min(again_at, now + STUCK_LOOK_SECONDS)
+        return again_at if self.lane_family == "ring" else min(again_at, now + tcp.LOOK_SECONDS)
 
     def lane_closed(self, peer: int, error: LaneClosedError | ConnectError) -> None:
         self.engine.lane_closed(self, self.ranks[peer], error)

@@ -22,8 +22,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, DeadlineError, PeerLostError, RemoteProtocolError
+from covey.net import tcp
 from covey.net.descriptors import track
-from covey.net.tcp import is_stuck
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import Operation, Received, Send
 from covey.runtime.message_lane import MessageLane
@@ -43,8 +43,6 @@ MOST_PAUSE_SECONDS: Final = 2.0
 """Before another lane is asked for, when one after the other breaks before anything has moved."""
 LOOK_SECONDS: Final = 0.003
 """How often closing looks whether the kernel has delivered what it was given."""
-STUCK_LOOK_SECONDS: Final = 0.5
-"""How often the kernel is asked whether what was sent gets nowhere, while nothing else happens."""
 
 
 def _as_it_is(received: Received) -> Received:
@@ -457,7 +455,7 @@ class Messenger:
     def _end_stuck(self) -> None:
         """End lanes whose path is dead, although the peer may be well: another lane may find another path."""
         for lane in list(self._lanes_by_fd.values()):
-            if is_stuck(lane.sock):
+            if tcp.is_stuck(lane.sock):
                 self._trouble[lane.peer] = "nothing that is sent there gets through"
                 self._end_lane(lane, None)
 
@@ -544,7 +542,7 @@ class Messenger:
         left = max(0.0, min(math.inf if deadline is None else deadline, expiry) - time.monotonic())
         events = self._look(min(left, SPIN_SECONDS)) if spins else []
         if not events:
-            events = self._poll.poll(math.ceil(1000 * min(left, STUCK_LOOK_SECONDS)))
+            events = self._poll.poll(math.ceil(1000 * min(left, tcp.LOOK_SECONDS)))
         has_fault = False
         with self._lock:
             if not events:
