@@ -22,7 +22,7 @@ from covey.wire.lineage import ID_BYTES as LINEAGE_BYTES
 from covey.wire.lineage import Ending, founded_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from covey.base.config import GroupConfig
     from covey.net.clusters import Cluster
@@ -47,6 +47,7 @@ WRONG_KEY_SECONDS: Final = 4.0
 """After this much hanging up by all seeds, believe that the secret is wrong."""
 RUNNING_LOOK_SECONDS: Final = 2.0
 """How often the folder of this host is looked at, once the run is going on."""
+FIRST_REDIAL_PAUSE: Final = 0.05
 REDIAL_SECONDS: Final = 1.5
 """How long dialling a member again may take before it is tried anew."""
 EARLY_LIMIT_BYTES: Final = 1 << 20
@@ -143,10 +144,18 @@ class Candidate(Gathering):
 
     async def _find_again(self, node: Node, peer: Peer, contact: messages.Contact) -> None:
         """Link again with a member to which there is no link; if a view has excluded it, it should hear so."""
-        until, pause = time.monotonic() + 2 * self.config.patience, 0.05
-        while not (peer.left or node.is_closing) and time.monotonic() < until:
-            if peer.id in self.met or peer.is_denied:
-                return
+        until = time.monotonic() + 2 * self.config.patience
+
+        def is_wanted() -> bool:
+            is_settled = peer.left or node.is_closing or peer.id in self.met or peer.is_denied
+            return not is_settled and time.monotonic() < until
+
+        await self._dial_while(is_wanted, contact)
+
+    async def _dial_while(self, is_wanted: Callable[[], bool], contact: messages.Contact) -> None:
+        """Dial a member again and again, by every way there is."""
+        pause = FIRST_REDIAL_PAUSE
+        while is_wanted():
             with contextlib.suppress(TimeoutError):  # a lost first packet is repeated by a new dial sooner than by TCP
                 async with asyncio.timeout(REDIAL_SECONDS):
                     await self._dial(contact.addresses, same_host=contact.host == self.card.contact.host)
@@ -188,14 +197,11 @@ class Candidate(Gathering):
             self.spawn(self._seek(someone))
 
     async def _seek(self, someone: Acquaintance) -> None:
-        contact, pause = someone.card.contact, 0.1
+        def is_wanted() -> bool:
+            return someone.link is not None and someone.is_silent() and not self.is_closing
+
         try:
-            while someone.link is not None and someone.is_silent() and not self.is_closing:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(REDIAL_SECONDS):
-                        await self._dial(contact.addresses, same_host=contact.host == self.card.contact.host)
-                await asyncio.sleep(pause)
-                pause = min(1.0, 2 * pause)
+            await self._dial_while(is_wanted, someone.card.contact)
         finally:
             self._sought.discard(someone)
 
