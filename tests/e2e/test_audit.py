@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,9 @@ def ports(process: subprocess.Popen[str]) -> list[int]:
     """Return the TCP ports at which a process listens."""
     inodes = set()
     for number in os.listdir(f"/proc/{process.pid}/fd"):
-        link = os.readlink(f"/proc/{process.pid}/fd/{number}")
-        inodes.add(link.removeprefix("socket:[").removesuffix("]"))
+        with suppress(FileNotFoundError):  # the process closed it since it was listed
+            link = os.readlink(f"/proc/{process.pid}/fd/{number}")
+            inodes.add(link.removeprefix("socket:[").removesuffix("]"))
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(table) as file:

@@ -180,7 +180,7 @@ def test_an_empty_folder_of_a_keeper_that_was_killed_at_once_goes(base: Path) ->
 def test_a_child_of_a_killed_keeper_does_not_keep_its_folder(base: Path) -> None:
     """A lock stays for as long as any process has it open."""
     code = HOLD.replace(
-        "time.sleep(600)", "import os\npid = os.fork()\nprint(pid, flush=True) if pid else None\ntime.sleep(600)"
+        "time.sleep(600)", "import os\nif os.fork() == 0:\n    print(os.getpid(), flush=True)\ntime.sleep(600)"
     )
     env = {**os.environ, "XDG_RUNTIME_DIR": str(base)}
     process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
