@@ -108,19 +108,22 @@ def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: C
 def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
     from covey.cli.doctor.network import Search
 
-    search = Search(cluster, config, tell)
     try:
+        search = Search(cluster, config, tell)
         search.run()
     except TimeoutError as error:
         raise DeadlineError(
             "the examination did not end before its timeout ended: this machine is too busy to tell"
         ) from error
+    except (ConfigError, OSError) as error:  # no folder for its files, no port that is free
+        return replace(facts, search_problem=str(error).rstrip("."))
     return replace(
         facts,
         looked=True,
         interfaces=search.interfaces or facts.interfaces,
         multicast_problem=search.multicast_problem,
-        people=search.people,
+        host_problem=search.host_problem,
+        nodes=search.nodes,
         unreachable=search.unreachable,
         seeds=search.seeds,
         refusals=search.refusals,
