@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, PrivatePath, Seed, Setting, Way
+from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, PrivatePath, Seed, Setting, Wait, Way
 from covey.cli.doctor.findings import WEIGHTS, Finding, findings
 from covey.cli.doctor.report import as_json, as_text
 
@@ -328,6 +328,27 @@ def test_the_report_names_everything_and_fits_the_width(width: int) -> None:
         assert word in words
     assert "warning" in words
     assert "1 warning, 1 note" in words
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_word_is_cut_and_no_fact_lost_where_there_is_little_room(width: int) -> None:
+    local = ("10.123.123.101", "fd00:1234:5678::9c24:2aff:feea:7c4c", "fe80::9c24:2aff:feea:7c4c")
+    cable = replace(
+        CABLE, name="enp0s31f6", addresses=local, heard_from=("10.123.123.102",), errors=("no such device",)
+    )
+    setting = Setting(name="join_timeout", value="60", source="environment", variable="COVEY_JOIN_TIMEOUT")
+    machine = replace(MACHINE, settings=(setting,))
+    wait = Wait(cause="nodes", text="1 of 2 nodes", here=("beta-x7a2",), seeds={"10.0.0.9:47700": "Connection refused"})
+    facts = replace(with_beta(wait=wait, is_here=True), interfaces=(LOOPBACK, cable), machine=machine)
+
+    def words(columns: int) -> set[str]:
+        out = io.StringIO()
+        Console(file=out, width=columns, highlight=False).print(as_text(facts, findings(facts)))
+        assert max(map(len, out.getvalue().splitlines())) <= columns
+        return {word.strip(",") for word in out.getvalue().split()}
+
+    headings = {"name", "kind", "variable", "COVEY_JOIN_TIMEOUT"}
+    assert words(200) - words(width) <= headings
 
 
 def test_the_json_has_all_facts_and_findings() -> None:

@@ -70,7 +70,8 @@ def _print(text: RenderableType) -> None:
     out = Console(highlight=False, emoji=False, markup=False)
     if out.is_terminal:
         return out.print(text)
-    out.width = PLAIN_WIDTH
+    if "COLUMNS" not in os.environ:
+        out.width = PLAIN_WIDTH
     with out.capture() as captured:
         out.print(text)
     for line in captured.get().splitlines():  # without the blanks that fill up a terminal's lines
@@ -99,7 +100,7 @@ def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: C
         facts = replace(facts, interfaces_problem=str(error).rstrip("."))
     try:
         cluster = options.find(os.environ)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         return replace(facts, cluster_problem=str(error).rstrip("."))
     facts = replace(facts, cluster=cluster.name)
     return facts if facts.interfaces_problem else _look_around(facts, cluster, config, tell)

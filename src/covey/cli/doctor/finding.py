@@ -27,6 +27,12 @@ class Finding:
     remedy: str
 
 
+def parted(message: str, otherwise: str) -> tuple[str, str]:
+    """Return what an error of covey says, and what it says to do, which follows a semicolon; or else `otherwise`."""
+    what, semicolon, remedy = message.rpartition("; ")
+    return (what, f"{remedy[:1].upper()}{remedy[1:]}.") if semicolon else (message, otherwise)
+
+
 def some(names: Sequence[str], most: int = 4) -> str:
     """Return the first of some names, and how many more there are."""
     rest = len(names) - most

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.cli.doctor.cures import UNKNOWN_CURE, Obstacle, cure, obstacle
-from covey.cli.doctor.finding import OPEN_PORTS, PORT_RANGE, WEIGHTS, Finding, Weight, some
+from covey.cli.doctor.finding import OPEN_PORTS, PORT_RANGE, WEIGHTS, Finding, Weight, parted, some
 from covey.cli.doctor.own_machine import MACHINE_CHECKS, bad_folders, is_before_certificates, physical_and_down
 from covey.cli.doctor.waits import silent_members, waiting_runs
 
@@ -37,11 +37,11 @@ def _search(facts: Facts) -> Iterator[Finding]:
     if bad_folders(facts):
         return
     if facts.search_problem:
-        text = f"covey doctor could not look for other nodes: {facts.search_problem}."
-        yield Finding("problem", "search-failed", text, UNKNOWN_CURE)
+        what, remedy = parted(facts.search_problem, UNKNOWN_CURE)
+        yield Finding("problem", "search-failed", f"covey doctor could not look for other nodes: {what}.", remedy)
     if facts.host_problem:
-        text = f"Nodes on this machine do not find each other: {facts.host_problem}."
-        yield Finding("problem", "this-host", text, UNKNOWN_CURE)
+        what, remedy = parted(facts.host_problem, UNKNOWN_CURE)
+        yield Finding("problem", "this-host", f"Nodes on this machine do not find each other: {what}.", remedy)
 
 
 def _nobody(facts: Facts) -> Iterator[Finding]:
@@ -146,11 +146,14 @@ def _multicast(facts: Facts) -> Iterator[Finding]:
     for each in capable if facts.looked else ():
         if each.errors or not each.came_back:
             why = "; ".join(each.errors) or "packets sent do not even come back to this machine"
+            cause = (
+                "covey does not know the cause" if each.errors else "If a firewall runs here, let 5353/udp through it"
+            )
             yield Finding(
                 "warning",
                 "multicast-broken",
                 f"Multicast does not work on {each.name}: {why}.",
-                "Allow 5353/udp in the firewall of this machine, or name one node to the others: --seeds, COVEY_SEEDS.",
+                f"{cause}. Without multicast, name one node to the others: --seeds or COVEY_SEEDS.",
             )
     if facts.multicast_problem:
         text = f"Multicast did not start: {facts.multicast_problem}."
@@ -203,6 +206,15 @@ def _one_way(facts: Facts) -> Iterator[Finding]:
             continue
         there, back = (any(way.works for way in ways) for ways in (node.ways_there, node.ways_back))
         if there == back:
+            continue
+        failed = {way.problem for way in (node.ways_back if there else node.ways_there)}
+        if not any(obstacle(why) is Obstacle.SILENCE for why in failed):
+            source, target = ("there", "here") if there else ("here", "there")
+            text = (
+                f"{node.name} can be reached in one direction only. From {source} to {target}: {some(sorted(failed))}."
+            )
+            remedy = f"It works, as one direction is enough. {cure(sorted(failed)[0], target, facts.cluster)}"
+            yield Finding("warning", "one-way", text, remedy)
             continue
         told, closed, caller = (
             (

@@ -9,7 +9,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Final
 
-from covey.cli.doctor.finding import Finding, Weight
+from covey.cli.doctor.finding import Finding, Weight, parted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +20,9 @@ CERTIFICATES_SINCE: Final = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 """When the certificates of nodes begin to be valid."""
 RELEASED: Final = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 """No version of covey is older than this."""
+MAKE_CLUSTER: Final = (
+    "covey init makes a cluster and prints its join code; covey enroll takes the code on every other machine."
+)
 PHYSICAL: Final = ("wired", "wireless", "unknown")
 
 
@@ -48,13 +51,14 @@ def _unknown_variables(facts: Facts) -> Iterator[Finding]:
 
 def _no_cluster(facts: Facts) -> Iterator[Finding]:
     explained = any((path.is_loose or not path.is_ours) for path in facts.machine.paths)
-    if facts.cluster_problem and not explained:
-        yield Finding(
-            "problem",
-            "no-cluster",
-            f"There is no cluster to look at: {facts.cluster_problem}.",
-            "covey init makes a cluster and prints its join code; covey enroll takes the code on every other machine.",
-        )
+    explained = explained or any(folder.role == "configuration" for folder in bad_folders(facts))
+    if not facts.cluster_problem or explained:
+        return
+    if "in no cluster" in facts.cluster_problem:
+        what, remedy = facts.cluster_problem.partition(": run `covey init`")[0], MAKE_CLUSTER
+    else:
+        what, remedy = parted(facts.cluster_problem, "covey clusters shows the clusters of this machine.")
+    yield Finding("problem", "no-cluster", f"There is no cluster to look at: {what}.", remedy)
 
 
 def _folders(facts: Facts) -> Iterator[Finding]:

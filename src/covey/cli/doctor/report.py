@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -16,12 +17,14 @@ from covey.cli.doctor.waits import duration
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, Way
+    from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, Setting, Way
     from covey.cli.doctor.finding import Finding, Weight
 
 STYLES: Final[dict[Weight, str]] = {"problem": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+ROOMY: Final = 84
+"""Columns that tables with all their columns need."""
 MOST_NODES: Final = 20
 MOST_SOURCES: Final = 3
 
@@ -41,6 +44,17 @@ def as_text(facts: Facts, found: Sequence[Finding]) -> RenderableType:
         parts += [_heading(f"Nodes of cluster {facts.cluster!r}"), _indent(_nodes(facts))]
     parts.append(Text(_summary(facts, found), style="dim"))
     return Group(*parts)
+
+
+@dataclass(frozen=True)
+class ByWidth:
+    """Looks one way where there is room, and another way on a narrow terminal."""
+
+    wide: RenderableType
+    narrow: RenderableType
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.wide if options.max_width >= ROOMY else self.narrow
 
 
 def _heading(text: str) -> Text:
@@ -83,11 +97,8 @@ def _machine(machine: Machine) -> Table:
 
 
 def _settings(machine: Machine) -> RenderableType:
-    """Put what somebody set into a table, and the rest into a few lines."""
-    table = _columns("setting", "value", "from", "variable")
-    for each in machine.settings:
-        if each.source != "default":
-            table.add_row(each.name, Text(each.value or '""'), each.source, Text(each.variable, style="dim"))
+    """Put what was set into a table, and the rest into a few lines."""
+    given = [each for each in machine.settings if each.source != "default"]
     rest = [each for each in machine.settings if each.source == "default"]
     lines = [
         ("default", ", ".join(f"{each.name} {each.value}" for each in rest if each.value)),
@@ -96,31 +107,52 @@ def _settings(machine: Machine) -> RenderableType:
     grid = _grid(7)
     for label, names in lines:
         grid.add_row(Text(label, style="dim"), Text(names, style="dim"))
-    return Group(table, grid) if table.row_count else grid
+    if not given:
+        return grid
+    return Group(ByWidth(_given(given, with_variable=True), _given(given, with_variable=False)), grid)
+
+
+def _given(settings: Sequence[Setting], *, with_variable: bool) -> Table:
+    table = _columns("setting", "value", "from", *(["variable"] if with_variable else []))
+    for column in table.columns:
+        column.no_wrap = column.header != "value"
+    for each in settings:
+        variable = [Text(each.variable, style="dim")] if with_variable else []
+        table.add_row(each.name, Text(each.value or '""'), each.source, *variable)
+    return table
 
 
 def _interfaces(interfaces: Sequence[Network]) -> RenderableType:
-    table = _columns("name", "kind", "MTU", "sent", "back", "heard", "", right=("MTU", "sent", "back", "heard"))
-    table.columns[0].no_wrap = True
+    wide = _columns("name", "kind", "MTU", "sent", "back", "heard", "", right=("MTU", "sent", "back", "heard"))
+    for column in wide.columns[:-1]:
+        column.no_wrap = True
+    narrow: list[RenderableType] = []
     for each in interfaces:
-        numbers = [str(each.sent), str(each.came_back), str(each.heard)] if each.is_used else ["", "", ""]
-        story = Text(", ".join(each.addresses))
-        if not each.is_used:
-            story.append(f"\nnot used: {each.reason}", style="dim")
-        elif not each.has_multicast:
-            story.append("\ncannot do multicast", style="yellow")
-        if each.heard_from:
-            story.append(f"\ncovey heard from {_some(each.heard_from)}", style="green")
-        if each.foreign:
-            story.append(f"\nanother secret at {_some(each.foreign)}", style="yellow")
-        if each.dropped:
-            story.append(f"\n{each.dropped} packets about covey were not looked at", style="yellow")
-        for error in each.errors:
-            story.append(f"\n{error}", style="yellow")
-        table.add_row(
-            Text(each.name, style="bold" if each.is_used else "dim"), each.kind, str(each.mtu), *numbers, story
-        )
-    return Group(table, Text("packets of multicast DNS: sent, come back here, heard from other machines", style="dim"))
+        name = Text(each.name, style="bold" if each.is_used else "dim")
+        counts = [str(each.sent), str(each.came_back), str(each.heard)]
+        wide.add_row(name, each.kind, str(each.mtu), *(counts if each.is_used else ["", "", ""]), _story(each))
+        numbers = ", ".join(map(" ".join, zip(counts, ("sent", "back", "heard"), strict=True)))
+        head = Text.assemble(name, f"  {each.kind}, MTU {each.mtu}", f", {numbers}" if each.is_used else "")
+        narrow += [head, _indent(_story(each))]
+    legend = Text("packets of multicast DNS: sent, come back here, heard from other machines", style="dim")
+    return Group(ByWidth(wide, Group(*narrow)), legend)
+
+
+def _story(each: Network) -> Text:
+    story = Text(", ".join(each.addresses) or "no address")
+    if not each.is_used:
+        story.append(f"\nnot used: {each.reason}", style="dim")
+    elif not each.has_multicast:
+        story.append("\ncannot do multicast", style="yellow")
+    if each.heard_from:
+        story.append(f"\ncovey heard from {_some(each.heard_from)}", style="green")
+    if each.foreign:
+        story.append(f"\nanother secret at {_some(each.foreign)}", style="yellow")
+    if each.dropped:
+        story.append(f"\n{each.dropped} packets about covey were not looked at", style="yellow")
+    for error in each.errors:
+        story.append(f"\n{error}", style="yellow")
+    return story
 
 
 def _nodes(facts: Facts) -> RenderableType:
