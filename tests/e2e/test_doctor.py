@@ -170,7 +170,7 @@ def test_a_name_that_takes_forever_to_look_up_does_not_delay_it(job: Job) -> Non
     assert ended.err == ""
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [60, 120])
 def test_on_a_terminal_it_shows_progress_and_colours_and_fits(job: Job, columns: int) -> None:
     script = job.folder / "doctor.py"
     script.write_text(DOCTOR.format(words=["doctor"]))

@@ -173,6 +173,11 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_variable(problem: str
     assert advice in finding.remedy
     assert "TMPDIR" in finding.remedy
     assert findings(with_folder()) == []
+    alone = only(facts)  # Python takes another folder where one cannot be written
+    assert alone.weight == ("problem" if "No space" in problem else "warning")
+    home = replace(facts.machine.folders[0], role="configuration", variable="COVEY_HOME")
+    broken = replace(facts, machine=replace(MACHINE, folders=(home,)), cluster_problem="cannot make the folder")
+    assert found(broken) == [("problem", "configuration-folder")]
 
 
 def test_what_keeps_this_command_from_looking_is_told_with_the_error_and_what_it_says_to_do() -> None:
@@ -181,6 +186,31 @@ def test_what_keeps_this_command_from_looking_is_told_with_the_error_and_what_it
     finding = only(replace(WELL, host_problem="Input/output error"))
     assert (finding.code, finding.remedy) == ("this-host", UNKNOWN_CURE)
     assert "Input/output error" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("problem", "text", "remedy"),
+    [
+        ("this machine is in no cluster: run `covey init` here", "this machine is in no cluster.", "covey init makes"),
+        ("the cluster file x is damaged; enroll again", "the cluster file x is damaged.", "Enroll again."),
+        ("a key in hexadecimal has 64 digits, not 63", "has 64 digits, not 63.", "covey clusters shows"),
+    ],
+)
+def test_why_there_is_no_cluster_to_look_at_is_told_with_the_remedy_of_that_error(
+    problem: str, text: str, remedy: str
+) -> None:
+    finding = only(replace(ALONE, looked=False, cluster="", cluster_problem=problem))
+    assert finding.code == "no-cluster"
+    assert finding.text.endswith(text)
+    assert finding.remedy.startswith(remedy)
+
+
+def test_connections_that_fail_one_way_with_an_error_are_not_blamed_on_a_firewall() -> None:
+    closed = replace(BETA.ways_back[0], round_trip=-1.0, problem="10.0.0.1:47731: No route to host")
+    finding = only(replace(WELL, nodes=(replace(BETA, ways_back=(closed,)),)))
+    assert (finding.weight, finding.code) == ("warning", "one-way")
+    assert "No route to host" in finding.text
+    assert "firewall" not in finding.remedy
 
 
 def test_a_clock_before_certificates_begin_explains_all_the_rest() -> None:

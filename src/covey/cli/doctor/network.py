@@ -128,7 +128,7 @@ class Search:
         problems, hung_up = control.run(_problems(gathering), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
         self.host_problem = problems.pop("this host", "")
-        tried = trying_seeds.result(PROBE_SECONDS + LATE_SECONDS)
+        tried = trying_seeds.result(2 * PROBE_SECONDS + LATE_SECONDS)
         self.seeds = tuple(
             Seed(
                 text=seed,
@@ -143,7 +143,7 @@ class Search:
         self.unreachable = {who: why for who, why in others.items() if who not in self.refusals} | closed
 
     async def _try_seeds(self, gathering: Gathering) -> dict[str, str]:
-        """Return why no node answers at each seed, or nothing: who has met another node tries them no more."""
+        """Return why no node answers at each seed, or "": a visitor that has met a node tries its seeds no more."""
 
         async def try_one(seed: str) -> str:
             try:

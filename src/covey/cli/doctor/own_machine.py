@@ -65,15 +65,18 @@ def _folders(facts: Facts) -> Iterator[Finding]:
     for folder in bad_folders(facts):
         is_full = folder.problem in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
         what = f"The {folder.role} folder {folder.path}"
-        free = "" if folder.free_bytes < 0 else f" It has {_size(folder.free_bytes)} free."
         if is_full:
+            free = "" if folder.free_bytes < 0 else f" It has {_size(folder.free_bytes)} free."
             text, first = f"{what} is full: {folder.problem}.{free}", "Free some space there"
         elif folder.problem == os.strerror(errno.EROFS):
             text, first = f"{what} cannot be written: {folder.problem}.", "Mount it writable"
         else:
             text, first = f"{what} cannot be written: {folder.problem}.", "Make it writable for this user"
+        has_another = folder.role == "temporary" and not (is_full or facts.search_problem or facts.host_problem)
+        if has_another:
+            text += " covey uses another one, in which it may not find processes that use this one."
         remedy = f"{first}, or set {folder.variable} to a folder that can be written."
-        yield Finding("problem", f"{folder.role}-folder", text, remedy)
+        yield Finding("warning" if has_another else "problem", f"{folder.role}-folder", text, remedy)
 
 
 def bad_folders(facts: Facts) -> list[Folder]:
