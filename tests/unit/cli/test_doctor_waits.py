@@ -162,6 +162,7 @@ def with_folder(**differs: Any) -> Facts:
     [
         ("No space left on device", "is full: No space left on device. It has 0 bytes free.", "Free some space"),
         ("Read-only file system", "cannot be written: Read-only file system.", "Mount it writable"),
+        ("No such file or directory", "does not exist.", "mkdir -p /tmp"),
         ("Permission denied", "cannot be written: Permission denied.", "writable for this user"),
     ],
 )
@@ -203,6 +204,15 @@ def test_why_there_is_no_cluster_to_look_at_is_told_with_the_remedy_of_that_erro
     assert finding.code == "no-cluster"
     assert finding.text.endswith(text)
     assert finding.remedy.startswith(remedy)
+
+
+def test_a_node_of_another_cluster_here_is_pointed_to_where_none_of_this_one_is() -> None:
+    finding = findings(replace(ALONE, other_processes=(4711,)))[-1]
+    assert (finding.weight, finding.code) == ("note", "other-cluster")
+    assert finding.text == "Process 4711 is a node of another cluster than 'home', on this machine."
+    assert "covey doctor CLUSTER" in finding.remedy
+    assert "Processes 1, 2 are nodes" in findings(replace(ALONE, other_processes=(1, 2)))[-1].text
+    assert found(replace(waiting(HERE), other_processes=(4711,))) == [("note", "waiting-nodes")]
 
 
 def test_connections_that_fail_one_way_with_an_error_are_not_blamed_on_a_firewall() -> None:

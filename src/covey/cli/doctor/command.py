@@ -125,6 +125,7 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
         multicast_problem=search.multicast_problem,
         host_problem=search.host_problem,
         nodes=search.nodes,
+        other_processes=search.other_processes,
         unreachable=search.unreachable,
         seeds=search.seeds,
         refusals=search.refusals,

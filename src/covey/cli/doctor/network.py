@@ -78,6 +78,7 @@ class Search:
         self.interfaces: tuple[Network, ...] = ()
         self.nodes: tuple[MetNode, ...] = ()
         self.seeds: tuple[Seed, ...] = ()
+        self.other_processes: tuple[int, ...] = ()
         self.unreachable: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
         self.multicast_problem = self.host_problem = ""
@@ -127,6 +128,8 @@ class Search:
         self.interfaces = look_at_interfaces(self._config.interfaces, observations, ear)
         problems, hung_up = control.run(_problems(gathering), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
+        if (neighbours := gathering.seat.neighbours) is not None:
+            self.other_processes = tuple(sorted({each.pid for each in neighbours.of_other_clusters()}))
         self.host_problem = problems.pop("this host", "")
         tried = trying_seeds.result(2 * PROBE_SECONDS + LATE_SECONDS)
         self.seeds = tuple(

@@ -68,6 +68,8 @@ def _folders(facts: Facts) -> Iterator[Finding]:
         if is_full:
             free = "" if folder.free_bytes < 0 else f" It has {_size(folder.free_bytes)} free."
             text, first = f"{what} is full: {folder.problem}.{free}", "Free some space there"
+        elif folder.problem == os.strerror(errno.ENOENT):
+            text, first = f"{what} does not exist.", f"Make it (mkdir -p {shlex.quote(folder.path)})"
         elif folder.problem == os.strerror(errno.EROFS):
             text, first = f"{what} cannot be written: {folder.problem}.", "Mount it writable"
         else:
