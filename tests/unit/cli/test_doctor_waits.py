@@ -260,7 +260,10 @@ def test_an_interface_that_is_down_is_named_with_the_command_or_the_cable(is_on:
     assert findings(replace(WELL, interfaces=(LOOPBACK, down, up))) == []
     local = replace(WELL, nodes=(replace(BETA, is_here=True, state="running"),))
     assert found(replace(local, interfaces=(LOOPBACK, down))) == [("warning", "interface-down")]
-    assert found(replace(waiting(HERE), interfaces=(LOOPBACK, down)))[0] == ("problem", "interface-down")
+    cut_off = replace(waiting(HERE), interfaces=(LOOPBACK, down))
+    assert found(cut_off) == [("problem", "waiting-no-network"), ("problem", "interface-down")]
+    assert findings(cut_off)[0].text.endswith("This machine is on no network: eth0 is down.")
+    assert remedy in findings(cut_off)[0].remedy
 
 
 def test_a_wireless_interface_that_is_down_is_to_join_a_network() -> None:

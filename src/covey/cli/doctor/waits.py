@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.cli.doctor.cures import Obstacle, cure, obstacle
 from covey.cli.doctor.finding import Finding, some
+from covey.cli.doctor.own_machine import connecting, is_on_no_network, physical_and_down
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,6 +92,11 @@ def _reasons(run: str, nodes: list[MetNode], facts: Facts, twin: MetNode | None)
     found += _refusals(run, wait, facts)
     found += _unanswered_seeds(wait, facts.cluster)
     found += _other_problems(wait, facts.cluster)
+    down = physical_and_down(facts)
+    if not found and wait.cause == "nodes" and first.is_here and down and is_on_no_network(facts):
+        names = some([each.name for each in down])
+        text = f"This machine is on no network: {names} {'is' if len(down) == 1 else 'are'} down."
+        found.append(Finding("problem", "waiting-no-network", text, connecting(down[0])))
     yield from dict.fromkeys(found) or (_by_cause(wait),)
 
 
