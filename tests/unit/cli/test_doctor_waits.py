@@ -104,6 +104,13 @@ def test_a_refused_node_that_the_doctor_did_not_meet_is_told_with_the_reason_as_
     assert "gamma cannot be in it: program is 'b.py' there and 'a.py' here." in finding.text
 
 
+def test_a_refused_node_whose_own_word_shows_no_difference_is_told_with_the_reason_as_it_is() -> None:
+    here = replace(HERE, wait=replace(WAIT, refused={"beta-x7a2": "something is other there"}))
+    finding = only(waiting(here, THERE))
+    assert (finding.weight, finding.code) == ("problem", "waiting-refused")
+    assert "beta-x7a2 cannot be in it: something is other there." in finding.text
+
+
 def test_nodes_of_another_run_are_no_reason_to_wait() -> None:
     other = replace(BETA, run="other", state="running")
     here = replace(HERE, wait=replace(WAIT, refused={BETA.name: "run is 'other' there and 'train' here"}))
@@ -115,6 +122,10 @@ def test_two_waiting_runs_of_near_names_or_one_program_are_probably_one() -> Non
     finding = only(waiting(HERE, misspelt))
     assert (finding.weight, finding.code) == ("problem", "waiting-names")
     assert "Another run with a name much like it waits on beta: 'trian'." in finding.text
+    odd = replace(WAIT, program="a b; reboot")
+    assert only(waiting(replace(HERE, wait=odd), replace(THERE, run="2", wait=odd))).remedy.endswith(
+        "NAME 'a b; reboot'"
+    )
     same = replace(THERE, run="second")
     assert "with the same program (train.py) waits on beta: 'second'" in only(waiting(HERE, same)).text
     stranger = replace(THERE, run="second", wait=replace(WAIT, program="x.py"))
@@ -136,6 +147,9 @@ def test_problems_of_the_waiting_node_itself_are_told_but_not_what_this_command_
     finding = only(with_wait(problems=problems))
     assert (finding.weight, finding.code) == ("problem", "waiting-refused")
     assert "identities" in finding.remedy
+    left = only(with_wait(problems={"gamma": "size is 3 there and 2 here (it has left)"}))
+    assert (left.weight, left.code) == ("warning", "waiting-refused")
+    assert "same settings" in left.remedy
 
 
 @pytest.mark.parametrize(
