@@ -11,7 +11,7 @@ from rich.console import Console
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
 from covey.cli.status.picture import Picture, as_json, picture
 from covey.cli.status.view import duration, milliseconds, view
-from covey.wire.messages import Address, Answer, Card, Contact, PeerState, Tell
+from covey.wire.messages import Address, Answer, Card, Contact, PeerState, Tell, Trouble, Wait
 
 
 def card(number: int, host: str = "wren") -> Card:
@@ -95,6 +95,19 @@ def test_runs_are_told_apart_and_a_latecomer_is_marked() -> None:
     assert lines[0] == "run mine in lab: running for 61 s, 3 nodes"
     assert [line.endswith("joining") for line in lines[2:5]] == [False, False, True]
     assert "run zoo in lab: joining for 7 s, 1 node" in lines
+
+
+def test_what_a_run_waits_for_is_shown_under_it_once_or_by_node() -> None:
+    refused = (Trouble("10.0.0.9", "Connection refused"),)
+    wait = Wait("nodes", "1 of 2 nodes", seeds=refused)
+    waiting = Tell("mine", "joining", b"", b"", 3.0, (), wait=wait)
+    drawn = draw([waiting, waiting])
+    assert drawn.runs[0].waits == ("1 of 2 nodes", "10.0.0.9: Connection refused")
+    assert shown(drawn)[1:3] == ["  waits: 1 of 2 nodes", "  10.0.0.9: Connection refused"]
+    drawn = draw([waiting, replace(waiting, wait=Wait("nodes", "1 of 3 nodes"))])
+    names = [card(number).name for number in (1, 2)]
+    first, *_, last = drawn.runs[0].waits
+    assert (first, last) == (f"{names[0]}: 1 of 2 nodes", f"{names[1]}: 1 of 3 nodes")
 
 
 def test_the_ways_of_a_few_are_shown_one_by_one() -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MOST_IN_TABLE: Final = 6
 """Nodes of a run whose ways to each other are shown one by one."""
+MOST_REASONS: Final = 8
+"""Lines about what a run waits for; `covey doctor` tells more."""
 CLOCK_SECONDS: Final = 1.0
 """A clock that is off by more than this is worth a word."""
 
@@ -23,7 +25,7 @@ def view(picture: Picture) -> RenderableType:
     """Return the whole picture, to be printed by rich."""
     parts: list[RenderableType] = []
     for run in picture.runs:
-        parts += [_headline(picture.cluster, run), _nodes(run)]
+        parts += [_headline(picture.cluster, run), *_waits(run), _nodes(run)]
         if ways := _ways(run):
             parts += [Text(), ways]
         parts.append(Text())
@@ -43,6 +45,12 @@ def _headline(cluster: str, run: Run) -> Text:
     count = f"{len(run.nodes)} node{'s' * (len(run.nodes) != 1)}"
     line = Text.assemble("run ", (run.name, "bold"), f" in {cluster}: ", (run.state, _style(run.state)))
     return line.append(f" for {duration(run.since)}, {count}")
+
+
+def _waits(run: Run) -> list[RenderableType]:
+    """Return what a run waits for, one thing a line."""
+    lines = (f"  waits: {line}" if number == 0 else f"  {line}" for number, line in enumerate(run.waits))
+    return [Text(line, style="yellow") for line in itertools.islice(lines, MOST_REASONS)]
 
 
 def _nodes(run: Run) -> Table:
