@@ -41,21 +41,24 @@ def install() -> None:
     show, show_of_thread = sys.excepthook, threading.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if is_debugging():
-            return show(kind, error, traceback)
-        if isinstance(error, KeyboardInterrupt) and vars(error).get(_IS_NAMED) and not _KEEPERS.isdisjoint(os.environ):
-            return print(error, file=sys.stderr)
-        error.__traceback__ = traceback
-        shorten(error)
-        show(kind, error, error.__traceback__)
+        if not is_debugging():
+            if (
+                isinstance(error, KeyboardInterrupt)
+                and _IS_NAMED in vars(error)
+                and not _KEEPERS.isdisjoint(os.environ)
+            ):
+                print(error, file=sys.stderr)
+                return
+            error.__traceback__ = traceback
+            shorten(error)
+            traceback = error.__traceback__
+        show(kind, error, traceback)
 
     def thread_excepthook(args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is None or is_debugging():
-            return show_of_thread(args)
-        shorten(args.exc_value)
-        show_of_thread(
-            threading.ExceptHookArgs((args.exc_type, args.exc_value, args.exc_value.__traceback__, args.thread))
-        )
+        if args.exc_value is not None and not is_debugging():
+            shorten(args.exc_value)
+            args = threading.ExceptHookArgs((args.exc_type, args.exc_value, args.exc_value.__traceback__, args.thread))
+        show_of_thread(args)
 
     excepthook._is_of_covey = True  # type: ignore[attr-defined]
     sys.excepthook, threading.excepthook = excepthook, thread_excepthook
