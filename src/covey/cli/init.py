@@ -121,7 +121,7 @@ def _print_code(cluster: Cluster, seeds: tuple[str, ...], headline: str, *, as_j
         return typer.echo(json.dumps({"cluster": cluster.name, "join_code": code, "seeds": seeds, "file": path}))
     typer.echo(
         f"{headline}\n\n    {code}\n\n"
-        "The join code is the cluster's key: whoever has it is in. Treat it like a password.\n\n"
+        "The join code is the cluster's key: every machine that has it can join. Treat it like a password.\n\n"
         "On each other machine:  covey enroll          and paste the code when it asks\n"
         f"Then on all of them:    {run_command(cluster.name)}\n"
         f"The code again:         covey init --show {cluster.name}"

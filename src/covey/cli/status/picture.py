@@ -73,9 +73,9 @@ class Picture:
     cluster: str
     runs: tuple[Run, ...]
     silent: tuple[str, ...]
-    """Who was met and gave no answer."""
+    """Nodes that were met and gave no answer, in words."""
     refused: Mapping[str, str]
-    """Who was heard but not taken, and why."""
+    """Nodes that were refused here, and why."""
 
     @property
     def is_empty(self) -> bool:
