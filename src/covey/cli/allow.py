@@ -73,9 +73,13 @@ def allow(
         if machine == own_machine():
             raise ConfigError("this machine itself stays on the list; `covey allow --ask off` ends the list")
         return _amend(found, private, allowed - {machine}, f"{label(machine, names)} is off the list.", as_json=as_json)
-    waiting = _waiting(found, quiet=as_json)
-    names |= {each.id: each.name for each in waiting}
-    machine = machine_of(found, resolve_id(node, names))
+    names |= clusters.waiting(found.name)
+    try:
+        named = resolve_id(node, {})  # a whole id means one machine
+    except ConfigError:  # a name or a beginning may mean several, of which running nodes know
+        names |= {each.id: each.name for each in _waiting(found, quiet=as_json)}
+        named = resolve_id(node, names)
+    machine = machine_of(found, named)
     clusters.forget_waiting(found.name, [machine])
     headline = f"{label(machine, names)} may be in {found.name!r}."
     _amend(found, private, allowed | {machine}, headline, as_json=as_json)

@@ -176,7 +176,7 @@ def test_bash_completes_with_the_script_that_covey_shows(home: Path, tmp_path: P
     assert ended.stdout.splitlines() == ["clusters"], ended.stderr
 
 
-@pytest.mark.parametrize("words", ["clusters", "audit", "audit --verify", "secret show", "status --wait 0.1"])
+@pytest.mark.parametrize("words", ["clusters", "audit", "audit --verify", "secret show", "status --wait 0.1", "doctor"])
 def test_commands_that_show_something_create_no_files(covey: Covey, home: Path, monkeypatch, words: str) -> None:
     monkeypatch.setenv("COVEY_INTERFACES", "lo")
     if words.startswith("status"):
