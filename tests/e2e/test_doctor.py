@@ -72,13 +72,13 @@ def test_it_finds_the_nodes_that_run_on_this_host_and_nothing_wrong(job: Job) ->
     said = said_by(ended)
     assert seconds < MOST_SECONDS
     assert (ended.code, codes(said), ended.err) == (0, [], "")
-    assert {person["pid"] for person in said["people"]} == {node.pid for node in nodes}
-    for person in said["people"]:
-        assert (person["run"], person["state"]) == ("my-run", "running")
-        assert person["is_here"]
-        assert "same host" in person["found_by"]
-        assert person["round_trip"] >= 0
-        assert person["bytes_per_second"] > 1e6
+    assert {met["pid"] for met in said["nodes"]} == {node.pid for node in nodes}
+    for met in said["nodes"]:
+        assert (met["run"], met["state"]) == ("my-run", "running")
+        assert met["is_here"]
+        assert "same host" in met["found_by"]
+        assert met["round_trip"] >= 0
+        assert met["bytes_per_second"] > 1e6
     settings = {setting["name"]: setting for setting in said["machine"]["settings"]}
     assert (settings["interfaces"]["value"], settings["interfaces"]["source"]) == ("lo", "environment")
     assert (settings["secret"]["value"], settings["secret"]["source"]) == ("(hidden)", "environment")
@@ -86,6 +86,26 @@ def test_it_finds_the_nodes_that_run_on_this_host_and_nothing_wrong(job: Job) ->
     assert secret not in ended.out
     for node in nodes:
         assert finish(node).code == 0
+
+
+def test_a_run_that_waits_alone_comes_first_with_what_it_waits_for(job: Job) -> None:
+    secret = secrets.token_hex(32)
+    env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secret, "COVEY_RUN_PROGRAM": "x"}
+    node = job.start(WAITING, **env)
+    assert node.stdout.readline() == "ready\n"
+    deadline = time.monotonic() + DEADLINE
+    while "waiting-nodes" not in (ended := doctor(job, "--json", COVEY_SECRET=secret)[0]).out:  # it may not listen yet
+        assert time.monotonic() < deadline, ended
+    said = said_by(ended)
+    assert (ended.code, codes(said)) == (0, ["waiting-nodes"])
+    assert said["findings"][0]["text"].startswith("Run 'my-run' has waited ")
+    assert " on this machine: 1 of " in said["findings"][0]["text"]
+    (met,) = said["nodes"]
+    assert (met["wait"]["cause"], met["wait"]["program"], met["wait"]["min_size"]) == ("nodes", "x", 2)
+    assert (met["wait"]["problems"], met["wait"]["seeds"]) == ({}, {})  # the doctors that have left are no problem
+    text = doctor(job, COVEY_SECRET=secret)[0].out
+    assert text.index("Run 'my-run' has waited") < text.index("This machine")
+    node.kill()
 
 
 def test_outside_of_a_cluster_this_machine_is_examined_and_the_way_into_one_is_told(job: Job) -> None:

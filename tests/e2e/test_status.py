@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 
 import pytest
 from tests.e2e.machines import DEADLINE, end, heard, wait_until_joined
@@ -63,6 +64,8 @@ def test_who_waits_for_others_is_shown_as_joining_and_other_clusters_are_not_sho
     (run,) = json.loads(one.covey("status", "--json", "--wait", "2").stdout)["runs"]
     assert run["state"] == "joining"
     assert [(node["pid"], node["rank"], node["state"]) for node in run["nodes"]] == [(waiting.pid, None, "joining")]
+    (wait,) = run["waits"]
+    assert f"  waits: {wait}\n" in one.covey("status", "--wait", "2").stdout
 
 
 def test_a_frozen_node_is_shown_by_what_the_others_know_of_it(lab) -> None:
@@ -72,12 +75,17 @@ def test_a_frozen_node_is_shown_by_what_the_others_know_of_it(lab) -> None:
     frozen = nodes[ranks.index(1)]
     os.kill(frozen.pid, signal.SIGSTOP)
     try:
+        deadline = time.monotonic() + DEADLINE
         ended = machine.covey("status", "--json")
+        while not json.loads(ended.stdout)["runs"][0]["waits"]:  # at first nothing is amiss
+            assert time.monotonic() < deadline
+            ended = machine.covey("status", "--json")
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
     (run,) = json.loads(ended.stdout)["runs"]
     assert [(node["rank"], node["state"]) for node in run["nodes"]] == [(0, "running"), (1, "silent")]
     assert run["nodes"][1]["pid"] == frozen.pid
+    assert run["waits"][0].startswith(f"rank 1 ({run['nodes'][1]['name']}) cannot be heard")
 
 
 def test_watching_shows_who_comes_and_goes_until_ctrl_c(lab) -> None:

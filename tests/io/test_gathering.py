@@ -25,8 +25,10 @@ from covey.net.tls import Credentials
 from covey.proto.formation import Formed
 from covey.runtime import candidate as candidate_module
 from covey.runtime.candidate import Candidate
+from covey.runtime.follower import Outcome
 from covey.runtime.gathering import Gathering
 from covey.runtime.greet import Gate, RefusedError, dial
+from covey.runtime.hints import Hint
 from covey.runtime.reach import NOT_TRIED, TOO_OFTEN
 from covey.runtime.seat import cluster_seat
 from covey.wire import messages
@@ -241,6 +243,29 @@ def test_a_seed_that_does_not_answer_is_named_and_found_later() -> None:
         await back.open()
         await until(lambda: know_each_other(one, back))
         assert one.problems() == {}
+
+    run(work)
+
+
+def test_a_visitor_that_has_left_is_not_looked_for_and_no_problem() -> None:
+    async def work(crew: Crew) -> None:
+        cluster = new_cluster()
+        waiting = await crew.add(cluster, terms=TERMS)
+        visitor = await crew.add(cluster, announce=True)
+        port = visitor.card.contact.addresses[0].port
+        here = Hint((messages.Address("127.0.0.1", port, "lo"),), same_host=True)
+        there = Hint(visitor.card.contact.addresses)
+        await until(lambda: len(waiting._visitors) == 1)
+        await visitor.close()
+        visitor.seat.on_close()
+        await until(lambda: len(waiting._visitors) == 0)
+        assert waiting._follower._hints.due(time.monotonic() + 1000, 100, lambda _hint: False) == []
+        for hint in (here, there):  # as if an announcement of it came late
+            assert await waiting._dial_hint(hint) is Outcome.NOBODY
+        assert waiting.problems() == {}
+        seed = f"127.0.0.1:{port + 1}"
+        await waiting._dial((messages.Address("127.0.0.1", port + 1, "lo"),), seed=seed)
+        assert list(waiting.problems()) == [seed]  # other places are reported as ever
 
     run(work)
 

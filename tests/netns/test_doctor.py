@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -36,8 +38,8 @@ class Diagnosis:
     findings: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
-    def people(self) -> list[dict[str, Any]]:
-        return self.facts["people"]
+    def nodes(self) -> list[dict[str, Any]]:
+        return self.facts["nodes"]
 
     def interface(self, name: str) -> dict[str, Any]:
         return next(each for each in self.facts["interfaces"] if each["name"] == name)
@@ -75,30 +77,30 @@ def start_node(host: Host, cluster: Cluster) -> str:
         time.sleep(0.01)
 
 
-def test_on_a_network_in_order_two_doctors_and_a_node_find_each_other_and_nothing_wrong() -> None:
+def test_on_a_network_in_order_two_doctors_and_a_waiting_node_find_each_other_and_nothing_wrong() -> None:
     with Lan(hosts=3, rate=f"{RATE * 8:.0f}bit", prefix=PREFIX) as lan:
         cluster = Cluster()
         start_node(lan.hosts[0], cluster)
         diagnoses = [end_doctor(doctor) for doctor in [start_doctor(host, cluster) for host in lan.hosts[1:]]]
-        purposes = [sorted(person["purpose"] for person in said.people) for said in diagnoses]
+        purposes = [sorted(met["purpose"] for met in said.nodes) for said in diagnoses]
         assert ["candidate", "visitor"] in purposes  # one may have left when the other comes
         assert all(each in (["candidate"], ["candidate", "visitor"]) for each in purposes)
         for said in diagnoses:
-            assert (said.code, said.findings) == (0, {})
+            assert (said.code, list(said.findings)) == (0, ["waiting-nodes"])
             assert said.seconds < MOST_SECONDS
-            for person in said.people:
-                assert "multicast" in person["found_by"]
-                for ways in (person["ways_there"], person["ways_back"]):
+            for met in said.nodes:
+                assert "multicast" in met["found_by"]
+                for ways in (met["ways_there"], met["ways_back"]):
                     assert len(ways) == 3  # IPv4, unique local and link-local
                     assert all(0 <= way["round_trip"] < 1 for way in ways), ways
-                assert person["path_mtu"] == 1500
-                if person["purpose"] == "candidate":  # a visitor may be about to leave
+                assert met["path_mtu"] == 1500
+                if met["purpose"] == "candidate":  # a visitor may be about to leave
                     # Two measure it at the same time; and if the node is slow to confirm what came in the first half
                     # of the time, it counts in the second.
-                    assert 0.1 * RATE < person["bytes_per_second"] < 2.1 * RATE
+                    assert 0.1 * RATE < met["bytes_per_second"] < 2.1 * RATE
             used = said.interface("eth0")
             assert min(used["sent"], used["came_back"], used["heard"]) > 0
-            assert len(used["heard_from"]) >= len(said.people)
+            assert len(used["heard_from"]) >= len(said.nodes)
             assert not said.interface("lo")["is_used"]
 
 
@@ -113,8 +115,8 @@ def test_where_multicast_is_dropped_it_says_so_with_and_without_a_seed() -> None
             assert said.seconds < MOST_SECONDS
             assert said.interface("eth0")["came_back"] > 0
             assert said.interface("eth0")["heard"] == 0
-        assert (seeded.code, list(seeded.findings)) == (0, ["multicast-blocked"])
-        assert [person["found_by"] for person in seeded.people] == [["seed"]]
+        assert (seeded.code, list(seeded.findings)) == (0, ["multicast-blocked", "waiting-nodes"])
+        assert [met["found_by"] for met in seeded.nodes] == [["seed"]]
         assert (alone.code, list(alone.findings)) == (1, ["nobody"])
         assert "not one multicast packet" in alone.findings["nobody"]["text"]
 
@@ -131,11 +133,11 @@ def test_a_one_way_firewall_is_noticed_and_the_side_that_has_it_named() -> None:
         for reaches_node, doctor in zip((False, True), doctors, strict=True):
             said = end_doctor(doctor)
             assert said.seconds < MOST_SECONDS
-            (person,) = said.people
-            assert {way["round_trip"] >= 0 for way in person["ways_there"]} == {reaches_node}
-            assert {way["round_trip"] >= 0 for way in person["ways_back"]} == {not reaches_node}
-            assert (said.code, list(said.findings)) == (0, ["one-way-firewall"])
-            where = "this machine" if reaches_node else f"{person['name']} ({lan.hosts[0].ip4})"
+            (met,) = said.nodes
+            assert {way["round_trip"] >= 0 for way in met["ways_there"]} == {reaches_node}
+            assert {way["round_trip"] >= 0 for way in met["ways_back"]} == {not reaches_node}
+            assert (said.code, list(said.findings)) == (0, ["one-way-firewall", "waiting-nodes"])
+            where = "this machine" if reaches_node else f"{met['name']} ({lan.hosts[0].ip4})"
             advice = f"open {PORTS_TO_OPEN} in the firewall of {where}:"
             assert advice in said.findings["one-way-firewall"]["remedy"]
 
@@ -163,3 +165,88 @@ def test_a_node_with_another_secret_nearby_is_noticed_by_its_announcement_and_at
         assert list(said.findings) == ["wrong-secret-at-seed", "wrong-secret-nearby", "nobody"]
         for code in ("wrong-secret-at-seed", "wrong-secret-nearby"):
             assert seed in said.findings[code]["text"]
+
+
+def test_two_nodes_that_wait_with_different_sizes_are_told_apart_and_the_doctor_leaves_no_trace() -> None:
+    with Lan(hosts=2, kind="bridge", prefix=PREFIX) as lan:
+        cluster = Cluster()
+        three, two = (
+            cluster.start(host, size=size, timeout=DEADLINE) for host, size in zip(lan.hosts, (3, 2), strict=True)
+        )
+        for node in (three, two):
+            node.wait_until_joining()
+        _wait_until_refused(lan.hosts[0], cluster)
+        said = see_doctor(lan.hosts[0], cluster)
+        assert said.seconds < MOST_SECONDS
+        assert (said.code, next(iter(said.findings))) == (1, "waiting-differs")
+        finding = said.findings["waiting-differs"]
+        assert finding["text"].startswith("Run 'my-run' has waited ")
+        assert "this machine was started with --size 3 and " in finding["text"]
+        assert "was started with --size 2." in finding["text"]
+        assert "--size" in finding["remedy"]
+        waits = {met["is_here"]: met["wait"] for met in said.nodes}
+        assert (waits[True]["size"], waits[False]["size"]) == (3, 2)
+        said = see_doctor(lan.hosts[1], cluster)
+        assert all("47731" not in where for met in said.nodes for where in met["wait"]["problems"])
+
+
+def _wait_until_refused(host: Host, cluster: Cluster) -> None:
+    """Return when the node on a host has refused another one."""
+    deadline = time.monotonic() + DEADLINE
+    env = {"PYTHONPATH": str(SOURCE), "COVEY_SECRET": cluster.secret}
+    while True:
+        status = host.popen([sys.executable, "-m", "covey", "status", "--json", "--wait", "1"], env=env)
+        out, err = status.communicate(timeout=DEADLINE)
+        runs = json.loads(out)["runs"] if out else []
+        if any(len(run["waits"]) > 1 for run in runs):
+            return
+        assert time.monotonic() < deadline, err
+
+
+def test_an_interface_that_is_down_is_named_and_no_firewall_is_blamed() -> None:
+    with Lan(hosts=2, kind="bridge", prefix=PREFIX) as lan:
+        cluster = Cluster()
+        start_node(lan.hosts[1], cluster)
+        lan.hosts[1].run(["ip", "link", "set", "eth0", "down"])
+        said = see_doctor(lan.hosts[1], cluster, "--seeds", lan.hosts[0].ip4)
+        assert said.code == 1
+        assert next(iter(said.findings)) == "interface-down"
+        assert said.findings["interface-down"]["remedy"] == "ip link set eth0 up"
+        assert "firewall" not in json.dumps(list(said.findings.values()))
+        assert said.findings["waiting-nodes"]["weight"] == "note"
+
+
+def test_a_seed_that_refuses_connections_is_a_machine_where_covey_is_to_be_started() -> None:
+    with Lan(hosts=2, kind="bridge", prefix=PREFIX) as lan:
+        cluster, seed = Cluster(), lan.hosts[0].ip4
+        node = cluster.start(lan.hosts[1], seeds=[seed], timeout=DEADLINE)
+        node.wait_until_joining()
+        deadline = time.monotonic() + DEADLINE
+        while "waiting-seed" not in (said := see_doctor(lan.hosts[1], cluster)).findings:  # it may not listen yet
+            assert time.monotonic() < deadline, said
+        finding = said.findings["waiting-seed"]
+        assert (said.code, next(iter(said.findings))) == (1, "waiting-seed")
+        assert f"{seed}:47700: Connection refused" in finding["text"]
+        assert "Start covey run on it" in finding["remedy"]
+        assert "firewall" not in finding["remedy"]
+        idle = see_doctor(lan.hosts[1], cluster, "--seeds", f"{seed}:47701")
+        assert "firewall" not in idle.findings["seed-silent"]["remedy"]
+
+
+def test_a_full_temporary_folder_is_named_with_its_free_space() -> None:
+    with Lan(hosts=1, kind="bridge", prefix=PREFIX) as lan:
+        (host,), cluster = lan.hosts, Cluster()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", host.temp], check=True)
+        try:
+            with contextlib.suppress(OSError):
+                (host.temp / "full").write_bytes(bytes(1 << 17))
+            said = see_doctor(host, cluster)
+        finally:
+            host.end_processes()
+            subprocess.run(["umount", host.temp], check=True)
+        assert (said.code, next(iter(said.findings))) == (1, "temporary-folder")
+        finding = said.findings["temporary-folder"]
+        assert str(host.temp) in finding["text"]
+        assert "No space left on device" in finding["text"]
+        assert "0 bytes free" in finding["text"]
+        assert "TMPDIR" in finding["remedy"]

@@ -79,9 +79,14 @@ def fits(columns: Sequence[Column], width: int | None) -> bool:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Return a text as lines of at most `width` letters, broken at blanks where that is possible."""
+    """Return a text as lines of at most `width` letters, broken at blanks where that is possible.
+
+    All lines are indented as the text is.
+    """
+    indent = " " * min(len(text) - len(text.lstrip(" ")), width // 2)
+    width -= len(indent)
     lines = [""]
-    for word in text.split(" "):
+    for word in text.split():
         if lines[-1] and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
             lines[-1] += f" {word}"
             continue
@@ -91,7 +96,7 @@ def wrap(text: str, width: int) -> list[str]:
             if cell_len(lines[-1]) + cell_len(letter) > width:
                 lines.append("")
             lines[-1] += letter
-    return lines
+    return [indent + line if line else "" for line in lines]
 
 
 def _widths(shown: Sequence[Column], width: int | None) -> list[int]:

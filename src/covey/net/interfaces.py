@@ -69,6 +69,8 @@ class Interface:
     kind: Kind
     mtu: int
     multicast: bool
+    is_on: bool = True
+    """Switched on, whether or not a cable or a Wi-Fi connects it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,14 @@ def all_interfaces() -> list[Interface]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         listed = [_interface(probe, name, ips, not_ready) for name, ips in found.items()]
     return [interface for interface in listed if interface.index]  # without one it has gone since it was listed
+
+
+def bare_interfaces() -> list[Interface]:
+    """Return the network cards of this host that have no address: switched off, not plugged in, or not set up."""
+    known = {interface.name for interface in all_interfaces()}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = [_interface(probe, name, [], set()) for _, name in socket.if_nameindex() if name not in known]
+    return [interface for interface in found if interface.index and interface.kind in ("wired", "wireless")]
 
 
 def usable_interfaces(pattern: str = "") -> list[Interface]:
@@ -320,6 +330,7 @@ def _interface(probe: socket.socket, name: str, ips: list[ifaddr.IP], not_ready:
         kind="loopback" if is_loopback else _kind(name),
         mtu=_ask(probe, _GET_MTU, name, "i"),
         multicast=bool(flags & _IFF_MULTICAST),
+        is_on=bool(flags & _IFF_UP),
     )
 
 

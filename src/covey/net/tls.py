@@ -88,7 +88,7 @@ class Channel:
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
-            raise AuthError(f"the TLS handshake failed: {error.reason or error}") from error
+            raise AuthError(f"the TLS handshake failed: {_reason(error)}") from error
         flight = self._leaving.read()
         # A second ClientHello could be another dialler's than the first, which the door has bound this connection to.
         if not self._dialled and flight[_RANDOM_AT : _RANDOM_AT + len(_RETRY)] == _RETRY:
@@ -122,7 +122,7 @@ class Channel:
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass
         except ssl.SSLError as error:
-            raise AuthError(f"the TLS connection failed: {error.reason or error}") from error
+            raise AuthError(f"the TLS connection failed: {_reason(error)}") from error
         return bytes(plain)
 
     def farewell(self) -> bytes:
@@ -130,6 +130,12 @@ class Channel:
         with contextlib.suppress(ssl.SSLError):
             self._connection.unwrap()
         return self._leaving.read()
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """Return what OpenSSL says, and for a certificate what is wrong with it: "certificate is not yet valid"."""
+    reason = error.reason or str(error)
+    return f"{reason}: {error.verify_message}" if isinstance(error, ssl.SSLCertVerificationError) else reason
 
 
 def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:

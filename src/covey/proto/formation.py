@@ -544,6 +544,22 @@ class Formation:
             in_use=tuple(sorted(self._in_use)),
         )
 
+    def waits_for(self) -> str:
+        """Return what this node waits for, as a word for programs: see `wire.messages.Wait`; empty if it is formed."""
+        if self.formed is not None:
+            return ""
+        if self._lock is not None:
+            return "agreement"
+        if self.going_on is not None:
+            return "run"
+        if self.lineages.current:
+            return "earlier-run"
+        others, fewest = founders(self._peers, self._me.life), self._terms.smallest
+        view = clique(self._me, others, self._terms.largest)
+        if len(others) + 1 < fewest or (len(view) >= fewest and count_hosts(view) < self._min_hosts):
+            return "nodes"
+        return "links" if len(view) < fewest else "agreement"
+
     def _waiting(self) -> str:
         if self.formed is not None:
             return "nothing: the view is agreed"

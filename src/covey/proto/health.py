@@ -336,6 +336,10 @@ class Health:
         """Tell whether nothing is heard on the link with a peer, whatever its keeper says."""
         return peer_id in self._peers and self._peers[peer_id].is_unheard
 
+    def is_suspected(self, peer_id: bytes) -> bool:
+        """Tell whether a peer that is watched is not trusted now."""
+        return peer_id in self._peers and self._peers[peer_id].standing is not Standing.TRUSTED
+
     def standing(self, peer_id: bytes) -> Standing:
         """Return the opinion of a peer that is watched."""
         return self._peers[peer_id].standing

@@ -14,6 +14,7 @@ from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError
 from covey.base.pace import Seldom
 from covey.base.text import printable
 from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say
+from covey.runtime import waiting
 from covey.runtime.gathering import Gathering
 from covey.runtime.records import Records
 from covey.wire import formation as forming
@@ -324,7 +325,13 @@ class Candidate(Gathering):
             since=time.monotonic() - self._since,
             peers=tuple(self.peer_state(someone, self._lane_kind(someone)) for someone in self.met.values()),
             rank=self._node.rank if self._node is not None else -1,
+            wait=self._wait(),
         )
+
+    def _wait(self) -> messages.Wait | None:
+        if self._node is not None:
+            return waiting.of_member(self._node)
+        return waiting.of_candidate(self._formation, self._terms, self.problems(), self.cluster.seeds)
 
     def _lane_kind(self, someone: Acquaintance) -> str:
         with contextlib.suppress(ConfigError):

@@ -52,6 +52,10 @@ class Follower:
         self._hints.add(hint, origin, time.monotonic())
         self._follow()
 
+    def forget(self, is_it: Callable[[Hint], bool]) -> None:
+        """Follow these hints no more, unless there is fresh evidence: the nodes there have left."""
+        self._hints.forget_all(is_it)
+
     def moved(self) -> None:
         """This machine is to be reached at other addresses than before, so others may be within reach."""
         self._hints.wake(time.monotonic())

@@ -63,6 +63,8 @@ LINKS_LIMIT: Final = 4
 PINGS_LIMIT: Final = 100
 PROBLEMS_LIMIT: Final = 64
 """Nodes that were not taken, and addresses that were not reached, of which the last are remembered."""
+DEPARTED_LIMIT: Final = 256
+"""Places of visitors that have left, of which the last are remembered."""
 CARDS_AT_ONCE: Final = 100
 """Cards in one message: with all their addresses they must fit into a frame."""
 NEAR_SECONDS: Final = 2.0
@@ -105,6 +107,8 @@ class Gathering:
         )
         self._visitors = Visitors(self._is_named_keeper)
         """Those who take part in nothing: other visitors, and keepers."""
+        self._departed: dict[tuple[str, int], None] = {}
+        """Where visitors listened that have left: that nothing answers there is no problem."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._allowance = Allowance()
         self._news = pace.Buckets(1 / TOLD_AGAIN_SECONDS, 1.0)
@@ -319,6 +323,8 @@ class Gathering:
 
     def _failed(self, where: str, reason: str, addresses: tuple[messages.Address, ...]) -> None:
         self._failures.pop(where, None)
+        if where not in self.cluster.seeds and self._was_a_visitors(addresses):
+            return
         self._failures[where] = reason, addresses
         if len(self._failures) > PROBLEMS_LIMIT:
             del self._failures[next(iter(self._failures))]
@@ -328,9 +334,24 @@ class Gathering:
         failures = {
             where: reason
             for where, (reason, addresses) in self._failures.items()
-            if not any(self._is_at(addresses, someone) for someone in self.met.values())
+            if not any(self._is_at(addresses, someone) for someone in (*self.met.values(), *self._visitors))
         }
         return {**self.refusals, **failures, **self.search.problems}
+
+    def _note_departure(self, visitor: Acquaintance) -> None:
+        """Look for a visitor no more that has left, and do not report that nothing answers where it listened."""
+        for place in self._places_of(visitor, True) | self._places_of(visitor, False):
+            self._departed.pop(place, None)
+            self._departed[place] = None
+        while len(self._departed) > DEPARTED_LIMIT:
+            del self._departed[next(iter(self._departed))]
+        self._follower.forget(lambda hint: self._was_a_visitors(hint.addresses))
+        for where, (_, addresses) in list(self._failures.items()):
+            if where not in self.cluster.seeds and self._was_a_visitors(addresses):
+                del self._failures[where]
+
+    def _was_a_visitors(self, addresses: tuple[messages.Address, ...]) -> bool:
+        return any((each.ip, each.port) in self._departed for each in addresses)  # they are one node's
 
     def _is_at(self, addresses: tuple[messages.Address, ...], someone: Acquaintance) -> bool:
         places = {(address.ip, address.port) for address in addresses}
@@ -365,6 +386,8 @@ class Gathering:
         if known is not None:
             self.part(known)
         someone = self.met[card.id] = Acquaintance(card, purpose)
+        for place in self._places_of(someone, True) | self._places_of(someone, False):
+            self._departed.pop(place, None)
         self.refusals.pop(_spell_card(card), None)
         self._use(someone, link, way)
         self._know_members()
@@ -472,6 +495,8 @@ class Gathering:
             else:
                 link.abort()
         self._visitors.discard(someone)
+        if someone.purpose == "visitor":
+            self._note_departure(someone)
         self._know_members()
         if self.met.get(someone.card.id) is someone:
             del self.met[someone.card.id]

@@ -126,6 +126,11 @@ class Hints:
         """Note that there is no other node there."""
         self._hints.pop(hint, None)
 
+    def forget_all(self, is_it: Callable[[Hint], bool]) -> None:
+        """Forget every hint of which `is_it` is true."""
+        for hint in [hint for hint in self._hints if is_it(hint)]:
+            del self._hints[hint]
+
     def wake(self, now: float) -> None:
         """This machine is on another network: what failed before may work now, and is tried once more."""
         for state in self._hints.values():

@@ -394,6 +394,10 @@ class Node:
         """Tell whether a process is not heard on its link."""
         return self._vigil is not None and self._vigil.is_unheard(seat)
 
+    def is_suspected(self, seat: int) -> bool:
+        """Tell whether a process seems to be gone; the members have not agreed on that yet."""
+        return self._vigil is not None and self._vigil.is_suspected(seat)
+
     def _silent(self, seat: int, reason: str, cause: Cause) -> None:
         peer = self.peers[seat]
         peer.reason = reason

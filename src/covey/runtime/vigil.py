@@ -120,6 +120,10 @@ class Vigil:
         """Tell whether a peer is not heard on its link."""
         return self._health.is_unheard(_id(seat))
 
+    def is_suspected(self, seat: int) -> bool:
+        """Tell whether a peer that is watched seems to be gone, or was given up."""
+        return self._health.is_suspected(_id(seat))
+
     def forget(self, seat: int) -> None:
         """There is nothing more to find out about a peer."""
         self._health.forget(_id(seat))

@@ -29,6 +29,8 @@ CHARTER_LIMIT: Final = 2000
 """Nodes in each list of a charter: both lists fit into a frame."""
 WAITING_LIMIT: Final = 64
 """Nodes that wait for approval, of which a node remembers the last."""
+TROUBLES_LIMIT: Final = 8
+"""Seeds, refused nodes and other problems that a waiting node tells of, of each kind."""
 MAX_MEMBERS: Final = 128
 """Members of a view; so many fit into one control frame, whatever their names and contacts."""
 
@@ -299,11 +301,48 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     """The serial of the charter that the sender goes by; 0 if it has none."""
     waiting: Annotated[tuple[Waiting, ...], msgspec.Meta(max_length=WAITING_LIMIT)] = ()
     """Nodes that it refused because they are not on the list of the charter."""
+    wait: Wait | None = None
+    """What the sender waits for, if it waits."""
 
 
 def counted(tell: Tell, turned_away: int, too_many: int, charter: int, waiting: tuple[Waiting, ...]) -> Tell:
     """Return the same with what the sender's door has seen, and which charter it goes by."""
     return msgspec.structs.replace(tell, turned_away=turned_away, too_many=too_many, charter=charter, waiting=waiting)
+
+
+class Wait(Worded, frozen=True, array_like=True):
+    """What a node waits for, on which terms, and what is in its way."""
+
+    cause: Name
+    """`nodes` (too few are here), `links` (those that are here do not all hear each other), `agreement`, `run` (to be
+    taken into a run that goes on), `earlier-run` (for the members of a run that was begun before), `members` (of a run
+    that goes on, which are not heard) or `quorum` (too few of them are heard)."""
+    text: Text
+    """The same in words."""
+    program: Text = ""
+    size: int | None = None
+    min_size: int = 0
+    max_size: int | None = None
+    version: Text = ""
+    lanes: Text = ""
+    on_loss: Text = ""
+    here: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    """Nodes that could be in the run, the sender among them."""
+    missing: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    """Members that are waited for, where they are known."""
+    seeds: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
+    """Seeds at which no node of the cluster was met."""
+    refused: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
+    """Nodes that were met and cannot be in the run."""
+    problems: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
+    """What else went wrong while the sender looked for others."""
+
+
+class Trouble(Worded, frozen=True, array_like=True):
+    """A place or node with which something went wrong, and why."""
+
+    where: Text
+    why: Text
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):

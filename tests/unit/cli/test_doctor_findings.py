@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from covey.cli.doctor.facts import Facts, Machine, Network, Person, PrivatePath, Seed, Setting, Way
+from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, PrivatePath, Seed, Setting, Wait, Way
 from covey.cli.doctor.findings import WEIGHTS, Finding, findings
 from covey.cli.doctor.report import as_json, as_text
 
@@ -36,7 +36,7 @@ WAY = Way(address="10.0.0.2:47700", interface="eth0", local="10.0.0.1", local_in
 CLOSED = replace(WAY, round_trip=-1.0, problem="no answer in time")
 BACK = Way(address="10.0.0.1:47731", interface="eth0", round_trip=0.001)
 BACK_CLOSED = replace(BACK, round_trip=-1.0, problem="no answer in time")
-BETA = Person(
+BETA = MetNode(
     name="beta-x7a2",
     id="ab" * 32,
     host_name="beta",
@@ -66,8 +66,8 @@ MACHINE = Machine(
     default_cluster="home",
     settings=(Setting(name="interfaces", value="", source="default", variable="COVEY_INTERFACES"),),
 )
-WELL = Facts(machine=MACHINE, cluster="home", interfaces=(LOOPBACK, CABLE), looked=True, people=(BETA,))
-ALONE = replace(WELL, people=())
+WELL = Facts(machine=MACHINE, cluster="home", interfaces=(LOOPBACK, CABLE), looked=True, nodes=(BETA,))
+ALONE = replace(WELL, nodes=())
 
 
 def found(facts: Facts) -> list[tuple[str, str]]:
@@ -87,7 +87,7 @@ def with_path(**differs: Any) -> Facts:
 
 
 def with_beta(**differs: Any) -> Facts:
-    return replace(WELL, people=(replace(BETA, **differs),))
+    return replace(WELL, nodes=(replace(BETA, **differs),))
 
 
 def test_where_all_is_well_there_is_nothing_to_say() -> None:
@@ -127,7 +127,7 @@ def test_outside_of_any_cluster_the_remedy_is_how_to_get_into_one() -> None:
 
 
 def test_a_cluster_that_cannot_be_read_because_of_its_permissions_is_one_finding_not_two() -> None:
-    facts = replace(with_path(is_loose=True), people=(), looked=False, cluster="", cluster_problem="others may read it")
+    facts = replace(with_path(is_loose=True), nodes=(), looked=False, cluster="", cluster_problem="others may read it")
     assert found(facts) == [("problem", "permissions")]
 
 
@@ -143,8 +143,9 @@ def test_a_pattern_that_leaves_no_interface_is_a_problem_and_named_where_it_come
 
 def test_a_machine_with_nothing_but_loopback_is_told_so() -> None:
     down = replace(CABLE, is_up=False, is_used=False)
-    assert found(replace(ALONE, interfaces=(LOOPBACK, down)))[0] == ("problem", "only-loopback")
-    assert found(replace(with_beta(is_here=True), interfaces=(LOOPBACK, down))) == [("warning", "only-loopback")]
+    assert found(replace(ALONE, interfaces=(LOOPBACK,)))[0] == ("problem", "only-loopback")
+    assert found(replace(with_beta(is_here=True), interfaces=(LOOPBACK,))) == [("warning", "only-loopback")]
+    assert found(replace(ALONE, interfaces=(LOOPBACK, down))) == [("problem", "interface-down")]
 
 
 def test_a_machine_without_ipv4_gets_a_note() -> None:
@@ -177,10 +178,10 @@ def test_an_announced_node_that_refuses_connections_has_most_likely_ended() -> N
     assert "10.0.0.7:47700" in finding.text
 
 
-@pytest.mark.parametrize(("people", "weight"), [((), "problem"), ((BETA,), "warning")])
-def test_a_silent_seed_weighs_more_where_nobody_was_found(people: tuple[Person, ...], weight: str) -> None:
+@pytest.mark.parametrize(("nodes", "weight"), [((), "problem"), ((BETA,), "warning")])
+def test_a_silent_seed_weighs_more_where_nobody_was_found(nodes: tuple[MetNode, ...], weight: str) -> None:
     seeds = (Seed(text="10.0.0.5:47700", answered=False, problem="Connection refused"),)
-    finding = findings(replace(WELL, people=people, seeds=seeds))[0]
+    finding = findings(replace(WELL, nodes=nodes, seeds=seeds))[0]
     assert (finding.weight, finding.code) == (weight, "seed-silent")
     assert "10.0.0.5:47700: Connection refused" in finding.text
 
@@ -197,10 +198,10 @@ def test_a_seed_that_hangs_up_has_another_secret() -> None:
     assert "covey init --show home" in findings(facts)[0].remedy
 
 
-@pytest.mark.parametrize(("people", "weight"), [((), "problem"), ((BETA,), "note")])
-def test_another_secret_nearby_matters_where_nobody_was_found(people: tuple[Person, ...], weight: str) -> None:
+@pytest.mark.parametrize(("nodes", "weight"), [((), "problem"), ((BETA,), "note")])
+def test_another_secret_nearby_matters_where_nobody_was_found(nodes: tuple[MetNode, ...], weight: str) -> None:
     stranger = replace(CABLE, foreign=("10.0.0.9:47700",))
-    finding = findings(replace(WELL, people=people, interfaces=(LOOPBACK, stranger)))[0]
+    finding = findings(replace(WELL, nodes=nodes, interfaces=(LOOPBACK, stranger)))[0]
     assert (finding.weight, finding.code) == (weight, "wrong-secret-nearby")
     assert "10.0.0.9:47700" in finding.text
 
@@ -329,15 +330,46 @@ def test_the_report_names_everything_and_fits_the_width(width: int) -> None:
     assert "1 warning, 1 note" in words
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_word_is_cut_and_no_fact_lost_where_there_is_little_room(width: int) -> None:
+    local = ("10.123.123.101", "fd00:1234:5678::9c24:2aff:feea:7c4c", "fe80::9c24:2aff:feea:7c4c")
+    cable = replace(
+        CABLE, name="enp0s31f6", addresses=local, heard_from=("10.123.123.102",), errors=("no such device",)
+    )
+    setting = Setting(name="join_timeout", value="60", source="environment", variable="COVEY_JOIN_TIMEOUT")
+    machine = replace(MACHINE, settings=(setting,))
+    wait = Wait(cause="nodes", text="1 of 2 nodes", here=("beta-x7a2",), seeds={"10.0.0.9:47700": "Connection refused"})
+    facts = replace(with_beta(wait=wait, is_here=True), interfaces=(LOOPBACK, cable), machine=machine)
+
+    def words(columns: int) -> set[str]:
+        out = io.StringIO()
+        Console(file=out, width=columns, highlight=False).print(as_text(facts, findings(facts)))
+        assert max(map(len, out.getvalue().splitlines())) <= columns
+        return {word.strip(",") for word in out.getvalue().split()}
+
+    headings = {"name", "kind", "variable", "COVEY_JOIN_TIMEOUT"}
+    assert words(200) - words(width) <= headings
+
+
 def test_the_json_has_all_facts_and_findings() -> None:
     facts = with_beta(version="1.1")
     said = json.loads(json.dumps(as_json(facts, findings(facts))))
     assert said["format"] == 1
-    assert said["people"][0]["ways_there"][0]["address"] == "10.0.0.2:47700"
+    assert said["nodes"][0]["ways_there"][0]["address"] == "10.0.0.2:47700"
     assert [finding["code"] for finding in said["findings"]] == ["versions"]
     assert set(said) == {
         *("format", "machine", "cluster", "cluster_problem", "interfaces", "interfaces_problem", "multicast_problem"),
-        *("looked", "people", "unreachable", "seeds", "refusals", "seconds", "findings"),
+        *(
+            "host_problem",
+            "search_problem",
+            "looked",
+            "nodes",
+            "unreachable",
+            "seeds",
+            "refusals",
+            "seconds",
+            "findings",
+        ),
     }
 
 

@@ -60,3 +60,7 @@ def test_styles_stay_with_their_text_and_an_empty_table_is_nothing() -> None:
 
 def test_wide_letters_count_twice() -> None:
     assert [cell_len(line) for line in wrap("機械学習 a", 4)] == [4, 4, 1]
+
+
+def test_an_indented_text_is_indented_in_every_line() -> None:
+    assert wrap("  waits: 1 more node", 12) == ["  waits: 1", "  more node"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
 from covey.cli.status.picture import Picture, as_json, picture
 from covey.cli.status.view import duration, milliseconds, view
-from covey.wire.messages import Address, Answer, Card, Contact, PeerState, Tell
+from covey.wire.messages import Address, Answer, Card, Contact, PeerState, Tell, Trouble, Wait
 
 
 def card(number: int, host: str = "wren") -> Card:
@@ -203,3 +203,29 @@ def test_a_silent_member_is_counted_and_named() -> None:
     assert lines[0].endswith("2 nodes, 1 of them silent")
     assert lines[3].endswith("tie-breaker, silent")
     assert lines[-1] == "wren-0002 did not answer"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_joiners_that_do_not_fit_are_shown_with_the_reason_and_not_counted(width: int) -> None:
+    names = [card(number).name for number in (1, 2, 3)]
+    waits = [
+        Wait(
+            "nodes",
+            "1 more node",
+            here=(names[0], names[1]),
+            refused=(Trouble(names[2], "it was started with --size 9"),),
+        ),
+        Wait(
+            "nodes",
+            "1 more node",
+            here=(names[0], names[1]),
+            refused=(Trouble(names[2], "it was started with --size 9"),),
+        ),
+        Wait("nodes", "8 more nodes", here=(names[2],), refused=(Trouble(names[0], "it was started with --size 3"),)),
+    ]
+    drawn = draw([Tell("mine", "joining", b"", b"", 3.0, (), wait=wait) for wait in waits])
+    assert [node.state for node in drawn.runs[0].nodes] == ["joining", "joining", "refused"]
+    lines = shown(drawn, width)
+    assert lines[:2] == ["run mine in lab: joining for 3 s, 2 nodes, 1 more refused", "  waits: 1 more node"]
+    assert any(names[2] in line and line.endswith("refused") for line in lines)
+    assert all(len(line) <= width for line in lines)

@@ -70,7 +70,8 @@ def _print(text: RenderableType) -> None:
     out = Console(highlight=False, emoji=False, markup=False)
     if out.is_terminal:
         return out.print(text)
-    out.width = PLAIN_WIDTH
+    if "COLUMNS" not in os.environ:
+        out.width = PLAIN_WIDTH
     with out.capture() as captured:
         out.print(text)
     for line in captured.get().splitlines():  # without the blanks that fill up a terminal's lines
@@ -99,7 +100,7 @@ def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: C
         facts = replace(facts, interfaces_problem=str(error).rstrip("."))
     try:
         cluster = options.find(os.environ)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         return replace(facts, cluster_problem=str(error).rstrip("."))
     facts = replace(facts, cluster=cluster.name)
     return facts if facts.interfaces_problem else _look_around(facts, cluster, config, tell)
@@ -108,19 +109,22 @@ def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: C
 def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
     from covey.cli.doctor.network import Search
 
-    search = Search(cluster, config, tell)
     try:
+        search = Search(cluster, config, tell)
         search.run()
     except TimeoutError as error:
         raise DeadlineError(
             "the examination did not end before its timeout ended: this machine is too busy to tell"
         ) from error
+    except (ConfigError, OSError) as error:  # no folder for its files, no port that is free
+        return replace(facts, search_problem=str(error).rstrip("."))
     return replace(
         facts,
         looked=True,
         interfaces=search.interfaces or facts.interfaces,
         multicast_problem=search.multicast_problem,
-        people=search.people,
+        host_problem=search.host_problem,
+        nodes=search.nodes,
         unreachable=search.unreachable,
         seeds=search.seeds,
         refusals=search.refusals,

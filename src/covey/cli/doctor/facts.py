@@ -36,6 +36,21 @@ class PrivatePath:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A folder in which covey has to write."""
+
+    role: str
+    """`configuration` or `temporary`."""
+    path: str
+    variable: str
+    """The variable that names another one."""
+    problem: str = ""
+    """Why nothing can be written there, as the system says it."""
+    free_bytes: int = -1
+    """What is left there for this user; negative if the system does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """This machine and user."""
 
@@ -51,6 +66,9 @@ class Machine:
     settings: tuple[Setting, ...] = ()
     unknown_variables: dict[str, str] = field(default_factory=dict)
     """COVEY_ variables that nobody reads, each with the one that may be meant."""
+    folders: tuple[Folder, ...] = ()
+    clock: float = 0.0
+    """Seconds since 1970, by this machine's clock; 0 if it was not looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +78,9 @@ class Network:
     name: str
     kind: str
     is_up: bool
+    """Switched on, and connected by a cable or a Wi-Fi."""
+    is_on: bool = True
+    """Switched on."""
     addresses: tuple[str, ...]
     networks: tuple[str, ...]
     """The addresses with their prefixes."""
@@ -105,7 +126,33 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Person:
+class Wait:
+    """What a node says that it waits for, on which terms, and what is in its way."""
+
+    cause: str
+    """As in `wire.messages.Wait`."""
+    text: str
+    program: str = ""
+    size: int | None = None
+    min_size: int = 0
+    max_size: int | None = None
+    version: str = ""
+    lanes: str = ""
+    on_loss: str = ""
+    here: tuple[str, ...] = ()
+    """Nodes that could be in the run, the teller among them."""
+    missing: tuple[str, ...] = ()
+    """Members that are waited for, where they are known."""
+    seeds: dict[str, str] = field(default_factory=dict)
+    """Its seeds at which no node was met, and why."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Nodes that cannot be in its run, and why."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """What else went wrong while it looked for others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetNode:
     """A node that was met."""
 
     name: str
@@ -117,6 +164,10 @@ class Person:
     """`candidate` (has joined or waits for a run) or `visitor` (another doctor, for example)."""
     run: str = ""
     state: str = ""
+    since: float = 0.0
+    """Seconds in this state."""
+    wait: Wait | None = None
+    """What it waits for, if it waits."""
     is_here: bool
     """Whether it is on this machine."""
     found_by: tuple[str, ...]
@@ -166,9 +217,13 @@ class Facts:
     interfaces_problem: str = ""
     """Why none can be used."""
     multicast_problem: str = ""
+    host_problem: str = ""
+    """Why nodes of this machine do not find each other."""
+    search_problem: str = ""
+    """Why there was no search for others."""
     looked: bool = False
     """Whether there was a search for others."""
-    people: tuple[Person, ...] = ()
+    nodes: tuple[MetNode, ...] = ()
     unreachable: dict[str, str] = field(default_factory=dict)
     """Where somebody is said to be, by multicast or by others, and no connection gets through; and why."""
     seeds: tuple[Seed, ...] = ()

@@ -10,6 +10,8 @@ import pwd
 import socket
 import ssl
 import stat
+import tempfile
+import time
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +21,7 @@ from covey.base import config as settings
 from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
 from covey.base.version import __version__
-from covey.cli.doctor.facts import Machine, PrivatePath, Setting
+from covey.cli.doctor.facts import Folder, Machine, PrivatePath, Setting
 from covey.net import clusters
 from covey.net.identity import node_name
 from covey.runtime.places import CLUSTER_JOIN_SECONDS, DEFAULT_MIN_SIZE
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 MOST_PATHS: Final = 1000
+WRITTEN_BYTES: Final = 1 << 16
+"""What is written into a folder to see whether it can be."""
 SECRETS: Final = ("COVEY_SECRET", "COVEY_SECRET_FD", "COVEY_TOKEN_FD")
 DEFAULTS: Final = {
     "COVEY_RUN_MIN_SIZE": f"{DEFAULT_MIN_SIZE}",
@@ -70,6 +74,8 @@ def examine_machine(env: Mapping[str, str], arguments: Mapping[str, str | None],
             for key in sorted(env)
             if key.startswith("COVEY_") and key not in KNOWN_VARIABLES
         },
+        folders=tuple(_folders(env, home)),
+        clock=time.time(),
     )
 
 
@@ -113,6 +119,31 @@ def _private_paths(home: Path, secret_file: str) -> Iterator[PrivatePath]:
             is_ours=status.st_uid == os.geteuid(),
             is_loose=bool(mode & (0o077 if is_folder else 0o177)),
         )
+
+
+def _folders(env: Mapping[str, str], home: Path) -> Iterator[Folder]:
+    """Yield the folders in which covey writes, each with what came of writing a file there that has no name."""
+    yield _folder("configuration", home, "COVEY_HOME")
+    temporary = {"TMPDIR": env.get("TMPDIR", "") or "/tmp", "XDG_RUNTIME_DIR": env.get("XDG_RUNTIME_DIR", "")}
+    for variable, path in temporary.items():
+        if path:
+            yield _folder("temporary", Path(path), variable)
+
+
+def _folder(role: str, path: Path, variable: str) -> Folder:
+    problem, free = "", -1
+    there = path
+    if role == "configuration":  # it is made when it is needed
+        there = next((each for each in (path, *path.parents) if each.exists()), path)
+    try:
+        status = os.statvfs(there)
+        free = status.f_bavail * status.f_frsize
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(WRITTEN_BYTES))
+            file.flush()
+    except OSError as error:
+        problem = os.strerror(error.errno) if error.errno else str(error)
+    return Folder(role=role, path=str(path), variable=variable, problem=problem, free_bytes=free)
 
 
 def _user(uid: int) -> str:

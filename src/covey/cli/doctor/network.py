@@ -10,22 +10,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, CoveyError
 from covey.cli.doctor.ear import Ear
-from covey.cli.doctor.facts import Network, Person, Seed, Way
-from covey.net.interfaces import all_interfaces, describe, parse_pattern, usable_interfaces
+from covey.cli.doctor.facts import MetNode, Network, Seed, Wait, Way
+from covey.net.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
 from covey.runtime import loop as control
 from covey.runtime.greet import SILENCE, spell
+from covey.runtime.loop import aside
 from covey.runtime.probe import PROBE_SECONDS, Sounding, sound, sound_each, throughput
 from covey.runtime.reach import NOT_TRIED, TOO_OFTEN
+from covey.runtime.search import parse_seed
 from covey.runtime.visit import visiting
+from covey.runtime.waiting import bare_reason
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from covey.base.config import GroupConfig
-    from covey.base.errors import CoveyError
     from covey.net.clusters import Cluster
     from covey.net.mdns import Observation
     from covey.runtime.acquaintance import Acquaintance
@@ -74,11 +76,11 @@ class Search:
         """Shows the others that our probes are ours."""
         self._until = time.monotonic() + ENOUGH_SECONDS
         self.interfaces: tuple[Network, ...] = ()
-        self.people: tuple[Person, ...] = ()
+        self.nodes: tuple[MetNode, ...] = ()
         self.seeds: tuple[Seed, ...] = ()
         self.unreachable: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
-        self.multicast_problem = ""
+        self.multicast_problem = self.host_problem = ""
 
     def run(self) -> None:
         """Fill in the facts, in about nine seconds at most."""
@@ -90,7 +92,7 @@ class Search:
                 visit.look(LOOK_SECONDS)
                 self._tell("trying all ways there and back")
                 self._examine(visit, ear)
-                if any(person.purpose == "visitor" for person in self.people):
+                if any(node.purpose == "visitor" for node in self.nodes):
                     self._tell("waiting for the other visitor")
                     left = min(POLITE_SECONDS, self._until - time.monotonic())
                     visit.look(left, until=lambda visit: len(visit.members()) == len(visit.everyone()))
@@ -101,6 +103,7 @@ class Search:
         gathering = visit.gathering
         observations = gathering.search.beacon.observed()
         knocking = control.start(self._knock(gathering, ear, observations))
+        trying_seeds = control.start(self._try_seeds(gathering))
         cards = visit.everyone()[:MOST_EXAMINED]
         trying = [control.start(self._try_ways(gathering, card)) for card in cards]
         stories = visit.ask_all(cards, messages.Ask(), PROBE_SECONDS)
@@ -110,32 +113,50 @@ class Search:
         remote = [card for card in cards if card.contact.host != ours.host]  # on this machine all of them work
         replies = visit.ask_all(remote, messages.Reach(ours.addresses, self._token), ANSWER_SECONDS)
         answers = {card.id: answer for card, answer in zip(remote, replies, strict=True)}
-        people = []
+        nodes = []
         for card, attempt, story in zip(cards, trying, stories, strict=True):
             someone = gathering.met.get(card.id)
             if someone is not None and someone.link is not None:  # or it has gone meanwhile
                 soundings = attempt.result()
-                person = self._describe(someone, gathering, soundings, self._found_by(card, gathering, ear))
-                person = _with_ways_back(person, ours.addresses, answers[card.id]) if card.id in answers else person
-                people.append((_with_story(person, story), someone.way or _quickest(soundings)))
+                node = self._describe(someone, gathering, soundings, self._found_by(card, gathering, ear))
+                node = _with_ways_back(node, ours.addresses, answers[card.id]) if card.id in answers else node
+                nodes.append((_with_story(node, story), someone.way or _quickest(soundings)))
         self._tell("measuring throughput")
-        self.people = tuple(self._measure(gathering, person, way) for person, way in people)
+        self.nodes = tuple(self._measure(gathering, node, way) for node, way in nodes)
         closed = knocking.result(PROBE_SECONDS + LATE_SECONDS)
         self.interfaces = look_at_interfaces(self._config.interfaces, observations, ear)
         problems, hung_up = control.run(_problems(gathering), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
+        self.host_problem = problems.pop("this host", "")
+        tried = trying_seeds.result(PROBE_SECONDS + LATE_SECONDS)
         self.seeds = tuple(
             Seed(
                 text=seed,
-                answered=any(_is_at(seed, person.addresses) for person in self.people),
+                answered=not tried[seed] or any(_answers_at(seed, node) for node in self.nodes),
                 hung_up=not hung_up.isdisjoint((seed, *_doctors_at((seed,)))),
-                problem=problems.get(seed, "") or ("" if self.people else SILENCE),
+                problem=bare_reason(seed, problems.get(seed, "") or tried[seed]),
             )
             for seed in self._seeds
         )
         others = {who: why for who, why in problems.items() if who not in self._cluster.seeds}
         self.refusals = {who: why for who, why in others.items() if not why.startswith(NO_WAY)}
         self.unreachable = {who: why for who, why in others.items() if who not in self.refusals} | closed
+
+    async def _try_seeds(self, gathering: Gathering) -> dict[str, str]:
+        """Return why no node answers at each seed, or nothing: who has met another node tries them no more."""
+
+        async def try_one(seed: str) -> str:
+            try:
+                async with asyncio.timeout(PROBE_SECONDS):
+                    addresses = await aside(parse_seed, seed)
+                is_here = any(each.ip in ("127.0.0.1", "::1") for each in addresses)
+                found = await sound_each(addresses, self._own, gathering.seat.gate, same_host=is_here)
+            except (OSError, CoveyError) as error:  # TimeoutError, too
+                return str(error) or SILENCE
+            return "" if any(each.round_trip >= 0 for each in found) else found[0].problem if found else SILENCE
+
+        problems = await asyncio.gather(*map(try_one, self._seeds))
+        return dict(zip(self._seeds, problems, strict=True))
 
     async def _try_ways(self, gathering: Gathering, card: messages.Card) -> list[Sounding]:
         is_here = card.contact.host == gathering.card.contact.host
@@ -151,7 +172,7 @@ class Search:
 
     def _describe(
         self, someone: Acquaintance, gathering: Gathering, soundings: list[Sounding], found_by: tuple[str, ...]
-    ) -> Person:
+    ) -> MetNode:
         card, link = someone.card, someone.link
         assert link is not None
         attempts = zip(card.contact.addresses, soundings, strict=True)
@@ -159,7 +180,7 @@ class Search:
         chosen = (spell(someone.way) if someone.way is not None else link.address).removeprefix("::ffff:")
         local = link.local_ip.removeprefix("::ffff:").partition("%")[0]
         taken = next((way for way in ways if way.address == chosen and way.works), None)
-        return Person(
+        return MetNode(
             name=card.name,
             id=card.id.hex(),
             host_name=card.host_name,
@@ -177,13 +198,13 @@ class Search:
             clock_offset=someone.clock_offset,
         )
 
-    def _measure(self, gathering: Gathering, person: Person, way: Where | None) -> Person:
+    def _measure(self, gathering: Gathering, node: MetNode, way: Where | None) -> MetNode:
         """Measure one way at a time, while the others are idle, as long as there is time."""
-        seconds = LONG_FLOW_SECONDS if person.round_trip > LONG_ROUND_TRIP else FLOW_SECONDS
+        seconds = LONG_FLOW_SECONDS if node.round_trip > LONG_ROUND_TRIP else FLOW_SECONDS
         if way is None or self._until - time.monotonic() < seconds:
-            return person
+            return node
         flow = throughput(way, gathering.seat.gate, FLOW_BYTES, seconds)
-        return replace(person, bytes_per_second=control.run(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
+        return replace(node, bytes_per_second=control.run(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
 
     async def _knock(self, gathering: Gathering, ear: Ear, observations: Iterable[Observation]) -> dict[str, str]:
         """Return the machines that announce nodes, ours as far as we know, and whose ports give no sign of life.
@@ -226,11 +247,13 @@ def look_at_interfaces(
         usable = {}
     observed = {observation.interface: observation for observation in observations}
     networks = []
-    for interface in all_interfaces():
+    for interface in (*all_interfaces(), *bare_interfaces()):
         is_used = interface.name in usable
         reason = ""
         if not interface.is_up:
-            reason = "down"
+            reason = "down" if interface.is_on else "down (switched off)"
+        elif not interface.addresses:
+            reason = "has no address"
         elif not is_used and interface.is_loopback:
             reason = "reaches only this machine"
         elif not is_used and not any(chosen.allows(interface.name, ip) for ip in interface.addresses):
@@ -244,6 +267,7 @@ def look_at_interfaces(
                 name=interface.name,
                 kind=interface.kind,
                 is_up=interface.is_up,
+                is_on=interface.is_on,
                 addresses=interface.addresses,
                 networks=tuple(str(network) for network in interface.networks),
                 mtu=interface.mtu,
@@ -284,29 +308,71 @@ def _way(address: messages.Address, sounding: Sounding, names: Mapping[str, str]
     )
 
 
-def _with_ways_back(person: Person, ours: tuple[messages.Address, ...], answer: messages.Answer | CoveyError) -> Person:
+def _with_ways_back(node: MetNode, ours: tuple[messages.Address, ...], answer: messages.Answer | CoveyError) -> MetNode:
     if not isinstance(answer, messages.Reached):
-        return replace(person, ways_back_problem=str(answer))
+        return replace(node, ways_back_problem=str(answer))
     if not len(ours) == len(answer.round_trips) == len(answer.problems):
-        return replace(person, ways_back_problem="it answered something else")
+        return replace(node, ways_back_problem="it answered something else")
     said = zip(ours, answer.round_trips, answer.problems, strict=True)
     tried = [(address, Sounding(taken, why)) for address, taken, why in said if why not in (NOT_TRIED, TOO_OFTEN)]
     if not tried:
         why = answer.problems[0].removeprefix("not tried: ") if answer.problems else NOT_TRIED
-        return replace(person, ways_back_problem=f"it tried none of our addresses: {why}")
-    return replace(person, ways_back=tuple(_way(address, sounding, {}) for address, sounding in tried))
+        return replace(node, ways_back_problem=f"it tried none of our addresses: {why}")
+    return replace(node, ways_back=tuple(_way(address, sounding, {}) for address, sounding in tried))
 
 
-def _with_story(person: Person, story: messages.Answer | CoveyError) -> Person:
+def _with_story(node: MetNode, story: messages.Answer | CoveyError) -> MetNode:
     if not isinstance(story, messages.Tell):
-        return person
-    return replace(person, run=story.run, state=story.state, turned_away=story.turned_away, too_many=story.too_many)
+        return node
+    return replace(
+        node,
+        run=story.run,
+        state=story.state,
+        since=story.since,
+        wait=_as_fact(story.wait) if story.wait is not None else None,
+        turned_away=story.turned_away,
+        too_many=story.too_many,
+    )
+
+
+def _as_fact(wait: messages.Wait) -> Wait:
+    def by_place(troubles: tuple[messages.Trouble, ...]) -> dict[str, str]:
+        return {trouble.where: trouble.why for trouble in troubles}
+
+    return Wait(
+        cause=wait.cause,
+        text=wait.text,
+        program=wait.program,
+        size=wait.size,
+        min_size=wait.min_size,
+        max_size=wait.max_size,
+        version=wait.version,
+        lanes=wait.lanes,
+        on_loss=wait.on_loss,
+        here=wait.here,
+        missing=wait.missing,
+        seeds=by_place(wait.seeds),
+        refused=by_place(wait.refused),
+        problems=by_place(wait.problems),
+    )
 
 
 def _is_at(seed: str, addresses: Iterable[str]) -> bool:
     """Tell whether a seed is one of these addresses; a host name is not looked up again for that."""
-    host = seed.rpartition(":")[0] if seed.count(":") == 1 or (seed.startswith("[") and "]:" in seed) else seed
+    host = seed.rpartition(":")[0] if _has_port(seed) else seed
     return host.strip("[]") in addresses
+
+
+def _answers_at(seed: str, node: MetNode) -> bool:
+    """Tell whether a node that was met is the one at a seed; another doctor on that machine is as good."""
+    if not _is_at(seed, node.addresses):
+        return False
+    port = seed.rpartition(":")[2] if _has_port(seed) else str(PORTS[0])
+    return node.purpose == "visitor" or any(way.address.endswith(f":{port}") for way in node.ways_there)
+
+
+def _has_port(seed: str) -> bool:
+    return seed.count(":") == 1 or (seed.startswith("[") and "]:" in seed)
 
 
 def _doctors_at(seeds: tuple[str, ...]) -> Iterator[str]:

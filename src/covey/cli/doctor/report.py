@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -11,17 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.cli.doctor.facts import FORMAT
+from covey.cli.doctor.waits import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from covey.cli.doctor.facts import Facts, Machine, Network, Person, Way
-    from covey.cli.doctor.findings import Finding, Weight
+    from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, Setting, Way
+    from covey.cli.doctor.finding import Finding, Weight
 
 STYLES: Final[dict[Weight, str]] = {"problem": "bold red", "warning": "bold yellow", "note": "bold cyan"}
-MOST_PEOPLE: Final = 20
+ROOMY: Final = 84
+"""Columns that tables with all their columns need."""
+MOST_NODES: Final = 20
 MOST_SOURCES: Final = 3
 
 
@@ -32,13 +36,25 @@ def as_json(facts: Facts, found: Sequence[Finding]) -> dict[str, Any]:
 
 def as_text(facts: Facts, found: Sequence[Finding]) -> RenderableType:
     """Return everything, to be printed as wide as the terminal is."""
-    parts: list[RenderableType] = [_heading("This machine"), _indent(_machine(facts.machine))]
+    parts: list[RenderableType] = [_heading("Findings"), _indent(_findings(found))]
+    parts += [_heading("This machine"), _indent(_machine(facts.machine))]
     parts += [_heading("Settings"), _indent(_settings(facts.machine))]
     parts += [_heading("Interfaces"), _indent(_interfaces(facts.interfaces))]
     if facts.looked:
-        parts += [_heading(f"Nodes of cluster {facts.cluster!r}"), _indent(_people(facts))]
-    parts += [_heading("Findings"), _indent(_findings(found)), Text(_summary(facts, found), style="dim")]
+        parts += [_heading(f"Nodes of cluster {facts.cluster!r}"), _indent(_nodes(facts))]
+    parts.append(Text(_summary(facts, found), style="dim"))
     return Group(*parts)
+
+
+@dataclass(frozen=True)
+class ByWidth:
+    """Looks one way where there is room, and another way on a narrow terminal."""
+
+    wide: RenderableType
+    narrow: RenderableType
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.wide if options.max_width >= ROOMY else self.narrow
 
 
 def _heading(text: str) -> Text:
@@ -81,11 +97,8 @@ def _machine(machine: Machine) -> Table:
 
 
 def _settings(machine: Machine) -> RenderableType:
-    """Put what somebody set into a table, and the rest into a few lines."""
-    table = _columns("setting", "value", "from", "variable")
-    for each in machine.settings:
-        if each.source != "default":
-            table.add_row(each.name, Text(each.value or '""'), each.source, Text(each.variable, style="dim"))
+    """Put what was set into a table, and the rest into a few lines."""
+    given = [each for each in machine.settings if each.source != "default"]
     rest = [each for each in machine.settings if each.source == "default"]
     lines = [
         ("default", ", ".join(f"{each.name} {each.value}" for each in rest if each.value)),
@@ -94,55 +107,81 @@ def _settings(machine: Machine) -> RenderableType:
     grid = _grid(7)
     for label, names in lines:
         grid.add_row(Text(label, style="dim"), Text(names, style="dim"))
-    return Group(table, grid) if table.row_count else grid
+    if not given:
+        return grid
+    return Group(ByWidth(_given(given, with_variable=True), _given(given, with_variable=False)), grid)
+
+
+def _given(settings: Sequence[Setting], *, with_variable: bool) -> Table:
+    table = _columns("setting", "value", "from", *(["variable"] if with_variable else []))
+    for column in table.columns:
+        column.no_wrap = column.header != "value"
+    for each in settings:
+        variable = [Text(each.variable, style="dim")] if with_variable else []
+        table.add_row(each.name, Text(each.value or '""'), each.source, *variable)
+    return table
 
 
 def _interfaces(interfaces: Sequence[Network]) -> RenderableType:
-    table = _columns("name", "kind", "MTU", "sent", "back", "heard", "", right=("MTU", "sent", "back", "heard"))
-    table.columns[0].no_wrap = True
+    wide = _columns("name", "kind", "MTU", "sent", "back", "heard", "", right=("MTU", "sent", "back", "heard"))
+    for column in wide.columns[:-1]:
+        column.no_wrap = True
+    narrow: list[RenderableType] = []
     for each in interfaces:
-        numbers = [str(each.sent), str(each.came_back), str(each.heard)] if each.is_used else ["", "", ""]
-        story = Text(", ".join(each.addresses))
-        if not each.is_used:
-            story.append(f"\nnot used: {each.reason}", style="dim")
-        elif not each.has_multicast:
-            story.append("\ncannot do multicast", style="yellow")
-        if each.heard_from:
-            story.append(f"\ncovey heard from {_some(each.heard_from)}", style="green")
-        if each.foreign:
-            story.append(f"\nanother secret at {_some(each.foreign)}", style="yellow")
-        if each.dropped:
-            story.append(f"\n{each.dropped} packets about covey were not looked at", style="yellow")
-        for error in each.errors:
-            story.append(f"\n{error}", style="yellow")
-        table.add_row(
-            Text(each.name, style="bold" if each.is_used else "dim"), each.kind, str(each.mtu), *numbers, story
-        )
-    return Group(table, Text("packets of multicast DNS: sent, come back here, heard from other machines", style="dim"))
+        name = Text(each.name, style="bold" if each.is_used else "dim")
+        counts = [str(each.sent), str(each.came_back), str(each.heard)]
+        wide.add_row(name, each.kind, str(each.mtu), *(counts if each.is_used else ["", "", ""]), _story(each))
+        numbers = ", ".join(map(" ".join, zip(counts, ("sent", "back", "heard"), strict=True)))
+        head = Text.assemble(name, f"  {each.kind}, MTU {each.mtu}", f", {numbers}" if each.is_used else "")
+        narrow += [head, _indent(_story(each))]
+    legend = Text("packets of multicast DNS: sent, come back here, heard from other machines", style="dim")
+    return Group(ByWidth(wide, Group(*narrow)), legend)
 
 
-def _people(facts: Facts) -> RenderableType:
-    if not facts.people:
-        return Text("nobody was found", style="yellow")
-    shown = [_person(person, facts.cluster) for person in facts.people[:MOST_PEOPLE]]
-    rest = len(facts.people) - MOST_PEOPLE
+def _story(each: Network) -> Text:
+    story = Text(", ".join(each.addresses) or "no address")
+    if not each.is_used:
+        story.append(f"\nnot used: {each.reason}", style="dim")
+    elif not each.has_multicast:
+        story.append("\ncannot do multicast", style="yellow")
+    if each.heard_from:
+        story.append(f"\ncovey heard from {_some(each.heard_from)}", style="green")
+    if each.foreign:
+        story.append(f"\nanother secret at {_some(each.foreign)}", style="yellow")
+    if each.dropped:
+        story.append(f"\n{each.dropped} packets about covey were not looked at", style="yellow")
+    for error in each.errors:
+        story.append(f"\n{error}", style="yellow")
+    return story
+
+
+def _nodes(facts: Facts) -> RenderableType:
+    if not facts.nodes:
+        return Text("no node was found", style="yellow")
+    shown = [_node(node, facts.cluster) for node in facts.nodes[:MOST_NODES]]
+    rest = len(facts.nodes) - MOST_NODES
     return Group(*shown, *([Text(f"and {rest} more: see --json")] if rest > 0 else []))
 
 
-def _person(person: Person, cluster: str) -> RenderableType:
-    head = Text(person.name, style="bold")
-    doing = f"{person.state} {person.run!r}" if person.run else "looks around, as this command does"
-    where = "this machine" if person.is_here else person.host_name
-    head.append(f"  {doing}; process {person.pid} on {where}, covey {person.version}", style="not bold")
+def _node(node: MetNode, cluster: str) -> RenderableType:
+    head = Text(node.name, style="bold")
+    doing = f"{node.state} {node.run!r}" if node.run else "another covey doctor or status"
+    where = "this machine" if node.is_here else node.host_name
+    head.append(f"  {doing}; process {node.pid} on {where}, covey {node.version}", style="not bold")
     grid = _grid(7)
     found = {"same host": "on this machine", "multicast": "by multicast", "seed": "by a seed", "others": "others told"}
-    grid.add_row("found", ", ".join(found[each] for each in person.found_by))
-    _add_ways(grid, "to it", person.ways_there, "", chosen=person.chosen_way)
-    _add_ways(grid, "to us", person.ways_back, person.ways_back_problem)
-    measured = [f"round trip {_milliseconds(person.round_trip)}"] if person.round_trip >= 0 else []
-    measured += [f"throughput {_rate(person.bytes_per_second)}"] if person.bytes_per_second else []
-    measured += [f"path MTU {person.path_mtu}"] if person.path_mtu else []
-    measured += [] if person.is_here else [f"clock {person.clock_offset:+.3f} s"]
+    if node.wait is not None:
+        wait = node.wait
+        grid.add_row("waits", Text(f"{duration(node.since)}: {wait.text}"))
+        for where, why in (*wait.seeds.items(), *wait.refused.items(), *wait.problems.items()):
+            grid.add_row("", Text(f"{where}: {why}", style="yellow"))
+    grid.add_row("found", ", ".join(found[each] for each in node.found_by))
+    _add_ways(grid, "to it", node.ways_there, "", chosen=node.chosen_way)
+    _add_ways(grid, "to us", node.ways_back, node.ways_back_problem)
+    measured = [f"round trip {_milliseconds(node.round_trip)}"] if node.round_trip >= 0 else []
+    measured += [f"throughput {_rate(node.bytes_per_second)}"] if node.bytes_per_second else []
+    measured += [f"path MTU {node.path_mtu}"] if node.path_mtu else []
+    measured += [] if node.is_here else [f"clock {node.clock_offset:+.3f} s"]
     grid.add_row("measured", ", ".join(measured))
     return Group(head, _indent(grid))
 
@@ -180,7 +219,7 @@ def _summary(facts: Facts, found: Sequence[Finding]) -> str:
     counted = ", ".join(
         count if count.startswith("1 ") else f"{count}s" for count in counts if not count.startswith("0")
     )
-    return f"\n{counted or 'no findings'}; {facts.seconds:.1f} s"
+    return f"\n{f'{counted} (at the top)' if counted else 'no findings'}; {facts.seconds:.1f} s"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -10,10 +10,10 @@ from covey.net.identity import short_id
 from covey.wire.messages import Tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from covey.base.errors import CoveyError
-    from covey.wire.messages import Answer, Card, PeerState
+    from covey.wire.messages import Answer, Card, PeerState, Wait
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Node:
     interface: str
     version: str
     state: str
-    """`joining` or `running`; `silent` if others know it and it does not answer here."""
+    """`joining` or `running`; `silent` if others know it and it does not answer here; `refused` if it waits for a run
+    whose other nodes it does not fit."""
     since: float | None
     """Seconds in this state."""
     clock_offset: float | None
@@ -64,6 +65,8 @@ class Run:
     state: str
     since: float
     nodes: tuple[Node, ...]
+    waits: tuple[str, ...] = ()
+    """What its nodes wait for, and what is in their way; the same words once."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +121,19 @@ def _run(name: str, told: list[tuple[PeerState, Tell]]) -> Run:
             clock_offset=offset,
             is_leader=card.id == leader,
             is_tie_breaker=card.id == tie_breaker,
-            peers=tuple(_way(peer, ranks) for peer in peers if peer.rank >= 0 or state == "joining"),
+            peers=tuple(_way(peer, ranks) for peer in peers if peer.rank >= 0 or state in ("joining", "refused")),
         )
 
+    refused = _refused(told)
     nodes = {
-        state.card.id: node(state.card, tell.state, tell.since, state.clock_offset, tell.peers) for state, tell in told
+        state.card.id: node(
+            state.card,
+            "refused" if state.card.name in refused else tell.state,
+            tell.since,
+            state.clock_offset,
+            tell.peers,
+        )
+        for state, tell in told
     }
     for tell in running:
         for peer in tell.peers:
@@ -130,7 +141,21 @@ def _run(name: str, told: list[tuple[PeerState, Tell]]) -> Run:
                 nodes[peer.card.id] = node(peer.card, "silent", None, None, ())
     in_order = sorted(nodes.values(), key=lambda each: (each.rank is None, each.rank or 0, each.name, each.id))
     longest = max(tell.since for _, tell in told if bool(running) == (tell.state == "running"))
-    return Run(name, "running" if running else "joining", longest, tuple(in_order))
+    waits = tuple(dict.fromkeys(line for _, tell in told if tell.wait is not None for line in _wait(tell.wait)))
+    return Run(name, "running" if running else "joining", longest, tuple(in_order), waits)
+
+
+def _refused(told: list[tuple[PeerState, Tell]]) -> set[str]:
+    """Return the names of nodes that others refuse, and that are not in the largest company that could be one run."""
+    waits = [tell.wait for _, tell in told if tell.wait is not None]
+    company = max((wait.here for wait in waits), key=lambda here: (len(here), *here), default=())
+    return {trouble.where for wait in waits for trouble in wait.refused} - set(company)
+
+
+def _wait(wait: Wait) -> Iterator[str]:
+    yield wait.text
+    for trouble in (*wait.seeds, *wait.refused, *wait.problems):
+        yield f"{trouble.where}: {trouble.why}"
 
 
 def _ranks(told: list[tuple[PeerState, Tell]]) -> dict[bytes, int]:

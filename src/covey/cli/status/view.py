@@ -18,14 +18,18 @@ if TYPE_CHECKING:
 
 MOST_IN_TABLE: Final = 6
 """Nodes of a run whose links to each other are shown one by one."""
+MOST_REASONS: Final = 8
+"""Things that a run waits for; `covey doctor` tells more."""
 CLOCK_SECONDS: Final = 1.0
 """A clock that is off by more than this is worth a word."""
 
 
 def view(picture: Picture, width: int | None) -> Text:
     """Return the whole picture, in lines of at most `width` letters; None does not limit them."""
-    blocks = [[*_headline(picture.cluster, run, width), *_nodes(run, width)] for run in picture.runs]
-    blocks = [[*block, *_links(run, width)] for run, block in zip(picture.runs, blocks, strict=True)]
+    blocks = [
+        [*_headline(picture.cluster, run, width), *_waits(run, width), *_nodes(run, width), *_links(run, width)]
+        for run in picture.runs
+    ]
     problems = [*picture.silent, *(f"{name} was refused: {why}" for name, why in sorted(picture.refused.items()))]
     if problems:
         blocks.append([Text(line, "yellow") for each in problems for line in _wrapped(each, width)])
@@ -43,13 +47,16 @@ def nothing_found(cluster: str) -> str:
 
 
 def _headline(cluster: str, run: Run, width: int | None) -> list[Text]:
-    """Say how a run stands. Nodes that wait to be taken into a run that goes on are not among its nodes."""
+    """Say how a run stands: its nodes are neither those that wait to be taken in nor those that it refuses."""
     members = _members(run)
+    refused = sum(node.state == "refused" for node in run.nodes)
     counts = [plural(len(members), "node")]
     if silent := sum(node.state == "silent" for node in members):
         counts.append(f"{silent} of them silent")
-    if waiting := len(run.nodes) - len(members):
+    if waiting := len(run.nodes) - len(members) - refused:
         counts.append(f"{waiting} more waiting to join")
+    if refused:
+        counts.append(f"{refused} more refused")
     text = f"run {run.name} in {cluster}: {run.state} for {duration(run.since)}, {', '.join(counts)}"
     lines = [Text(line) for line in _wrapped(text, width)]
     for line in lines:
@@ -59,7 +66,14 @@ def _headline(cluster: str, run: Run, width: int | None) -> list[Text]:
 
 
 def _members(run: Run) -> list[Node]:
-    return [node for node in run.nodes if run.state == "joining" or node.rank is not None]
+    is_joining = run.state == "joining"
+    return [node for node in run.nodes if (node.state != "refused" if is_joining else node.rank is not None)]
+
+
+def _waits(run: Run, width: int | None) -> list[Text]:
+    """Return what a run waits for, one thing a line."""
+    reasons = [f"  {'waits: ' * (number == 0)}{reason}" for number, reason in enumerate(run.waits[:MOST_REASONS])]
+    return [Text(line, "yellow") for reason in reasons for line in _wrapped(reason, width)]
 
 
 def _nodes(run: Run, width: int | None) -> list[Text]:

@@ -1,0 +1,86 @@
+"""What an error of a connection means, and what to do about it: only what the error itself shows. Pure."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+from typing import Final
+
+from covey.base.config import PORTS
+from covey.cli.doctor.finding import OPEN_PORTS, PORT_RANGE
+from covey.runtime.greet import SILENCE
+
+UNKNOWN_CURE: Final = "covey does not know the cause. The error is written above as the system reported it."
+
+
+class Obstacle(enum.Enum):
+    """What keeps a connection from standing."""
+
+    REFUSED = enum.auto()
+    """A machine answers, and no process listens at that port."""
+    SILENCE = enum.auto()
+    """Nothing comes back."""
+    NO_ROUTE = enum.auto()
+    """This machine, or a router, knows no way there."""
+    NO_NAME = enum.auto()
+    MALFORMED = enum.auto()
+    SECRET = enum.auto()
+    CLOCK_HERE = enum.auto()
+    """Certificates are not valid yet by the clock of this machine."""
+    CLOCK_THERE = enum.auto()
+    """The other side holds the secret and rejects a certificate that was made with it: only a clock can differ."""
+    IDENTITY = enum.auto()
+    DENIED = enum.auto()
+    VERSION = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+_SIGNS: Final = {
+    Obstacle.REFUSED: (os.strerror(errno.ECONNREFUSED),),
+    Obstacle.SILENCE: (SILENCE, os.strerror(errno.ETIMEDOUT)),
+    Obstacle.NO_ROUTE: (
+        *map(os.strerror, (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL)),
+        "no interface leads there",
+        "no address that can be dialled",
+    ),
+    Obstacle.NO_NAME: ("write a numeric address",),
+    Obstacle.MALFORMED: ("is not host:port",),
+    Obstacle.SECRET: ("did not accept this cluster's secret",),
+    Obstacle.CLOCK_HERE: ("not yet valid",),
+    Obstacle.CLOCK_THERE: ("ALERT_BAD_CERTIFICATE", "ALERT_CERTIFICATE_EXPIRED"),
+    Obstacle.DENIED: ("denied", "approv"),
+    Obstacle.IDENTITY: ("identity",),
+    Obstacle.VERSION: ("you speak version", "it speaks version"),
+}
+
+
+def obstacle(problem: str) -> Obstacle:
+    """Return what an error shows; UNKNOWN if it shows nothing that covey knows."""
+    return next((kind for kind, signs in _SIGNS.items() if any(sign in problem for sign in signs)), Obstacle.UNKNOWN)
+
+
+def cure(problem: str, where: str, cluster: str = "") -> str:
+    """Return what to do about an error of a connection to `where`."""
+    return {
+        Obstacle.REFUSED: f"The machine at {where} answers, and no covey node listens there. Start covey run on it, or "
+        f"wait until it is started. If it runs there already, covey status on that machine shows its port (the first "
+        f"node takes {PORTS[0]}).",
+        Obstacle.SILENCE: f"Nothing came back from {where}. Look on that machine whether it is on, whether this is "
+        f"still its address (ip address), and whether its firewall lets {PORT_RANGE} in: {OPEN_PORTS}",
+        Obstacle.NO_ROUTE: f"This machine knows no way to {where}. Check that both are on one network and that the "
+        "address is right: ip address, ip route",
+        Obstacle.NO_NAME: f"The name in {where} cannot be looked up. Write a numeric address, or correct the name.",
+        Obstacle.MALFORMED: f"Write it as HOST or HOST:PORT, for example 192.0.2.10:{PORTS[0]}",
+        Obstacle.SECRET: f"Enroll one of the two machines with the join code of the other: covey init --show {cluster} "
+        "there, covey enroll here. After covey secret rotate, programs must be started anew.",
+        Obstacle.CLOCK_HERE: "Set the clock of this machine: timedatectl set-ntp true",
+        Obstacle.CLOCK_THERE: f"The node at {where} holds the same secret and rejects this node's certificate, so its "
+        "clock is wrong. Set the clock of that machine: timedatectl set-ntp true",
+        Obstacle.IDENTITY: "Two machines have one identity: was a home folder copied? Remove the `identities` "
+        "folder in the copy, and a new one is made.",
+        Obstacle.DENIED: "If that was not meant, let it in again on the machine that denies it: covey deny --undo "
+        "NODE, or covey allow NODE where the owner approves nodes.",
+        Obstacle.VERSION: "Install the same version of covey on both machines.",
+        Obstacle.UNKNOWN: UNKNOWN_CURE,
+    }[obstacle(problem)]
