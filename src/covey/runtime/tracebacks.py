@@ -100,14 +100,19 @@ def _is_internal(error: BaseException) -> bool:
 def without_covey(traceback: TracebackType | None) -> TracebackType | None:
     """Return a traceback without covey's frames and what they call in Python's library, or in code without a file.
 
-    Frames below covey's that belong to other code stay: covey has called a function of the user's there.
+    Frames of torch that lead to covey's are left out, too. Frames below covey's that belong to other code stay: covey
+    has called a function of the user's there.
     """
     kept: list[TracebackType] = []
     is_below = False
     current = traceback
     while current is not None:
-        is_below = _is_in_covey(current) or (is_below and _is_in_library(current))
-        if not is_below:
+        if _is_in_covey(current):
+            is_below = True
+            while kept and _is_in_torch(kept[-1]):
+                kept.pop()
+        elif not (is_below and _is_in_library(current)):
+            is_below = False
             kept.append(current)
         current = current.tb_next
     following: TracebackType | None = None
@@ -118,6 +123,11 @@ def without_covey(traceback: TracebackType | None) -> TracebackType | None:
 
 def _is_in_covey(traceback: TracebackType) -> bool:
     return os.path.abspath(traceback.tb_frame.f_code.co_filename).startswith(_PACKAGE)
+
+
+def _is_in_torch(traceback: TracebackType) -> bool:
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return torch is not None and traceback.tb_frame.f_code.co_filename.startswith(os.path.dirname(torch) + os.sep)
 
 
 def _is_in_library(traceback: TracebackType) -> bool:

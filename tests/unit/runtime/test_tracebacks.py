@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import subprocess
 import sys
 import threading
@@ -85,6 +87,22 @@ def test_an_error_of_the_user_that_follows_one_of_covey_keeps_it_short() -> None
     assert lines[-1] == "RuntimeError: no training today"
     assert any(line.startswith("covey.ConfigError: ") for line in lines)
     assert not any("src/covey" in line for line in lines)
+
+
+def test_frames_of_torch_on_the_way_to_covey_are_left_out(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("def call(function):\n    function()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    torch = importlib.import_module("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    lines = shown(lambda: torch.call(functools.partial(covey.join, lanes="pigeons")))
+    assert not any("torch" in line for line in lines[:-1] if line.startswith("  File"))
+
+    def own() -> None:
+        raise DeadlineError("raised by the user")
+
+    assert any(f"{tmp_path}" in line for line in shown(lambda: torch.call(own)))  # covey is not below these
 
 
 def test_a_thread_that_fails_is_shown_short_too(monkeypatch: pytest.MonkeyPatch) -> None:
