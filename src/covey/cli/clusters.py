@@ -48,7 +48,7 @@ def _forget(name: str, *, yes: bool) -> None:
         if not sys.stdin.isatty():
             raise ConfigError(f"forgetting {name!r} deletes its key from this machine; add --yes if you mean it")
         if owner.held(files.load(name)) is not None:
-            typer.echo(f"This machine holds the owner key of {name!r}: without it, no machine can change the secret.")
+            say(f"This machine holds the owner key of {name!r}: without it, no machine can change the secret.")
         typer.confirm(
             f"Delete the key of {name!r} from this machine? If no other machine has it, it is lost.", abort=True
         )

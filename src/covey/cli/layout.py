@@ -83,6 +83,8 @@ def wrap(text: str, width: int) -> list[str]:
 
     All lines are indented as the text is.
     """
+    if cell_len(text) <= width:
+        return [text.rstrip()]
     indent = " " * min(len(text) - len(text.lstrip(" ")), width // 2)
     width -= len(indent)
     lines = [""]

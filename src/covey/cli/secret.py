@@ -13,7 +13,7 @@ import typer
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, CoveyError
-from covey.cli.init import current_seeds
+from covey.cli.init import current_seeds, show_code
 from covey.cli.layout import Column, room, table
 from covey.cli.status.command import look_around
 from covey.cli.terminal import say, working
@@ -151,7 +151,8 @@ def _saved(name: str | None) -> Cluster:
 
 def _ask(cluster: Cluster, cards: list[messages.Card]) -> None:
     if cards:
-        typer.echo(f"These nodes of {cluster.name!r} run now and will get the new secret:\n\n{_listed(cards)}\n")
+        say(f"These nodes of {cluster.name!r} run now and will get the new secret:")
+        typer.echo(f"\n{_listed(cards)}\n")
     else:
         say(f"No node of {cluster.name!r} runs now: every other machine will need the new join code.")
     if cluster.denied:
@@ -187,7 +188,7 @@ def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
         return typer.echo(json.dumps({"cluster": new.name, "join_code": code, "seeds": seeds, "nodes": nodes}))
     kept = [receiver.card for receiver in receivers if receiver.kept]
     failed = [receiver for receiver in receivers if not receiver.kept]
-    typer.echo(f"The cluster {new.name!r} has a new secret. It is saved on this machine.")
+    say(f"The cluster {new.name!r} has a new secret. It is saved on this machine.")
     if kept:
         typer.echo(f"\nThese nodes keep it, too:\n\n{_listed(kept)}")
     if failed:
@@ -197,10 +198,9 @@ def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
             Column("WHY", [each.problem for each in failed], wraps=True),
         ]
         typer.echo(f"\nThese nodes did NOT keep it:\n\n{table(columns, room())}")
-    typer.echo(
-        f"\nThe new join code:\n\n    {code}\n\n"
-        "The join code is the cluster's key: every machine that has it can join. Treat it like a password.\n\n"
-        f"Every other machine of {new.name!r} needs it:  covey enroll\n"
+    show_code("\nThe new join code:", code)
+    say(
+        f"\nEvery other machine of {new.name!r} needs it:  covey enroll\n"
         f"Runs go on. The old secret is good until {time.ctime(new.previous_until)}."
     )
 

@@ -127,3 +127,19 @@ def test_a_spinner_is_for_terminals_only(
         with working("looking ..."):
             pass
         assert bool(capsys.readouterr().err) == (is_terminal and term != "dumb")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_join_code_is_one_line_and_all_else_fits(
+    home: Any,  # noqa: F811
+    covey: Callable[..., tuple[int, str, str]],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for words in (["init", "attic"], ["init", "--show", "attic"]):
+        code, out, err = covey(*words)
+        assert (code, err) == (0, "")
+        assert len(re.findall(r"^    covey1-\S+$", out, re.MULTILINE)) == 1
+        fits("\n".join(line for line in out.splitlines() if "covey1-" not in line), width)
+        assert "covey enroll  (it asks for the code)" in out
