@@ -105,6 +105,8 @@ def test_a_run_that_waits_alone_comes_first_with_what_it_waits_for(job: Job) -> 
     assert (met["wait"]["problems"], met["wait"]["seeds"]) == ({}, {})  # the doctors that have left are no problem
     text = doctor(job, COVEY_SECRET=secret)[0].out
     assert text.index("Run 'my-run' has waited") < text.index("This machine")
+    other = said_by(doctor(job, "--json", COVEY_SECRET=secrets.token_hex(32))[0])
+    assert (other["nodes"], other["other_processes"], codes(other)) == ([], [node.pid], ["nobody", "other-cluster"])
     node.kill()
 
 
@@ -170,7 +172,7 @@ def test_a_name_that_takes_forever_to_look_up_does_not_delay_it(job: Job) -> Non
     assert ended.err == ""
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [60, 120])
 def test_on_a_terminal_it_shows_progress_and_colours_and_fits(job: Job, columns: int) -> None:
     script = job.folder / "doctor.py"
     script.write_text(DOCTOR.format(words=["doctor"]))

@@ -25,8 +25,9 @@ from cryptography.x509.oid import NameOID
 from tests.io.secured import secure_end
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.cli.doctor.cures import Obstacle, obstacle
 from covey.net import tls
-from covey.net.tls import PROTOCOL, Credentials, peer_id
+from covey.net.tls import PROTOCOL, Channel, Credentials, peer_id
 from covey.runtime.entrance import Entrance
 from covey.runtime.greet import Gate, RefusedError, admit, dial, no_delay, receive_exactly
 from covey.wire import messages
@@ -101,6 +102,31 @@ def test_certificates_hold_whatever_the_clock_says() -> None:
     root = x509.load_der_x509_certificate(authority(SECRET))
     assert root.not_valid_before_utc.year == 2000
     assert root.not_valid_after_utc.year == 9999
+
+
+@pytest.mark.parametrize("dialler_is_early", [True, False])
+def test_a_clock_before_all_certificates_shows_in_the_error_on_either_side(
+    monkeypatch: pytest.MonkeyPatch, dialler_is_early: bool
+) -> None:
+    """A certificate of the same cluster that is valid only later is what a node with a wrong clock sees."""
+    good = credentials(ONE)
+    monkeypatch.setattr(tls, "_SINCE", datetime.datetime(9000, 1, 1))
+    late = credentials(TWO)
+    monkeypatch.undo()
+    sees, is_seen = (good, late) if dialler_is_early else (late, good)
+    dialler, acceptor = Channel(sees, dialled=True), Channel(is_seen, dialled=False)
+    errors: list[str] = []
+    flight, is_dialler = dialler.shake(), True
+    for _ in range(6):
+        is_dialler = not is_dialler
+        channel = dialler if is_dialler else acceptor
+        try:
+            flight = channel.shake(flight)
+        except AuthError as error:
+            errors.append(str(error))
+            flight = channel.farewell()
+    assert any(obstacle(error) is Obstacle.CLOCK_HERE for error in errors), errors
+    assert any(obstacle(error) is Obstacle.CLOCK_THERE for error in errors), errors
 
 
 Outcome = bytes | BaseException

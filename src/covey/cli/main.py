@@ -33,7 +33,7 @@ COMMANDS: Final = {
     "enroll": "Put this machine into a cluster, with its join code.",
     "run": "Start a script: as ranks on this machine, or in a run of the cluster.",
     "status": "Show the nodes of the cluster and the links between them.",
-    "doctor": "Find out why machines do not find or reach each other.",
+    "doctor": "Explain why a run waits, or why machines do not find each other.",
     "clusters": "List the clusters this machine is in.",
     "secret": "Change a cluster's secret, or show whether this machine may.",
     "deny": "Keep a node out of a cluster.",

@@ -109,6 +109,16 @@ class Neighbours(LockHolder):
         read = [self._read(self._folder / name) for name in names if self._own is None or name != self._own.name]
         return [neighbour for neighbour in read if neighbour is not None]
 
+    def of_other_clusters(self) -> list[Neighbour]:
+        """Return the living nodes of this user on this host that hold another secret."""
+        found: list[Neighbour] = []
+        folders = itertools.islice(self._folder.parent.glob(f"{_PREFIX}*"), MOST_FOLDERS)
+        for folder in sorted(folder for folder in folders if folder != self._folder):
+            with contextlib.suppress(OSError):
+                paths = sorted(itertools.islice(folder.glob(f"{self._host}-*{_SUFFIX}"), MOST_NEIGHBOURS))
+                found += [neighbour for path in paths if (neighbour := self._read(path)) is not None]
+        return found
+
     def close(self) -> None:
         """Withdraw the announcement and the socket. Closing twice is fine."""
         self._withdraw()

@@ -104,6 +104,13 @@ def test_a_refused_node_that_the_doctor_did_not_meet_is_told_with_the_reason_as_
     assert "gamma cannot be in it: program is 'b.py' there and 'a.py' here." in finding.text
 
 
+def test_a_refused_node_whose_own_word_shows_no_difference_is_told_with_the_reason_as_it_is() -> None:
+    here = replace(HERE, wait=replace(WAIT, refused={"beta-x7a2": "something is other there"}))
+    finding = only(waiting(here, THERE))
+    assert (finding.weight, finding.code) == ("problem", "waiting-refused")
+    assert "beta-x7a2 cannot be in it: something is other there." in finding.text
+
+
 def test_nodes_of_another_run_are_no_reason_to_wait() -> None:
     other = replace(BETA, run="other", state="running")
     here = replace(HERE, wait=replace(WAIT, refused={BETA.name: "run is 'other' there and 'train' here"}))
@@ -115,6 +122,10 @@ def test_two_waiting_runs_of_near_names_or_one_program_are_probably_one() -> Non
     finding = only(waiting(HERE, misspelt))
     assert (finding.weight, finding.code) == ("problem", "waiting-names")
     assert "Another run with a name much like it waits on beta: 'trian'." in finding.text
+    odd = replace(WAIT, program="a b; reboot")
+    assert only(waiting(replace(HERE, wait=odd), replace(THERE, run="2", wait=odd))).remedy.endswith(
+        "NAME 'a b; reboot'"
+    )
     same = replace(THERE, run="second")
     assert "with the same program (train.py) waits on beta: 'second'" in only(waiting(HERE, same)).text
     stranger = replace(THERE, run="second", wait=replace(WAIT, program="x.py"))
@@ -136,6 +147,9 @@ def test_problems_of_the_waiting_node_itself_are_told_but_not_what_this_command_
     finding = only(with_wait(problems=problems))
     assert (finding.weight, finding.code) == ("problem", "waiting-refused")
     assert "identities" in finding.remedy
+    left = only(with_wait(problems={"gamma": "size is 3 there and 2 here (it has left)"}))
+    assert (left.weight, left.code) == ("warning", "waiting-refused")
+    assert "same settings" in left.remedy
 
 
 @pytest.mark.parametrize(
@@ -162,6 +176,7 @@ def with_folder(**differs: Any) -> Facts:
     [
         ("No space left on device", "is full: No space left on device. It has 0 bytes free.", "Free some space"),
         ("Read-only file system", "cannot be written: Read-only file system.", "Mount it writable"),
+        ("No such file or directory", "does not exist.", "mkdir -p /tmp"),
         ("Permission denied", "cannot be written: Permission denied.", "writable for this user"),
     ],
 )
@@ -173,6 +188,11 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_variable(problem: str
     assert advice in finding.remedy
     assert "TMPDIR" in finding.remedy
     assert findings(with_folder()) == []
+    alone = only(facts)  # Python takes another folder where one cannot be written
+    assert alone.weight == ("problem" if "No space" in problem else "warning")
+    home = replace(facts.machine.folders[0], role="configuration", variable="COVEY_HOME")
+    broken = replace(facts, machine=replace(MACHINE, folders=(home,)), cluster_problem="cannot make the folder")
+    assert found(broken) == [("problem", "configuration-folder")]
 
 
 def test_what_keeps_this_command_from_looking_is_told_with_the_error_and_what_it_says_to_do() -> None:
@@ -181,6 +201,40 @@ def test_what_keeps_this_command_from_looking_is_told_with_the_error_and_what_it
     finding = only(replace(WELL, host_problem="Input/output error"))
     assert (finding.code, finding.remedy) == ("this-host", UNKNOWN_CURE)
     assert "Input/output error" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("problem", "text", "remedy"),
+    [
+        ("this machine is in no cluster: run `covey init` here", "this machine is in no cluster.", "covey init makes"),
+        ("the cluster file x is damaged; enroll again", "the cluster file x is damaged.", "Enroll again."),
+        ("a key in hexadecimal has 64 digits, not 63", "has 64 digits, not 63.", "covey clusters shows"),
+    ],
+)
+def test_why_there_is_no_cluster_to_look_at_is_told_with_the_remedy_of_that_error(
+    problem: str, text: str, remedy: str
+) -> None:
+    finding = only(replace(ALONE, looked=False, cluster="", cluster_problem=problem))
+    assert finding.code == "no-cluster"
+    assert finding.text.endswith(text)
+    assert finding.remedy.startswith(remedy)
+
+
+def test_a_node_of_another_cluster_here_is_pointed_to_where_none_of_this_one_is() -> None:
+    finding = findings(replace(ALONE, other_processes=(4711,)))[-1]
+    assert (finding.weight, finding.code) == ("note", "other-cluster")
+    assert finding.text == "Process 4711 is a node of another cluster than 'home', on this machine."
+    assert "covey doctor CLUSTER" in finding.remedy
+    assert "Processes 1, 2 are nodes" in findings(replace(ALONE, other_processes=(1, 2)))[-1].text
+    assert found(replace(waiting(HERE), other_processes=(4711,))) == [("note", "waiting-nodes")]
+
+
+def test_connections_that_fail_one_way_with_an_error_are_not_blamed_on_a_firewall() -> None:
+    closed = replace(BETA.ways_back[0], round_trip=-1.0, problem="10.0.0.1:47731: No route to host")
+    finding = only(replace(WELL, nodes=(replace(BETA, ways_back=(closed,)),)))
+    assert (finding.weight, finding.code) == ("warning", "one-way")
+    assert "No route to host" in finding.text
+    assert "firewall" not in finding.remedy
 
 
 def test_a_clock_before_certificates_begin_explains_all_the_rest() -> None:
@@ -220,7 +274,10 @@ def test_an_interface_that_is_down_is_named_with_the_command_or_the_cable(is_on:
     assert findings(replace(WELL, interfaces=(LOOPBACK, down, up))) == []
     local = replace(WELL, nodes=(replace(BETA, is_here=True, state="running"),))
     assert found(replace(local, interfaces=(LOOPBACK, down))) == [("warning", "interface-down")]
-    assert found(replace(waiting(HERE), interfaces=(LOOPBACK, down)))[0] == ("problem", "interface-down")
+    cut_off = replace(waiting(HERE), interfaces=(LOOPBACK, down))
+    assert found(cut_off) == [("problem", "waiting-no-network"), ("problem", "interface-down")]
+    assert findings(cut_off)[0].text.endswith("This machine is on no network: eth0 is down.")
+    assert remedy in findings(cut_off)[0].remedy
 
 
 def test_a_wireless_interface_that_is_down_is_to_join_a_network() -> None:

@@ -98,6 +98,19 @@ def test_runs_are_told_apart_and_a_latecomer_is_marked_and_not_counted() -> None
     assert "run zoo in lab: joining for 7 s, 1 node" in lines
 
 
+def test_what_a_run_waits_for_is_shown_under_it_once_or_by_node() -> None:
+    refused = (Trouble("10.0.0.9", "Connection refused"),)
+    wait = Wait("nodes", "1 of 2 nodes", seeds=refused)
+    waiting = Tell("mine", "joining", b"", b"", 3.0, (), wait=wait)
+    drawn = draw([waiting, waiting])
+    assert drawn.runs[0].waits == ("1 of 2 nodes", "10.0.0.9: Connection refused")
+    assert shown(drawn)[1:3] == ["  waits: 1 of 2 nodes", "  10.0.0.9: Connection refused"]
+    drawn = draw([waiting, replace(waiting, wait=Wait("nodes", "1 of 3 nodes"))])
+    names = [card(number).name for number in (1, 2)]
+    first, *_, last = drawn.runs[0].waits
+    assert (first, last) == (f"{names[0]}: 1 of 2 nodes", f"{names[1]}: 1 of 3 nodes")
+
+
 def test_the_ways_of_a_few_are_shown_one_by_one() -> None:
     lines = shown(draw([*tells(3)]))
     at = lines.index(next(line for line in lines if line.startswith("from")))
@@ -226,6 +239,6 @@ def test_joiners_that_do_not_fit_are_shown_with_the_reason_and_not_counted(width
     drawn = draw([Tell("mine", "joining", b"", b"", 3.0, (), wait=wait) for wait in waits])
     assert [node.state for node in drawn.runs[0].nodes] == ["joining", "joining", "refused"]
     lines = shown(drawn, width)
-    assert lines[:2] == ["run mine in lab: joining for 3 s, 2 nodes, 1 more refused", "  waits: 1 more node"]
+    assert lines[:2] == ["run mine in lab: joining for 3 s, 2 nodes, 1 more refused", "  waits: wren-0001: 1 more node"]
     assert any(names[2] in line and line.endswith("refused") for line in lines)
     assert all(len(line) <= width for line in lines)

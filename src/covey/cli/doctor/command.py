@@ -50,7 +50,7 @@ def doctor(
         str | None, typer.Option(metavar="A,B", help="Look for nodes at these addresses, too: host:port")
     ] = None,
 ) -> None:
-    """Find out why machines do not find or reach each other; run it on two of them at the same time.
+    """Explain why a run waits, or why machines do not find each other: run it on two of them at the same time.
 
     Exits with 0 if there is no problem, with 1 if there is one, and with 2 if a setting makes no sense.
     """
@@ -125,6 +125,7 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
         multicast_problem=search.multicast_problem,
         host_problem=search.host_problem,
         nodes=search.nodes,
+        other_processes=search.other_processes,
         unreachable=search.unreachable,
         seeds=search.seeds,
         refusals=search.refusals,

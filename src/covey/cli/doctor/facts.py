@@ -224,6 +224,8 @@ class Facts:
     looked: bool = False
     """Whether there was a search for others."""
     nodes: tuple[MetNode, ...] = ()
+    other_processes: tuple[int, ...] = ()
+    """Processes of this user on this machine that are nodes of other clusters."""
     unreachable: dict[str, str] = field(default_factory=dict)
     """Where somebody is said to be, by multicast or by others, and no connection gets through; and why."""
     seeds: tuple[Seed, ...] = ()

@@ -61,6 +61,19 @@ def _nobody(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def _other_clusters(facts: Facts) -> Iterator[Finding]:
+    """Point to nodes of another cluster here, where none of this one is: it may be the one that is meant."""
+    if facts.other_processes and not any(node.is_here for node in facts.nodes):
+        processes = some([str(pid) for pid in facts.other_processes])
+        what = "Process {} is a node" if len(facts.other_processes) == 1 else "Processes {} are nodes"
+        yield Finding(
+            "note",
+            "other-cluster",
+            f"{what.format(processes)} of another cluster than {facts.cluster!r}, on this machine.",
+            "If you mean that cluster, name it: covey doctor CLUSTER   (covey clusters lists those of this machine)",
+        )
+
+
 def _unreachable(facts: Facts) -> Iterator[Finding]:
     by_kind: dict[Obstacle, list[str]] = {}
     for where, why in facts.unreachable.items():
@@ -284,6 +297,6 @@ def _shared(networks: Iterable[Network], addresses: Iterable[str]) -> Network | 
 _CHECKS: Final = (
     *(waiting_runs, silent_members),
     *MACHINE_CHECKS,
-    *(_search, _unreachable, _seeds, _refused, _foreign, _nobody),
+    *(_search, _unreachable, _seeds, _refused, _foreign, _nobody, _other_clusters),
     *(_one_way, _multicast, _flood, _crowded_door, _wireless, _versions, _clocks),
 )

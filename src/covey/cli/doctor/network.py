@@ -78,6 +78,7 @@ class Search:
         self.interfaces: tuple[Network, ...] = ()
         self.nodes: tuple[MetNode, ...] = ()
         self.seeds: tuple[Seed, ...] = ()
+        self.other_processes: tuple[int, ...] = ()
         self.unreachable: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
         self.multicast_problem = self.host_problem = ""
@@ -127,8 +128,10 @@ class Search:
         self.interfaces = look_at_interfaces(self._config.interfaces, observations, ear)
         problems, hung_up = control.run(_problems(gathering), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
+        if (neighbours := gathering.seat.neighbours) is not None:
+            self.other_processes = tuple(sorted({each.pid for each in neighbours.of_other_clusters()}))
         self.host_problem = problems.pop("this host", "")
-        tried = trying_seeds.result(PROBE_SECONDS + LATE_SECONDS)
+        tried = trying_seeds.result(2 * PROBE_SECONDS + LATE_SECONDS)
         self.seeds = tuple(
             Seed(
                 text=seed,
@@ -143,7 +146,7 @@ class Search:
         self.unreachable = {who: why for who, why in others.items() if who not in self.refusals} | closed
 
     async def _try_seeds(self, gathering: Gathering) -> dict[str, str]:
-        """Return why no node answers at each seed, or nothing: who has met another node tries them no more."""
+        """Return why no node answers at each seed, or "": a visitor that has met a node tries its seeds no more."""
 
         async def try_one(seed: str) -> str:
             try:

@@ -65,15 +65,20 @@ def _folders(facts: Facts) -> Iterator[Finding]:
     for folder in bad_folders(facts):
         is_full = folder.problem in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
         what = f"The {folder.role} folder {folder.path}"
-        free = "" if folder.free_bytes < 0 else f" It has {_size(folder.free_bytes)} free."
         if is_full:
+            free = "" if folder.free_bytes < 0 else f" It has {_size(folder.free_bytes)} free."
             text, first = f"{what} is full: {folder.problem}.{free}", "Free some space there"
+        elif folder.problem == os.strerror(errno.ENOENT):
+            text, first = f"{what} does not exist.", f"Make it (mkdir -p {shlex.quote(folder.path)})"
         elif folder.problem == os.strerror(errno.EROFS):
             text, first = f"{what} cannot be written: {folder.problem}.", "Mount it writable"
         else:
             text, first = f"{what} cannot be written: {folder.problem}.", "Make it writable for this user"
+        has_another = folder.role == "temporary" and not (is_full or facts.search_problem or facts.host_problem)
+        if has_another:
+            text += " covey uses another one, in which it may not find processes that use this one."
         remedy = f"{first}, or set {folder.variable} to a folder that can be written."
-        yield Finding("problem", f"{folder.role}-folder", text, remedy)
+        yield Finding("warning" if has_another else "problem", f"{folder.role}-folder", text, remedy)
 
 
 def bad_folders(facts: Facts) -> list[Folder]:
@@ -120,10 +125,23 @@ def physical_and_down(facts: Facts) -> list[Network]:
     return [each for each in facts.interfaces if not each.is_up and each.kind in PHYSICAL]
 
 
+def is_on_no_network(facts: Facts) -> bool:
+    """Tell whether no interface is up that leads to another machine."""
+    return not any(each.is_up and each.kind != "loopback" for each in facts.interfaces)
+
+
+def connecting(interface: Network) -> str:
+    """Return how to connect an interface that is down."""
+    if not interface.is_on:
+        return f"ip link set {interface.name} up"
+    if interface.kind == "wireless":
+        return f"Join a Wi-Fi with {interface.name}."
+    return f"Plug a cable into {interface.name}, and look whether the other end is connected and on."
+
+
 def _interface_down(facts: Facts) -> Iterator[Finding]:
     """Say which interface is down, where that may be why others are not met."""
-    down = physical_and_down(facts)
-    is_alone = not any(each.is_up and each.kind != "loopback" for each in facts.interfaces)
+    down, is_alone = physical_and_down(facts), is_on_no_network(facts)
     missed = [seed.text for seed in facts.seeds if not seed.answered]
     has_met = any(not node.is_here for node in facts.nodes)
     waits = any(node.state == "joining" for node in facts.nodes)
@@ -133,15 +151,11 @@ def _interface_down(facts: Facts) -> Iterator[Finding]:
     for each in down:
         where = f" ({', '.join(each.addresses)})" if each.addresses else ""
         state = "is switched off" if not each.is_on else "is on, but not connected"
-        if not each.is_on:
-            remedy = f"ip link set {each.name} up"
-        elif each.kind == "wireless":
-            remedy = f"Join a Wi-Fi with {each.name}."
-        else:
-            remedy = f"Plug a cable into {each.name}, and look whether the other end is connected and on."
         effect = " This machine is on no other network." if is_alone else ""
         weight: Weight = "note" if not is_cut_off else "problem" if waits or not facts.nodes else "warning"
-        yield Finding(weight, "interface-down", f"Interface {each.name}{where} is down: it {state}.{effect}", remedy)
+        yield Finding(
+            weight, "interface-down", f"Interface {each.name}{where} is down: it {state}.{effect}", connecting(each)
+        )
 
 
 def _no_interface(facts: Facts) -> Iterator[Finding]:
@@ -154,7 +168,7 @@ def _no_interface(facts: Facts) -> Iterator[Finding]:
             f"The pattern for interfaces leaves none to use: {facts.interfaces_problem}.",
             f"Change {where} so that it matches one that is up, or leave it out to use all.",
         )
-    elif not any(each.is_up and each.kind != "loopback" for each in facts.interfaces) and not physical_and_down(facts):
+    elif is_on_no_network(facts) and not physical_and_down(facts):
         yield Finding(
             "warning" if facts.nodes else "problem",
             "only-loopback",

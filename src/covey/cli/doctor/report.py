@@ -40,6 +40,8 @@ def as_text(facts: Facts, found: Sequence[Finding]) -> RenderableType:
     parts += [_heading("This machine"), _indent(_machine(facts.machine))]
     parts += [_heading("Settings"), _indent(_settings(facts.machine))]
     parts += [_heading("Interfaces"), _indent(_interfaces(facts.interfaces))]
+    if facts.search_problem:
+        parts += [_heading("Nodes"), _indent(Text(f"no search was possible: {facts.search_problem}", style="yellow"))]
     if facts.looked:
         parts += [_heading(f"Nodes of cluster {facts.cluster!r}"), _indent(_nodes(facts))]
     parts.append(Text(_summary(facts, found), style="dim"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import shlex
 from typing import TYPE_CHECKING, Final
 
 from covey.cli.doctor.cures import Obstacle, cure, obstacle
 from covey.cli.doctor.finding import Finding, some
+from covey.cli.doctor.own_machine import connecting, is_on_no_network, physical_and_down
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
 
 NEAR: Final = 0.75
 """Names that are so much alike are probably meant to be the same."""
+SAME_SETTINGS: Final = (
+    "Start both with the same settings and the same version of covey: the message names what differs."
+)
+HAS_LEFT: Final = "(it has left)"
+"""How a node ends the reason for which it refused another one that is not there any more."""
 START_THERE: Final = (
     "Start the same command on the other machines. If it runs there already, run covey doctor here and there at the "
     "same time: the two look for each other."
@@ -85,12 +92,19 @@ def _reasons(run: str, nodes: list[MetNode], facts: Facts, twin: MetNode | None)
     """Yield what keeps a run waiting; the texts follow a headline."""
     first, wait = nodes[0], nodes[0].wait
     assert wait is not None
-    found = [finding for node in nodes[1:] for finding in _differences(first, node)]
+    differing = {node.name: list(_differences(first, node)) for node in nodes[1:]}
+    found = [finding for each in differing.values() for finding in each]
     if twin is not None:
         found.append(_other_name(first, twin))
-    found += _refusals(run, wait, facts)
+    explained = {node.name for node in facts.nodes if node.run != run or differing.get(node.name)}
+    found += _refusals(wait, explained)
     found += _unanswered_seeds(wait, facts.cluster)
     found += _other_problems(wait, facts.cluster)
+    down = physical_and_down(facts)
+    if not found and wait.cause == "nodes" and first.is_here and down and is_on_no_network(facts):
+        names = some([each.name for each in down])
+        text = f"This machine is on no network: {names} {'is' if len(down) == 1 else 'are'} down."
+        found.append(Finding("problem", "waiting-no-network", text, connecting(down[0])))
     yield from dict.fromkeys(found) or (_by_cause(wait),)
 
 
@@ -141,23 +155,22 @@ def _is_twin(run: str, name: str, others: dict[str, MetNode]) -> bool:
 
 def _other_name(one: MetNode, twin: MetNode) -> Finding:
     program = one.wait.program if one.wait is not None else ""
+    command = f"covey run NAME {shlex.quote(program or 'SCRIPT')}"
     same = twin.wait is not None and twin.wait.program == program
     what = f"with the same program ({program})" if same else "with a name much like it"
     return Finding(
         "problem",
         "waiting-names",
         f"Another run {what} waits on {_place(twin)}: {twin.run!r}. Runs of different names do not meet.",
-        f"If they are meant to be one run, start both under one name: covey run NAME {program or 'SCRIPT'}",
+        f"If they are meant to be one run, start both under one name: {command}",
     )
 
 
-def _refusals(run: str, wait: Wait, facts: Facts) -> Iterator[Finding]:
-    """Yield which nodes were refused, but for those of other runs and those whose own word was compared already."""
-    compared = {node.name for node in facts.nodes if node.run != run or node.state == "joining"}
+def _refusals(wait: Wait, explained: set[str]) -> Iterator[Finding]:
+    """Yield which nodes were refused, but for those of other runs and those of which the difference was found."""
     for name, why in wait.refused.items():
-        if name not in compared:
-            remedy = "Start both with the same settings and the same version of covey: the message names what differs."
-            yield Finding("problem", "waiting-refused", f"{name} cannot be in it: {why}.", remedy)
+        if name not in explained:
+            yield Finding("problem", "waiting-refused", f"{name} cannot be in it: {why}.", SAME_SETTINGS)
 
 
 def _unanswered_seeds(wait: Wait, cluster: str) -> Iterator[Finding]:
@@ -180,6 +193,9 @@ def _other_problems(wait: Wait, cluster: str) -> Iterator[Finding]:
         kind = obstacle(why)
         if where in ("multicast", "this host") or kind in (Obstacle.REFUSED, Obstacle.SILENCE):
             continue  # the doctor looks at these itself
+        if why.endswith(HAS_LEFT):
+            yield Finding("warning", "waiting-refused", f"{where} could not be in it: {why}.", SAME_SETTINGS)
+            continue
         text = f"{where}: {why}." if where == "this node" else f"No link with {where}: {why}."
         yield Finding("problem", "waiting-refused", text, cure(why, where, cluster))
 

@@ -66,7 +66,7 @@ class Run:
     since: float
     nodes: tuple[Node, ...]
     waits: tuple[str, ...] = ()
-    """What its nodes wait for, and what is in their way; the same words once."""
+    """What its nodes wait for, and what is in their way."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _run(name: str, told: list[tuple[PeerState, Tell]]) -> Run:
                 nodes[peer.card.id] = node(peer.card, "silent", None, None, ())
     in_order = sorted(nodes.values(), key=lambda each: (each.rank is None, each.rank or 0, each.name, each.id))
     longest = max(tell.since for _, tell in told if bool(running) == (tell.state == "running"))
-    waits = tuple(dict.fromkeys(line for _, tell in told if tell.wait is not None for line in _wait(tell.wait)))
+    waits = _waits({state.card.name: tell.wait for state, tell in told if tell.wait is not None})
     return Run(name, "running" if running else "joining", longest, tuple(in_order), waits)
 
 
@@ -152,7 +152,15 @@ def _refused(told: list[tuple[PeerState, Tell]]) -> set[str]:
     return {trouble.where for wait in waits for trouble in wait.refused} - set(company)
 
 
-def _wait(wait: Wait) -> Iterator[str]:
+def _waits(by_node: Mapping[str, Wait]) -> tuple[str, ...]:
+    """Return what nodes wait for, line by line; where they do not say the same, with their names."""
+    said = {name: tuple(_lines(wait)) for name, wait in by_node.items()}
+    if len(set(said.values())) <= 1:
+        return next(iter(said.values()), ())
+    return tuple(f"{name}: {line}" for name, lines in said.items() for line in lines)
+
+
+def _lines(wait: Wait) -> Iterator[str]:
     yield wait.text
     for trouble in (*wait.seeds, *wait.refused, *wait.problems):
         yield f"{trouble.where}: {trouble.why}"
