@@ -79,7 +79,7 @@ def test_when_all_nodes_die_at_once_those_who_are_started_again_form_the_run_ane
         assert (said["number"], said["step"]) == (0, 0)
         assert time.monotonic() - began < QUICKLY
         for member in members:
-            assert [line for line in member.warnings if "waits since" not in line] == []
+            assert [line for line in member.warnings if "waiting for run" not in line] == []
     members[0].ask_to_end()
     check_same_end(members)
 

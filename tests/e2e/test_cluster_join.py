@@ -186,7 +186,7 @@ def test_the_deadline_names_who_is_here_when_too_few_came(cluster: Cluster) -> N
 @pytest.mark.parametrize(
     ("what", "one", "other"),
     [
-        ("program", {"env": {"COVEY_RUN_PROGRAM": "evaluate.py"}}, {"env": {"COVEY_RUN_PROGRAM": "train.py"}}),
+        ("runs", {"env": {"COVEY_RUN_PROGRAM": "evaluate.py"}}, {"env": {"COVEY_RUN_PROGRAM": "train.py"}}),
         ("size", {"size": 2}, {"size": 3}),
     ],
 )
@@ -200,8 +200,8 @@ def test_nodes_that_want_different_things_refuse_each_other_and_say_why(
     while_waiting = finish(waits).err  # it has said by then what it waits for
     assert gives_up.error.startswith("covey.DeadlineError")
     for text in (gives_up.error, while_waiting):
-        assert what in text.partition("not taken: ")[2], text
-    if what == "program":
+        assert what in text.partition("refused: ")[2], text
+    if what == "runs":
         assert "train.py" in gives_up.error
         assert "evaluate.py" in while_waiting
 

@@ -248,9 +248,9 @@ def test_a_stopped_rank_is_named_at_the_deadline_on_all_others(lanes: str) -> No
                 # Who began later hears from who began first.
                 assert 0.5 < report[name]["took"] < 2.0, (rank, name, report[name])
             assert (report["after"]["error"], report["after"]["cause"]) == ("ClosedError", "DeadlineError")
-            warning = [line for line in ranks.errors(rank).splitlines() if "waits in barrier()" in line]
+            warning = [line for line in ranks.errors(rank).splitlines() if "s in barrier()" in line]
             assert warning, ranks.errors(rank)
-            assert f"for rank {victim} (" in warning[0]
+            assert f": rank {victim} (" in warning[0]
             assert str(ranks.pid(victim)) in warning[0]
 
 

@@ -320,7 +320,9 @@ def test_wrong_answers_are_turned_away_with_one_line_for_all(caplog: pytest.LogC
 
     run(work)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
-    words = "test has turned 1 connections away; the last one: someone came to the door without the key"
+    words = (
+        "test has turned 1 connections away; the last one: refused a connection that does not hold this cluster's key"
+    )
     assert lines == [("WARNING", words)]
 
 

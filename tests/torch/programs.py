@@ -332,7 +332,7 @@ def come_late(rank: int, size: int, store: str) -> None:
     if rank != 1:
         work = dist.all_reduce(torch.ones(3), group=short, async_op=True)
         future = work.get_future()
-        with raises(covey.DeadlineError, "rank 1", "did not come"):
+        with raises(covey.DeadlineError, "rank 1", "has not called it yet"):
             work.wait()
         with raises(RuntimeError, "rank 1"):
             future.wait()

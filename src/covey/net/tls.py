@@ -145,7 +145,7 @@ def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
         AuthError: it speaks something else than covey, or showed no Ed25519 certificate.
     """
     if connection.selected_alpn_protocol() != PROTOCOL:
-        raise AuthError(f"the other side speaks {connection.selected_alpn_protocol()!r} instead of {PROTOCOL!r}")
+        raise AuthError("the other side has an incompatible version of covey, or is another program")
     der = connection.getpeercert(binary_form=True)
     try:
         key = x509.load_der_x509_certificate(der).public_key() if der else None

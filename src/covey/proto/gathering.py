@@ -93,13 +93,11 @@ def wanting(me: Member, others: list[Peer], terms: Terms, min_hosts: int) -> str
     """Say what is missing before a view can be proposed; others are the founders beside `me`."""
     count = len(others) + 1
     if count < terms.smallest:
-        return f"{count} of {'' if terms.size is not None else 'at least '}{terms.smallest} nodes"
+        return f"{count} of {terms.smallest} nodes so far"
     if len(clique(me, others, terms.largest)) < terms.smallest:
         pairs = ((one, other) for index, one in enumerate(others) for other in others[index + 1 :])
         deaf = [f"{one.name} and {other.name}" for one, other in pairs if not hear_each_other(one, other)]
         return f"{terms.smallest} nodes that all hear each other; there is no link between {', '.join(deaf)}"
     if count_hosts(clique(me, others, terms.largest)) < min_hosts:
-        return f"{count} nodes, all on this machine, wait for another machine; --min {count} begins without one"
-    if others and others[0].id < me.id:
-        return f"{count} nodes are here; {others[0].name} is to propose the view"
-    return f"{count} nodes are here; settling"
+        return f"{count} nodes so far, all on this machine; waiting for another one (--min {count} begins without it)"
+    return f"{count} nodes are here; forming the group"

@@ -41,7 +41,7 @@ NEXT_WORD_SECONDS: Final = 5.0
 """How soon it is said that something has changed: strangers can change it all the time."""
 REMINDER_SECONDS: Final = 30.0
 TOLD_LIMIT: Final = 8
-"""Nodes that were not taken, of which it is told why."""
+"""Nodes that were refused, of which it is told why."""
 SITUATION_LIMIT: Final = 4000
 """Characters in which it is told what is waited for."""
 WRONG_KEY_SECONDS: Final = 4.0
@@ -473,25 +473,34 @@ class Candidate(Gathering):
                     await self._changed.wait()
 
     def situation(self) -> str:
-        """Return in words what is waited for, who is here, and who was refused and why."""
-        report = self._formation.report()
-        words = f"{report.waiting}; here: {', '.join(report.here)}"
-        refused = [f"{name}: {reason}" for name, reason in (*report.refused, *self.problems().items())]
+        """Return in words what is waited for, which nodes are here, and which were refused and why."""
+        waiting, refused = self._waiting_for()
         if (more := len(refused) - TOLD_LIMIT) > 0:
             refused = [*refused[:TOLD_LIMIT], f"and {more} more"]
         if strangers := self.seat.entrance.about_strangers():
             refused.append(strangers)
-        return printable(f"{words}; not taken: {'; '.join(refused)}" if refused else words, SITUATION_LIMIT)
+        return printable(f"{waiting}; refused: {'; '.join(refused)}" if refused else waiting, SITUATION_LIMIT)
+
+    def _waiting_for(self) -> tuple[str, list[str]]:
+        """Return what is waited for with the nodes that are here, and a text for each node that is not, in order."""
+        report = self._formation.report()
+        reasons = {**self.problems(), **dict(report.refused)}
+        waiting = f"{report.waiting}; here: {', '.join(report.here)}"
+        return waiting, sorted(f"{name}: {reason}" for name, reason in reasons.items())
 
     async def _say_what_is_waited_for(self) -> None:
-        said, said_at, seldom = "", 0.0, Seldom(NEXT_WORD_SECONDS)
+        """Log what is waited for: at first, when that changes, when another node is refused, and now and then."""
+        said, told, said_at, seldom = "", set[str](), 0.0, Seldom(NEXT_WORD_SECONDS)
         await asyncio.sleep(FIRST_WORD_SECONDS)
         while not self._is_decided:
-            words, now = self.situation(), time.monotonic()
-            is_news = words != said or now > said_at + REMINDER_SECONDS
+            (waiting, refused), now = self._waiting_for(), time.monotonic()
+            if now > said_at + REMINDER_SECONDS:
+                told.clear()
+            is_news = not told.issuperset(refused) or waiting != said or now > said_at + REMINDER_SECONDS
             if is_news and seldom.may(now):
-                said, said_at = words, now
-                logger.warning("run %r waits since %.0f s: %s", self.run, now - self._since, words)
+                said, said_at = waiting, now
+                told.update(refused)
+                logger.warning("waiting for run %r (%.0f s): %s", self.run, now - self._since, self.situation())
             await asyncio.sleep(1.0)
 
     async def _notice_a_wrong_secret(self) -> None:

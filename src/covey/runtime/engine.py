@@ -328,7 +328,7 @@ class Engine:
         """Give up if the time of the current operation is over; `trouble` is what keeps it from going on."""
         if time.monotonic() >= self._deadline:
             late = self.roll.late(())
-            names = f"{self.name_ranks(late)} did not come; " if late else ""
+            names = f"{self.name_ranks(late)} {self.roll.excuse(late)}; " if late else ""
             text = (
                 f"{self._what()} did not finish within the timeout of {self._timeout:g} s; "
                 f"{names}the last trouble was: {trouble}"
@@ -405,7 +405,7 @@ class Engine:
             late = self.roll.late(waiting_for)
             text = (
                 f"{self._what()} did not finish within the timeout of {self._timeout:g} s; "
-                f"{self.name_ranks(late)} did not come"
+                f"{self.name_ranks(late)} {self.roll.excuse(late)}"
             )
             self.fail(Fault("DeadlineError", text, late))
             circle.check()
@@ -419,8 +419,9 @@ class Engine:
         elif now >= self._warn_at:
             self._warn_at = now + WARN_SECONDS
             waited = now - (self._deadline - self._timeout)
-            logger.warning("rank %d waits in %s since %.0f s for %s", self.rank, self._what(), waited,
-                           self.name_ranks(self.roll.late(waiting_for)))  # fmt: skip
+            late = self.roll.late(waiting_for)
+            logger.warning("rank %d has waited %.0f s in %s: %s %s", self.rank, waited, self._what(),
+                           self.name_ranks(late), self.roll.excuse(late))  # fmt: skip
         moments = (self._deadline, self._warn_at, since + ANNOUNCE_SECONDS)
         return min(moments[:2] if self._announced else moments)
 

@@ -91,8 +91,8 @@ class Forming:
             await asyncio.sleep(pause)
             if self._formed is None or self._formed.done():
                 return
-            logger.warning("rank %d of %d waits in %s for rank %s", self._node.rank, self._node.size, self._node.run,
-                           ", ".join(map(str, self._missing())))  # fmt: skip
+            logger.warning("rank %d of %d waits for rank %s of %s", self._node.rank, self._node.size,
+                           ", ".join(map(str, self._missing())), self._node.run)  # fmt: skip
 
     def settle(self) -> None:
         """Take the next step of forming that is possible now."""
@@ -162,7 +162,7 @@ class Forming:
         if welcome.rank != peer.rank:  # somebody on the way led us to another
             return f"rank {welcome.rank} answered where rank {peer.rank} was dialled"
         objection = self._node.objection(welcome.card)
-        return f"rank {peer.rank} is not taken: {objection}" if objection else ""
+        return f"rank {peer.rank} was refused: {objection}" if objection else ""
 
     def _complain(self, error: CoveyError) -> None:
         self._complaint = self._complaint or error

@@ -53,7 +53,7 @@ PING_SECONDS: Final = 2.0
 STILL_THERE_SECONDS: Final = 1.0
 """How long an old life of a node has to answer, when a new one comes."""
 TOLD_SECONDS: Final = 10.0
-"""The log tells at most this often of nodes that were not taken."""
+"""The log tells at most this often of nodes that were refused."""
 VISITOR_SECONDS: Final = 20.0
 """A visitor that does not answer for so long has gone."""
 RETIRE_SECONDS: Final = 2.0
@@ -62,7 +62,7 @@ LINKS_LIMIT: Final = 4
 """Links with one node at a time; further ones are closed at once."""
 PINGS_LIMIT: Final = 100
 PROBLEMS_LIMIT: Final = 64
-"""Nodes that were not taken, and addresses that were not reached, of which the last are remembered."""
+"""Nodes that were refused, and addresses that were not reached, of which the last are remembered."""
 DEPARTED_LIMIT: Final = 256
 """Places of visitors that have left, of which the last are remembered."""
 CARDS_AT_ONCE: Final = 100
@@ -87,7 +87,7 @@ class Gathering:
         self.met: dict[bytes, Acquaintance] = {}
         """By node id: those who take part in something; to a visitor, everyone."""
         self.refusals: dict[str, str] = {}
-        """Who was heard but not taken, and why."""
+        """Nodes that were refused, and why."""
         self._log = SeldomLog(TOLD_SECONDS)
         self._failures: dict[str, tuple[str, tuple[messages.Address, ...]]] = {}
         """What came of dialling seeds and hints: why, and where."""
@@ -365,7 +365,7 @@ class Gathering:
         if len(self.refusals) > PROBLEMS_LIMIT:
             del self.refusals[next(iter(self.refusals))]
         if is_news:
-            self._log.log(logging.WARNING, "%s is not taken: %s", name, reason)
+            self._log.log(logging.WARNING, "%s was refused: %s", name, reason)
 
     def _meet(self, card: messages.Card, purpose: str, link: Link, way: Where | None) -> None:
         """A link stands."""
@@ -632,7 +632,7 @@ class Gathering:
             self.rules.saved(kept)
         except (CoveyError, OSError) as error:
             problem = str(error)
-            self._log.log(logging.WARNING, "a new secret from %s is not taken: %s", someone.card.name, problem)
+            self._log.log(logging.WARNING, "a new secret from %s was refused: %s", someone.card.name, problem)
         else:
             logger.warning("the secret of cluster %r was changed by its owner", self.cluster.name)
         finally:

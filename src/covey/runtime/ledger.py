@@ -134,6 +134,16 @@ class Ledger:
         last = min((heard.entered for heard in others.values()), default=sequence)
         return silent or tuple(rank for rank, heard in others.items() if heard.entered == last < sequence)
 
+    def excuse(self, sequence: int, late: Sequence[int]) -> str:
+        """Say why `sequence` waits for the ranks that `late` returned, as the words that follow their names."""
+        heard = [self._others.get(rank, Heard(0, 0, {})) for rank in late]
+        one = len(late) == 1
+        if all(each.entered >= sequence for each in heard):
+            return f"{'has' if one else 'have'} called it, but {'its' if one else 'their'} data did not arrive"
+        if any(each.spoke_of < sequence for each in heard):
+            return f"{'does' if one else 'do'} not answer"
+        return f"{'has' if one else 'have'} not called it yet"
+
     def heard_all(self, sequence: int, ranks: Sequence[int], me: int) -> bool:
         """Tell whether every other rank has said what it called at `sequence`."""
         return all(rank == me or sequence in self._others.get(rank, Heard(0, 0, {})).calls for rank in ranks)

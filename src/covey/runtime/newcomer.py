@@ -194,8 +194,8 @@ class Newcomer:
         while True:
             await asyncio.sleep(REMINDER_SECONDS)
             waited = time.monotonic() - began
-            logger.warning("this process waits since %.0f s for a place in %s; %d members know of it", waited,
-                           self._place.name, self._members)  # fmt: skip
+            logger.warning("waiting for a place in %s (%.0f s); %d members know of this process",
+                           self._place.name, waited, self._members)  # fmt: skip
 
     def _sit_down(self, founded: messages.Founded) -> Node:
         mine = messages.key_of(self._seat.card)

@@ -142,6 +142,10 @@ class RollCall:
         engine = self._engine
         return self.ledger.late(engine.sequence, engine.circle.ranks, engine.rank) or tuple(sorted(set(waiting_for)))
 
+    def excuse(self, late: tuple[int, ...]) -> str:
+        """Say why the current operation waits for the ranks that `late` returned."""
+        return self.ledger.excuse(self._engine.sequence, late)
+
     def who_is_late(self, seconds: float) -> list[Late]:
         """Ask all who are left where they are; return those behind the others, and those who do not answer in time.
 

@@ -101,7 +101,7 @@ class Rules:
             if not charters.is_news(self.cluster, charter):
                 return
         except AuthError as error:
-            self._log.log(logging.WARNING, "a charter from %s is not taken: %s", teller, error)
+            self._log.log(logging.WARNING, "a charter from %s was refused: %s", teller, error)
             return
         self._adopt(replace(self.cluster, charter=charter))
         self._spawn(self._write(charters.keep, self.cluster, charter))

@@ -59,8 +59,8 @@ def check(key: bytes, challenge: bytes, given: bytes) -> Purpose:
     """Return what the sender of an answer wants; AuthError unless it holds the key and answers this very challenge."""
     said, proof = given[: 1 + BOUND_BYTES], given[1 + BOUND_BYTES :]
     if not hmac.compare_digest(proof, hmac.digest(key, _LABEL + challenge + said, "sha256")):
-        raise AuthError("someone came to the door without the key")
+        raise AuthError("refused a connection that does not hold this cluster's key")
     try:
         return Purpose(said[0])
     except ValueError:
-        raise AuthError(f"someone came to the door with an unknown purpose, {said[0]}") from None
+        raise AuthError(f"refused a connection with an unknown purpose, {said[0]}") from None

@@ -66,15 +66,30 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 
 
 def difference(mine: Terms, theirs: Terms) -> str:
-    """Say in words where two candidates' terms differ; empty if they do not."""
+    """Say in words how the terms of another candidate differ from those of this one; empty if they do not.
 
-    def word(value: str | int | None) -> str:
-        return "not set" if value is None else repr(value)
+    The words follow the other candidate's name: "west: was started with --size 3, this node with --min 2; ...".
+    """
+    differences = [
+        f"{verb} {there}, this node {here}"
+        for verb, there, here in (
+            ("is in run", theirs.run, mine.run),
+            ("runs", theirs.program, mine.program),
+            ("was started with", _spell_sizes(theirs), _spell_sizes(mine)),
+            ("has covey", theirs.version, mine.version),
+            ("has lanes", theirs.lanes, mine.lanes),
+            ("has on_loss", theirs.on_loss, mine.on_loss),
+        )
+        if there != here
+    ]
+    return "; ".join([*differences, "use the same on both"]) if differences else ""
 
-    pairs = ((field, getattr(theirs, field), getattr(mine, field)) for field in Terms.__struct_fields__)
-    return "; ".join(
-        f"{field} is {word(there)} there and {word(here)} here" for field, there, here in pairs if there != here
-    )
+
+def _spell_sizes(terms: Terms) -> str:
+    """Return the options of `covey run` that stand for the sizes of these terms."""
+    if terms.size is not None:
+        return f"--size {terms.size}"
+    return f"--min {terms.min_size}" + (f" --max {terms.max_size}" if terms.max_size is not None else "")
 
 
 class Member(Worded, frozen=True, array_like=True):

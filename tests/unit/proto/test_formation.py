@@ -148,7 +148,7 @@ def test_a_first_view_spans_as_many_machines_as_each_member_asks_for() -> None:
     stage.run(10.0)
     assert stage.views() == {}
     waiting = stage.cores["a"].report().waiting
-    assert waiting == "3 nodes, all on this machine, wait for another machine; --min 3 begins without one"
+    assert waiting == "3 nodes so far, all on this machine; waiting for another one (--min 3 begins without it)"
     stage.enter("d", host="south")
     stage.run(3.0)
     assert stage.views() == dict.fromkeys("abcd", "abcd")
@@ -188,8 +188,8 @@ def test_whoever_comes_while_the_others_settle_is_in_the_view() -> None:
     stage.enter("c", host="south")
     stage.run(0.8)
     assert stage.views() == {}
-    assert stage.cores["a"].report().waiting == "3 nodes are here; settling"
-    assert stage.cores["b"].report().waiting == "3 nodes are here; a is to propose the view"
+    assert stage.cores["a"].report().waiting == "3 nodes are here; forming the group"
+    assert stage.cores["b"].report().waiting == "3 nodes are here; forming the group"
     stage.run(0.5)
     assert stage.views() == {"a": "acb", "b": "acb", "c": "acb"}
 
@@ -237,7 +237,7 @@ def test_fewer_than_size_are_never_a_view() -> None:
     stage = Stage("a", "b", terms=Terms("a run", "train.py", 3, 2, None, "1", "auto"))
     stage.run(60.0)
     assert stage.views() == {}
-    assert stage.cores["b"].report().waiting == "2 of 3 nodes"
+    assert stage.cores["b"].report().waiting == "2 of 3 nodes so far"
 
 
 def test_candidates_on_other_terms_are_refused_with_the_reason_on_both_sides() -> None:
@@ -245,9 +245,9 @@ def test_candidates_on_other_terms_are_refused_with_the_reason_on_both_sides() -
     stage.enter("c", Terms("a run", "eval.py", None, 2, None, "1", "auto"))
     stage.run(3.0)
     assert stage.views() == {"a": "ab", "b": "ab"}
-    assert stage.cores["a"].report().refused == (("c", "program is 'eval.py' there and 'train.py' here"),)
+    assert stage.cores["a"].report().refused == (("c", "runs eval.py, this node train.py; use the same on both"),)
     report = stage.cores["c"].report()
-    assert report.refused == tuple((name, "program is 'train.py' there and 'eval.py' here") for name in "ab")
+    assert report.refused == tuple((name, "runs train.py, this node eval.py; use the same on both") for name in "ab")
     assert (report.here, report.elsewhere) == (("c",), ("a", "b"))
     stage.enter("d", Terms("a run", "eval.py", None, 2, None, "1", "auto"))
     stage.run(10.0)

@@ -62,11 +62,15 @@ def test_the_late_are_those_who_do_not_answer_or_else_those_furthest_behind() ->
     ledger.enter(5, BARRIER)
     ranks = range(4)
     assert ledger.late(5, ranks, me=0) == (1, 2, 3)
+    assert ledger.excuse(5, (1, 2, 3)) == "do not answer"
     ledger.heard(1, 5, 5, BARRIER.fingerprint, BARRIER.text)
     ledger.heard(2, 3, 5, 0, "")
     assert ledger.late(5, ranks, me=0) == (3,)
+    assert ledger.excuse(5, (3,)) == "does not answer"
     ledger.heard(3, 4, 5, 0, "")
     assert ledger.late(5, ranks, me=0) == (2,)
+    assert ledger.excuse(5, (2,)) == "has not called it yet"
+    assert ledger.excuse(5, (1,)) == "has called it, but its data did not arrive"
     ledger.heard(2, 5, 5, BARRIER.fingerprint, BARRIER.text)
     assert ledger.late(5, ranks, me=0) == (3,)
     ledger.heard(3, 6, 6, 0, "")

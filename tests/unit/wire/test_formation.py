@@ -82,8 +82,7 @@ def test_differences_of_terms_are_said_in_words() -> None:
     other = Terms("a run", "eval.py", 4, 2, None, "1", "auto")
     assert wire.difference(TERMS, TERMS) == ""
     assert wire.difference(TERMS, other) == (
-        "program is 'eval.py' there and 'train.py' here; size is 4 there and not set here; "
-        "max_size is not set there and 8 here"
+        "runs eval.py, this node train.py; was started with --size 4, this node --min 2 --max 8; use the same on both"
     )
 
 
