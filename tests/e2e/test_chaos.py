@@ -116,7 +116,7 @@ def test_a_job_survives_every_kind_of_fault_with_the_right_numbers(job: Job) -> 
     faults = {fault["kind"]: fault for fault in report["faults"]}
     assert not any(fault["bad"] for fault in faults.values())
     assert all(fault["done"] for fault in faults.values())
-    assert faults["slow"]["outcome"] == "nobody was lost"
+    assert faults["slow"]["outcome"] == "no rank was lost"
     assert 0 < faults["cut"]["recovered_ms"] < 2000
     assert 0 < faults["kill"]["recovered_ms"] < 2000
     assert 400 < faults["stop"]["recovered_ms"] < 2500  # half a second of it is waiting whether it goes on

@@ -122,7 +122,7 @@ def test_a_denial_on_another_machine_holds_there_and_for_what_runs_there(lab: La
         assert time.monotonic() < deadline
         time.sleep(0.05)
     out = ok(two, "deny", node_id(three))
-    assert "those that run within two seconds" in out
+    assert "running nodes within two seconds" in out
     assert "on the machine with the owner key" in out
     listed = json.loads(ok(two, "deny", "--list", "--json"))
     assert [(row["id"], row["everywhere"]) for row in listed] == [(node_id(three), False)]
@@ -188,7 +188,9 @@ def test_an_unapproved_machine_is_told_where_to_ask(lab: Lab) -> None:
     assert "this machine itself stays" in one.covey("allow", node_id(one), "--undo").stderr
     ok(one, "allow", "--ask", "off")
     assert json.loads(ok(one, "allow", "--list", "--json")) is None
-    assert "`covey allow --ask on` changes that" in one.covey("allow").stderr
+    assert "`covey allow --ask on` makes a list" in ok(one, "allow")
+    assert ok(one, "allow", "--json") == "[]\n"
+    assert "no list of approved machines" in one.covey("allow", node_id(late)).stderr
 
 
 def test_a_charter_is_kept_although_no_other_node_can_be_told(lab: Lab) -> None:

@@ -269,7 +269,7 @@ def test_deny_knows_nodes_by_id_beginning_and_name(one: Machine, monkeypatch: py
     clusters.remember("home", b"\xab" * 32, "heron-vov2")
     assert "otter-aaaa (aaaaaaaa)" in one.ok("deny", "otter-aaaa")
     out = one.ok("deny", "abababab")
-    assert "stops mistakes, not a person who has the cluster's secret" in out
+    assert "stops mistakes, not an attacker with the cluster's secret" in out
     assert "covey secret rotate" in out
     one.ok("deny", "12" * 32, "--cluster", "lab")
     listed = json.loads(one.ok("deny", "--list", "--json"))

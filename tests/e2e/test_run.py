@@ -502,18 +502,15 @@ def test_any_program_can_be_a_rank(covey_run, tmp_path) -> None:
         (["-n", "1", "broken"], "cannot start"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line_and_a_remedy(
-    covey_run, script, tmp_path, runtime, words, complaint
-) -> None:
+def test_what_cannot_be_run_is_refused_in_one_line(covey_run, script, tmp_path, runtime, words, complaint) -> None:
     script("print('never')")
     (tmp_path / "broken").write_bytes(b"\x00\x01 neither a program nor a script")
     (tmp_path / "broken").chmod(0o755)
     code, out, err = covey_run(*words).finish()
     assert (code, out) == (2, "")
-    error, remedy = err.splitlines()
+    (error,) = err.splitlines()
     assert error.startswith("error: ")
     assert complaint in error
-    assert remedy == "what to do: correct the call or the setting"
     assert "Traceback" in covey_run(*words, env={"COVEY_DEBUG": "1"}).finish()[2]
     assert list(runtime.iterdir()) == []
 

@@ -267,5 +267,5 @@ def test_a_secret_file_must_be_private_text_and_there(tmp_path: Path) -> None:
 def test_a_given_secret_needs_no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVEY_HOME", "/dev/null/nowhere")
     assert clusters.find(None, {"COVEY_SECRET": CODE}).name == "home"
-    with pytest.raises(ConfigError, match="cannot make the folder /dev/null/nowhere"):
+    with pytest.raises(ConfigError, match="cannot use the folder /dev/null/nowhere"):
         clusters.find_saved(None)

@@ -35,7 +35,7 @@ class Remedy(enum.Enum):
 
     FIX = "correct the call or the setting"
     RETRY = "try again, perhaps with more time"
-    REGROUP = "make a new group of those who are left"
+    REGROUP = "make a new group of the remaining ranks"
     STOP = "stop and look at the cause"
 
 

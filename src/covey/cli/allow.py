@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from covey.base.errors import ConfigError
 from covey.cli.charter import ASK_SECONDS, among, as_rows, label, machine_of, spread, tell_result
-from covey.cli.clusters import table
+from covey.cli.layout import Column, room, table
+from covey.cli.terminal import say
 from covey.net import audit, charter, clusters, owner
 from covey.net.identity import own_machine, resolve_id, short_id
 from covey.wire import messages
@@ -37,14 +38,14 @@ def allow(
     ] = None,
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
     ask: Annotated[
-        Switch | None, typer.Option("--ask", help="on: only approved machines may come. off: all with the secret.")
+        Switch | None, typer.Option("--ask", help="on: only approved machines may join. off: all with the secret.")
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Take the node off the list again.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the machines that are approved.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before the list is switched on.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Approve machines that want to be in a cluster. Without NODE: show those that wait, and ask about each.
+    """Approve machines that want to be in a cluster. Without NODE: show the machines that wait, and ask about each.
 
     `covey allow --ask on` makes the list; it begins with the machines that are known here. From then on a machine that
     has the secret but is not on the list is refused, until it is approved here, on the machine with the owner key.
@@ -61,9 +62,7 @@ def allow(
         return _switch(found, private, is_on=ask is Switch.ON, yes=yes, as_json=as_json)
     _, allowed = charter.lists(found)
     if allowed is None:
-        raise ConfigError(
-            f"every machine with the secret of {found.name!r} may come; `covey allow --ask on` changes that"
-        )
+        return _say_that_the_list_is_off(found, node, as_json=as_json)
     if node is None:
         return _show_waiting(found, private, as_json=as_json)
     names = clusters.known(found.name)
@@ -74,18 +73,35 @@ def allow(
         if machine == own_machine():
             raise ConfigError("this machine itself stays on the list; `covey allow --ask off` ends the list")
         return _amend(found, private, allowed - {machine}, f"{label(machine, names)} is off the list.", as_json=as_json)
-    waiting = _waiting(found)
-    names |= {each.id: each.name for each in waiting}
-    machine = machine_of(found, resolve_id(node, names))
+    names |= clusters.waiting(found.name)
+    try:
+        named = resolve_id(node, {})  # a whole id means one machine
+    except ConfigError:  # a name or a beginning may mean several, of which running nodes know
+        names |= {each.id: each.name for each in _waiting(found, quiet=as_json)}
+        named = resolve_id(node, names)
+    machine = machine_of(found, named)
     clusters.forget_waiting(found.name, [machine])
     headline = f"{label(machine, names)} may be in {found.name!r}."
     _amend(found, private, allowed | {machine}, headline, as_json=as_json)
 
 
+_OFF: Final = "Every machine with the secret of {!r} may join, unless it is denied."
+
+
+def _say_that_the_list_is_off(found: Cluster, node: str | None, *, as_json: bool) -> None:
+    """There is nothing to approve. That is an error only where a node was named that is to be on the list."""
+    text = f"{_OFF.format(found.name)} `covey allow --ask on` makes a list of approved machines."
+    if node is not None:
+        raise ConfigError(f"there is no list of approved machines. {text}")
+    if as_json:
+        return typer.echo("[]")
+    say(text)
+
+
 def _switch(found: Cluster, private: OwnerKey, *, is_on: bool, yes: bool, as_json: bool) -> None:
     names, allowed = clusters.known(found.name), charter.lists(found)[1]
     if not is_on:
-        headline = f"Every machine with the secret of {found.name!r} may come again, unless it is denied."
+        headline = f"Every machine with the secret of {found.name!r} may join again, unless it is denied."
         return _amend(found, private, None, headline, as_json=as_json)
     if allowed is None:
         allowed = frozenset({own_machine(), *(machine_of(found, each) for each in names)}) - found.denied
@@ -103,8 +119,8 @@ def _amend(
     changed = charter.amend(found, private, lambda now: (now[0], allowed))
     audit.note(found.name, "list-changed", reason=headline)
     if not as_json:
-        typer.echo(headline)
-    obeying, others = spread(changed)
+        say(headline)
+    obeying, others = spread(changed, quiet=as_json)
     if as_json:
         heard, unheard = ([card.id.hex() for card in cards] for cards in (obeying, others))
         listed = None if allowed is None else sorted(each.hex() for each in allowed)
@@ -112,10 +128,10 @@ def _amend(
     tell_result(obeying, others)
 
 
-def _waiting(found: Cluster) -> list[messages.Waiting]:
+def _waiting(found: Cluster, *, quiet: bool) -> list[messages.Waiting]:
     """Return the machines that wait, as this machine has noted them and as nodes that run now tell."""
     waiting = {id: messages.Waiting(id, name, "", "") for id, name in clusters.waiting(found.name).items()}
-    with among(found) as visit:
+    with among(found, quiet=quiet) as visit:
         cards = [state.card for state in visit.members()]
         for answer in visit.ask_all(cards, messages.Ask(), ASK_SECONDS):
             if isinstance(answer, messages.Tell):
@@ -127,14 +143,13 @@ def _waiting(found: Cluster) -> list[messages.Waiting]:
 
 
 def _show_waiting(found: Cluster, private: OwnerKey, *, as_json: bool) -> None:
-    waiting = _waiting(found)
+    waiting = _waiting(found, quiet=as_json)
     if as_json:
         rows = [{"id": w.id.hex(), "name": w.name, "host": w.host_name, "address": w.ip} for w in waiting]
         return typer.echo(json.dumps(rows))
     if not waiting:
         return typer.echo(f"No machine waits for approval in {found.name!r}.")
-    rows_shown: list[tuple[object, ...]] = [(w.name, short_id(w.id), w.host_name, w.ip) for w in waiting]
-    typer.echo(table([("NODE", "ID", "HOST", "ADDRESS"), *rows_shown]))
+    typer.echo(table(_waiting_columns(waiting), room()))
     if not sys.stdin.isatty():
         return typer.echo("`covey allow ID` approves one of them.")
     approved = {w.id for w in waiting if typer.confirm(f"May {w.name} ({short_id(w.id)}) be in {found.name!r}?")}
@@ -144,19 +159,31 @@ def _show_waiting(found: Cluster, private: OwnerKey, *, as_json: bool) -> None:
         _amend(found, private, allowed | approved, f"{len(approved)} approved.", as_json=False)
 
 
+def _waiting_columns(waiting: list[messages.Waiting]) -> list[Column]:
+    return [
+        Column("NODE", [each.name for each in waiting]),
+        Column("ID", [short_id(each.id) for each in waiting]),
+        Column("HOST", [each.host_name or "-" for each in waiting], leave_out=2, wraps=True),
+        Column("ADDRESS", [each.ip or "-" for each in waiting], leave_out=1),
+    ]
+
+
 def _list(found: Cluster, *, as_json: bool) -> None:
     _, allowed = charter.lists(found)
     names = clusters.known(found.name)
     if as_json:
         return typer.echo(json.dumps(None if allowed is None else as_rows(allowed, names)))
     if allowed is None:
-        return typer.echo(f"Every machine with the secret of {found.name!r} may come, unless it is denied.")
+        return say(_OFF.format(found.name))
     typer.echo(_table(allowed, names))
 
 
 def _table(nodes: frozenset[bytes], names: dict[bytes, str]) -> str:
     here = own_machine()
-    rows: list[tuple[object, ...]] = [
-        (names.get(each, "this machine" if each == here else ""), short_id(each), each.hex()) for each in sorted(nodes)
+    listed = sorted(nodes)
+    columns = [
+        Column("NAME", [names.get(each, "this machine" if each == here else "-") for each in listed]),
+        Column("ID", [short_id(each) for each in listed]),
+        Column("WHOLE ID", [each.hex() for each in listed], leave_out=1),
     ]
-    return table([("NAME", "ID", "WHOLE ID"), *rows])
+    return table(columns, room())

@@ -15,6 +15,8 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.base.text import printable
+from covey.cli.layout import Column, room, table
+from covey.cli.terminal import plural, say
 from covey.net import audit_reader
 from covey.net.audit import EVENTS, TEXT_LIMIT
 from covey.net.identity import short_id
@@ -28,6 +30,8 @@ LOOK_SECONDS: Final = 0.25
 """How often `--follow` looks for new entries."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _COLUMNS: Final = ("TIME", "CLUSTER", "EVENT", "RUN", "NODE", "ID", "ADDRESS", "REASON")
+_LEFT_OUT: Final = {"ID": 4, "RUN": 3, "CLUSTER": 2, "ADDRESS": 1}
+"""Columns that a narrow terminal does without, the highest number first."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -108,19 +112,17 @@ def _print_lines(shown: Iterable[Entry], *, as_json: bool) -> None:
 
 
 def _print_table(shown: list[Entry]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     if not shown:
         return typer.echo("There is no such entry in the audit log of this machine.")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, overflow="fold", no_wrap=column in ("TIME", "EVENT"))
-    for entry in shown:
-        table.add_row(*map(Text, _cells(entry)))
-    Console(highlight=False).print(table)
+    typer.echo(table(_columns(shown), room()))
+
+
+def _columns(shown: list[Entry]) -> list[Column]:
+    cells = zip(*map(_cells, shown), strict=True)
+    return [
+        Column(title, texts, leave_out=_LEFT_OUT.get(title, 0), wraps=title == "REASON")
+        for title, texts in zip(_COLUMNS, cells, strict=True)
+    ]
 
 
 def _cells(entry: Entry) -> tuple[str, ...]:
@@ -161,10 +163,10 @@ def _verify(*, as_json: bool) -> None:
         typer.echo(json.dumps(report))
     else:
         for remark in verdict.remarks:
-            typer.echo(f"note: {remark}")
+            say(f"note: {remark}")
         for problem in problems:
-            typer.echo(f"PROBLEM: {problem}", err=True)
+            say(f"PROBLEM: {problem}", err=True)
         if not problems:
             last = f", the last one with the hash {verdict.last}" if verdict.last else ""
-            typer.echo(f"The audit log is whole: {verdict.count} entries{last}.")
+            say(f"The audit log is whole: {plural(verdict.count, 'entry', 'entries')}{last}.")
     raise typer.Exit(1 if problems else 0)

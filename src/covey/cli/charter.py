@@ -7,11 +7,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-import typer
-
 from covey.base.config import group_config
 from covey.base.errors import CoveyError
 from covey.cli.status.command import look_around
+from covey.cli.terminal import plural, say, working
 from covey.net import clusters
 from covey.net.identity import short_id
 from covey.runtime.visit import visiting
@@ -30,28 +29,34 @@ _PAUSE: Final = 0.1
 
 
 @contextmanager
-def among(cluster: Cluster) -> Iterator[Visit]:
-    """Visit the nodes of a cluster that run now; they and this visitor show each other their charters."""
-    with visiting(cluster, group_config(os.environ)) as visit:
+def among(cluster: Cluster, *, quiet: bool = False) -> Iterator[Visit]:
+    """Visit the nodes of a cluster that run now; they and this visitor show each other their charters.
+
+    The block is over in some seconds. Until then a terminal shows what takes so long, unless it is to be `quiet`.
+    """
+    with (
+        working(f"looking for nodes of {cluster.name} that run now ...", quiet=quiet),
+        visiting(cluster, group_config(os.environ)) as visit,
+    ):
         look_around(visit)
         yield visit
 
 
-def spread(cluster: Cluster) -> tuple[list[messages.Card], list[messages.Card]]:
+def spread(cluster: Cluster, *, quiet: bool = False) -> tuple[list[messages.Card], list[messages.Card]]:
     """Show the nodes that run now the cluster's charter; return those that go by it, and those that do not say so.
 
     The charter is in the file of this machine already, so being unable to visit the others is no failure.
     """
     assert cluster.charter is not None
     try:
-        return _spread(cluster, cluster.charter.serial)
+        return _spread(cluster, cluster.charter.serial, quiet=quiet)
     except CoveyError as error:
-        typer.echo(f"other nodes cannot be told now: {error}", err=True)
+        say(f"other nodes cannot be told now: {error}", err=True)
         return [], []
 
 
-def _spread(cluster: Cluster, serial: int) -> tuple[list[messages.Card], list[messages.Card]]:
-    with among(cluster) as visit:
+def _spread(cluster: Cluster, serial: int, *, quiet: bool) -> tuple[list[messages.Card], list[messages.Card]]:
+    with among(cluster, quiet=quiet) as visit:
         cards = [state.card for state in visit.members()]
         obeying: dict[bytes, messages.Card] = {}
         deadline = time.monotonic() + OBEY_SECONDS
@@ -67,11 +72,12 @@ def _spread(cluster: Cluster, serial: int) -> tuple[list[messages.Card], list[me
 def tell_result(obeying: list[messages.Card], others: list[messages.Card]) -> None:
     """Print which running nodes go by the new charter."""
     if obeying:
-        typer.echo(f"{len(obeying)} nodes that run now go by it: {', '.join(card.name for card in obeying)}.")
-    else:
-        typer.echo("No other node runs now. Nodes hear of it when they meet one of this machine.")
+        names = ", ".join(card.name for card in obeying)
+        say(f"{plural(len(obeying), 'node')} running now obey{'s' * (len(obeying) == 1)} it: {names}.")
+    elif not others:
+        say("No other node was found running. Nodes get it when they meet a node of this machine.")
     for card in others:
-        typer.echo(f"{card.name} ({short_id(card.id)}) does not go by it: does it know this cluster's owner?")
+        say(f"{card.name} ({short_id(card.id)}) does not obey it: does it know this cluster's owner?")
 
 
 def as_rows(nodes: Iterable[bytes], names: dict[bytes, str]) -> list[dict[str, str]]:
@@ -80,7 +86,7 @@ def as_rows(nodes: Iterable[bytes], names: dict[bytes, str]) -> list[dict[str, s
 
 
 def label(node: bytes, names: dict[bytes, str]) -> str:
-    """Return what people call a node."""
+    """Return a node's name and id, as commands show them."""
     return f"{names[node]} ({short_id(node)})" if node in names else short_id(node)
 
 

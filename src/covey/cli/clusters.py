@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from covey.base.errors import ConfigError
+from covey.cli.layout import Column, room, table
+from covey.cli.terminal import say
 from covey.net import audit, owner
 from covey.net import clusters as files
+
+if TYPE_CHECKING:
+    from covey.net.clusters import Cluster
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -19,7 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def clusters(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     default: Annotated[
-        str | None, typer.Option("--default", metavar="NAME", help="Mean this cluster where none is named.")
+        str | None, typer.Option("--default", metavar="NAME", help="Make this the default cluster.")
     ] = None,
     forget: Annotated[
         str | None, typer.Option("--forget", metavar="NAME", help="Take this machine out of a cluster.")
@@ -43,7 +48,7 @@ def _forget(name: str, *, yes: bool) -> None:
         if not sys.stdin.isatty():
             raise ConfigError(f"forgetting {name!r} deletes its key from this machine; add --yes if you mean it")
         if owner.held(files.load(name)) is not None:
-            typer.echo(f"This machine holds the owner key of {name!r}: without it, no machine can change the secret.")
+            say(f"This machine holds the owner key of {name!r}: without it, no machine can change the secret.")
         typer.confirm(
             f"Delete the key of {name!r} from this machine? If no other machine has it, it is lost.", abort=True
         )
@@ -67,18 +72,15 @@ def _list(*, as_json: bool) -> None:
         ]
         return typer.echo(json.dumps(rows))
     if not found:
-        return typer.echo(files.NO_CLUSTER)
-    lines: list[tuple[object, ...]] = [("CLUSTER", "DEFAULT", "SEEDS", "DENIED", "FILE")]
-    for cluster in found:
-        mark, path = "yes" if cluster.name == default else "", files.cluster_path(cluster.name)
-        lines.append((cluster.name, mark, " ".join(cluster.seeds), len(cluster.denied), path))
-    typer.echo(table(lines))
+        return say(files.NO_CLUSTER)
+    typer.echo(table(_columns(found, default), room()))
 
 
-def table(rows: list[tuple[object, ...]]) -> str:
-    """Return rows as lines of aligned columns."""
-    cells = [[str(cell) or "-" for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-    )
+def _columns(found: list[Cluster], default: str | None) -> list[Column]:
+    return [
+        Column("CLUSTER", [cluster.name for cluster in found]),
+        Column("DEFAULT", ["yes" if cluster.name == default else "-" for cluster in found]),
+        Column("SEEDS", [" ".join(cluster.seeds) or "-" for cluster in found], wraps=True),
+        Column("DENIED", [str(len(cluster.denied)) for cluster in found], leave_out=1),
+        Column("FILE", [str(files.cluster_path(cluster.name)) for cluster in found], leave_out=2),
+    ]

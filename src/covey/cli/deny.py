@@ -10,6 +10,8 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.cli.charter import as_rows, label, machine_of, spread, tell_result
+from covey.cli.layout import Column, room, table
+from covey.cli.terminal import say
 from covey.net import audit, charter, clusters, owner
 from covey.net.identity import own_ids, resolve_id, short_id
 
@@ -35,7 +37,7 @@ def deny(
     On the machine with the owner key (where `covey init` was run) this holds for the whole cluster: members that run
     now hear of it, end their links with the node and go on without it. On any other machine it holds there only.
 
-    It does not stop a person who has the cluster's secret and makes a new node. Against that, `covey secret rotate`
+    It does not stop an attacker with the cluster's secret, who can make a new node. Against that, `covey secret rotate`
     changes the secret, and `covey allow --ask on` lets only approved machines in.
     """
     if listed == (node is not None) or (undo and listed):
@@ -61,16 +63,16 @@ def deny(
         audit.note(found.name, "denied", node=node_id, name=name, reason="on this machine")
         if as_json:
             return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": False}))
-        return typer.echo(
-            f"Nodes of this machine refuse {label(node_id, names)} in {found.name!r} from now on, those that run "
-            "within two seconds. To keep it out of the whole cluster, deny it on the machine with the owner key.\n"
-            "This stops mistakes, not a person who has the cluster's secret: for that, run `covey secret rotate`."
+        return say(
+            f"Nodes of this machine refuse {label(node_id, names)} in {found.name!r} from now on (running nodes within "
+            "two seconds). To keep it out of the whole cluster, deny it on the machine with the owner key.\n"
+            "This stops mistakes, not an attacker with the cluster's secret: for that, run `covey secret rotate`."
         )
     changed = charter.amend(found, private, lambda now: (now[0] | {node_id}, now[1]))
     audit.note(found.name, "denied", node=node_id, name=name, reason="in the whole cluster")
     headline = (
         f"{label(node_id, names)} is denied in {found.name!r}.\n"
-        "This stops mistakes, not a person who has the cluster's secret: for that, run `covey secret rotate`, or let "
+        "This stops mistakes, not an attacker with the cluster's secret: for that, run `covey secret rotate`, or let "
         "only approved machines in with `covey allow --ask on`."
     )
     _tell(changed, node_id, headline, as_json=as_json)
@@ -79,7 +81,7 @@ def deny(
 def _undo(found: Cluster, node_id: bytes, names: dict[bytes, str], private: OwnerKey | None, *, as_json: bool) -> None:
     by_owner, _ = charter.lists(found)
     if node_id not in found.denied | by_owner:
-        raise ConfigError(f"{label(node_id, names)} is not denied in {found.name!r}; `covey deny --list` shows who is")
+        raise ConfigError(f"{label(node_id, names)} is not denied in {found.name!r}; see `covey deny --list`")
     if node_id in found.denied:
         clusters.update(found.name, lambda now: replace(now, denied=now.denied - {node_id}))
         audit.note(found.name, "allowed", node=node_id, name=names.get(node_id, ""), reason="on this machine")
@@ -90,13 +92,13 @@ def _undo(found: Cluster, node_id: bytes, names: dict[bytes, str], private: Owne
         return _tell(changed, node_id, f"{label(node_id, names)} may be in {found.name!r} again.", as_json=as_json)
     if as_json:
         return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": False}))
-    typer.echo(f"{label(node_id, names)} may be in {found.name!r} again, as far as this machine is concerned.")
+    say(f"{label(node_id, names)} may be in {found.name!r} again, as far as this machine is concerned.")
 
 
 def _tell(changed: Cluster, node_id: bytes, headline: str, *, as_json: bool) -> None:
     if not as_json:
-        typer.echo(headline)
-    obeying, others = spread(changed)
+        say(headline)
+    obeying, others = spread(changed, quiet=as_json)
     if as_json:
         heard, unheard = ([card.id.hex() for card in cards] for cards in (obeying, others))
         return typer.echo(json.dumps({"id": node_id.hex(), "everywhere": True, "heard": heard, "not_heard": unheard}))
@@ -110,6 +112,14 @@ def _list(found: Cluster, denied: dict[bytes, str], *, as_json: bool) -> None:
         return typer.echo(json.dumps(rows))
     if not denied:
         return typer.echo(f"No node is denied in {found.name!r} on this machine.")
-    for node_id in sorted(denied):
-        where = "in the whole cluster" if node_id in by_owner else "on this machine"
-        typer.echo(f"{node_id.hex()}  {denied[node_id] or short_id(node_id)}  {where}")
+    typer.echo(table(_columns(denied, by_owner), room()))
+
+
+def _columns(denied: dict[bytes, str], by_owner: frozenset[bytes]) -> list[Column]:
+    nodes = sorted(denied)
+    return [
+        Column("NODE", [denied[each] or "-" for each in nodes]),
+        Column("ID", [short_id(each) for each in nodes]),
+        Column("DENIED", ["in the whole cluster" if each in by_owner else "on this machine" for each in nodes]),
+        Column("WHOLE ID", [each.hex() for each in nodes], leave_out=1),
+    ]

@@ -11,6 +11,7 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.cli.init import run_command
+from covey.cli.terminal import say
 from covey.net import audit, clusters
 from covey.net.clusters import Cluster
 from covey.net.identity import ensure_identity
@@ -57,9 +58,9 @@ def enroll(
         joined = "is now in"
     audit.note(secret.name, "secret-enrolled", reason=f"this machine {joined} the cluster")
     ensure_identity()
-    typer.echo(f"This machine {joined} the cluster {secret.name!r}. On each machine: {run_command(secret.name)}")
+    say(f"This machine {joined} the cluster {secret.name!r}. On each machine: {run_command(secret.name)}")
     if clusters.default_name() != secret.name:
-        typer.echo(f"To mean it where no cluster is named: covey clusters --default {secret.name}")
+        say(f"To make it the default cluster: covey clusters --default {secret.name}")
 
 
 def _ask(code: str | None) -> str:

@@ -14,6 +14,7 @@ import typer
 
 from covey.base.config import ports_from
 from covey.base.errors import ConfigError
+from covey.cli.terminal import say
 from covey.net import audit, clusters, owner
 from covey.net.clusters import Cluster
 from covey.net.identity import ensure_identity
@@ -106,7 +107,7 @@ def run_command(name: str) -> str:
 def _ask_passphrase(name: str) -> ClusterSecret:
     if not sys.stdin.isatty():
         return from_passphrase(name, sys.stdin.readline(), random=secrets.token_bytes)
-    typer.echo(f"Five or more words, or twenty or more characters; for example: {new_passphrase(secrets.token_bytes)}")
+    say(f"Five or more words, or twenty or more characters; for example: {new_passphrase(secrets.token_bytes)}")
     text = getpass.getpass("Passphrase: ")
     secret = from_passphrase(name, text, random=secrets.token_bytes)
     if getpass.getpass("Once more: ") != text:
@@ -119,10 +120,16 @@ def _print_code(cluster: Cluster, seeds: tuple[str, ...], headline: str, *, as_j
     if as_json:
         path = str(clusters.cluster_path(cluster.name))
         return typer.echo(json.dumps({"cluster": cluster.name, "join_code": code, "seeds": seeds, "file": path}))
+    show_code(headline, code)
     typer.echo(
-        f"{headline}\n\n    {code}\n\n"
-        "The join code is the cluster's key: whoever has it is in. Treat it like a password.\n\n"
-        "On each other machine:  covey enroll          and paste the code when it asks\n"
+        "\nOn each other machine:  covey enroll  (it asks for the code)\n"
         f"Then on all of them:    {run_command(cluster.name)}\n"
         f"The code again:         covey init --show {cluster.name}"
     )
+
+
+def show_code(headline: str, code: str) -> None:
+    """Print a join code, in one line to be copied, and what it is worth."""
+    say(headline)
+    typer.echo(f"\n    {code}\n")
+    say("The join code is the cluster's key: every machine that has it can join. Treat it like a password.")

@@ -2,26 +2,37 @@
 
 A command named X lives in `covey.cli.X` as a Typer app named `app`. That module is imported when the command is used,
 not before, so that `covey run` starts quickly however much `covey bench` needs.
+
+Exit codes of all commands: 0 success, 1 failure, 2 a wrong call or setting, 70 a fault in covey, 130 Ctrl-C. `covey
+run` returns the exit code of the script.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import io
 import os
 import sys
-from typing import Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 import typer.core
 import typer.main
 
-from covey.base.errors import ConfigError, CoveyError
+from covey.base.errors import ConfigError, CoveyError, Remedy
+from covey.cli import completion
+from covey.runtime.tracebacks import is_debugging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 COMMANDS: Final = {
     "init": "Make a cluster: its secret, and the join code for other machines.",
     "enroll": "Put this machine into a cluster, with its join code.",
     "run": "Start a script: as ranks on this machine, or in a run of the cluster.",
-    "status": "Show who is in the cluster and how they reach each other.",
+    "status": "Show the nodes of the cluster and the links between them.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",
     "clusters": "List the clusters this machine is in.",
     "secret": "Change a cluster's secret, or show whether this machine may.",
@@ -31,24 +42,78 @@ COMMANDS: Final = {
     "demo": "Watch four ranks train a small model together.",
     "bench": "Measure collectives: sizes, lanes, rank counts, opponents.",
     "chaos": "Run a job, break its processes and connections, tell what survived.",
+    "help": "Show the help of covey or of one of its commands.",
 }
+TRACEBACK_HELP: Final = "Show the whole traceback of an error, as COVEY_DEBUG=1 does."
+FAULT_CODE: Final = 70
+"""The exit code after an exception that is no error of covey's: EX_SOFTWARE of sysexits.h."""
+
+
+def _show_tracebacks(asked: bool) -> None:
+    if asked:
+        os.environ["COVEY_DEBUG"] = "1"  # which the processes that a command starts inherit
+
+
+def _traceback_option() -> typer.core.TyperOption:
+    return typer.core.TyperOption(
+        param_decls=["--traceback"],
+        is_flag=True,
+        default=False,
+        expose_value=False,
+        is_eager=True,
+        callback=lambda _context, _option, asked: _show_tracebacks(asked),
+        help=TRACEBACK_HELP,
+    )
+
+
+def load(name: str) -> Any:
+    """Return the command of that name with what all commands have in common: --traceback, completion, plain help."""
+    command: Any = typer.main.get_command(importlib.import_module(f"covey.cli.{name}").app)
+    command.name = name
+    for each in (command, *getattr(command, "commands", {}).values()):
+        for parameter in each.params:
+            completion.prepare(parameter)
+        each.params.append(_traceback_option())
+        each.help = "\n\n".join(" ".join(part.split()) for part in (each.help or "").split("\n\n"))  # fits any width
+        each.format_help = functools.partial(_format_help, each.format_help)
+    return command
+
+
+def _format_help(format_help: Callable[[Any, Any], None], context: Any, formatter: Any) -> None:
+    """Show help as Typer does; in a pipe or a file, without the blanks that fill its lines."""
+    if sys.stdout.isatty():
+        return format_help(context, formatter)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        format_help(context, formatter)
+    for line in shown.getvalue().strip("\n").splitlines():
+        typer.echo(line.rstrip())
+
+
+def commands() -> list[str]:
+    """Return the names of all commands, for completion."""
+    return list(COMMANDS)
 
 
 class LazyGroup(typer.core.TyperGroup):
     """Lists every command from `COMMANDS`; imports only the one that is called."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _format_help(super().format_help, ctx, formatter)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None:
-            command = typer.main.get_command(importlib.import_module(f"covey.cli.{name}").app)
-            command.name = name
-        return name, command, rest
+        return name, command if name is None else load(name), rest
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def _version(asked: bool) -> None:
@@ -68,6 +133,10 @@ def covey(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option("--traceback", callback=_show_tracebacks, is_eager=True, help=TRACEBACK_HELP),
+    ] = False,
 ) -> None:
     """Machines you already own, training one model together."""
 
@@ -84,9 +153,21 @@ def main() -> NoReturn:
     """Run the command that `sys.argv` names, and exit."""
     try:
         app(prog_name="covey")
-    except CoveyError as error:
-        if os.environ.get("COVEY_DEBUG") == "1":
+    except Exception as error:
+        if is_debugging():
             raise
-        print(f"error: {error}\nwhat to do: {error.remedy.value}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        print(explain(error), file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1 if isinstance(error, CoveyError) else FAULT_CODE)
     sys.exit(0)
+
+
+def explain(error: Exception) -> str:
+    """Return an error as a person at a terminal needs it: what happened, and what to do if the message does not say."""
+    if not isinstance(error, CoveyError):
+        return (
+            f"error: unexpected {type(error).__name__}: {error}\n"
+            "what to do: this is a fault in covey; please report it with what the same command prints with --traceback"
+        )
+    if error.remedy is Remedy.FIX:  # the message itself says what to correct
+        return f"error: {error}"
+    return f"error: {error}\nwhat to do: {error.remedy.value}"

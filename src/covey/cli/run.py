@@ -89,7 +89,7 @@ def run(
         str | None, typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast.")
     ] = None,
     interfaces: Annotated[
-        str | None, typer.Option(metavar="P", help="Which to use, like eth*,!docker*,10.0.0.0/8.")
+        str | None, typer.Option(metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.")
     ] = None,
     lanes: Annotated[
         Lanes | None, typer.Option(help="Carry all bytes between ranks this way, instead of the best for each pair.")
@@ -123,7 +123,7 @@ def run(
     ] = False,
     restarts: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Start a process that fails again, so often; for runs that go on."),
+        typer.Option(min=0, metavar="N", help="Restart a failed process up to N times; for runs that go on."),
     ] = 0,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
     torch_env: Annotated[

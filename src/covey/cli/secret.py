@@ -13,9 +13,10 @@ import typer
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, CoveyError
-from covey.cli.clusters import table
-from covey.cli.init import current_seeds
+from covey.cli.init import current_seeds, show_code
+from covey.cli.layout import Column, room, table
 from covey.cli.status.command import look_around
+from covey.cli.terminal import say, working
 from covey.net import audit, clusters, owner, rotation
 from covey.net.clusters import GRACE, MAX_GRACE
 from covey.net.identity import resolve_id, short_id
@@ -73,15 +74,15 @@ def show(
         }
         return typer.echo(json.dumps(shown))
     if not found.owner:
-        typer.echo(
+        say(
             f"This machine knows no owner of {found.name!r}: it takes no new secret from the network. "
             "`covey enroll` with a join code from `covey init` names one."
         )
     else:
         here = "This machine holds" if holds else "Another machine holds"
-        typer.echo(f"{here} the owner key of {found.name!r}: {short_id(found.owner)}")
+        say(f"{here} the owner key of {found.name!r}: {short_id(found.owner)}")
     if earlier:
-        typer.echo(f"The secret before the last change is good until {time.ctime(found.previous_until)}.")
+        say(f"The secret before the last change is good until {time.ctime(found.previous_until)}.")
 
 
 @app.command()
@@ -115,13 +116,15 @@ def rotate(
     old = _saved(cluster)
     private = owner.require(old, "changing the secret")
     with visiting(old, group_config(os.environ), announce=False) as visit:
-        look_around(visit)
+        with working(f"looking for nodes of {old.name} that run now ...", quiet=as_json):
+            look_around(visit)
         cards = _chosen([state.card for state in visit.members()], to)
         if not yes:
             _ask(old, cards)
         new = rotation.rotate(old, grace)  # here first: whatever happens to the others, it is not lost
         audit.note(old.name, "secret-rotated", reason=f"the old one is good for {grace} s more")
-        receivers = _hand_out(visit, [(card, rotation.sign(private, old, new, grace, card.id)) for card in cards])
+        with working("handing out the new secret ...", quiet=as_json):
+            receivers = _hand_out(visit, [(card, rotation.sign(private, old, new, grace, card.id)) for card in cards])
     _report(new, receivers, as_json=as_json)
     raise typer.Exit(0 if all(receiver.kept for receiver in receivers) else 1)
 
@@ -148,11 +151,12 @@ def _saved(name: str | None) -> Cluster:
 
 def _ask(cluster: Cluster, cards: list[messages.Card]) -> None:
     if cards:
-        typer.echo(f"These nodes of {cluster.name!r} run now and will get the new secret:\n\n{_listed(cards)}\n")
+        say(f"These nodes of {cluster.name!r} run now and will get the new secret:")
+        typer.echo(f"\n{_listed(cards)}\n")
     else:
-        typer.echo(f"No node of {cluster.name!r} runs now: every other machine will need the new join code.")
+        say(f"No node of {cluster.name!r} runs now: every other machine will need the new join code.")
     if cluster.denied:
-        typer.echo(f"Those denied here ({', '.join(sorted(map(short_id, cluster.denied)))}) will not.")
+        say(f"The nodes denied here ({', '.join(sorted(map(short_id, cluster.denied)))}) will not.")
     typer.confirm(f"Change the secret of {cluster.name!r}?", abort=True)
 
 
@@ -184,22 +188,29 @@ def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
         return typer.echo(json.dumps({"cluster": new.name, "join_code": code, "seeds": seeds, "nodes": nodes}))
     kept = [receiver.card for receiver in receivers if receiver.kept]
     failed = [receiver for receiver in receivers if not receiver.kept]
-    typer.echo(f"The cluster {new.name!r} has a new secret. It is saved on this machine.")
+    say(f"The cluster {new.name!r} has a new secret. It is saved on this machine.")
     if kept:
         typer.echo(f"\nThese nodes keep it, too:\n\n{_listed(kept)}")
     if failed:
-        rows: list[tuple[object, ...]] = [(r.card.name, short_id(r.card.id), r.problem) for r in failed]
-        typer.echo(f"\nThese nodes did NOT keep it:\n\n{table([('NODE', 'ID', 'WHY'), *rows])}")
-    typer.echo(
-        f"\nThe new join code:\n\n    {code}\n\n"
-        "The join code is the cluster's key: whoever has it is in. Treat it like a password.\n\n"
-        f"Every other machine of {new.name!r} needs it:  covey enroll\n"
+        columns = [
+            Column("NODE", [each.card.name for each in failed]),
+            Column("ID", [short_id(each.card.id) for each in failed]),
+            Column("WHY", [each.problem for each in failed], wraps=True),
+        ]
+        typer.echo(f"\nThese nodes did NOT keep it:\n\n{table(columns, room())}")
+    show_code("\nThe new join code:", code)
+    say(
+        f"\nEvery other machine of {new.name!r} needs it:  covey enroll\n"
         f"Runs go on. The old secret is good until {time.ctime(new.previous_until)}."
     )
 
 
 def _listed(cards: list[messages.Card]) -> str:
-    rows: list[tuple[object, ...]] = [
-        (card.name, short_id(card.id), card.host_name, card.pid, card.contact.addresses[0].ip) for card in cards
+    columns = [
+        Column("NODE", [card.name for card in cards]),
+        Column("ID", [short_id(card.id) for card in cards]),
+        Column("HOST", [card.host_name for card in cards], leave_out=3, wraps=True),
+        Column("PID", [str(card.pid) for card in cards], leave_out=2),
+        Column("ADDRESS", [card.contact.addresses[0].ip for card in cards], leave_out=1),
     ]
-    return table([("NODE", "ID", "HOST", "PID", "ADDRESS"), *rows])
+    return table(columns, room())

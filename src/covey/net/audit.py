@@ -25,7 +25,7 @@ import msgspec
 from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.net.descriptors import explain
-from covey.net.home import check_private, home, private_folder
+from covey.net.home import check_private, existing, home, private_folder
 from covey.net.locks import only_one
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def append(notes: Sequence[Note], folder: Path | None = None) -> None:
     Raises:
         ConfigError: they cannot be written; says why.
     """
-    folder = private_folder(folder) if folder is not None else log_folder()
+    folder = made_folder() if folder is None else private_folder(folder)
     with only_one(folder / ".lock"):
         try:
             _append(folder, notes)
@@ -338,6 +338,11 @@ def hash_of(line: bytes) -> str:
 
 
 def log_folder() -> Path:
+    """Return where the log is, or would be; ConfigError if other users may enter it."""
+    return existing("audit")
+
+
+def made_folder() -> Path:
     """Return where the log is, made if missing; ConfigError if other users may enter it, or it cannot be made."""
     return private_folder(home() / "audit")
 

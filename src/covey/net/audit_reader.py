@@ -65,6 +65,8 @@ def verify() -> Verdict:
         ConfigError: a file is open to others, or cannot be read.
     """
     folder = log_folder()
+    if not folder.exists():
+        return Verdict(0, "", (), ())
     with only_one(folder / ".lock"):
         return _verify(_lines(folder), read_head(folder))
 

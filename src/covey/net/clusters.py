@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.base.errors import ConfigError, RemoteProtocolError
-from covey.net.home import home, private_folder, read_private, write_private
+from covey.net.home import existing, home, private_folder, read_private, write_private
 from covey.net.identity import ID_BYTES
 from covey.net.locks import only_one
 from covey.wire.messages import WAITING_LIMIT, Charter, decode_control, encode
@@ -167,7 +167,7 @@ def load(name: str) -> Cluster:
 
 def save(cluster: Cluster) -> Path:
     """Write the cluster's file and return its path; what is known of its nodes stays, and so does the default."""
-    with only_one(_folder() / ".lock"):
+    with only_one(made_folder() / ".lock"):
         default = default_name()
         _write(cluster)
         if default is not None and default_name() is None:  # a second one came: the first does not lose its place
@@ -177,7 +177,7 @@ def save(cluster: Cluster) -> Path:
 
 def update(name: str, change: Callable[[Cluster], Cluster]) -> Cluster:
     """Replace a cluster by what `change` makes of it, with no other process in between."""
-    with only_one(_folder() / ".lock"):
+    with only_one(made_folder() / ".lock"):
         changed = change(load(name))
         _write(changed)
     return changed
@@ -188,7 +188,7 @@ def remove(name: str) -> None:
     from covey.net import owner
 
     path = cluster_path(name)
-    with only_one(_folder() / ".lock"):
+    with only_one(made_folder() / ".lock"):
         if not path.exists():
             raise ConfigError(_unknown(name))
         marked = _marked_default()
@@ -253,7 +253,7 @@ def remember(cluster_name: str, node_id: bytes, node_name: str, machine: bytes =
             return
         file = _read(cluster_name)
         if file.known.get(node) != node_name or file.machines.get(node, "") != other:
-            with only_one(_folder() / ".lock"):
+            with only_one(made_folder() / ".lock"):
                 file = _read(cluster_name)
                 file.known.pop(node, None)
                 file.known[node] = node_name
@@ -268,7 +268,7 @@ def remember(cluster_name: str, node_id: bytes, node_name: str, machine: bytes =
 def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
     """Note a machine that waits for approval; the latest 64 are kept. Writes to disk: not for the event loop."""
     if cluster_path(cluster_name).exists():
-        with only_one(_folder() / ".lock"):
+        with only_one(made_folder() / ".lock"):
             file = _read(cluster_name)
             file.waiting.pop(machine.hex(), None)
             file.waiting[machine.hex()] = node_name
@@ -279,7 +279,7 @@ def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
 
 def forget_waiting(cluster_name: str, answered: Iterable[bytes]) -> None:
     """Forget that machines wait for approval: they have got an answer."""
-    with only_one(_folder() / ".lock"):
+    with only_one(made_folder() / ".lock"):
         file = _read(cluster_name)
         for machine in answered:
             file.waiting.pop(machine.hex(), None)
@@ -336,20 +336,21 @@ def _read_secret_file(path: str) -> str:
 
 def cluster_path(name: str) -> Path:
     """Return where a cluster's file is, or would be."""
-    return _folder() / f"{check_cluster_name(name)}.json"
+    return existing("clusters") / f"{check_cluster_name(name)}.json"
 
 
-def _folder() -> Path:
+def made_folder() -> Path:
+    """Return the folder of the files of clusters, for writing: made if missing."""
     return private_folder(home() / "clusters")
 
 
 def _names() -> list[str]:
-    return sorted(path.stem for path in _folder().glob("*.json") if CLUSTER_NAME.fullmatch(path.stem))
+    return sorted(path.stem for path in existing("clusters").glob("*.json") if CLUSTER_NAME.fullmatch(path.stem))
 
 
 def _marked_default() -> str | None:
     try:
-        return read_private(home() / "default").decode("ascii", "replace").strip()
+        return read_private(existing() / "default").decode("ascii", "replace").strip()
     except FileNotFoundError:
         return None
 

@@ -30,6 +30,16 @@ def home() -> Path:
     return private_folder(_home_path())
 
 
+def existing(name: str = "") -> Path:
+    """Return the configuration folder, or the folder `name` in it, for reading: checked if it is there, never made.
+
+    Raises:
+        ConfigError: it is there, and others may enter it or it belongs to another user.
+    """
+    folder = _check_folder(_home_path())
+    return _check_folder(folder / name) if name else folder
+
+
 def _home_path() -> Path:
     if chosen := os.environ.get("COVEY_HOME"):
         return Path(chosen).absolute()
@@ -48,9 +58,19 @@ def private_folder(folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        status = folder.stat()
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {explain(error)}; set COVEY_HOME to another") from error
+    return _check_folder(folder)
+
+
+def _check_folder(folder: Path) -> Path:
+    """Return `folder` if only this user can enter it, or if it is not there."""
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        return folder
+    except OSError as error:
+        raise ConfigError(f"cannot use the folder {folder}: {explain(error)}; set COVEY_HOME to another") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{folder} is not a folder; move it away, or set COVEY_HOME to another place")
     if status.st_uid != os.geteuid():

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.errors import ConfigError
 from covey.net.descriptors import explain
-from covey.net.home import home, private_folder, read_private, write_private
+from covey.net.home import existing, home, private_folder, read_private, write_private
 from covey.net.locks import LockHolder, only_one, try_lock
 from covey.wire.machine import machine_words
 
@@ -88,7 +88,7 @@ class NodeIdentity(LockHolder):
         """Return an identity that ends with this process, signed for by the first key of this machine if it has one."""
         machine = None
         with contextlib.suppress(ConfigError, FileNotFoundError):  # a machine without files can still come
-            machine = _read_key(home() / "identities" / "0.key")
+            machine = _read_key(existing("identities") / "0.key")
         return cls(Ed25519PrivateKey.generate(), 1, machine=machine)
 
     @property
@@ -188,7 +188,7 @@ def _lock_slot(path: Path) -> int | None:
 def own_ids() -> set[bytes]:
     """Return the ids of all nodes of this machine, but for those that end with their process."""
     found = set()
-    for path in private_folder(home() / "identities").glob("*.key"):
+    for path in existing("identities").glob("*.key"):
         with contextlib.suppress(FileNotFoundError):
             found.add(_read_key(path).public_key().public_bytes_raw())
     return found

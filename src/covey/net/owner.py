@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.errors import ConfigError
-from covey.net.clusters import cluster_path
+from covey.net.clusters import cluster_path, made_folder
 from covey.net.home import read_private, sync_folder, write_private
 from covey.wire.owner import public_half
 
@@ -24,6 +24,7 @@ def make(name: str) -> bytes:
     """Make an owner key for the cluster of that name, in place of an earlier one; return its public half."""
     private = Ed25519PrivateKey.generate()
     words = f"{private.private_bytes_raw().hex()} {public_half(private).hex()}\n"
+    made_folder()
     write_private(_path(name), words.encode())
     return public_half(private)
 
@@ -70,8 +71,9 @@ def require(cluster: Cluster, deed: str) -> Ed25519PrivateKey:
 def forget(name: str) -> None:
     """Remove the owner key of a cluster, if it is here."""
     path = _path(name)
-    path.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+        sync_folder(path.parent)
 
 
 def _path(name: str) -> Path:

@@ -59,7 +59,7 @@ class Auditor:
         self._timer: asyncio.TimerHandle | None = None
         if cluster:
             try:
-                self._folder = audit.log_folder()
+                self._folder = audit.made_folder()
             except ConfigError as error:
                 _writer.warn_once(error)
 

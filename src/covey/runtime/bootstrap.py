@@ -15,6 +15,7 @@ from covey.net.descriptors import explained
 from covey.runtime.engine import Engine
 from covey.runtime.group import Group
 from covey.runtime.places import ClusterOptions, Place, find_place, find_run, launcher_wait, restarts
+from covey.runtime.tracebacks import name_wait
 from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -159,6 +160,9 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
         elif _joined[0] != request:
             raise ConfigError("a group is open with other settings; close it before you join with new ones")
         return _joined[1]
+    except KeyboardInterrupt as interrupt:
+        name_wait(interrupt, f"run {wanted.name!r}" if wanted is not None else "the other ranks")
+        raise
     finally:
         _joining.release()
 

@@ -20,6 +20,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 from covey.base.errors import ClosedError, ConfigError, ConnectError, DeadlineError, PeerLostError, RankFailedError
+from covey.runtime import tracebacks
 from covey.runtime.keeper import FAILURE_GRACE, TERM_GRACE, LocalRun
 from covey.runtime.processes import die_with, signal_group, signal_name
 
@@ -270,9 +271,11 @@ def _call(place: dict[str, Any], on_loss: str | None, call: bytes) -> _Report:
             # Pickled while the group is open: the result may be a view of memory that the group owns.
             return _Report(ok=True, body=pickle.dumps(fn(group, *args), protocol=pickle.HIGHEST_PROTOCOL))
     except BaseException as error:
-        frames = error.__traceback__ and error.__traceback__.tb_next  # without this function's own
-        text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        return _Report(ok=False, body=_pack(error), text=text)
+        body = _pack(error)
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this function's own
+        if not tracebacks.is_debugging():
+            tracebacks.shorten(error)
+        return _Report(ok=False, body=body, text="".join(traceback.format_exception(error)).rstrip())
 
 
 def _pack(error: BaseException) -> bytes:

@@ -5,7 +5,6 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from rich.console import Console
 
-from covey.cli.bench.command import TABLE_WIDTH
 from covey.cli.bench.plot import decades, draw
 from covey.cli.bench.report import Measurement, Round, as_json, format_seconds, line, ratios, table
 from covey.cli.bench.sweep import OPERATIONS, Case, Contender, Sweep
@@ -32,9 +31,9 @@ def everyone(of: Case) -> list[Measurement]:
     return [measured(contender, speed, of) for contender, speed in speeds.items()]
 
 
-def shown(measurements: list[Measurement]) -> str:
+def shown(measurements: list[Measurement], width: int | None = None) -> str:
     out = io.StringIO()
-    Console(file=out, width=TABLE_WIDTH).print(table(measurements))
+    Console(file=out).print(table(measurements, width), soft_wrap=True)
     return out.getvalue()
 
 
@@ -93,6 +92,17 @@ def test_the_table_names_each_size_once_and_puts_ratios_in_coveys_rows() -> None
     assert "4.00x" in shm
     assert "0.50x" in shm
     assert "x" not in gloo.replace("gloo", "")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_fits_and_keeps_sizes_contenders_medians_and_ratios(width: int) -> None:
+    text = shown(everyone(case(4)) + everyone(case(512 << 20)), width)
+    for each in text.splitlines():
+        assert len(each) <= width
+        assert each == each.rstrip()
+    for word in ("size", "512 MiB", "covey shm", "mpi-tcp", "p50", "100 us", "vs gloo", "4.00x"):
+        assert word in text
+    assert ("CPU s/GiB" in text) == (width == 120)
 
 
 def test_the_table_alone_has_no_ratio_columns() -> None:

@@ -212,7 +212,7 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
     ),
     "other contributors than on another rank": (
         lambda history: change(history, "c", Done, replacing(names=("a", "c"))),
-        "ended differently in who contributed",
+        "ended differently in the ranks that contributed",
     ),
     "a result without its own part": (
         lambda history: change(history, "c", Done, replacing(names=("a", "b"))),

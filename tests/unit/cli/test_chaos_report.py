@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
+
+from rich.console import Console
 
 from covey.cli.chaos.crew import Told, Worker
 from covey.cli.chaos.faults import Chaos, Fault
@@ -79,7 +82,7 @@ def test_every_fault_gets_what_it_led_to() -> None:
         "left in good order after 250 ms",
         "all went on after 50 ms",
         "the others went on after 630 ms",
-        "nobody was lost",
+        "no rank was lost",
         "a member after 500 ms",
         "it failed with exit code 1",
         "not done: it is gone",
@@ -89,7 +92,14 @@ def test_every_fault_gets_what_it_led_to() -> None:
     data = as_json(Chaos(size=6, seed=3), story)
     assert (data["code"], data["unexplained_losses"]) == (1, 1)
     assert [fault["recovered_ms"] for fault in data["faults"]] == [80, 230, 50, 630, None, 500, None, None]
-    assert view(Chaos(size=6, seed=3), story)
+    for width in (60, 80, 120):
+        console = Console(file=io.StringIO(), width=width, highlight=False)
+        console.print(view(Chaos(size=6, seed=3), story))
+        lines = console.file.getvalue().splitlines()
+        assert all(len(line) <= width and line == line.rstrip() and "\x1b" not in line for line in lines)
+        for start, kind, end in (("1.00 s", "kill rank 0", "80 ms"), ("6.00 s", "stop rank 3", "no rank was lost")):
+            assert any(line.split("  ")[0] == start and kind in line for line in lines)
+            assert end in " ".join(" ".join(lines).split())
 
 
 def test_the_job_ends_well_only_if_somebody_finished_and_nobody_failed_by_itself() -> None:

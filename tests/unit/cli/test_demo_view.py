@@ -186,7 +186,7 @@ def test_ranks_of_a_later_generation_are_taken_for_the_right_nodes() -> None:
 def test_the_story_tells_of_the_loss_the_recovery_and_the_return_in_order() -> None:
     assert disturbed().story == [
         "step    80 node 1 (pid 7001) is killed: SIGKILL",
-        "step    81 2 go on without node 1: the step took 61 ms, as a rule 4",
+        "step    81 2 go on without node 1: the step took 61 ms, normally 4",
         "           detect 0 → freeze 2 → agree 9 → reconnect 30 → redo 52 ms",
         "step   100 node 1 is started again (pid 8001)",
         "step   120 node 1 waits to be let in",
@@ -242,20 +242,21 @@ def test_the_chart_falls_with_the_loss_and_marks_one_node_with_dots() -> None:
     assert [line for line in lines if line.startswith(" 2.40") and "┄" in line]
 
 
-def test_the_view_fits_a_small_terminal_and_shows_every_node_and_what_happened() -> None:
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_view_fits_a_small_terminal_and_shows_every_node_and_what_happened(width: int) -> None:
     team, alone = disturbed(), alone_for(3, 3, planned=10)
     for other in (None, alone):
-        page = rendered(view.screen(team, other, mark=MARK, ceiling=CEILING, width=80, height=24))
+        page = rendered(view.screen(team, other, mark=MARK, ceiling=CEILING, width=width, height=24), width)
         lines = page.splitlines()
         assert len(lines) <= 23
-        assert max(map(len, lines)) <= 80
+        assert max(map(len, lines)) <= width
         for node, pid in enumerate((7000, 8001, 7002)):
             row = next(line for line in lines if f" {pid} " in line and "step" not in line)
             assert f"{3.0 + node / 10:.2f}" in row
             assert "done" in row
         assert [line for line in lines if line.startswith("step   160 node 1 is back as rank 2")]
         assert page.count("✕") == page.count("◆") == 2, "one in the strip and one in the legend"
-        assert ("348 kB of gradients over shm" in page) is (other is None)
+        assert ("348 kB of gra" in page) is (other is None)
     assert "one node alone" in page
     assert f"step {3 * ROUND:>5} of {10 * ROUND}" in page
 
@@ -291,6 +292,17 @@ def test_the_summary_compares_with_one_node_that_took_the_same_batches() -> None
     assert "held-out loss within 0.001 of one node (0.0000 apart): yes" in page
     assert PROMPT + "it was very ..." in page
     assert "lost" not in page
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_summary_fits_and_keeps_the_losses(width: int) -> None:
+    page = rendered(summary.summary(disturbed(), alone_for(3, 10), victim=1, mark=MARK, cores=8), width)
+    for line in page.splitlines():
+        assert len(line) <= width
+        assert line == line.rstrip()
+    assert "held-out loss" in page
+    for name in ("3 nodes, one lost", "one node alone"):
+        assert any(line.startswith(name) and line.endswith("3.000") for line in page.splitlines())
 
 
 def test_the_summary_of_a_run_with_a_loss_tells_its_timeline_and_what_was_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -49,11 +50,11 @@ def draw(answers: list[Answer | CoveyError], *, offset: float = 0.0, refused: di
     return picture("lab", seen, answers, refused or {})
 
 
-def shown(drawn: Picture, width: int = 120) -> list[str]:
-    console = Console(width=width, highlight=False)
-    with console.capture() as capture:
-        console.print(view(drawn))
-    return [line.rstrip() for line in capture.get().splitlines()]
+def shown(drawn: Picture, width: int | None = 120) -> list[str]:
+    """Return the lines as they come out of a pipe."""
+    console = Console(file=io.StringIO(), highlight=False)
+    console.print(view(drawn, width), soft_wrap=True, end="")
+    return console.file.getvalue().splitlines()
 
 
 def test_ranks_come_from_what_the_others_tell() -> None:
@@ -85,14 +86,14 @@ def test_who_has_gone_meanwhile_is_not_mentioned() -> None:
     assert shown(drawn) == []
 
 
-def test_runs_are_told_apart_and_a_latecomer_is_marked() -> None:
+def test_runs_are_told_apart_and_a_latecomer_is_marked_and_not_counted() -> None:
     late = Tell("mine", "joining", b"", b"", 3.0, (state(1), state(2)))
     drawn = draw([*tells(2), late, Tell("zoo", "joining", b"", b"", 7.0, ())])
     mine, zoo = drawn.runs
     assert [(node.rank, node.state) for node in mine.nodes] == [(0, "running"), (1, "running"), (None, "joining")]
     assert (mine.state, zoo.state, zoo.since) == ("running", "joining", 7.0)
     lines = shown(drawn)
-    assert lines[0] == "run mine in lab: running for 61 s, 3 nodes"
+    assert lines[0] == "run mine in lab: running for 61 s, 2 nodes, 1 more waiting to join"
     assert [line.endswith("joining") for line in lines[2:5]] == [False, False, True]
     assert "run zoo in lab: joining for 7 s, 1 node" in lines
 
@@ -124,8 +125,8 @@ def test_the_ways_of_a_few_are_shown_one_by_one() -> None:
 def test_the_ways_of_many_are_summed_up() -> None:
     lines = shown(draw([*tells(8)]))
     assert lines[-2:] == [
-        "secure: 28 ways, round trip 3.54 ms (median), at most 7.05 ms (7 to 5)",
-        "shm: 28 ways, round trip 3.53 ms (median), at most 7.06 ms (7 to 6)",
+        "secure: 28 links, round trip 3.54 ms (median), at most 7.05 ms (7 to 5)",
+        "shm: 28 links, round trip 3.53 ms (median), at most 7.06 ms (7 to 6)",
     ]
 
 
@@ -133,7 +134,7 @@ def test_a_clock_that_is_far_off_and_who_was_refused_are_mentioned() -> None:
     assert not any("clock" in line for line in shown(draw([*tells(2)], offset=0.9)))
     lines = shown(draw([*tells(2)], offset=-75.25, refused={"otter-aaaa": "is denied"}))
     assert sum("clock -75.2 s" in line for line in lines) == 2
-    assert lines[-1] == "not taken: otter-aaaa: is denied"
+    assert lines[-1] == "otter-aaaa was refused: is denied"
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
@@ -170,3 +171,74 @@ def test_names_of_nodes_and_runs_are_shown_as_they_are(name: str) -> None:
     drawn = picture("lab", [replace(state(1), card=named)], [story], {name: name})
     text = "\n".join(shown(drawn))
     assert text.count(name) >= 4
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, None])
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_at_every_width_each_node_is_shown_whole_and_no_line_is_too_long(size: int, width: int | None) -> None:
+    answers: list[Answer | CoveyError] = [*tells(size)]
+    answers[-1] = (
+        DeadlineError(f"wren-{size:04} (0123abcd) did not answer within the timeout of 1 s")
+        if size > 1
+        else answers[-1]
+    )
+    lines = shown(
+        draw(answers, offset=-75.25, refused={"otter-aaaa": "its clock is 75 s behind the one here; set it"}), width
+    )
+    text = "\n".join(lines)
+    for line in lines:
+        assert width is None or len(line) <= width
+        assert line == line.rstrip()
+        assert "\x1b" not in line
+    for number in range(1, size + 1):
+        assert f" {number - 1}  wren-{number:04} " in text
+    assert "rank  node " in text
+    assert "otter-aaaa was refused: its clock" in text
+    assert ("silent" in text) == (size > 1)
+    assert ("0123abcd" in text) == (size > 1)
+
+
+def test_where_the_table_of_links_has_no_room_they_are_summed_up() -> None:
+    for width, is_table in ((120, True), (60, False)):
+        lines = shown(draw([*tells(6)]), width)
+        assert any(line.startswith("from ") for line in lines) == is_table
+        assert any(line.startswith("secure: 15 links, round trip") for line in lines) != is_table
+
+
+def test_one_node_alone_has_no_table_of_links() -> None:
+    met = Tell("mine", "joining", b"", b"", 3.0, (state(1),))
+    assert len(shown(draw([met]))) == 3
+    assert not any("from" in line for line in shown(draw([*tells(1)])))
+
+
+def test_a_silent_member_is_counted_and_named() -> None:
+    lines = shown(draw([tells(2)[0], DeadlineError("wren-0002 did not answer")]))
+    assert lines[0].endswith("2 nodes, 1 of them silent")
+    assert lines[3].endswith("tie-breaker, silent")
+    assert lines[-1] == "wren-0002 did not answer"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_joiners_that_do_not_fit_are_shown_with_the_reason_and_not_counted(width: int) -> None:
+    names = [card(number).name for number in (1, 2, 3)]
+    waits = [
+        Wait(
+            "nodes",
+            "1 more node",
+            here=(names[0], names[1]),
+            refused=(Trouble(names[2], "it was started with --size 9"),),
+        ),
+        Wait(
+            "nodes",
+            "1 more node",
+            here=(names[0], names[1]),
+            refused=(Trouble(names[2], "it was started with --size 9"),),
+        ),
+        Wait("nodes", "8 more nodes", here=(names[2],), refused=(Trouble(names[0], "it was started with --size 3"),)),
+    ]
+    drawn = draw([Tell("mine", "joining", b"", b"", 3.0, (), wait=wait) for wait in waits])
+    assert [node.state for node in drawn.runs[0].nodes] == ["joining", "joining", "refused"]
+    lines = shown(drawn, width)
+    assert lines[:2] == ["run mine in lab: joining for 3 s, 2 nodes, 1 more refused", "  waits: wren-0001: 1 more node"]
+    assert any(names[2] in line and line.endswith("refused") for line in lines)
+    assert all(len(line) <= width for line in lines)

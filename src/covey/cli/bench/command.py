@@ -19,14 +19,14 @@ from covey.cli.bench.measure import Advanced, CaseDone, Started, Starting, measu
 from covey.cli.bench.plot import draw
 from covey.cli.bench.report import Measurement, as_json, line, table
 from covey.cli.bench.sweep import Sweep, parse_names, parse_numbers, parse_operations, parse_sizes
+from covey.cli.layout import room
+from covey.cli.terminal import is_lively
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SIZES = "4,64K,1M,16M,64M"
 QUICK_SIZES = "4,64K,1M,8M"
-TABLE_WIDTH = 104
-"""What the table needs beside three opponents; a narrower terminal wraps lines rather than lose digits."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -67,8 +67,7 @@ def bench(
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {path.absolute().parent}")
     console, facts = Console(), machine_facts()
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(headline(facts, sweep), style="dim", highlight=False)
+    console.print(headline(facts, sweep), style="dim", highlight=False, soft_wrap=not console.is_terminal)
     with cleaning_up_on(signal.SIGTERM, signal.SIGHUP):
         measurements, versions = run_sweep(sweep, console)
     if json_file is not None:
@@ -86,7 +85,7 @@ def recovery(
     kills: Annotated[int, typer.Option(help="Ranks that are killed, one after another.")] = 20,
     lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "shm",
     size: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.")] = "64M",
-    seed: Annotated[int, typer.Option(help="Decides whom, and when in the operation.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides which rank, and when in the operation.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")] = False,
 ) -> None:
     """Kill ranks in the middle of all_reduce, again and again: how soon do the others have the exact result?"""
@@ -97,7 +96,7 @@ def recovery(
         raise ConfigError(f"--size takes one size, not {size!r}")
     drill = drills.Drill(size=ranks, kills=kills, lanes=lanes, nbytes=nbytes, seed=seed)
     console, facts, found = Console(stderr=as_json), machine_facts(), list[drills.Kill]()
-    spinner = console.status("starting", spinner="dots") if console.is_terminal else nullcontext()
+    spinner = console.status("starting", spinner="dots") if is_lively(console) else nullcontext()
     with cleaning_up_on(signal.SIGTERM, signal.SIGHUP), spinner as status, closing(drills.measure(drill)) as results:
         for kill in results:
             found.append(kill)
@@ -132,7 +131,7 @@ def ddp(
     require_torch("covey bench ddp")
     trial = trials.Trial(size=ranks, parameters=parameters * 1_000_000, rounds=rounds, lanes=lanes)
     console, facts = Console(stderr=as_json), machine_facts()
-    with console.status("training", spinner="dots") if console.is_terminal else nullcontext():
+    with console.status("training", spinner="dots") if is_lively(console) else nullcontext():
         outcomes = trials.measure(trial)
     if as_json:
         print(json.dumps(trials.as_json(trial, outcomes, facts)))
@@ -149,7 +148,7 @@ def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[s
 
     def print_table() -> None:
         if unprinted:
-            console.print(table(unprinted))
+            console.print(table(unprinted, room()), highlight=False, soft_wrap=True)
             unprinted.clear()
 
     with progress(sweep, console) as say, closing(measure(sweep)) as events:
@@ -165,7 +164,7 @@ def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[s
                         print_table()
                     say(str(event.case), event.rounds)
                 case CaseDone():
-                    if not console.is_terminal:
+                    if not is_lively(console):
                         console.print(line(event.case, event.measurements), highlight=False, soft_wrap=True)
                     measurements += event.measurements
                     unprinted += event.measurements
@@ -176,11 +175,11 @@ def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[s
 @contextmanager
 def progress(sweep: Sweep, console: Console) -> Iterator[Callable[[str, int], None]]:
     """Yield a way to say what is being measured and how many more rounds are over; silent away from a terminal."""
-    if not console.is_terminal:
+    if not is_lively(console):
         yield lambda text, rounds: None
         return
     cases = sum(1 for ranks in sweep.ranks for _ in sweep.cases(ranks))
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=16), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         task = bar.add_task("", total=cases * sweep.repetitions * len(sweep.contenders()))
         yield lambda text, rounds: bar.update(task, description=text, advance=rounds)

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.table import Table
-
 from covey.base.errors import ConfigError
 from covey.cli.bench.sweep import LANES, MAX_RANKS
+from covey.cli.layout import Column
+from covey.cli.terminal import Fitted
 from covey.runtime.launch import launch
 
 if TYPE_CHECKING:
@@ -127,17 +127,17 @@ def train(group: Group, folder: str, trial: Trial) -> dict[str, list[float]]:
     return times
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
-    """Return what was measured, for people."""
-    found = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("DDP step", "p50", "p95", "against gloo"):
-        found.add_column(column, justify="left" if column == "DDP step" else "right")
+def table(outcomes: Sequence[Outcome]) -> Fitted:
+    """Return what was measured, to be read."""
+    rows: list[tuple[str, str, str, str]] = []
     gloo = next(statistics.median(each.seconds) for each in outcomes if each.name == "gloo")
     for each in outcomes:
         median, high = statistics.median(each.seconds), sorted(each.seconds)[-(-95 * len(each.seconds) // 100) - 1]
         ratio = f"{gloo / median:.2f}x" if each.name == "covey" else ""
-        found.add_row(each.name, f"{1e3 * median:.1f} ms", f"{1e3 * high:.1f} ms", ratio)
-    return found
+        rows.append((each.name, f"{1e3 * median:.1f} ms", f"{1e3 * high:.1f} ms", ratio))
+    titles = ("DDP step", "p50", "p95", "against gloo")
+    cells = zip(*rows, strict=True)
+    return Fitted([Column(*each, is_right=each[0] != "DDP step") for each in zip(titles, cells, strict=True)])
 
 
 def as_json(trial: Trial, outcomes: Sequence[Outcome], facts: dict[str, Any]) -> dict[str, Any]:

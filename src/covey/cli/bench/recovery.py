@@ -16,12 +16,12 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.table import Table
-
 from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.cli.bench.recovery_worker import PERIOD, SCALES, Begins, Returns, decode
 from covey.cli.bench.sweep import LANES, MAX_RANKS, format_bytes
 from covey.cli.chaos.crew import Crew
+from covey.cli.layout import Column
+from covey.cli.terminal import Fitted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -257,16 +257,14 @@ def headline(drill: Drill, kills: Sequence[Kill]) -> str:
     return f"all_reduce of {size}, {drill.size} ranks, {drill.lanes}: {len(kills)} kills, {inside} in mid-operation"
 
 
-def table(kills: Sequence[Kill]) -> Table:
+def table(kills: Sequence[Kill]) -> Fitted:
     """Return the distribution as a table."""
-    found = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("ms", "p50", "p95", "max"):
-        found.add_column(column, justify="left" if column == "ms" else "right")
-    for name, row in summary(kills).items():
-        found.add_row(
-            name, *(f"{row[column]:.1f}" for column in ("p50", "p95", "max")), style="bold" * (name == "total")
-        )
-    return found
+    rows = summary(kills)
+    numbers = [
+        Column(title, [(f"{row[title]:.1f}", "bold" * (name == "total")) for name, row in rows.items()], is_right=True)
+        for title in ("p50", "p95", "max")
+    ]
+    return Fitted([Column("ms", [(name, "bold" * (name == "total")) for name in rows]), *numbers])
 
 
 def histogram(values: Sequence[float]) -> list[str]:

@@ -7,11 +7,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from covey.cli.bench.sweep import COMPARED_LANES, Case, Contender, Sweep, format_bytes
+from covey.cli.layout import Column, Piece, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -99,31 +98,43 @@ def ratios(measurements: Iterable[Measurement]) -> list[Ratio]:
     ]
 
 
-def table(measurements: Sequence[Measurement]) -> Table:
-    """Lay out the measurements of one operation and one number of ranks, sizes in order."""
+def table(measurements: Sequence[Measurement], width: int | None) -> Text:
+    """Lay out the measurements of one operation and one number of ranks, sizes in order.
+
+    Where `width` letters are too few, numbers that follow from others are left out first; JSON has them all.
+    """
     case = measurements[0].case
     found = {(r.case, r.contender, r.opponent.name): r.value for r in ratios(measurements)}
     opponents = list(dict.fromkeys(m.contender.name for m in measurements if m.contender.engine != "covey"))
     opponents = [name for name in opponents if any(key[2] == name for key in found)]
     title = f"{case.operation.name}, {case.ranks} ranks, {case.dtype}"
-    grid = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    grid.add_column("size", justify="right", style="bold", no_wrap=True)
-    grid.add_column("contender", no_wrap=True)
-    for heading in ("p50", "p99", "alg GB/s", "bus GB/s", "CPU s/GiB", *(f"vs {name}" for name in opponents)):
-        grid.add_column(heading, justify="right", no_wrap=True)
-    for i, row in enumerate(measurements):
-        is_first = i == 0 or measurements[i - 1].case != row.case
-        is_last = i + 1 == len(measurements) or measurements[i + 1].case != row.case
-        grid.add_row(
-            (format_bytes(row.case.size_bytes) if row.case.bytes else "-") if is_first else "",
-            Text(row.contender.name, style="cyan" if row.contender.engine == "covey" else ""),
-            format_seconds(row.p50),
-            format_seconds(row.p99),
-            *_bandwidth_cells(row),
-            *(_ratio_cell(found.get((row.case, row.contender, name))) for name in opponents),
-            end_section=is_last,
-        )
-    return grid
+    cases = [row.case for row in measurements]
+    sizes = [(_size(each), "bold") if at == 0 or cases[at - 1] != each else "" for at, each in enumerate(cases)]
+    bandwidths = list(zip(*map(_bandwidth_cells, measurements), strict=True))
+    columns = [
+        Column("size", sizes, is_right=True),
+        Column("contender", [(row.contender.name, "cyan" * (row.contender.engine == "covey")) for row in measurements]),
+        Column("p50", [format_seconds(row.p50) for row in measurements], is_right=True),
+        Column("p99", [format_seconds(row.p99) for row in measurements], leave_out=5, is_right=True),
+        Column("alg GB/s", bandwidths[0], leave_out=6, is_right=True),
+        Column("bus GB/s", bandwidths[1], leave_out=4, is_right=True),
+        Column("CPU s/GiB", bandwidths[2], leave_out=7, is_right=True),
+        *(
+            Column(
+                f"vs {name}",
+                [_ratio_cell(found.get((row.case, row.contender, name))) for row in measurements],
+                leave_out=number,
+                is_right=True,
+            )
+            for number, name in enumerate(opponents)
+        ),
+    ]
+    lines = [Text.assemble(*line) for line in lay_out(columns, width, "bold")]
+    return Text("\n").join([Text(title, "bold"), *lines, Text()])
+
+
+def _size(case: Case) -> str:
+    return format_bytes(case.size_bytes) if case.bytes else "-"
 
 
 def line(case: Case, measurements: Sequence[Measurement]) -> str:
@@ -207,8 +218,8 @@ def _bandwidth_cells(row: Measurement) -> list[str]:
     return [_three_digits(v) for v in (row.algorithm_bandwidth / 1e9, row.bus_bandwidth / 1e9, row.cpu_per_gib)]
 
 
-def _ratio_cell(value: float | None) -> Text:
+def _ratio_cell(value: float | None) -> Piece:
     if value is None:
-        return Text("")
+        return "", ""
     style = "bold green" if value >= 2 else "green" if value >= 1 else "yellow" if value >= 0.8 else "red"
-    return Text(f"{_three_digits(value)}x", style=style)
+    return f"{_three_digits(value)}x", style

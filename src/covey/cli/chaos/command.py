@@ -51,13 +51,9 @@ def chaos(
     ] = False,
     hosts: Annotated[
         int | None,
-        typer.Option(
-            metavar="H", help="With --check: on so many hosts, made of network namespaces; as root, on Linux."
-        ),
+        typer.Option(metavar="H", help="With --check: on H hosts, made of network namespaces; as root, on Linux."),
     ] = None,
-    runs: Annotated[
-        int, typer.Option(min=1, metavar="R", help="With --check: so many runs, each with the next seed.")
-    ] = 1,
+    runs: Annotated[int, typer.Option(min=1, metavar="R", help="With --check: R runs, each with the next seed.")] = 1,
     records: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Check again what a run of --check left in a folder.")
     ] = None,
@@ -79,8 +75,8 @@ def chaos(
     duration: Annotated[
         float | None, typer.Option(metavar="S", help="None later than this; the job then ends in peace.")
     ] = None,
-    restarts: Annotated[int, typer.Option(min=0, metavar="N", help="Start a process that fails again, so often.")] = 0,
-    min_alive: Annotated[int, typer.Option(metavar="N", help="Leave so many members alone at any time.")] = 1,
+    restarts: Annotated[int, typer.Option(min=0, metavar="N", help="Restart a failed process up to N times.")] = 0,
+    min_alive: Annotated[int, typer.Option(metavar="N", help="Leave at least N members alone at any time.")] = 1,
     timeout: Annotated[
         float | None, typer.Option(metavar="S", help="Give the job up after this.", show_default="never")
     ] = None,
@@ -92,12 +88,12 @@ def chaos(
         bool, typer.Option("--json", help="Print a JSON object at the end; what the job prints goes to stderr.")
     ] = False,
 ) -> None:
-    """Run a job on this machine, do to it what happens to jobs, and tell what survived.
+    """Run a job on this machine, break its processes and connections, and tell what survived.
 
     Processes are killed, stopped, slowed down, asked to leave, cut off from each other, and join, at moments that a
     seed decides. Moments count from when the job has formed its group.
 
-    Exits with 0 if the job ends with 0: somebody finished it, and nobody failed to whom nothing was done.
+    Exits with 0 if the job ends with 0: a process finished it, and no untouched process failed.
 
     With --check the job is a workload of covey's own. Each process writes down what every operation came to, and all of
     them are checked afterwards: exact results, the same end on all ranks, no gaps, one history. Exits with 0 if all is

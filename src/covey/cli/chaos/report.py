@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
+
+from covey.cli.layout import Column
+from covey.cli.terminal import Fitted, Paragraph
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +140,7 @@ def _by_itself(outcome: Outcome, endings: dict[int, Ending], told: Sequence[Told
     elif ending is not None and ending.how == "failed":
         outcome.text, outcome.is_bad = f"it {ending.worker.end}", True
     else:
-        outcome.text, outcome.view = "nobody was lost", "view" if fault.kind == "cut" else ""
+        outcome.text, outcome.view = "no rank was lost", "view" if fault.kind == "cut" else ""
 
 
 def as_json(chaos: Chaos, story: Story) -> dict[str, Any]:
@@ -170,16 +172,23 @@ def as_json(chaos: Chaos, story: Story) -> dict[str, Any]:
 
 
 def view(chaos: Chaos, story: Story) -> RenderableType:
-    """Return the report for people."""
+    """Return the report to be read."""
     found, unexplained = outcomes(story)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("at", "fault", "pid", "what became of it"):
-        table.add_column(title, justify="right" if title in ("at", "pid") else "left")
-    for outcome in found:
-        injected = outcome.injected
-        pid = str(injected.worker.pid) if injected.worker is not None else ""
-        style = "red" if outcome.is_bad else "yellow" if not injected.was_done else ""
-        table.add_row(f"{injected.at - story.began:.2f} s", str(injected.fault), pid, Text(outcome.text, style))
+    injected = [outcome.injected for outcome in found]
+    styles = ["red" if each.is_bad else "yellow" if not each.injected.was_done else "" for each in found]
+    table = Fitted(
+        [
+            Column("at", [f"{each.at - story.began:.2f} s" for each in injected], is_right=True),
+            Column("fault", [str(each.fault) for each in injected]),
+            Column(
+                "pid",
+                ["" if each.worker is None else str(each.worker.pid) for each in injected],
+                leave_out=1,
+                is_right=True,
+            ),
+            Column("outcome", [(each.text, style) for each, style in zip(found, styles, strict=True)], wraps=True),
+        ]
+    )
     done = [outcome for outcome in found if outcome.injected.was_done]
     kinds = Counter(outcome.injected.fault.kind for outcome in done)
     by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
@@ -198,4 +207,9 @@ def view(chaos: Chaos, story: Story) -> RenderableType:
         if ending.how == "failed":
             lines.append(f"rank {ending.worker.rank} (pid {ending.worker.pid}) {ending.worker.end}")
     verdict = "did not end in time" if story.is_out_of_time else f"ended with exit code {story.code}"
-    return Group(table, "", *lines, Text(f"the job {verdict}", "green" if story.code == 0 else "red"))
+    return Group(
+        table,
+        "",
+        *(Paragraph(Text(line)) for line in lines),
+        Text(f"the job {verdict}", "green" if story.code == 0 else "red"),
+    )

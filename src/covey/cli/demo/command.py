@@ -19,6 +19,7 @@ from covey.cli.demo import crew, text, view
 from covey.cli.demo.progress import Point, Progress
 from covey.cli.demo.reports import ROUND
 from covey.cli.demo.summary import as_data, checks, summary
+from covey.cli.terminal import is_lively
 
 ALONE_PATIENCE = 1.5
 """How many times the team's `--seconds` one node alone gets for the same samples."""
@@ -36,7 +37,7 @@ def demo(
         float, typer.Option(min=0.1, help="Stop training after this long, whatever --steps says.")
     ] = 12.0,
     seed: Annotated[int, typer.Option(min=0, help="Where parameters and batches come from.")] = 0,
-    no_loss: Annotated[bool, typer.Option("--no-loss", help="Kill nobody on the way.")] = False,
+    no_loss: Annotated[bool, typer.Option("--no-loss", help="Kill no process on the way.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines of text instead of a live view.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")] = False,
 ) -> None:
@@ -51,7 +52,7 @@ def demo(
     Exits with 1 if anything is not as it should be.
     """
     console = Console(stderr=as_json)
-    show = _Show(console, live=console.is_terminal and not plain, silent=as_json and not console.is_terminal)
+    show = _Show(console, live=is_lively(console) and not plain, silent=as_json and not console.is_terminal)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
             signal.signal(signum, _leave)
@@ -123,7 +124,7 @@ class _Show:
         if alone is None:
             self._say(f"{team.name} read {self._title}")
         elif self._live is None:
-            self._say("one node alone now takes the batches of all, and nobody disturbs it")
+            self._say("one node alone now takes the batches of all, undisturbed")
         self.refresh(now=self._live is not None)
 
     def refresh(self, *, now: bool = False) -> None:

@@ -33,7 +33,7 @@ def _survived(run: Progress, report: Recovered) -> list[str]:
     recovery = run.recoveries[report.generation, report.lost]
     if len(recovery.reports) < report.left:
         return []
-    usual = f", as a rule {1e3 * sum(run.step_seconds):.0f}" if report.during == "step" else ""
+    usual = f", normally {1e3 * sum(run.step_seconds):.0f}" if report.during == "step" else ""
     others = f"{report.left} go on" if report.left > 1 else "1 goes on"
     words = f"{others} without {named('node', recovery.nodes)}: the {report.during} took {recovery.milliseconds:.0f} ms"
     told = [_at(report.step, words + usual)]

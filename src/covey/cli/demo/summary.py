@@ -1,16 +1,16 @@
-"""What the demo says at the end: the run against one node that nobody disturbed, in numbers that can be checked."""
+"""What the demo says at the end: the run against one undisturbed node, in numbers that can be checked."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from covey.cli.demo.reports import PROMPT
 from covey.cli.demo.story import named, timeline
+from covey.cli.layout import Column
+from covey.cli.terminal import Fitted, Paragraph
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +79,7 @@ def summary(team: Progress, alone: Progress | None, *, victim: int | None, mark:
         who, when = named("node", recovery.nodes), f"the {recovery.first.during} took {recovery.milliseconds:.0f} ms"
         parts.append(Text(f"lost {who} at step {recovery.first.step}: {when}"))
         if recovery.phases:
-            parts.append(Text(f"    {timeline(recovery.phases)}", style="dim"))
+            parts.append(Paragraph(Text(timeline(recovery.phases), style="dim"), 4))
     for back in team.returns:
         parts.append(Text(f"node {back.node} came back at step {back.step}, with {back.gift}"))
     if team.lane:
@@ -87,8 +87,8 @@ def summary(team: Progress, alone: Progress | None, *, victim: int | None, mark:
     parts.append(Text())
     for check in checks(team, alone, victim=victim):
         parts.append(Text.assemble(f"{check.words}: ", ("yes", "bold green") if check.holds else ("NO", "bold red")))
-    parts += [Text(), Text("The model writes:", style="bold"), Padding(written(team.writing), (0, 4))]
-    return Group(*parts)
+    parts += [Text(), Text("The model writes:", style="bold"), Paragraph(written(team.writing), 4)]
+    return Group(*(Paragraph(part) if isinstance(part, Text) else part for part in parts))
 
 
 def meaning(team: Progress, alone: Progress, *, cores: int) -> str:
@@ -166,20 +166,22 @@ def _is_back(team: Progress, node: int) -> bool:
     return team.rows[node].losses > 0 and not team.is_away(node) and team.rows[node].state == "done"
 
 
-def _comparison(team: Progress, alone: Progress | None) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
-    for name in ("steps", "samples", "seconds", "samples/s", "held-out loss"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _comparison(team: Progress, alone: Progress | None) -> Fitted:
     disturbed = {0: "", 1: ", one lost"}.get(team.losses, f", {team.losses} losses")
     lines = [(team.name + disturbed, team, team.last)]
     if alone:
         over = ", cut short" if alone.last.step < team.last.step else ""
         lines.append((f"one node alone{over}", alone, alone.last))
-    for name, run, point in lines:
-        numbers = f"{point.step:,}", f"{point.samples:,}", f"{point.seconds:.1f}", f"{run.samples_per_second:,.0f}"
-        table.add_row(name, *numbers, Text(f"{point.loss:.3f}", style="bold"))
-    return table
+    points = [point for _, _, point in lines]
+    columns = [
+        Column("", [name for name, _, _ in lines]),
+        Column("steps", [f"{point.step:,}" for point in points], leave_out=2, is_right=True),
+        Column("samples", [f"{point.samples:,}" for point in points], leave_out=3, is_right=True),
+        Column("seconds", [f"{point.seconds:.1f}" for point in points], leave_out=1, is_right=True),
+        Column("samples/s", [f"{run.samples_per_second:,.0f}" for _, run, _ in lines], is_right=True),
+        Column("held-out loss", [(f"{point.loss:.3f}", "bold") for point in points], is_right=True),
+    ]
+    return Fitted(columns, "dim")
 
 
 def _point(run: Progress, point: Point) -> dict[str, Any]:

@@ -25,6 +25,10 @@ BAR_CELLS = 9
 MARGIN = 8
 """Columns left of the chart, for its labels."""
 STORY_LINES = 5
+NODE_COLUMNS = ("node", "pid", "rank", "loss", "samples/s", "compute", "sync", "ms a step", "state")
+ONLY_IF_WIDE = frozenset({"compute", "sync"})
+WIDE_TABLE = 78
+"""Columns of a terminal that all columns of the table of nodes fit into."""
 
 STRIPS = {"training": ("━", "green"), "done": ("━", "green"), "waiting": ("┄", "yellow"), "starting": ("·", "yellow")}
 """How a node's strip goes on in a state; one that is lost leaves a gap."""
@@ -58,7 +62,7 @@ def screen(
         _progress_line(now, "one node alone" if alone else team.name, width),
         _step_line(now),
         *(_story_line(words) for words in team.story[-STORY_LINES:]),
-        _node_table(team, alone),
+        _node_table(team, alone, width),
     )
 
 
@@ -139,14 +143,15 @@ def _level(loss: float, axis: Axis) -> float:
 
 
 def _legend(team: Progress, alone: Progress | None) -> Text:
-    legend = Text.assemble(" " * MARGIN, ("loss  ", "dim"), ("█ ", TEAM), f"{team.name} ")
+    legend = Text(" " * MARGIN, no_wrap=True, overflow="ellipsis")
+    legend.append("loss  ", "dim").append("█ ", TEAM).append(f"{team.name} ")
     legend.append(f"{team.last.loss:.2f}" if team.curve else "", style="bold")
     if alone:
         legend.append("  • ", style=f"bold {ALONE}").append("one node ")
         legend.append(f"{alone.last.loss:.2f}" if alone.curve else "", style="bold")
-    legend.append("  ┄ letter pairs", style="dim")
     if team.losses:
         legend.append("  ").append(*LOST).append(" lost  ", style="dim").append(*BACK).append(" back", style="dim")
+    legend.append("  ┄ letter pairs", style="dim")
     return legend
 
 
@@ -164,7 +169,7 @@ def _story_line(words: str) -> Text:
 
 def _progress_line(run: Progress, who: str, width: int) -> RenderableType:
     line = Table.grid(padding=(0, 2))
-    bar = ProgressBar(run.steps, run.last.step, width=max(width - 52, 10), complete_style=TEAM, finished_style=TEAM)
+    bar = ProgressBar(run.steps, run.last.step, width=max(width - 60, 4), complete_style=TEAM, finished_style=TEAM)
     rate = f"{run.samples_per_second:,.0f} samples/s" if run.last.step else "starting"
     line.add_row(Text(who, style="bold"), f"step {run.last.step:>5} of {run.steps}", bar, rate)
     return line
@@ -180,20 +185,22 @@ def _step_line(run: Progress) -> Text:
         " + ",
         (f"sync {1e3 * sync:.1f}", SYNC),
         f"   {run.gradient_bytes / 1000:.0f} kB of gradients over {run.lane}" if run.lane else "",
+        no_wrap=True,
+        overflow="ellipsis",
     )
 
 
-def _node_table(team: Progress, alone: Progress | None) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("node", "pid", "rank", "loss", "samples/s", "compute", "sync"):
-        table.add_column(name, justify="right")
-    table.add_column("ms a step")
-    table.add_column("state")
+def _node_table(team: Progress, alone: Progress | None, width: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     longest = max(row.compute + row.sync for run in (team, alone) if run for row in run.rows)
-    for node, row in enumerate(team.rows):
-        table.add_row(str(node), *_row_cells(row, longest))
-    if alone:
-        table.add_row("alone", *_row_cells(alone.rows[0], longest))
+    rows = [[str(node), *_row_cells(row, longest)] for node, row in enumerate(team.rows)]
+    rows += [["alone", *_row_cells(alone.rows[0], longest)]] if alone else []
+    shown = [at for at, name in enumerate(NODE_COLUMNS) if width >= WIDE_TABLE or name not in ONLY_IF_WIDE]
+    for at in shown:
+        name = NODE_COLUMNS[at]
+        table.add_column(name, justify="left" if name in ("ms a step", "state") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[at] for at in shown))
     return table
 
 

@@ -1,4 +1,4 @@
-"""`covey status`: who is in the cluster, in which runs, and how they reach each other."""
+"""`covey status`: the nodes of the cluster by run, and the links between them."""
 
 from covey.cli.status.command import app
 

@@ -1,4 +1,4 @@
-"""The `covey status` command: look around, ask everyone, show."""
+"""The `covey status` command: look for nodes, ask them how things stand, show it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from rich.console import Console
 from rich.live import Live
 
 from covey.base.config import check_timeout, group_config
+from covey.cli.layout import room
 from covey.cli.status.picture import as_json as to_json
 from covey.cli.status.picture import picture
-from covey.cli.status.view import nobody, view
+from covey.cli.status.view import nothing_found, view
+from covey.cli.terminal import is_lively, say, working
 from covey.runtime.places import ClusterOptions
 from covey.runtime.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from covey.cli.status.picture import Picture
     from covey.runtime.visit import Visit
 
 LOOK_SECONDS: Final = 1.5
 PATIENCE_SECONDS: Final = 3.0
-"""How long to look if nobody is there."""
+"""How long to look while no node answers."""
 ANSWER_SECONDS: Final = 1.0
 WATCH_SECONDS: Final = 2.0
-PLAIN_WIDTH: Final = 140
-"""Columns where there is no terminal to ask."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -49,21 +47,21 @@ def status(
     wait: Annotated[
         float | None,
         typer.Option(
-            metavar="S", help="Seconds to look around.", show_default=f"{LOOK_SECONDS}, or 3 while nobody answers"
+            metavar="S", help="Seconds to look for nodes.", show_default=f"{LOOK_SECONDS}, or 3 while no node answers"
         ),
     ] = None,
 ) -> None:
-    """Show who is in the cluster, in which runs, and how they reach each other.
+    """Show the nodes of the cluster by run, and the links between them.
 
-    Exits with 0 if somebody is there, and with 1 if nobody is.
+    Exits with 0 if there is a node, and with 1 if there is none.
     """
     config = group_config(os.environ)
     if wait is not None:
         check_timeout(wait)
     found = ClusterOptions(cluster).find(os.environ)
-    console = _console()
+    console = Console(highlight=False)
     with visiting(found, config, announce=False) as visit:
-        with _spinner(f"looking around in {found.name} ...", quiet=as_json):
+        with working(f"looking for nodes of {found.name} ...", quiet=as_json):
             look_around(visit, wait)
         if watch:
             return _watch(visit, console, as_json=as_json)
@@ -71,21 +69,22 @@ def status(
     if as_json:
         typer.echo(json.dumps(to_json(seen)))
     else:
-        console.print(view(seen))
+        if seen.runs or seen.silent or seen.refused:
+            console.print(view(seen, room()), soft_wrap=True)
         if seen.is_empty:
-            typer.echo(nobody(seen.cluster), err=True)
+            say(nothing_found(seen.cluster), err=True)
     raise typer.Exit(1 if seen.is_empty else 0)
 
 
 def look_around(visit: Visit, seconds: float | None = None) -> None:
-    """Wait until those who are there were met: for `seconds`, or as long as it mostly takes."""
+    """Wait until the nodes that run now were met: for `seconds`, or as long as it mostly takes."""
     visit.look(LOOK_SECONDS if seconds is None else seconds)
     if seconds is None and not visit.members():
         visit.look(PATIENCE_SECONDS - LOOK_SECONDS, until=lambda visit: bool(visit.members()))
 
 
 def take(visit: Visit) -> Picture:
-    """Ask everyone how things stand, and put it together."""
+    """Ask every node how things stand, and put it together."""
     seen = visit.members()
     answers = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
     gathering = visit.gathering
@@ -94,30 +93,16 @@ def take(visit: Visit) -> Picture:
 
 def _watch(visit: Visit, console: Console, *, as_json: bool) -> None:
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # leave in good order then, too
-    live = Live(console=console, screen=False, auto_refresh=False) if console.is_terminal and not as_json else None
+    live = Live(console=console, screen=False, auto_refresh=False) if is_lively(console) and not as_json else None
     with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
         while True:
             seen = take(visit)
-            shown = nobody(seen.cluster) if seen.is_empty else view(seen)
+            shown = nothing_found(seen.cluster) if seen.is_empty else view(seen, room())
             if as_json:
                 print(json.dumps(to_json(seen)), flush=True)
             elif live is not None:
                 live.update(shown, refresh=True)
             else:
-                console.print(time.strftime("%H:%M:%S"), shown, "", sep="\n", markup=False)
+                console.print(time.strftime("%H:%M:%S"), shown, "", sep="\n", markup=False, soft_wrap=True)
                 sys.stdout.flush()
             visit.look(WATCH_SECONDS)
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PLAIN_WIDTH
-    return console
-
-
-@contextlib.contextmanager
-def _spinner(text: str, *, quiet: bool) -> Iterator[None]:
-    console = Console(stderr=True)
-    with console.status(text) if console.is_terminal and not quiet else contextlib.nullcontext():
-        yield

@@ -46,7 +46,8 @@ class Node:
     interface: str
     version: str
     state: str
-    """`joining` or `running`; `silent` if others know it and it does not answer here."""
+    """`joining` or `running`; `silent` if others know it and it does not answer here; `refused` if it waits for a run
+    whose other nodes it does not fit."""
     since: float | None
     """Seconds in this state."""
     clock_offset: float | None
@@ -75,9 +76,9 @@ class Picture:
     cluster: str
     runs: tuple[Run, ...]
     silent: tuple[str, ...]
-    """Who was met and gave no answer."""
+    """Nodes that were met and gave no answer, in words."""
     refused: Mapping[str, str]
-    """Who was heard but not taken, and why."""
+    """Nodes that were refused here, and why."""
 
     @property
     def is_empty(self) -> bool:
@@ -120,11 +121,19 @@ def _run(name: str, told: list[tuple[PeerState, Tell]]) -> Run:
             clock_offset=offset,
             is_leader=card.id == leader,
             is_tie_breaker=card.id == tie_breaker,
-            peers=tuple(_way(peer, ranks) for peer in peers if peer.rank >= 0 or state == "joining"),
+            peers=tuple(_way(peer, ranks) for peer in peers if peer.rank >= 0 or state in ("joining", "refused")),
         )
 
+    refused = _refused(told)
     nodes = {
-        state.card.id: node(state.card, tell.state, tell.since, state.clock_offset, tell.peers) for state, tell in told
+        state.card.id: node(
+            state.card,
+            "refused" if state.card.name in refused else tell.state,
+            tell.since,
+            state.clock_offset,
+            tell.peers,
+        )
+        for state, tell in told
     }
     for tell in running:
         for peer in tell.peers:
@@ -134,6 +143,13 @@ def _run(name: str, told: list[tuple[PeerState, Tell]]) -> Run:
     longest = max(tell.since for _, tell in told if bool(running) == (tell.state == "running"))
     waits = _waits({state.card.name: tell.wait for state, tell in told if tell.wait is not None})
     return Run(name, "running" if running else "joining", longest, tuple(in_order), waits)
+
+
+def _refused(told: list[tuple[PeerState, Tell]]) -> set[str]:
+    """Return the names of nodes that others refuse, and that are not in the largest company that could be one run."""
+    waits = [tell.wait for _, tell in told if tell.wait is not None]
+    company = max(sorted(wait.here for wait in waits), key=len, default=())
+    return {trouble.where for wait in waits for trouble in wait.refused} - set(company)
 
 
 def _waits(by_node: Mapping[str, Wait]) -> tuple[str, ...]:

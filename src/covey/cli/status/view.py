@@ -1,4 +1,4 @@
-"""The picture of a cluster as people see it: a table of nodes for each run, and one of the ways between them."""
+"""The picture of a cluster as lines that fit a terminal: for each run a table of its nodes and one of their links."""
 
 from __future__ import annotations
 
@@ -6,110 +6,138 @@ import itertools
 import statistics
 from typing import TYPE_CHECKING, Final
 
-from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from covey.cli.layout import Column, fits, lay_out, wrap
+from covey.cli.terminal import plural
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from covey.cli.status.picture import Node, Picture, Run, Way
 
 MOST_IN_TABLE: Final = 6
-"""Nodes of a run whose ways to each other are shown one by one."""
+"""Nodes of a run whose links to each other are shown one by one."""
 MOST_REASONS: Final = 8
-"""Lines about what a run waits for; `covey doctor` tells more."""
+"""Things that a run waits for; `covey doctor` tells more."""
 CLOCK_SECONDS: Final = 1.0
 """A clock that is off by more than this is worth a word."""
 
 
-def view(picture: Picture) -> RenderableType:
-    """Return the whole picture, to be printed by rich."""
-    parts: list[RenderableType] = []
-    for run in picture.runs:
-        parts += [_headline(picture.cluster, run), *_waits(run), _nodes(run)]
-        if ways := _ways(run):
-            parts += [Text(), ways]
-        parts.append(Text())
-    parts += [Text(f"{problem}", style="yellow") for problem in picture.silent]
-    parts += [Text(f"not taken: {who}: {why}", style="yellow") for who, why in sorted(picture.refused.items())]
-    if not picture.is_empty and isinstance(parts[-1], Text) and not parts[-1].plain:
-        parts.pop()
-    return Group(*parts)
+def view(picture: Picture, width: int | None) -> Text:
+    """Return the whole picture, in lines of at most `width` letters; None does not limit them."""
+    blocks = [
+        [*_headline(picture.cluster, run, width), *_waits(run, width), *_nodes(run, width), *_links(run, width)]
+        for run in picture.runs
+    ]
+    problems = [*picture.silent, *(f"{name} was refused: {why}" for name, why in sorted(picture.refused.items()))]
+    if problems:
+        blocks.append([Text(line, "yellow") for each in problems for line in _wrapped(each, width)])
+    return Text("\n").join(itertools.chain.from_iterable(_apart(blocks)))
 
 
-def nobody(cluster: str) -> str:
-    """Return what to say if nobody was found."""
+def _apart(blocks: list[list[Text]]) -> Iterable[list[Text]]:
+    for number, block in enumerate(blocks):
+        yield block if number == 0 else [Text(), *block]
+
+
+def nothing_found(cluster: str) -> str:
+    """Return what to say if there is no node."""
     return f"no node of cluster {cluster!r} is running or answering; `covey doctor` looks for reasons"
 
 
-def _headline(cluster: str, run: Run) -> Text:
-    count = f"{len(run.nodes)} node{'s' * (len(run.nodes) != 1)}"
-    line = Text.assemble("run ", (run.name, "bold"), f" in {cluster}: ", (run.state, _style(run.state)))
-    return line.append(f" for {duration(run.since)}, {count}")
+def _headline(cluster: str, run: Run, width: int | None) -> list[Text]:
+    """Say how a run stands: its nodes are neither those that wait to be taken in nor those that it refuses."""
+    members = _members(run)
+    refused = sum(node.state == "refused" for node in run.nodes)
+    counts = [plural(len(members), "node")]
+    if silent := sum(node.state == "silent" for node in members):
+        counts.append(f"{silent} of them silent")
+    if waiting := len(run.nodes) - len(members) - refused:
+        counts.append(f"{waiting} more waiting to join")
+    if refused:
+        counts.append(f"{refused} more refused")
+    text = f"run {run.name} in {cluster}: {run.state} for {duration(run.since)}, {', '.join(counts)}"
+    lines = [Text(line) for line in _wrapped(text, width)]
+    for line in lines:
+        line.highlight_words([f"run {run.name}"], "bold")
+        line.highlight_words([f"{run.state} for"], _style(run.state))
+    return lines
 
 
-def _waits(run: Run) -> list[RenderableType]:
+def _members(run: Run) -> list[Node]:
+    is_joining = run.state == "joining"
+    return [node for node in run.nodes if (node.state != "refused" if is_joining else node.rank is not None)]
+
+
+def _waits(run: Run, width: int | None) -> list[Text]:
     """Return what a run waits for, one thing a line."""
-    lines = (f"  waits: {line}" if number == 0 else f"  {line}" for number, line in enumerate(run.waits))
-    return [Text(line, style="yellow") for line in itertools.islice(lines, MOST_REASONS)]
+    reasons = [f"  {'waits: ' * (number == 0)}{reason}" for number, reason in enumerate(run.waits[:MOST_REASONS])]
+    return [Text(line, "yellow") for reason in reasons for line in _wrapped(reason, width)]
 
 
-def _nodes(run: Run) -> Table:
-    columns: dict[str, list[str]] = {
-        "rank": ["" if node.rank is None else str(node.rank) for node in run.nodes],
-        "node": [node.name for node in run.nodes],
-        "id": [node.short_id for node in run.nodes],
-        "host": [node.host for node in run.nodes],
-        "pid": [str(node.pid) for node in run.nodes],
-        "address": [f"{node.address} {node.interface}" for node in run.nodes],
-        "covey": [node.version for node in run.nodes],
-    }
-    if all(node.name.startswith(f"{node.host}-") for node in run.nodes):
-        del columns["host"]  # a node is mostly called after it
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in columns:
-        table.add_column(name, justify="right" if name == "rank" else "left", no_wrap=name != "node", overflow="fold")
-    table.add_column("", overflow="fold")
-    for node, *facts in zip(run.nodes, *columns.values(), strict=True):
-        table.add_row(*map(Text, facts), _notes(node, run))
-    return table
+def _nodes(run: Run, width: int | None) -> list[Text]:
+    nodes = run.nodes
+    columns = [
+        Column("rank", ["" if node.rank is None else str(node.rank) for node in nodes], is_right=True),
+        Column("node", [node.name for node in nodes]),
+        Column("id", [node.short_id for node in nodes], leave_out=4),
+        Column("host", [node.host for node in nodes], leave_out=2),
+        Column("pid", [str(node.pid) for node in nodes], leave_out=3),
+        Column("address", [f"{node.address} {node.interface}".strip() for node in nodes], leave_out=1),
+        Column("covey", [node.version for node in nodes], leave_out=5),
+        Column("", [_notes(node, run) for node in nodes], wraps=True),
+    ]
+    if all(node.name.startswith(f"{node.host}-") for node in nodes):
+        columns = [column for column in columns if column.title != "host"]  # which the names begin with
+    return _texts(lay_out(columns, width, "dim"))
 
 
-def _notes(node: Node, run: Run) -> Text:
-    notes = [("leader", "bold")] * node.is_leader + [("tie-breaker", "bold")] * node.is_tie_breaker
+def _texts(lines: Iterable[list[tuple[str, str]]]) -> list[Text]:
+    return [Text.assemble(*line) for line in lines]
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    return [text] if width is None else wrap(text, width)
+
+
+def _notes(node: Node, run: Run) -> tuple[str, str]:
+    notes, style = ["leader"] * node.is_leader + ["tie-breaker"] * node.is_tie_breaker, "bold"
     if node.state != run.state:
-        notes.append((node.state, _style(node.state)))
+        notes.append(node.state)
+        style = _style(node.state)
     if node.clock_offset is not None and abs(node.clock_offset) > CLOCK_SECONDS:
-        notes.append((f"clock {node.clock_offset:+.1f} s", "yellow"))
-    return Text(", ").join(Text(note, style) for note, style in notes)
+        notes.append(f"clock {node.clock_offset:+.1f} s")
+        style = "yellow"
+    return ", ".join(notes), style
 
 
-def _ways(run: Run) -> RenderableType | None:
-    """Return how the nodes reach each other: one by one, or of many the kinds and times."""
-    told = [node for node in run.nodes if node.peers]
-    if not told:
-        return None
-    return _summary(told) if len(run.nodes) > MOST_IN_TABLE else _matrix(run.nodes, told)
+def _links(run: Run, width: int | None) -> list[Text]:
+    """Return how the nodes reach each other: one by one; the kinds and times, if they are many or there is no room."""
+    members = _members(run)
+    told = [node for node in members if node.peers]
+    if len(members) < 2 or not told:
+        return []
+    if len(members) <= MOST_IN_TABLE:
+        titles = [f"to {_label(node)}" for node in members]
+        links = [{way.id: _cell(way) for way in node.peers} for node in told]
+        columns = [Column("from", [_label(node) for node in told])]
+        columns += [
+            Column(title, [each.get(node.id, "") for each in links])
+            for title, node in zip(titles, members, strict=True)
+        ]
+        if fits(columns, width):
+            return [Text(), *_texts(lay_out(columns, width, "dim"))]
+    return [Text(), *(Text(line) for text in _summary(told) for line in _wrapped(text, width))]
 
 
-def _matrix(nodes: tuple[Node, ...], told: list[Node]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("from", overflow="fold")
-    for node in nodes:
-        table.add_column(Text(f"to {_label(node)}"), overflow="fold")
-    for node in told:
-        ways = {way.id: way for way in node.peers}
-        cells = (_cell(ways[other.id]) if other.id in ways else "" for other in nodes)
-        table.add_row(*map(Text, (_label(node), *cells)))
-    return table
-
-
-def _summary(told: list[Node]) -> Text:
+def _summary(told: list[Node]) -> list[str]:
     ways = sorted(((way.lane, node, way) for node in told for way in node.peers), key=lambda each: each[0])
     lines = []
     for lane, group in itertools.groupby(ways, key=lambda each: each[0]):
         members = [(node, way) for _, node, way in group]
         times = [(way.round_trip, node, way) for node, way in members if way.round_trip is not None]
-        line = f"{lane or 'no lane yet'}: {len(members)} ways"
+        line = f"{lane or 'no lane yet'}: {plural(len(members), 'link')}"
         if times:
             longest, source, way = max(times, key=lambda each: each[0])
             target = next((node for node in told if node.id == way.id), None)
@@ -117,7 +145,7 @@ def _summary(told: list[Node]) -> Text:
             middle = statistics.median(time for time, *_ in times)
             line += f", round trip {milliseconds(middle)} (median), at most {milliseconds(longest)}{between}"
         lines.append(line)
-    return Text("\n".join(lines))
+    return lines
 
 
 def _label(node: Node) -> str:

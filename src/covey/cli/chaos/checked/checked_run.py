@@ -168,7 +168,7 @@ class CheckedRun:
             "faults are not over",
         )
         if count := orders.withdraw(self.folder):
-            self.log(f"{count} orders fitted nobody")
+            self.log(f"{count} orders fitted no process")
         self.log("all faults are over")
         healed = time.monotonic()
         self._until(lambda: self._is_whole_again(healed), TOGETHER_SECONDS, "the processes do not come together again")

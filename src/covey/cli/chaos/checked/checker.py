@@ -324,7 +324,7 @@ def _difference(one: Outcome, other: Outcome) -> str | None:
         return "what was called"
     if isinstance(one, Done) and isinstance(other, Done):
         if one.names != other.names:
-            return "who contributed"
+            return "the ranks that contributed"
         if one.operation.kind in operations.ALIKE and one.result != other.result:
             return "the result"
     return None
@@ -339,4 +339,4 @@ def _tell(record: Outcome) -> str:
 
 
 def _list(names: Iterable[object]) -> str:
-    return ", ".join(sorted(map(str, names))) or "nobody"
+    return ", ".join(sorted(map(str, names))) or "no rank"

@@ -229,4 +229,4 @@ def _some(all_of_them: Sequence[T], fraction: float, count: int) -> list[T]:
 
 
 def _names(some: Sequence[Watched]) -> str:
-    return ", ".join(f"{each.name} (rank {each.rank})" for each in some) or "nobody"
+    return ", ".join(f"{each.name} (rank {each.rank})" for each in some) or "no process"

@@ -1,0 +1,71 @@
+"""What a person at a terminal sees while a command works, and sentences that fit its width."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import typer
+
+from covey.cli.layout import Column, lay_out, room, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+
+@contextlib.contextmanager
+def working(text: str, *, quiet: bool = False) -> Iterator[None]:
+    """Show on a terminal that the block takes a while, and why; nothing in a pipe, on a dumb terminal or if `quiet`."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(text) if is_lively(console) and not quiet else contextlib.nullcontext():
+        yield
+
+
+def is_lively(console: Console) -> bool:
+    """Tell whether what is printed can be replaced later: on a terminal, unless it is a dumb one."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+class Fitted:
+    """A table for rich, which takes the width that it gets."""
+
+    def __init__(self, columns: Sequence[Column], title_style: str = "bold") -> None:
+        self._columns, self._title_style = columns, title_style
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        for line in lay_out(self._columns, options.max_width, self._title_style):
+            yield Text.assemble(*line)
+
+
+class Paragraph:
+    """A text for rich, perhaps some letters to the right, without blanks at the ends of its lines."""
+
+    def __init__(self, text: Text, by: int = 0) -> None:
+        self._text, self._by = text, by
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        for line in self._text.wrap(console, max(options.max_width - self._by, 1)):
+            line.rstrip()
+            yield Text(" " * self._by).append_text(line)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print sentences; on a terminal, in lines that fit it. Lines that are there already stay apart."""
+    width = room()
+    for line in text.split("\n"):
+        for part in wrap(line, width) if width is not None else [line]:
+            typer.echo(part, err=err)
+
+
+def plural(count: int, thing: str, several: str = "") -> str:
+    """Return `1 entry`, `2 entries`."""
+    return f"{count} {thing if count == 1 else several or f'{thing}s'}"

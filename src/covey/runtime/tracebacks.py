@@ -1,0 +1,135 @@
+"""Tracebacks of covey's errors that end at the user's own line.
+
+A missed join is raised through thirty frames of threads, futures and coroutines that say nothing to the author of a
+script. An exception that ends the program is shown without them: covey's own frames are left out of the tracebacks of
+covey's errors and of KeyboardInterrupt, together with the exceptions that covey caught on the way. Exceptions of other
+kinds are shown whole, since they may be faults in covey. COVEY_DEBUG=1 shows everything.
+
+This is done when the interpreter shows the exception, not where it is raised: a program that catches it sees it whole,
+with its `__cause__`, and collectives pay nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import CoveyError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_LIBRARY: Final = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
+_INSTALLED: Final = (os.path.join(_LIBRARY, "site-packages", ""), os.path.join(_LIBRARY, "dist-packages", ""))
+_KEEPERS: Final = frozenset({"COVEY_KEEPER", "COVEY_KEEPER_ID"})
+"""Variables of processes that `covey run` has started."""
+_IS_NAMED: Final = "_covey_named_the_wait"
+
+
+def is_debugging() -> bool:
+    """Tell whether COVEY_DEBUG=1 asks for whole tracebacks."""
+    return os.environ.get("COVEY_DEBUG") == "1"
+
+
+def install() -> None:
+    """Shorten what ends the program or a thread, before the hooks that are installed now show it. Idempotent."""
+    if getattr(sys.excepthook, "_is_of_covey", False):
+        return
+    show, show_of_thread = sys.excepthook, threading.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not is_debugging():
+            if (
+                isinstance(error, KeyboardInterrupt)
+                and _IS_NAMED in vars(error)
+                and not _KEEPERS.isdisjoint(os.environ)
+            ):
+                print(error, file=sys.stderr)
+                return
+            error.__traceback__ = traceback
+            shorten(error)
+            traceback = error.__traceback__
+        show(kind, error, traceback)
+
+    def thread_excepthook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not is_debugging():
+            shorten(args.exc_value)
+            args = threading.ExceptHookArgs((args.exc_type, args.exc_value, args.exc_value.__traceback__, args.thread))
+        show_of_thread(args)
+
+    excepthook._is_of_covey = True  # type: ignore[attr-defined]
+    sys.excepthook, threading.excepthook = excepthook, thread_excepthook
+
+
+def name_wait(interrupt: KeyboardInterrupt, waited_for: str) -> None:
+    """Have a KeyboardInterrupt say what it interrupted; under `covey run`, that one line is all that is shown."""
+    interrupt.args = (f"interrupted while waiting for {waited_for}",)
+    vars(interrupt)[_IS_NAMED] = True
+
+
+def shorten(error: BaseException) -> None:
+    """Take covey's frames, and exceptions that covey caught, out of an exception that is about to be shown.
+
+    Changes the exception and those it names as its cause or context.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        following = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        if isinstance(current, CoveyError | KeyboardInterrupt):
+            if following is not None and _is_internal(following):
+                current.__cause__, following = None, None  # which suppresses the context, too
+            current.__traceback__ = without_covey(current.__traceback__)
+        current = following
+
+
+def _is_internal(error: BaseException) -> bool:
+    """Tell whether covey caught this exception, and it says nothing that its successor does not.
+
+    A traceback begins in the frame that caught the exception. An error of covey's that is the documented cause of
+    another one is kept.
+    """
+    caught_by = error.__traceback__
+    return not isinstance(error, CoveyError) and (caught_by is None or _is_in_covey(caught_by))
+
+
+def without_covey(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without covey's frames and what they call in Python's library, or in code without a file.
+
+    Frames of torch that lead to covey's are left out, too. Frames below covey's that belong to other code stay: covey
+    has called a function of the user's there.
+    """
+    kept: list[TracebackType] = []
+    is_below = False
+    current = traceback
+    while current is not None:
+        if _is_in_covey(current):
+            is_below = True
+            while kept and _is_in_torch(kept[-1]):
+                kept.pop()
+        elif not (is_below and _is_in_library(current)):
+            is_below = False
+            kept.append(current)
+        current = current.tb_next
+    following: TracebackType | None = None
+    for each in reversed(kept):
+        each.tb_next, following = following, each
+    return following
+
+
+def _is_in_covey(traceback: TracebackType) -> bool:
+    return os.path.abspath(traceback.tb_frame.f_code.co_filename).startswith(_PACKAGE)
+
+
+def _is_in_torch(traceback: TracebackType) -> bool:
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return torch is not None and traceback.tb_frame.f_code.co_filename.startswith(os.path.dirname(torch) + os.sep)
+
+
+def _is_in_library(traceback: TracebackType) -> bool:
+    name = traceback.tb_frame.f_code.co_filename
+    return name.startswith("<") or (name.startswith(_LIBRARY) and not name.startswith(_INSTALLED))
