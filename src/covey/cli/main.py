@@ -16,6 +16,7 @@ import typer.core
 import typer.main
 
 from covey.base.errors import ConfigError, CoveyError
+from covey.cli.output import output_written
 
 COMMANDS: Final = {
     "init": "Make a cluster: its secret, and the join code for other machines.",
@@ -83,7 +84,8 @@ for _name, _line in COMMANDS.items():
 def main() -> NoReturn:
     """Run the command that `sys.argv` names, and exit."""
     try:
-        app(prog_name="covey")
+        with output_written():
+            app(prog_name="covey")
     except CoveyError as error:
         if os.environ.get("COVEY_DEBUG") == "1":
             raise

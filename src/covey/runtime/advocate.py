@@ -42,28 +42,28 @@ class Advocate(Gathering):
         self._run: messages.Founded | None = None
         """The generation that one of its own was in last."""
         self._wards = Wards()
-        self._rounds = Rounds(self._wards, self._vouch)
+        self.rounds = Rounds(self._wards, self._vouch)
 
     async def open(self) -> None:
         await super().open()
-        self._rounds.look()
+        self.rounds.look()
 
     async def close(self) -> None:
-        self._rounds.look()  # a keeper ends when its last process has: the others should hear why
-        self._rounds.close()
+        self.rounds.look()  # a keeper ends when its last process has: the others should hear why
+        self.rounds.close()
         await super().close()
 
     def met_someone(self, someone: Acquaintance) -> None:
         if self._is_own(someone):
             self.survives = self.survives if self._was_told else None
             self._wards.watch(someone.card, time.monotonic())
-            self._rounds.look()
+            self.rounds.look()
             if self._over is not None:
                 someone.send(self._over)
         someone.send(self._wards.vouch())
 
     def lost_someone(self, someone: Acquaintance) -> None:
-        self._rounds.look_closely(someone.card.life)
+        self.rounds.look_closely(someone.card.life)
 
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
         if isinstance(message, messages.Founded) and self._is_own(someone):

@@ -173,6 +173,17 @@ class HostRun(abc.ABC):
         for process in self._processes:
             signal_group(process.pid, signum, reaped=process.poll() is not None)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop every process of the run for as long as the block takes; the warden does not take that for a failure."""
+        self.warden.hold()
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+            self.warden.release()
+
     def stop(self, grace: float = TERM_GRACE) -> None:
         """End and reap all: SIGTERM to each rank's process group, SIGKILL to what is left after `grace` seconds."""
         try:

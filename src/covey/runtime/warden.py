@@ -86,6 +86,17 @@ class Warden:
         if self._spokesman is not None:
             _let_the_loop_catch_up()
 
+    def hold(self) -> None:
+        """Say nothing of the processes until `release`: their keeper is about to stop them with itself."""
+        if self._spokesman is not None:
+            self._spokesman.rounds.is_held = True
+            _let_the_loop_catch_up()
+
+    def release(self) -> None:
+        """Look after the processes again, which go on."""
+        if self._spokesman is not None:
+            self._spokesman.rounds.is_held = False
+
     def close(self) -> None:
         """Speak for nobody any more. From any thread; closing twice is fine."""
         with self._closing:
@@ -162,6 +173,17 @@ class ClusterWarden:
         """Hear what was said up to now, even by those who have ended."""
         if self._advocate is not None:
             _let_the_loop_catch_up()
+
+    def hold(self) -> None:
+        """Say nothing of the processes until `release`: their keeper is about to stop them with itself."""
+        if self._advocate is not None:
+            self._advocate.rounds.is_held = True
+            _let_the_loop_catch_up()
+
+    def release(self) -> None:
+        """Look after the processes again, which go on."""
+        if self._advocate is not None:
+            self._advocate.rounds.is_held = False
 
     def close(self) -> None:
         """Speak for nobody any more. From any thread; closing twice is fine."""
