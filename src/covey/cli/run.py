@@ -142,11 +142,15 @@ def run(
 
     Nodes of one run find each other when the script calls covey.join() or, with torch, init_process_group("covey").
 
-    Lines of output start with the number of their process. When one fails, the others here are stopped.
+    Lines of output start with the rank of their process, in a cluster with the machine and the rank.
+
+    When one fails, the others here are stopped.
 
     Its exit code is returned. Neither happens in a run that goes on without those that it loses.
 
-    Ctrl-C is passed on to all; a second one kills them. SIGTERM lets them end well, and if all do, so does this.
+    Ctrl-C is passed on to all; a second one kills them. Ctrl-Z stops all of them, and fg continues them.
+
+    SIGTERM lets them end well, and if all do, so does this.
     """
     command = command_line(script, arguments or [], module=module, run_name=run_name)
     settings: dict[str, str] = {}

@@ -169,6 +169,14 @@ class ClusterWarden:
         """Whether the members of the run, here or elsewhere, have finished its work."""
         return self._advocate is not None and self._advocate.is_over
 
+    def rank_of(self, session: int) -> int | None:
+        """Return the rank of the process that leads a session, or of one in it; None while that is not known."""
+        if self._advocate is None:
+            return None
+        if session not in self._advocate.ranks:
+            self.catch_up()  # it may have said so before it printed what is about to be shown
+        return self._advocate.ranks.get(session)
+
     def catch_up(self) -> None:
         """Hear what was said up to now, even by those who have ended."""
         if self._advocate is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import selectors
@@ -141,7 +142,9 @@ class _Watch:
         for source, target, cursor in ((process.stdout, 1, self._out), (process.stderr, 2, self._err)):
             assert source is not None
             os.set_blocking(source.fileno(), False)
-            voice = Voice(rank, cursor, coloured=os.isatty(target) and not os.environ.get("NO_COLOR"))
+            coloured = os.isatty(target) and not os.environ.get("NO_COLOR")
+            label = functools.partial(self._run.label, rank, process)
+            voice = Voice(rank, cursor, coloured=coloured, label=label)
             self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, voice))
 
     def _start_again(self, rank: int) -> None:
@@ -261,7 +264,7 @@ class _Watch:
                     self._stop_at(by)
                     self._condemned_for = (rank, status)
                 what = "; stopping the others" if self._alive else ""
-            self._note(f"{self._run.noun} {rank} {how}{what}")
+            self._note(f"{self._name(rank)} {how}{what}")
         self._failed.clear()
 
     def _reprieve(self) -> None:
@@ -270,7 +273,12 @@ class _Watch:
             return
         (rank, self._lost_code), self._condemned_for = self._condemned_for, None
         self._code, self._steps = None, []
-        self._note(f"the others go on without {self._run.noun} {rank}")
+        self._note(f"the others go on without {self._name(rank)}")
+
+    def _name(self, rank: int) -> str:
+        """Return what people call a process: as its lines of output begin, or by its rank if that is the same."""
+        label = self._run.label(rank, self._started[rank])
+        return f"rank {rank}" if label == str(rank) else f"[{label}]"
 
     def _after_loss(self, rank: int) -> str:
         """Start a rank again if it may be; return what happens next, in words."""
