@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
 from covey.net.descriptors import explain, track
+from covey.net.temporary import ADVICE
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
@@ -67,7 +68,7 @@ class Warden:
             waking, ringing = socket.socketpair()
         except OSError as error:
             listener.close()
-            raise ConfigError(f"cannot listen at {self.path}: {explain(error)}") from error
+            raise ConfigError(f"cannot listen at {self.path}: {explain(error)}; {ADVICE}") from error
         self._bell = track(waking), track(ringing)
         self._thread = threading.Thread(target=self._serve, args=(listener, waking), name="covey-warden", daemon=True)
         self._thread.start()
