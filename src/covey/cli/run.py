@@ -86,7 +86,8 @@ def run(
         float | None, typer.Option("--wait", metavar="S", help="Seconds to wait for the others.", show_default="60")
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast.")
+        str | None,
+        typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast."),
     ] = None,
     interfaces: Annotated[
         str | None, typer.Option(metavar="P", help="Which to use, like eth*,!docker*,10.0.0.0/8.")
@@ -219,6 +220,7 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
     """
     from covey.base.config import GroupConfig
+    from covey.base.seeds import split_seeds
     from covey.net.interfaces import parse_pattern
     from covey.runtime.warden import ClusterWarden
 
@@ -229,6 +231,7 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
     if most is not None and processes > most:
         raise ConfigError(f"-n {processes} are more than the {most} nodes that the run may have")
     parse_pattern(env.get("COVEY_INTERFACES", ""))
+    split_seeds(env.get("COVEY_SEEDS", ""))
     is_handed_over = "COVEY_SECRET_FD" in env or ("COVEY_SECRET" in env and "COVEY_SECRET_FILE" not in env)
     try:
         cluster = ClusterOptions().find(env)
