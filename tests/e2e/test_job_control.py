@@ -30,8 +30,12 @@ _, status = os.waitpid(job.pid, os.WUNTRACED)
 print("stopped by", os.WIFSTOPPED(status) and signal.Signals(os.WSTOPSIG(status)).name, flush=True)
 os.tcsetpgrp(0, os.getpgrp())
 pids = [int(path.read_text()) for path in sorted(Path().glob("pid*"))]
-states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
-print("states", states, flush=True)
+def states():
+    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+until = time.monotonic() + 20
+while states() != ["T"] * 3 and time.monotonic() < until:
+    time.sleep(0.01)  # a process that was told to stop does so when it next gets a core
+print("states", states(), flush=True)
 time.sleep(float(sys.argv[1]))
 if sys.argv[2] == "fg":
     os.tcsetpgrp(0, job.pid)
