@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import sys
@@ -82,7 +83,7 @@ def test_ctrl_z_stops_all_ranks_and_they_go_on_together(tmp_path: Path, policy: 
             os._exit(127)
     shown, deadline, typed = "", time.monotonic() + DEADLINE, False
     try:
-        while "\ncode " not in shown:
+        while not re.search(r"^code .*\n", shown, re.MULTILINE):
             assert select.select([screen], [], [], max(0.0, deadline - time.monotonic()))[0], shown
             try:
                 shown += os.read(screen, 10_000).decode().replace("\r", "")
