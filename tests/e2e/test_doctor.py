@@ -149,7 +149,7 @@ def test_a_pattern_that_matches_nothing_is_a_finding_and_nonsense_an_error(job: 
 
 
 def test_seeds_are_reported_one_by_one_with_what_is_wrong(job: Job) -> None:
-    seeds = ["127.0.0.1:1", "no-such-host.invalid:47700", "127.0.0.1:port"]
+    seeds = ["127.0.0.1:1", "no-such-host.invalid:47700"]
     ended, seconds = doctor(job, "--json", "--seeds", ",".join(seeds), COVEY_SECRET=secrets.token_hex(32))
     said = said_by(ended)
     assert seconds < MOST_SECONDS + 1  # with the time that Python takes to start
@@ -158,7 +158,13 @@ def test_seeds_are_reported_one_by_one_with_what_is_wrong(job: Job) -> None:
     assert codes(said)[-1] == "nobody"
     silent = [finding["text"] for finding in said["findings"] if finding["code"] == "seed-silent"]
     assert any("127.0.0.1:1:" in text for text in silent)
-    assert any("is not host:port" in text for text in silent)
+    assert any("no-such-host.invalid:47700: " in text for text in silent)
+
+
+def test_malformed_seeds_are_an_error_at_once(job: Job) -> None:
+    ended, _ = doctor(job, "--seeds", "127.0.0.1:1,127.0.0.1:port", COVEY_SECRET=secrets.token_hex(32))
+    assert ended.code == 2
+    assert "error: seed '127.0.0.1:port': 'port' is no port from 1 to 65535" in ended.err
 
 
 def test_a_name_that_takes_forever_to_look_up_does_not_delay_it(job: Job) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import signal
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +39,17 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
+HOST = re.escape(socket.gethostname().partition(".")[0])
+LABEL = rf"(?:(\d+)|{HOST}(?:/\d+| (\d+))?)"
+"""What stands before a line: the rank in a local run; else the machine, and the rank once its keeper knows it."""
+
+
 def reports(out: str) -> dict[int, Any]:
-    """Return what the processes of one keeper reported, by their number there."""
-    lines = (re.fullmatch(r"\[(\d+)\] (\{.*\})", line) for line in out.splitlines())
-    return {int(line[1]): json.loads(line[2]) for line in lines if line is not None}
+    """Return what the processes of one keeper reported, by their ranks."""
+    lines = [re.fullmatch(rf"\[{LABEL}\] (\{{.*\}})", line) for line in out.splitlines()]
+    found = [(line[1] or line[2], json.loads(line[3])) for line in lines if line is not None]
+    assert all(label in (None, str(report["rank"])) for label, report in found), out
+    return {report["rank"]: report for _, report in found}
 
 
 def ended_well(keeper: Any) -> dict[int, Any]:
@@ -67,7 +75,7 @@ def test_processes_started_on_two_machines_become_one_run(lab, warm: str) -> Non
         run(two, "mine", "--size", "3", "job.py"),
     ]
     here, there = map(ended_well, keepers)
-    assert (sorted(here), sorted(there)) == ([0, 1], [0])
+    assert (len(here), len(there)) == (2, 1)
     everyone = [*here.values(), *there.values()]
     assert sorted(report["rank"] for report in everyone) == [0, 1, 2]
     assert {(report["size"], report["run"], report["sum"]) for report in everyone} == {(3, "mine", 111)}
@@ -119,14 +127,55 @@ def test_a_program_that_fails_after_joining_stops_those_beside_it_and_gives_its_
     keeper = run(lab.machine("one", "lab"), "--size", "2", "-n", "2", "fails.py")
     code, _, err = end(keeper)
     assert code == 7
-    assert re.search(r"^covey: process [01] failed with exit code 7; stopping the others$", err, re.MULTILINE)
+    assert re.search(rf"^covey: \[{HOST}(/[01]| 1)\] failed with exit code 7; stopping the others$", err, re.MULTILINE)
+
+
+FOLLOWED = """
+import os, signal, sys, time
+from pathlib import Path
+import covey
+signal.alarm(60)
+for group in covey.generations(on_loss="continue", patience=5):
+    while not group.change_pending:
+        print(f"rank {group.rank} of {group.size}\\n", end="")
+        if Path("leave").exists() and group.size == 2 and group.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if Path("enough").exists() and group.size == 1:
+            break
+        group.barrier()
+        time.sleep(0.02)
+    else:
+        continue
+    break
+"""
+
+
+def test_lines_begin_with_the_machine_and_the_rank_once_that_is_known_and_follow_it(lab: Lab) -> None:
+    """A process that leaves makes the ranks of the others smaller."""
+    (lab.folder / "follow.py").write_text(FOLLOWED)
+    machine = lab.machine("one", "lab")
+    keeper = run(machine, "followed", "--min", "1", "-n", "2", "follow.py")
+    heard: list[str] = []
+
+    def hear_until(line: str) -> None:
+        while not heard or not re.fullmatch(line, heard[-1]):
+            heard.append(keeper.stdout.readline().rstrip())
+            assert heard[-1], keeper.stderr.read()
+
+    for rank in (0, 1):
+        hear_until(rf"\[{HOST} {rank}\] rank {rank} of 2")
+    (lab.folder / "leave").touch()
+    hear_until(rf"\[{HOST} 0\] rank 0 of 1")
+    (lab.folder / "enough").touch()
+    assert end(keeper)[0] == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_a_run_that_waits_for_others(lab, signum) -> None:
     (lab.folder / "waits.py").write_text("import covey\nprint('joining', flush=True)\ncovey.join()\n")
     keeper = run(lab.machine("one", "lab"), "lonely", "--min", "5", "-n", "2", "waits.py")
-    assert sorted(keeper.stdout.readline() for _ in range(2)) == ["[0] joining\n", "[1] joining\n"]
+    lines = sorted(keeper.stdout.readline() for _ in range(2))
+    assert all(re.fullmatch(rf"\[{HOST}/{number}\] joining\n", line) for number, line in enumerate(lines)), lines
     began = time.monotonic()
     keeper.send_signal(signum)
     assert end(keeper)[0] == 128 + signum

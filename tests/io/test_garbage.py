@@ -75,6 +75,7 @@ CONTROLS = [
         messages.Roster((messages.Contact("h", (), "/x"), messages.Contact("h", (messages.Address("::1", 5),), ""))),
         messages.Ready(),
         messages.Goodbye(),
+        messages.Failing("ValueError: no"),
         messages.Dial(1, "messages"),
         messages.Announce(1, 2, 3, "barrier()"),
         messages.Position(1, 2, 3, 4, "barrier()"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import sys
 import textwrap
 import tomllib
@@ -71,7 +72,7 @@ def test_two_machines_train_and_who_captures_all_of_it_learns_nothing(
         ends = [(*process.communicate(timeout=DEADLINE), process.returncode) for process in pair]
         capture = lan.switch.captured()
     assert [code for *_, code in ends] == [0, 0], ends
-    said = [json.loads(line.removeprefix("[0] ")) for out, *_ in ends for line in out.splitlines()]
+    said = [json.loads(line.partition("] ")[2] or line) for out, *_ in ends for line in out.splitlines()]
     expected = [[method[:5], rank, 2, 11.0, [0, 1], "CoveyStore"] for method in methods for rank in range(2)]
     assert sorted(said) == sorted(expected), ends
     assert sum(map(len, capture.streams().values())) > len(block) * 4096, "the tensor did not travel over the network"
@@ -91,3 +92,38 @@ def entry_points(folder: Path) -> Path:
     (installed / "entry_points.txt").write_text("".join(lines))
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: imagined\nVersion: 1\n")
     return installed.parent
+
+
+GLOO = """
+    import json
+    import socket
+    import covey
+    import torch
+    import torch.distributed as dist
+
+    with covey.join() as group:
+        assert socket.gethostbyname(socket.gethostname()) == "127.0.1.1"
+        dist.init_process_group("gloo")
+        x = torch.tensor([10.0 ** dist.get_rank()])
+        dist.all_reduce(x)
+        print(json.dumps([dist.get_rank() == group.rank, x.item()]))
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("option", ["--torch-env", ""], ids=["torch's store", "covey's store"])
+def test_plain_gloo_works_between_machines_whose_own_names_resolve_to_loopback(option: str, tmp_path: Path) -> None:
+    """As Debian sets it up: by itself gloo would tell the others to connect to 127.0.1.1."""
+    secret, script, names = tmp_path / "secret", tmp_path / "train.py", tmp_path / "hosts"
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32))
+    script.write_text(textwrap.dedent(GLOO))
+    names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+    run = f"{sys.executable} -m covey run gloo --size 2 --wait 60 {option} {script}"
+    argv = ["unshare", "-m", "sh", "-c", f"mount --bind {names} /etc/hosts && exec {run}"]
+    env = {"PYTHONPATH": str(ROOT / "src"), "COVEY_SECRET_FILE": str(secret), "OMP_NUM_THREADS": "1"}
+    with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
+        pair = [host.popen(argv, env=env | {"HOME": str(host.home)}) for host in lan.hosts]
+        ends = [(*process.communicate(timeout=DEADLINE), process.returncode) for process in pair]
+    assert [code for *_, code in ends] == [0, 0], ends
+    assert [json.loads(out.partition("] ")[2]) for out, *_ in ends] == [[True, 11.0]] * 2, ends

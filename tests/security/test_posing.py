@@ -78,8 +78,9 @@ def everything_about_a_run(lineage: bytes) -> list[messages.Control]:
     votes = [messages.Agreeing(0, membership.encode_membership(view)) for view in views]
     offer = messages.Offer(bytes(16), bytes(32), 0, "messages", "secure", 0, 1)
     board = messages.Posting(1, 1, b"\x91\x0e")
-    return [revoke(), messages.Goodbye(), messages.Dial(0, "messages"), offer, board, messages.Expect(bytes(16)),
-            messages.NoLane(0, "collectives", "no"), messages.Announce(0, 3, 1, "barrier()"), *votes]  # fmt: skip
+    return [revoke(), messages.Goodbye(), messages.Failing("ValueError: I am another"), messages.Dial(0, "messages"),
+            offer, board, messages.Expect(bytes(16)), messages.NoLane(0, "collectives", "no"),
+            messages.Announce(0, 3, 1, "barrier()"), *votes]  # fmt: skip
 
 
 @pytest.mark.parametrize("purpose", ["candidate", "visitor", "keeper"])

@@ -23,6 +23,7 @@ import typer.main
 
 from covey.base.errors import ConfigError, CoveyError, Remedy
 from covey.cli import completion
+from covey.cli.output import output_written
 from covey.runtime.tracebacks import is_debugging
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ for _name, _line in COMMANDS.items():
 def main() -> NoReturn:
     """Run the command that `sys.argv` names, and exit."""
     try:
-        app(prog_name="covey")
+        with output_written():
+            app(prog_name="covey")
     except Exception as error:
         if is_debugging():
             raise

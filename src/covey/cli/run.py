@@ -86,7 +86,8 @@ def run(
         float | None, typer.Option("--wait", metavar="S", help="Seconds to wait for the others.", show_default="60")
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast.")
+        str | None,
+        typer.Option(metavar="A,B", help="host:port of nodes, for networks without multicast."),
     ] = None,
     interfaces: Annotated[
         str | None, typer.Option(metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.")
@@ -142,11 +143,15 @@ def run(
 
     Nodes of one run find each other when the script calls covey.join() or, with torch, init_process_group("covey").
 
-    Lines of output start with the number of their process. When one fails, the others here are stopped.
+    Lines of output start with the rank of their process, in a cluster with the machine and the rank.
+
+    When one fails, the others here are stopped.
 
     Its exit code is returned. Neither happens in a run that goes on without those that it loses.
 
-    Ctrl-C is passed on to all; a second one kills them. SIGTERM lets them end well, and if all do, so does this.
+    Ctrl-C is passed on to all; a second one kills them. Ctrl-Z stops all of them, and fg continues them.
+
+    SIGTERM lets them end well, and if all do, so does this.
     """
     command = command_line(script, arguments or [], module=module, run_name=run_name)
     settings: dict[str, str] = {}
@@ -215,6 +220,7 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
     """
     from covey.base.config import GroupConfig
+    from covey.base.seeds import split_seeds
     from covey.net.interfaces import parse_pattern
     from covey.runtime.warden import ClusterWarden
 
@@ -225,6 +231,7 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
     if most is not None and processes > most:
         raise ConfigError(f"-n {processes} are more than the {most} nodes that the run may have")
     parse_pattern(env.get("COVEY_INTERFACES", ""))
+    split_seeds(env.get("COVEY_SEEDS", ""))
     is_handed_over = "COVEY_SECRET_FD" in env or ("COVEY_SECRET" in env and "COVEY_SECRET_FILE" not in env)
     try:
         cluster = ClusterOptions().find(env)

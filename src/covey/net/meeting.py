@@ -17,13 +17,13 @@ import shutil
 import socket
 import stat
 import struct
-import tempfile
 from pathlib import Path
 from typing import Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.net.descriptors import explain
 from covey.net.locks import LockHolder, only_one
+from covey.net.temporary import temporary_folder, unwritable, writing_to
 
 TOKEN_BYTES: Final = 32
 _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux) bytes
@@ -32,7 +32,7 @@ _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux
 def meeting_folder(name: str) -> Path:
     """Return the folder where ranks of the job `name` meet; ConfigError if what is above it is not safely ours."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
+    base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(temporary_folder())
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:20].strip("-.") or "job"
     folder = base / f"covey-{os.getuid()}" / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
     _own_folder(folder.parent)
@@ -60,7 +60,7 @@ def _own_folder(folder: Path) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise ConfigError(f"cannot make the meeting folder {folder}: {explain(error)}; set TMPDIR") from error
+        raise ConfigError(unwritable(folder.parent, error)) from error
     check_folder(folder)
 
 
@@ -81,10 +81,12 @@ class Meeting(LockHolder):
             if self._door is not None:
                 _remove_abandoned_beside(folder)
                 _own_folder(folder)
-            self._lock = _take_seat(self._lock_path, rank)
+            with writing_to(folder):
+                self._lock = _take_seat(self._lock_path, rank)
             try:
-                self.token = _shared_token(folder) if token is None else token
-                self.sock = self._listen()
+                with writing_to(folder):
+                    self.token = _shared_token(folder) if token is None else token
+                    self.sock = self._listen()
             except BaseException:
                 self.let_go()
                 raise
@@ -139,8 +141,12 @@ def _take_seat(path: Path, rank: int) -> int:
             f"rank {rank} of this job is already running as process {holder or 'unknown'}. End it, or give this job "
             "another MASTER_PORT or job id."
         ) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
     return lock
 
 

@@ -23,6 +23,7 @@ from covey.base.errors import ConfigError
 from covey.net.descriptors import explain
 from covey.net.locks import LockHolder
 from covey.net.meeting import check_folder, host_token, meeting_folder
+from covey.net.temporary import ADVICE, unwritable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +82,7 @@ class Neighbours(LockHolder):
             except OSError as error:
                 sock.close()
                 if not isinstance(error, FileNotFoundError):
-                    raise ConfigError(f"cannot listen at {path}: {explain(error)}; set TMPDIR") from error
+                    raise ConfigError(f"cannot listen at {path}: {explain(error)}; {ADVICE}") from error
                 _make_folder(self._folder)  # the last one to leave took it away
             else:
                 self._socket = path
@@ -139,13 +140,17 @@ class Neighbours(LockHolder):
                 _make_folder(self._folder)  # the last one to leave took it away
                 continue
             except OSError as error:
-                raise ConfigError(f"cannot write to {self._folder}: {explain(error)}; set TMPDIR") from error
+                raise ConfigError(unwritable(self._folder, error)) from error
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.write(lock, note)
                 draft.rename(path)
             except (BlockingIOError, FileNotFoundError):
                 os.close(lock)  # somebody looked before it was locked, and took it for a dead node's
+            except OSError as error:
+                os.close(lock)
+                draft.unlink(missing_ok=True)
+                raise ConfigError(unwritable(self._folder, error)) from error
             except BaseException:
                 os.close(lock)
                 raise
@@ -240,7 +245,7 @@ def _make_folder(folder: Path) -> None:
         except FileExistsError:
             pass
         except OSError as error:
-            raise ConfigError(f"cannot make the folder {folder}: {explain(error)}; set TMPDIR") from error
+            raise ConfigError(unwritable(folder.parent, error)) from error
         try:
             check_folder(folder)
             return

@@ -16,10 +16,15 @@ import socket
 import stat
 import tempfile
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
+from covey.net.descriptors import explain
 from covey.net.locks import LockHolder
+from covey.net.temporary import ADVICE, temporary_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PREFIX: Final = "covey-run-"
 LOCK: Final = "keeper.lock"
@@ -58,16 +63,22 @@ class RunFolder(LockHolder):
         self.path = ""  # the parent's
 
     def _make(self) -> str:
-        for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
-            with contextlib.suppress(OSError):
+        problems: dict[str, str] = {}
+        for base in _places():
+            try:
                 for _ in range(_TRIES if _is_guarded(base) else 0):
                     folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
                     if len(os.fsencode(folder)) > LIMIT_BYTES:
                         os.rmdir(folder)
+                        problems[base] = "its path is too long for a socket's"
                         break
                     if self._take(folder):
                         return folder
-        raise ConfigError("found no folder with a short path for a run's sockets; set TMPDIR to one that you can write")
+            except OSError as error:
+                problems[base] = explain(error)
+            problems.setdefault(base, "other users could replace a folder there")
+        told = ", ".join(f"{base} ({problem})" for base, problem in problems.items())
+        raise ConfigError(f"no folder for a run's sockets can be made: {told}. Free some space, or {ADVICE}")
 
     def _take(self, folder: str) -> bool:
         """Lock a new folder; tell whether it is still there: this process may have stood still for long."""
@@ -87,6 +98,14 @@ class RunFolder(LockHolder):
             raise
         self.let_go()
         return False
+
+
+def _places() -> Iterator[str]:
+    """Yield the folders in which the folder of a run may be, best first; the next is looked for when it is needed."""
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        yield runtime
+    yield temporary_folder()
+    yield "/tmp"
 
 
 def sweep(base: str) -> None:

@@ -5,6 +5,8 @@ A stopped process says nothing, and if it is the only one on its machine, nobody
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -39,42 +41,55 @@ class Advocate(Gathering):
         self._over: messages.Ended | None = None
         """That the run of its own processes is over, because its work is done."""
         self._was_told = False
+        self.ranks: dict[int, int] = {}
+        """The ranks of its own processes, by their sessions. May be read on any thread."""
         self._run: messages.Founded | None = None
         """The generation that one of its own was in last."""
         self._wards = Wards()
-        self._rounds = Rounds(self._wards, self._vouch)
+        self.rounds = Rounds(self._wards, self._vouch)
 
     async def open(self) -> None:
         await super().open()
-        self._rounds.look()
+        self.rounds.look()
 
     async def close(self) -> None:
-        self._rounds.look()  # a keeper ends when its last process has: the others should hear why
-        self._rounds.close()
+        self.rounds.look()  # a keeper ends when its last process has: the others should hear why
+        self.rounds.close()
         await super().close()
 
     def met_someone(self, someone: Acquaintance) -> None:
         if self._is_own(someone):
             self.survives = self.survives if self._was_told else None
             self._wards.watch(someone.card, time.monotonic())
-            self._rounds.look()
+            self.rounds.look()
             if self._over is not None:
                 someone.send(self._over)
         someone.send(self._wards.vouch())
 
     def lost_someone(self, someone: Acquaintance) -> None:
-        self._rounds.look_closely(someone.card.life)
+        self.rounds.look_closely(someone.card.life)
 
     def heard(self, someone: Acquaintance, message: messages.Control) -> None:
         if isinstance(message, messages.Founded) and self._is_own(someone):
             self.survives, self._was_told = bool(self.survives) or message.on_loss == "continue", True
             self._run, self._over = message, None
+            self._note_ranks(message)
             self.search.look_seconds = RUNNING_LOOK_SECONDS
         elif isinstance(message, messages.Ended) and message.is_finished and self._is_of_run(someone, message.lineage):
             self._over = message
             for each in self.met.values():  # a process that was just started again may not have met a member
                 if self._is_own(each):
                     each.send(message)
+
+    def _note_ranks(self, founded: messages.Founded) -> None:
+        """Note which ranks its own processes have in a generation; the keeper started each in a session of its own."""
+        ranks = dict[int, int]()
+        for rank, member in enumerate(founded.members):
+            card = member.card
+            if card.keeper == self.card.id and card.contact.host == self.card.contact.host:
+                with contextlib.suppress(OSError):  # it has ended
+                    ranks.setdefault(os.getsid(card.pid), rank)
+        self.ranks = ranks
 
     def _is_of_run(self, someone: Acquaintance, lineage: bytes) -> bool:
         """Tell whether a node is in the run of this lineage, in which one of our own was: it knows whether it is over.

@@ -168,8 +168,8 @@ class Boards:
     def _lost(self, seat: int) -> PeerLostError:
         assert self._node is not None
         peer = self._node.peers[seat]
-        how = "has left" if peer.left else f"is lost{': ' if peer.reason else ''}{peer.reason}"
-        text = f"rank 0 ({peer.name or 'unnamed'}, on {peer.host_name or 'this host'}), which keeps the store, {how}"
+        name = f"rank 0 ({peer.name or 'unnamed'}, on {peer.host_name or 'this host'})"
+        text = f"{name}, which keeps the store, {peer.how_it_went()}"
         return PeerLostError(text, rank=0, host=peer.host_name, operation="store")
 
     def _send(self, seat: int, board: int, number: int, body: wire.Body) -> None:

@@ -344,7 +344,9 @@ class Engine:
         return self._missed(rank, f"its part of {self._what()} with it")
 
     def _missed(self, rank: int, what: str) -> PeerLostError:
-        text = f"{self.name_ranks((rank,))} is lost, and {what}"
+        peer = self.node.peers.get(self.members[rank]) if self.node is not None else None
+        how = peer.how_it_went() if peer is not None and peer.failure else "is lost"
+        text = f"{self.name_ranks((rank,))} {how}, and {what}"
         return PeerLostError(text, rank=rank, host=self._host(rank), operation=self.call.text, sequence=self.sequence)
 
     def _gave_up(self, error: BaseException) -> None:
@@ -437,11 +439,16 @@ class Engine:
         assert self.node is not None
         other = self.node.peers[self.members[peer]]
         self.await_news(
-            CAUSE_SECONDS, lambda: self.has_failed or other.left or other.excluded or self.roll.has_parted(peer)
+            CAUSE_SECONDS,
+            lambda: (
+                self.has_failed or bool(other.failure) or other.left or other.excluded or self.roll.has_parted(peer)
+            ),
         )
         why = f"closed the group, or the connection broke ({symptom})"
-        if other.left or other.excluded:
-            why = "left the group" if other.left else f"is lost{f': {other.reason}' if other.reason else ''}"
+        if other.failure or other.excluded:
+            why = other.how_it_went()
+        elif other.left:
+            why = "left the group"
         return f"{self.name_ranks((peer,))} {why}"
 
     def await_news(self, seconds: float, has_come: Callable[[], bool]) -> None:
@@ -615,8 +622,10 @@ class Engine:
         if rank is not None and self._pact is not None:
             self.post.peer_lost(rank)
         elif rank is not None and not left:
-            reason = self.node.peers[peer].reason if self.node is not None else ""
-            why = f"is gone: {reason}" if reason else "is gone"
+            other = self.node.peers[peer] if self.node is not None else None
+            why = f"is gone: {other.reason}" if other is not None and other.reason else "is gone"
+            if other is not None and other.failure:
+                why = other.how_it_went()
             self._suspect(Fault("PeerLostError", f"{self.name_ranks((rank,))} {why}", (rank,)))
 
     def _suspect(self, fault: Fault) -> None:

@@ -15,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import BusyError
+from covey.base.text import listed
 from covey.proto.ballot import first_record
 from covey.proto.views import is_quorum
 from covey.runtime import loop as control
@@ -240,12 +241,10 @@ class Generation:
         kind = "view" if not lost else "left" if have_left else "lost"
         self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names))
         if lost:
-            what = (
-                ("have left" if len(lost) > 1 else "has left") if have_left else "are lost" if lost[1:] else "is lost"
-            )
-            level = logging.INFO if have_left else logging.WARNING
-            logger.log(level, "%s: %s %s; rank %s go%s on (view %d)", self.node.run, ", ".join(names), what,
-                       ", ".join(map(str, view.ranks)), "" if view.ranks[1:] else "es", view.number)  # fmt: skip
+            failures = [self.node.peers[self.seats[rank]].failure for rank in lost]
+            level = logging.INFO if have_left and not any(failures) else logging.WARNING
+            text = text_of_loss(names, failures, view.ranks, have_left=have_left, on_loss=self.node.config.on_loss)
+            logger.log(level, "%s: %s (view %d)", self.node.run, text, view.number)
 
     def excluded(self, view: View) -> None:
         if view.ranks:
@@ -343,3 +342,20 @@ class Generation:
         self._left.set()
         self._ended.set()
         self.council.close()
+
+
+def text_of_loss(
+    names: Sequence[str], failures: Sequence[str], rest: Sequence[int], *, have_left: bool, on_loss: str
+) -> str:
+    """Say which members are gone, how each ended as far as it said so itself, and what that means for the `rest`."""
+    quiet = [name for name, failure in zip(names, failures, strict=True) if not failure]
+    gone = [f"{name} failed with {failure}" for name, failure in zip(names, failures, strict=True) if failure]
+    if quiet:
+        how = ("have left" if quiet[1:] else "has left") if have_left else "are lost" if quiet[1:] else "is lost"
+        gone.insert(0, f"{listed(quiet)} {how}")
+    ranks = f"rank{'s' if rest[1:] else ''} {listed(rest)}"
+    if on_loss == "continue":
+        return f"{', '.join(gone)}; {ranks} go{'' if rest[1:] else 'es'} on"
+    if have_left and not any(failures):
+        return ", ".join(gone)  # in a group that ends with its first loss, members may leave at different times
+    return f"{', '.join(gone)}; the group ends with an error on {ranks}"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from covey.base.config import check_timeout
+from covey.base.errors import CoveyError
 from covey.runtime import gradients, movements, survival
 from covey.runtime import loop as control
 from covey.runtime.buffers import readable
+from covey.runtime.failing import describe, ending_error, is_failure
 from covey.runtime.fault import Fault
 from covey.runtime.issuer import whole_number
 from covey.runtime.messaging import Messages
@@ -82,7 +83,10 @@ class Group(Reductions, Moves, Messages):
         self._restores = 0
         self._state: MutableMapping[str, Any] | None = None
         """What `restore` was given last."""
-        self._has_failed = False
+        self._failure: BaseException | None = None
+        """The exception with which the program left the `with` block, if it did."""
+        self._has_told = False
+        """Whether the other ranks were told of such an exception."""
         self._children = itertools.count(1)
 
     # Who
@@ -262,10 +266,11 @@ class Group(Reductions, Moves, Messages):
         if control.is_here():  # the garbage collector ends what held it, and happens to run on this thread
             threading.Thread(target=self.close, name="covey-close", daemon=True).start()
             return
+        error = self._failure if self._failure is not None else ending_error()
+        if error is not None:
+            self._tell_failure(error)
         if self._before_close is not None:
-            # An error that ends the program has left its traceback behind before the interpreter closes us.
-            has_failed = self._has_failed or getattr(sys, "last_value", None) is not None
-            self._before_close(not has_failed)
+            self._before_close(error is None)
         if self._sidecar is not None:
             self._sidecar.close()
         self._engine.close()
@@ -278,9 +283,22 @@ class Group(Reductions, Moves, Messages):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
-        self._has_failed = self._has_failed or is_failure
-        if is_failure and self.on_loss == "raise":
-            text = f"rank {self.rank} left the group because of {type(error).__name__}: {error}"
-            self._engine.fail(Fault("PeerLostError", text, (self.rank,)))
+        if error is not None and is_failure(error):
+            self._failure = error
+            self._tell_failure(error)
+            if self.on_loss == "raise" and not self._is_consequence(error):
+                host = self._engine.whereabouts(self.rank)[0]
+                text = f"rank {self.rank}{f' ({host})' if host else ''} failed with {describe(error)}"
+                self._engine.fail(Fault("PeerLostError", text, (self.rank,)))
         self.close()
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """Tell the other ranks why this process leaves the run, before anything shows them that it does."""
+        node, is_of_all = self._engine.node, self._before_close is not None
+        if node is not None and is_of_all and not self._has_told and not self._is_consequence(error):
+            self._has_told = True
+            node.fail(describe(error))
+
+    def _is_consequence(self, error: BaseException) -> bool:
+        """Tell whether an error comes from the group, which has told the other ranks what it failed of."""
+        return isinstance(error, CoveyError) and self._engine.has_failed

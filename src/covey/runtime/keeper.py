@@ -12,12 +12,14 @@ import functools
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import time
 from typing import IO, TYPE_CHECKING, Final, Self
 
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
+from covey.base.text import printable
 from covey.net.run_folder import RunFolder
 from covey.runtime.processes import close_pipes, die_with, libc, signal_group
 from covey.runtime.torch_env import free_port, torch_variables
@@ -66,6 +68,10 @@ class HostRun(abc.ABC):
     @abc.abstractmethod
     def place(self, rank: int) -> dict[str, object]:
         """Return the variables that tell a process where it belongs."""
+
+    def label(self, rank: int, process: Process) -> str:
+        """Return what stands in front of a process's lines of output."""
+        return str(rank)
 
     @abc.abstractmethod
     def handed_over(self) -> tuple[str, bytes]:
@@ -173,6 +179,17 @@ class HostRun(abc.ABC):
         for process in self._processes:
             signal_group(process.pid, signum, reaped=process.poll() is not None)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop every process of the run for as long as the block takes; the warden does not take that for a failure."""
+        self.warden.hold()
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+            self.warden.release()
+
     def stop(self, grace: float = TERM_GRACE) -> None:
         """End and reap all: SIGTERM to each rank's process group, SIGKILL to what is left after `grace` seconds."""
         try:
@@ -261,11 +278,19 @@ class ClusterRun(HostRun):
         """`variables` describe the run; `key` is the cluster's, if processes cannot find it by themselves."""
         super().__init__(size)
         self._variables, self._key = variables, key
+        self._machine = printable(socket.gethostname().partition(".")[0], 40) or "here"
         self.warden = warden
 
     def __enter__(self) -> Self:
         self.warden.start()
         return self
+
+    def label(self, rank: int, process: Process) -> str:
+        """Return the machine's name and the process's rank in the run; its number here until that is known."""
+        rank_there = self.warden.rank_of(process.pid)
+        if rank_there is not None:
+            return f"{self._machine} {rank_there}"
+        return self._machine if self.size == 1 else f"{self._machine}/{rank}"
 
     def place(self, rank: int) -> dict[str, object]:
         return {**self._variables, "COVEY_KEEPER_ID": self.warden.id.hex()}

@@ -270,6 +270,10 @@ class Node:
         if link is not None:
             link.send(messages.encode(message))
 
+    def fail(self, reason: str) -> None:
+        """Tell all others with which error this process's program ends. Returns at once."""
+        self.tell(tuple(self.peers), messages.Failing(reason))
+
     def send_vote(self, seat: int, message: messages.Control) -> None:
         """Send what concerns views; a later life of a node that was started anew may answer it. On the control loop."""
         peer = self.peers[seat]
@@ -458,7 +462,8 @@ class Node:
         if peer.link is not None:
             peer.link.catch_up()  # it may have left in good order, which is no loss
         if not peer.gone and self.generation is not None:
-            number, reason = self.generation.number, peer.reason
+            number = self.generation.number
+            reason = f"its program failed with {peer.failure}" if peer.failure else peer.reason
             self.audit.note("left" if peer.left else "lost", peer.card(), reason=reason, generation=number, once=True)
         peer.gone = True
         self.lanes.abandon(lambda key: key.peer == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
@@ -486,6 +491,8 @@ class Node:
                             self.spawn(self.forming.dial(other))
             case messages.Goodbye():
                 peer.left = True
+            case messages.Failing(reason):
+                peer.failure = reason
             case messages.Agreeing():
                 self.history.agreeing(rank, message)
             case messages.Ping(number):

@@ -47,6 +47,8 @@ class Peer:
         """Its node may not be in the cluster any more."""
         self.reason = ""
         """Why it was given up, if it was."""
+        self.failure = ""
+        """The error that ended its program, as it said itself."""
         self.round_trip = -1.0
         self.measured = asyncio.Event()
         """Set unless `way` and `round_trip` are being found out."""
@@ -57,6 +59,12 @@ class Peer:
         self.id, self.life, self.keeper = card.id, card.life, card.keeper
         self.name, self.host_name, self.pid = card.name, card.host_name, card.pid
         self.contact = card.contact
+
+    def how_it_went(self) -> str:
+        """Say what became of a process that is not a member any more."""
+        if self.failure:
+            return f"failed with {self.failure}"
+        return "has left" if self.left else f"is lost: {self.reason}" if self.reason else "is lost"
 
     def card(self) -> messages.Card:
         """Return who it is, as others are told."""

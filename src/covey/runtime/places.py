@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import check_timeout, split_list
 from covey.base.errors import ConfigError
+from covey.base.seeds import split_seeds
 from covey.net.meeting import TOKEN_BYTES, meeting_folder
 
 if TYPE_CHECKING:
@@ -66,9 +67,7 @@ class ClusterOptions:
         if secret is None and "COVEY_SECRET_FD" in env:
             secret = _read_token(_number(env, "COVEY_SECRET_FD"))
         found = clusters.find(self.name or env.get("COVEY_CLUSTER") or None, env, secret)
-        seeds = self.seeds
-        if seeds is None:
-            seeds = split_list(env.get("COVEY_SEEDS", ""))
+        seeds = split_seeds(env.get("COVEY_SEEDS", "") if self.seeds is None else ",".join(self.seeds))
         return replace(found, seeds=tuple(dict.fromkeys((*seeds, *found.seeds))))
 
 

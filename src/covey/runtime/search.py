@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base.config import PORTS
-from covey.base.errors import ConfigError, CoveyError
+from covey.base import seeds
+from covey.base.errors import CoveyError
 from covey.net.mdns import Beacon
 from covey.net.neighbours import Neighbours
 from covey.runtime.hints import Hint, Origin
@@ -118,21 +118,16 @@ class Search:
                     self.problems.pop(seed, None)
                     await self._try_seed(seed, addresses)
             except (OSError, CoveyError) as error:  # it may work the next time, and must not end the rest of the search
-                self.problems[seed] = str(error)
+                self.problems[seed] = str(error).removeprefix(f"{seed.partition(':')[0]}: ")
             await asyncio.sleep(pause)
             pause = min(SEED_SECONDS, pause * 2)
 
 
 def parse_seed(seed: str) -> tuple[Address, ...]:
-    """Return the addresses of `host:port` or `[ip]:port`; without a port, the first that nodes use.
+    """Return the addresses that a seed means.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is no seed.
         ConnectError: there is no such host.
     """
-    host, separator, port = seed.rpartition(":")
-    if seed.endswith("]") or not separator or (seed.count(":") > 1 and not seed.startswith("[")):
-        host, port = seed, str(PORTS[0])
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise ConfigError(f"seed {seed!r} is not host:port")
-    return numeric(host.strip("[]"), int(port))
+    return numeric(*seeds.parse(seed))

@@ -7,7 +7,6 @@ import functools
 import os
 import secrets
 import socket
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from covey.base.version import __version__
 from covey.net.descriptors import explain, keep_a_spare
 from covey.net.meeting import Meeting, check_folder, host_token, local_address_towards, socket_path
 from covey.net.run_folder import RunFolder
+from covey.net.temporary import temporary_folder
 from covey.runtime import loop as control
 from covey.runtime.audit import SILENT, Auditor
 from covey.runtime.entrance import Entrance
@@ -165,7 +165,7 @@ def cluster_seat(
         port = listener.getsockname()[1]
         addresses = advertised(usable, port) or (Address("127.0.0.1", port, "lo"),)
         gate = _gate_of(cluster, own)
-        host = host_token(Path(tempfile.gettempdir()))
+        host = host_token(Path(temporary_folder()))
         contact = Contact(host, addresses, path)
         breaks_ties = tie_breaker in ("here", own.name, _host_name()) if tie_breaker else False
         card = Card(

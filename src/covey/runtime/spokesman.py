@@ -87,7 +87,7 @@ class Spokesman:
         self._entrance = Entrance([listener], self._gate.door_key, "the keeper")
         self._entrance.on_link = self._greet
         self._wards = Wards()
-        self._rounds = Rounds(self._wards, self._vouch, self._judge_all)
+        self.rounds = Rounds(self._wards, self._vouch, self._judge_all)
         self._links: dict[bytes, Link] = {}
         """By life; one for each."""
         self._generations: dict[int, _Generation] = {}
@@ -106,12 +106,12 @@ class Spokesman:
     async def open(self) -> None:
         """Start to accept links and to look after who comes."""
         self._entrance.open()
-        self._rounds.look()
+        self.rounds.look()
 
     async def close(self) -> None:
         """End all links."""
         self._is_closing = True
-        self._rounds.close()
+        self.rounds.close()
         for number in list(self._generations):
             self._end(number)
         await self._entrance.close()
@@ -170,7 +170,7 @@ class Spokesman:
             return
         del self._links[life], self._cards[life]
         self._lost_link(life)
-        self._rounds.look_closely(life)
+        self.rounds.look_closely(life)
 
     def _lost_link(self, life: bytes) -> None:
         for council, place in self._councils_of(life):

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from covey.runtime.node import Node
 
 logger = logging.getLogger("covey")
+
+GLOO: Final = "GLOO_SOCKET_IFNAME"
+"""Names the interface that gloo uses."""
 
 
 def rank_variables(*, rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
@@ -43,6 +46,23 @@ def _local_size(group: Group) -> int:
     return 1 + sum(contact is not None and contact.host == node.host for contact in contacts)
 
 
+def gloo_variables(group: Group) -> dict[str, str]:
+    """Return what makes gloo use the interface on which the machines of a group are linked, unless a person chose one.
+
+    By itself gloo listens at the address that the host's own name resolves to, which is 127.0.1.1 on many systems: no
+    other machine reaches that.
+    """
+    node = group._engine.node
+    if node is None or GLOO in os.environ:
+        return {}
+    from covey.net.interfaces import recent_interfaces
+
+    peers = [node.peers[seat] for seat in group._engine.members if seat != node.rank]  # rank 0's machine comes first
+    ips = [peer.link.local_ip for peer in peers if peer.link and peer.contact and peer.contact.host != node.host]
+    by_ip = {ip: interface.name for interface in recent_interfaces() for ip in interface.addresses}
+    return next(({GLOO: by_ip[ip]} for ip in ips if ip in by_ip), {})
+
+
 def free_port() -> int:
     """Return a TCP port that nobody listens on now."""
     with socket.create_server(("", 0)) as sock:
@@ -67,7 +87,7 @@ def export_torch_env(group: Group, node: Node | None) -> None:
                 master,
                 port,
             )
-    os.environ |= own_variables(group) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+    os.environ |= own_variables(group) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)} | gloo_variables(group)
 
 
 def address_of_first(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""What the ranks of a run say, joined into the keeper's own output: every line with its rank in front.
+"""What the ranks of a run say, joined into the keeper's own output: every line with the name of its rank in front.
 
 Text only: bytes as they were read go in, bytes to write come out. Lines keep their order for each rank and stream, and
 stay whole. One that takes long to finish is shown as far as it goes, and continued in place if nobody spoke meanwhile.
@@ -6,8 +6,12 @@ stay whole. One that takes long to finish is shown as far as it goes, and contin
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SILENCE: Final = 0.2
 """Seconds without output after which an unfinished line is shown, so that prompts and progress bars can be seen."""
@@ -37,13 +41,14 @@ class Cursor:
 class Voice:
     """One output stream of one rank, on its way to an output that it shares with others."""
 
-    def __init__(self, rank: int, cursor: Cursor, *, coloured: bool) -> None:
+    def __init__(self, number: int, cursor: Cursor, *, coloured: bool, label: Callable[[], str] | None = None) -> None:
+        """`number` decides the colour; it stands in front of every line, unless there is a `label` that may change."""
         self.show_at: float | None = None
         """When an unfinished line is shown with `hush`, unless more is heard first."""
         self._cursor = cursor
         self._held = bytearray()
-        colour = COLOURS[rank % len(COLOURS)]
-        self._prefix = b"\x1b[%dm[%d]\x1b[0m " % (colour, rank) if coloured else b"[%d] " % rank
+        self._label = label or functools.partial(str, number)
+        self._form = f"\x1b[{COLOURS[number % len(COLOURS)]}m[%s]\x1b[0m " if coloured else "[%s] "
 
     def hear(self, data: bytes, *, now: float) -> bytes:
         """Take what the rank wrote and return what may be shown of it now."""
@@ -76,7 +81,8 @@ class Voice:
         at_start = cursor.speaker is None or (cursor.returned and not text.startswith(b"\n"))
         cursor.speaker = None if text.endswith(b"\n") else self
         cursor.returned = text.endswith(b"\r")
-        shown = text[:-1].replace(b"\n", b"\n" + self._prefix) + text[-1:]
+        prefix = (self._form % self._label()).encode()
+        shown = text[:-1].replace(b"\n", b"\n" + prefix) + text[-1:]
         if b"\r" in shown:
-            shown = REDRAWS.sub(b"\r" + self._prefix, shown)
-        return room + (self._prefix if at_start else b"") + shown
+            shown = REDRAWS.sub(b"\r" + prefix, shown)
+        return room + (prefix if at_start else b"") + shown

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
 from covey.net.descriptors import explain, track
+from covey.net.temporary import ADVICE
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
@@ -67,7 +68,7 @@ class Warden:
             waking, ringing = socket.socketpair()
         except OSError as error:
             listener.close()
-            raise ConfigError(f"cannot listen at {self.path}: {explain(error)}") from error
+            raise ConfigError(f"cannot listen at {self.path}: {explain(error)}; {ADVICE}") from error
         self._bell = track(waking), track(ringing)
         self._thread = threading.Thread(target=self._serve, args=(listener, waking), name="covey-warden", daemon=True)
         self._thread.start()
@@ -85,6 +86,17 @@ class Warden:
         """Hear what was said up to now, even by those who have ended."""
         if self._spokesman is not None:
             _let_the_loop_catch_up()
+
+    def hold(self) -> None:
+        """Say nothing of the processes until `release`: their keeper is about to stop them with itself."""
+        if self._spokesman is not None:
+            self._spokesman.rounds.is_held = True
+            _let_the_loop_catch_up()
+
+    def release(self) -> None:
+        """Look after the processes again, which go on."""
+        if self._spokesman is not None:
+            self._spokesman.rounds.is_held = False
 
     def close(self) -> None:
         """Speak for nobody any more. From any thread; closing twice is fine."""
@@ -158,10 +170,29 @@ class ClusterWarden:
         """Whether the members of the run, here or elsewhere, have finished its work."""
         return self._advocate is not None and self._advocate.is_over
 
+    def rank_of(self, session: int) -> int | None:
+        """Return the rank of the process that leads a session, or of one in it; None while that is not known."""
+        if self._advocate is None:
+            return None
+        if session not in self._advocate.ranks:
+            self.catch_up()  # it may have said so before it printed what is about to be shown
+        return self._advocate.ranks.get(session)
+
     def catch_up(self) -> None:
         """Hear what was said up to now, even by those who have ended."""
         if self._advocate is not None:
             _let_the_loop_catch_up()
+
+    def hold(self) -> None:
+        """Say nothing of the processes until `release`: their keeper is about to stop them with itself."""
+        if self._advocate is not None:
+            self._advocate.rounds.is_held = True
+            _let_the_loop_catch_up()
+
+    def release(self) -> None:
+        """Look after the processes again, which go on."""
+        if self._advocate is not None:
+            self._advocate.rounds.is_held = False
 
     def close(self) -> None:
         """Speak for nobody any more. From any thread; closing twice is fine."""

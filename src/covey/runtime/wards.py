@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.proto.health import INTERVAL, STOPPED_SILENCE, Vouch
+from covey.proto.health import INTERVAL, LATE, STOPPED_SILENCE, Vouch
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Wards:
 
     def __init__(self) -> None:
         self._wards: dict[bytes, Ward] = {}
+        self._looked_at = 0.0
 
     def get(self, life: bytes) -> Ward | None:
         """Return the process of a life, if it is known."""
@@ -89,7 +90,15 @@ class Wards:
         return len(self._wards) - sum(map(_has_exited, self._wards.values())) >= WARDS_LIMIT
 
     def look(self, now: float) -> bool:
-        """Ask the kernel about all; return whether something has changed."""
+        """Ask the kernel about all; return whether something has changed.
+
+        Time in which no look came, because this process stood still, does not count as time that a process was stopped.
+        """
+        gap, self._looked_at = now - self._looked_at, now
+        if gap > LOOK_EVERY + LATE:
+            for ward in self._wards.values():
+                if ward.state is Vouch.STOPPED:
+                    ward.changed_at = min(now, ward.changed_at + gap)
         has_news = [ward.look(now) for ward in self._wards.values()]
         for ward in list(self._wards.values()):
             if _has_exited(ward) and now > ward.changed_at + REMEMBERED_SECONDS:
@@ -123,6 +132,8 @@ class Rounds:
         self._tell_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self.is_held = False
+        """Whether not to look for now. May be set on any thread."""
 
     def look(self) -> None:
         """Look now; the next looks come by themselves."""
@@ -131,6 +142,9 @@ class Rounds:
         if self._is_closed:
             return
         now = time.monotonic()
+        if self.is_held:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self.look)
+            return
         try:
             if self._wards.look(now) or now >= self._tell_at:
                 self._tell_at = now + INTERVAL

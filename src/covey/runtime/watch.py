@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import selectors
 import signal
 import socket
 import subprocess
+import threading
 import time
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 from covey.runtime.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST, TERM_GRACE
+from covey.runtime.outlet import Outlet
 from covey.runtime.processes import signal_name
 from covey.runtime.voices import LINE_LIMIT_BYTES, Cursor, Voice
 
@@ -35,10 +38,12 @@ def keep(
 
     In a run that survives losses, a process that fails is started again up to `restarts` times, and the code is 0 if
     any of them ended well. A signal's code is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
-    ranks once; a second SIGINT kills them. If all end well after SIGTERM, the code is 0.
+    ranks once; a second SIGINT kills them. If all end well after SIGTERM, the code is 0. SIGTSTP stops all ranks, then
+    this process; SIGCONT continues them.
 
     Call it on the main thread: it takes over signal handling until it returns, and before the run is made.
     """
+    _fill_standard_descriptors()
     arrived: list[int] = []
     with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
         return _Watch(run, _Command(argv, env or {}, restarts), selector, wake, arrived).over()
@@ -99,8 +104,7 @@ class _Watch:
         """The signal that asked us to end."""
         self._killed = False
         """The ranks were killed because of it."""
-        self._unheard = False
-        """Who read our output has gone away."""
+        self._outlets = {target: Outlet(target) for target in (1, 2)}
 
     def over(self) -> int:
         """Start all ranks, watch until the last has ended, and return the exit code of the whole."""
@@ -138,7 +142,9 @@ class _Watch:
         for source, target, cursor in ((process.stdout, 1, self._out), (process.stderr, 2, self._err)):
             assert source is not None
             os.set_blocking(source.fileno(), False)
-            voice = Voice(rank, cursor, coloured=os.isatty(target) and not os.environ.get("NO_COLOR"))
+            coloured = os.isatty(target) and not os.environ.get("NO_COLOR")
+            label = functools.partial(self._run.label, rank, process)
+            voice = Voice(rank, cursor, coloured=coloured, label=label)
             self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, voice))
 
     def _start_again(self, rank: int) -> None:
@@ -205,15 +211,31 @@ class _Watch:
             self._killed = self._told is not None and signum is signal.SIGKILL
 
     def _on_signal(self, signum: signal.Signals) -> None:
-        if self._told is None:
+        if signum is signal.SIGTSTP:
+            self._pause()
+        elif self._told is None:
             self._told = signum
             if signum is not signal.SIGTERM:  # that one asks to come to a good end, and they may
                 self._code = self._code or 128 + signum
             self._run.signal(signum)
             self._stop_at(time.monotonic() + SIGNAL_GRACE)
-            self._note(f"passed {signum.name} on to all of them; Ctrl-C kills them")
+            is_typed = signum is signal.SIGINT
+            self._note("Stopping… press Ctrl-C again to kill" if is_typed else f"{signum.name}: stopping…")
         elif signum is signal.SIGINT:
             self._steps = [(time.monotonic(), signal.SIGKILL)]
+
+    def _pause(self) -> None:
+        """Stop the processes and this one, as the shell expects after Ctrl-Z; go on with them after SIGCONT."""
+        began = time.monotonic()
+        with self._run.paused():
+            handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            # To this thread, for it must not go on before the kernel has stopped the process. In a process group that
+            # no shell controls the signal does nothing, and all go on.
+            signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
+            signal.signal(signal.SIGTSTP, handler)
+        gap = time.monotonic() - began  # nothing is due because of it
+        self._steps = [(at + gap, signum) for at, signum in self._steps]
+        self._failed = [(rank, code, by + gap) for rank, code, by in self._failed]
 
     def _on_end(self, rank: int, code: int) -> None:
         if code == 0:
@@ -242,7 +264,7 @@ class _Watch:
                     self._stop_at(by)
                     self._condemned_for = (rank, status)
                 what = "; stopping the others" if self._alive else ""
-            self._note(f"{self._run.noun} {rank} {how}{what}")
+            self._note(f"{self._name(rank)} {how}{what}")
         self._failed.clear()
 
     def _reprieve(self) -> None:
@@ -251,7 +273,12 @@ class _Watch:
             return
         (rank, self._lost_code), self._condemned_for = self._condemned_for, None
         self._code, self._steps = None, []
-        self._note(f"the others go on without {self._run.noun} {rank}")
+        self._note(f"the others go on without {self._name(rank)}")
+
+    def _name(self, rank: int) -> str:
+        """Return what people call a process: as its lines of output begin, or by its rank if that is the same."""
+        label = self._run.label(rank, self._started[rank])
+        return f"rank {rank}" if label == str(rank) else f"[{label}]"
 
     def _after_loss(self, rank: int) -> str:
         """Start a rank again if it may be; return what happens next, in words."""
@@ -281,26 +308,39 @@ class _Watch:
 
     def _write(self, target: int, data: bytes) -> None:
         # A reader that does not read (a pager) must keep us neither from passing signals on nor, after that, from
-        # ending. PIPE_BUF bytes never block where select saw room.
-        rest = memoryview(data)
-        while rest and not self._unheard:
-            patience = 0.0 if self._killed else self._patience()  # nobody else can be shown anything either
-            if select.select([self._wake], [target], [], patience)[1]:
-                try:
-                    rest = rest[os.write(target, rest[: select.PIPE_BUF]) :]
-                except BrokenPipeError:
-                    self._unheard = True
-                    self._code = self._code or 128 + signal.SIGPIPE
-                    self._stop_at(time.monotonic())
-            elif self._killed:
+        # ending. Output that cannot be written at all is no reason to end a run.
+        rest, outlet = memoryview(data), self._outlets[target]
+        while rest and outlet.is_open():
+            had_failed = bool(outlet.failure)
+            patience = 0.0 if self._killed else self._patience()  # no other output can be shown either
+            try:
+                has_room = bool(select.select([self._wake], [target], [], patience)[1])
+            except OSError as error:  # closed
+                outlet.fail(error)
+                has_room = False
+            if has_room:
+                rest = rest[outlet.write(rest) :]
+            if outlet.failure and not had_failed:
+                self._tell_of_failure(target, outlet.failure)
+            elif not has_room and self._killed:
                 return
-            else:
+            elif not has_room:
                 self._tend()
+        outlet.drop(rest)
+
+    def _tell_of_failure(self, target: int, reason: str) -> None:
+        """Say once, where that can be read, that an output stream has failed."""
+        other = 3 - target
+        if not self._outlets[other].failure and not _same_file(1, 2):
+            name = "output" if target == 1 else "standard error"
+            room = (self._err if other == 2 else self._out).make_room()
+            text = f"covey: {name} cannot be written ({reason}); the run goes on without it\n"
+            self._write(other, room + text.encode())
 
 
 @contextlib.contextmanager
 def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
-    """Yield a socket that can be read once a signal came; those that ask us to end are added to `arrived`."""
+    """Yield a socket that can be read once a signal came; those that ask for something are added to `arrived`."""
 
     def note(signum: int, _: object) -> None:
         if signum != signal.SIGCHLD:
@@ -311,11 +351,18 @@ def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
         wake.setblocking(False)
         ring.setblocking(False)
         stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCHLD):
             # What our parent told us to ignore (nohup, a shell's background job) stays ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
                 stack.callback(signal.signal, signum, signal.signal(signum, note))
         yield wake
+
+
+def _fill_standard_descriptors() -> None:
+    """Open those that this process was started without: a socket that got such a number would receive the output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _same_file(one: int, other: int) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.constants import default_pg_timeout
 from covey.base.config import split_list
 from covey.base.errors import ConfigError
 from covey.runtime.bootstrap import join_as_asked, joined
-from covey.runtime.torch_env import own_variables
+from covey.runtime.torch_env import gloo_variables, own_variables
 from covey.torch import entry
 from covey.torch.store import open_store
 
@@ -110,5 +110,5 @@ def _export(group: Group) -> None:
     variables = own_variables(group)
     if not entry.is_launched():
         variables = {name: value for name, value in variables.items() if name.startswith("LOCAL_")}
-    os.environ |= variables
+    os.environ |= variables | gloo_variables(group)
     entry.exported.update(variables)

@@ -23,7 +23,7 @@ from covey.base.config import check_timeout
 from covey.base.errors import ClosedError, ConfigError, DeadlineError, PeerLostError
 from covey.runtime.fault import Fault
 from covey.runtime.generations import generations
-from covey.runtime.torch_env import address_of_first, free_port
+from covey.runtime.torch_env import address_of_first, free_port, gloo_variables
 from covey.torch.entry import NAME, TORCHRUN
 from covey.torch.store import open_store
 
@@ -123,7 +123,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
                 ended.close()
         self._round, self._all = _side_group(group, "round"), _side_group(group, "all")
         store = open_store(group, timedelta(seconds=self._timeout))
-        os.environ[TORCHRUN] = f"{self._run}-{store.new_nonce()}"
+        os.environ |= {TORCHRUN: f"{self._run}-{store.new_nonce()}"} | gloo_variables(group)  # workers inherit them
         address = self._local_address or (address_of_first(node) if node is not None else "127.0.0.1")
         # Rank 0 of the workers listens at the port after the master's.
         master = RendezvousStoreInfo.build(group.rank, store, address, free_port() - 1)

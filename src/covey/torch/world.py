@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import secrets
-import tempfile
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.net.meeting import host_token, meeting_folder
+from covey.net.temporary import temporary_folder
 from covey.runtime.bootstrap import join, join_at, joined
 from covey.runtime.places import Place, find_place
 from covey.runtime.torch_env import free_port
@@ -129,7 +129,7 @@ def _meet(store: Any, prefix: str, rank: int, size: int, timeout: float, ranks: 
     name = f"torch-{nonce}"
     place = Place(rank=rank, size=size, name=name)
     if size > 1:
-        store.set(f"{prefix}host/{rank}", host_token(Path(tempfile.gettempdir())))
+        store.set(f"{prefix}host/{rank}", host_token(Path(temporary_folder())))
         hosts = [store.get(f"{prefix}host/{other}") for other in range(size)]
         here = [other for other in range(size) if hosts[other] == hosts[rank]]
         place = replace(place, local_rank=here.index(rank), local_size=len(here))

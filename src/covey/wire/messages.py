@@ -19,6 +19,8 @@ from covey.base.text import TEXT_LIMIT, printable
 
 VERSION: Final = 1
 NAME_LIMIT: Final = 100
+REASON_LIMIT: Final = 200
+"""Characters of a program's error that other ranks are told."""
 ADDRESSES_LIMIT: Final = 16
 """Addresses of one node."""
 CARDS_LIMIT: Final = 1000
@@ -38,6 +40,8 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
 """What people read: short, and nothing that a terminal would obey."""
 Ip = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F.:]{0,45}\Z")]
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
+Reason = Annotated[str, msgspec.Meta(max_length=REASON_LIMIT)]
+"""An error of a program, in one line."""
 Story = Annotated[str, msgspec.Meta(max_length=8 * TEXT_LIMIT)]
 """Text that tells of many ranks."""
 Bytes = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -513,6 +517,13 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, tag=30):
     """The owner's, of `owner.charter_words`."""
 
 
+class Failing(Worded, frozen=True, array_like=True, tag=31):
+    """The sender's program ends with an error, and leaves; believed of the sender alone."""
+
+    reason: Reason
+    """The kind of the error and the first line of its message."""
+
+
 Greeting = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret
 Answer = Tell | Reached | SecretKept
@@ -544,6 +555,7 @@ Control = (
     | Ended
     | Calls
     | Charter
+    | Failing
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])

@@ -130,7 +130,7 @@ def test_killed_ranks_come_back_with_the_state_and_sigterm_takes_one_or_all_out(
         assert notes == [
             "covey: rank 1 was killed by SIGKILL; starting it again (1 of 3)",
             "covey: rank 0 was killed by SIGKILL; starting it again (1 of 3)",
-            "covey: passed SIGTERM on to all of them; Ctrl-C kills them",
+            "covey: SIGTERM: stopping…",
         ]
 
 

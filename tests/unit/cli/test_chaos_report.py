@@ -102,6 +102,28 @@ def test_every_fault_gets_what_it_led_to() -> None:
             assert end in " ".join(" ".join(lines).split())
 
 
+def test_a_job_that_does_not_survive_losses_is_not_said_to_go_on() -> None:
+    killed, second, third = worker(0, 10, -9), worker(1, 11, 1), worker(2, 12, 1)
+    story = Story(
+        began=BEGAN,
+        injected=[injected("kill", 1.0, killed)],
+        endings=[
+            Ending(killed, BEGAN + 1.0, "lost"),
+            Ending(second, BEGAN + 1.2, "failed"),
+            Ending(third, BEGAN + 1.2, "failed"),
+        ],
+        told=[lost(11, 1.05, 1, 0), lost(12, 1.05, 1, 0)],
+        survives=False,
+        ended=BEGAN + 2,
+    )
+    [outcome], unexplained = outcomes(story)
+    assert (outcome.text, outcome.recovered_ms) == ("the group ended with an error after 80 ms", None)
+    assert unexplained == []
+    story.told.clear()  # they failed before they could tell
+    [outcome], _ = outcomes(story)
+    assert outcome.text == "the other processes failed"
+
+
 def test_the_job_ends_well_only_if_somebody_finished_and_nobody_failed_by_itself() -> None:
     def code(*endings: tuple[str, int], forgiven: set[int] | None = None, late: bool = False) -> int:
         ends = [Ending(worker(rank, 10 + rank, how[1]), 0.0, how[0]) for rank, how in enumerate(endings)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
+from covey.base.seeds import split_seeds
 from covey.net import clusters
 from covey.runtime import places
 from covey.runtime.bootstrap import join_at
@@ -436,7 +438,7 @@ def test_a_number_that_covey_run_did_not_write_is_refused_by_name(key: str) -> N
 
 def test_the_programs_seeds_beat_those_of_the_environment_and_stand_before_the_clusters_own() -> None:
     clusters.save(clusters.Cluster(ClusterSecret("lab", b"k" * 32), seeds=("10.0.0.1:1", "10.0.0.2:2")))
-    env = {"COVEY_SEEDS": " 10.0.0.3:3, ,10.0.0.1:1 "}
+    env = {"COVEY_SEEDS": " 10.0.0.3:3, 10.0.0.1:1 "}
     assert ClusterOptions().find(env).seeds == ("10.0.0.3:3", "10.0.0.1:1", "10.0.0.2:2")
     assert ClusterOptions(seeds=("a:4",)).find(env).seeds == ("a:4", "10.0.0.1:1", "10.0.0.2:2")
     assert ClusterOptions(seeds=()).find(env).seeds == ("10.0.0.1:1", "10.0.0.2:2")
@@ -460,14 +462,49 @@ def test_the_secret_leaves_the_environment_and_is_remembered() -> None:
         ("[fd00::7]:5000", ("fd00::7", 5000)),
         ("[fd00::7]", ("fd00::7", 47700)),
         ("fd00::7", ("fd00::7", 47700)),
+        ("localhost:5000", ("127.0.0.1", 5000)),
     ],
 )
 def test_a_seed_is_an_address_and_a_port_that_can_be_guessed(seed: str, address: tuple[str, int]) -> None:
     assert parse_seed(seed) == (Address(*address),)
 
 
-@pytest.mark.parametrize("seed", ["10.0.0.7:", "10.0.0.7:0", "10.0.0.7:65536", "10.0.0.7:http", "[::1]:-1", "h:٣"])
-def test_a_seed_without_a_usable_port_is_refused_by_name(seed: str) -> None:
-    with pytest.raises(ConfigError, match="is not host:port") as caught:
-        parse_seed(seed)
-    assert repr(seed) in str(caught.value)
+@pytest.mark.parametrize(
+    ("seed", "problem"),
+    [
+        ("10.0.0.7:", "'' is no port from 1 to 65535"),
+        ("10.0.0.7:0", "'0' is no port"),
+        ("10.0.0.7:65536", "'65536' is no port"),
+        ("foo:bar", "'bar' is no port"),
+        ("[::1]:-1", "'-1' is no port"),
+        ("h:٣", "'٣' is no port"),
+        ("http://x", "'//x' is no port"),
+        ("10.0.0.7:5000:6", "'5000:6' is no port"),
+        ("", "there is nothing between two commas"),
+        ("#", "'#' is neither a host name nor an address"),
+        (":5000", "'' is neither"),
+        ("one two", "'one two' is neither"),
+        ("10.0.0:5000", "'10.0.0' is neither"),
+        ("10.0.0.256", "'10.0.0.256' is neither"),
+        ("-x", "'-x' is neither"),
+        ("x/y:5", "'x/y' is neither"),
+        ("[::1", "there is no IPv6 address in brackets"),
+        ("[10.0.0.7]:5", "there is no IPv6 address in brackets"),
+        ("[::1]5000", "there is no IPv6 address in brackets"),
+    ],
+)
+def test_what_is_no_seed_is_refused_at_once_by_name_with_the_forms_that_are(seed: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_seeds(f"10.0.0.7, {seed} ,north:5")
+    assert str(caught.value).startswith(f"seed {seed!r}: {problem}")
+    assert str(caught.value).endswith(
+        "Seeds are host, host:port or [IPv6]:port, like 192.168.1.5:47700, separated by commas"
+    )
+    with pytest.raises(ConfigError, match=re.escape(f"seed {seed!r}: ")):
+        ClusterOptions(secret="ab" * 32, seeds=("10.0.0.7", seed, "north")).find({})
+
+
+def test_a_host_that_cannot_be_looked_up_now_is_a_seed_all_the_same() -> None:
+    seeds = " north.invalid, south_2:5000,[fe80::1%eth0]:5 "
+    assert split_seeds(seeds) == ("north.invalid", "south_2:5000", "[fe80::1%eth0]:5")
+    assert split_seeds(" ") == ()

@@ -123,3 +123,18 @@ def test_a_process_that_ended_while_the_kernel_could_not_be_asked_is_noticed_aft
     monkeypatch.setattr(wards_module, "_state", lambda _pid: ("", None))
     assert ward.look(1.0) is True
     assert ward.state is Vouch.EXITED
+
+
+def test_time_in_which_the_keeper_stood_still_too_is_not_time_that_a_process_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wards = Wards()
+    ward = wards.watch(card(1), 10.0)
+    wards.look(10.0)
+    monkeypatch.setattr(wards_module, "_state", lambda _pid: ("T", ward._began))
+    wards.look(10.1)
+    assert ward.state is Vouch.STOPPED
+    wards.look(70.1)
+    assert not ward.is_lost(70.1), "the keeper was stopped for a minute as well"
+    wards.look(70.2)
+    assert ward.is_lost(70.2 + STOPPED_SILENCE)

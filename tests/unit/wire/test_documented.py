@@ -198,6 +198,7 @@ NUMBERS = (
     f"A greeting has {greet.GREETING_SECONDS:.0f} s",
     f"A frame is a length ({frame.LENGTH.size} bytes) and a msgpack message (at most {frame.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
+    f"the first line of its message, up to {messages.REASON_LIMIT} characters",
     f"up to {TEXT_LIMIT} characters (calls and first causes {8 * TEXT_LIMIT})",
     ", ".join(f"{int(vouch)} {vouch.name.lower()}" for vouch in health.Vouch),
     f"length of the plaintext ({seal.LENGTH.size} bytes), ciphertext, tag ({seal.TAG_BYTES} bytes)",

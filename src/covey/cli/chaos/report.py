@@ -95,19 +95,26 @@ def outcomes(story: Story) -> tuple[list[Outcome], list[Recovery]]:
             outcome
             for outcome in found
             if outcome.recovered_ms is None
+            and (story.survives or not outcome.text)
             and outcome.injected.was_done
             and outcome.injected.at <= recovery.ended + SLACK
             and outcome.view == recovery.kind
         ]
         for outcome in wanted[: max(1, recovery.lost)]:
-            outcome.recovered_ms = max(0.0, 1e3 * (recovery.ended - outcome.injected.at))
+            passed_ms = max(0.0, 1e3 * (recovery.ended - outcome.injected.at))
+            if not story.survives:  # a group that ends with its first loss: its members agree on that, and raise
+                outcome.text = outcome.text or f"the group ended with an error after {passed_ms:.0f} ms"
+                continue
+            outcome.recovered_ms = passed_ms
             who = "all" if recovery.kind == "view" else "the others"
             if not outcome.text or recovery.kind == "view":
-                outcome.text = f"{who} went on after {outcome.recovered_ms:.0f} ms"
+                outcome.text = f"{who} went on after {passed_ms:.0f} ms"
         if recovery.kind == "lost" and recovery.lost > len(wanted):
             unexplained.append(recovery)
+    have_failed = any(ending.how == "failed" for ending in story.endings)
+    untold = "the other processes failed" if have_failed and not story.survives else "no recovery was told of"
     for outcome in found:
-        outcome.text = outcome.text or "no recovery was told of"
+        outcome.text = outcome.text or untold
     return found, unexplained
 
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from covey.base.config import group_config, split_list
+from covey.base.config import group_config
 from covey.base.errors import ConfigError, DeadlineError
+from covey.base.seeds import split_seeds
 from covey.cli.doctor.facts import Facts
 from covey.cli.doctor.findings import findings
 from covey.cli.doctor.machine import examine_machine, known_part
@@ -83,7 +84,7 @@ def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None
     env = dict(os.environ)
     config = group_config(known_part(env), interfaces=interfaces)
     parse_pattern(config.interfaces)
-    given = split_list(seeds) if seeds is not None else None
+    given = split_seeds(seeds) if seeds is not None else None
     arguments = {"COVEY_CLUSTER": cluster, "COVEY_INTERFACES": interfaces, "COVEY_SEEDS": seeds}
     facts = Facts(machine=examine_machine(env, arguments, config))
     with Console(stderr=True).status("looking at this machine") as status:

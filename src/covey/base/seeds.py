@@ -1,0 +1,70 @@
+"""Seeds: addresses of nodes that a person wrote down. Pure: whether a host of that name exists is not asked here."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Final, NamedTuple
+
+from covey.base.config import PORTS
+from covey.base.errors import ConfigError
+
+FORMS: Final = f"host, host:port or [IPv6]:port, like 192.168.1.5:{PORTS[0]}, separated by commas"
+_NAME: Final = re.compile(r"(?!-)[\w-]+(\.[\w-]+)*\.?")
+_NUMERIC: Final = re.compile(r"[0-9.]+")
+
+
+class Seed(NamedTuple):
+    """Where a node may be."""
+
+    host: str
+    """A name, or an address without brackets."""
+    port: int
+
+
+def split_seeds(text: str) -> tuple[str, ...]:
+    """Return the seeds of a setting, which commas separate; an empty setting has none.
+
+    Raises:
+        ConfigError: one of them is no seed.
+    """
+    items = tuple(item.strip() for item in text.split(",")) if text.strip() else ()
+    for item in items:
+        parse(item)
+    return items
+
+
+def parse(seed: str) -> Seed:
+    """Return the host and the port of `host:port` or `[ip]:port`; without a port, the first that nodes use.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not seed:
+        raise _error(seed, "there is nothing between two commas")
+    if seed.startswith("["):
+        host, bracket, rest = seed[1:].partition("]")
+        port = rest.removeprefix(":") if rest else str(PORTS[0])
+        if not bracket or (rest and not rest.startswith(":")) or not _is_ip(host, 6):
+            raise _error(seed, "there is no IPv6 address in brackets")
+    elif seed.count(":") > 1 and _is_ip(seed, 6):
+        host, port = seed, str(PORTS[0])
+    else:
+        host, colon, port = seed.partition(":")
+        port = port if colon else str(PORTS[0])
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise _error(seed, f"{port!r} is no port from 1 to 65535")
+    if ":" not in host and (not _NAME.fullmatch(host) or (_NUMERIC.fullmatch(host) and not _is_ip(host, 4))):
+        raise _error(seed, f"{host!r} is neither a host name nor an address")
+    return Seed(host, int(port))
+
+
+def _is_ip(text: str, version: int) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == version
+    except ValueError:
+        return False
+
+
+def _error(seed: str, problem: str) -> ConfigError:
+    return ConfigError(f"seed {seed!r}: {problem}. Seeds are {FORMS}")

@@ -1,0 +1,25 @@
+"""Commands whose output cannot be written end with one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--version"], ["bench", "--help"]], ids=" ".join)
+def test_a_command_on_a_full_disk_says_so_in_one_line_and_fails(words: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "covey", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert (ended.returncode, ended.stderr) == (1, "error: output cannot be written (No space left on device)\n")
