@@ -18,7 +18,7 @@ def output_written() -> Iterator[None]:
         yield
     except OSError as error:
         # An unbuffered stream forgets what it could not write. Another byte shows whether this was the stream's error.
-        _flush("\n" if error.filename is None else "")
+        _flush("\n" if error.errno is not None and error.filename is None else "")
         raise
     finally:
         _flush()
