@@ -34,12 +34,12 @@ if TYPE_CHECKING:
         SplitRunError,
     )
     from covey.proto.matching import ANY
-    from covey.runtime.bootstrap import join
     from covey.runtime.events import Event
-    from covey.runtime.generations import generations
-    from covey.runtime.group import Group
-    from covey.runtime.launch import launch
-    from covey.runtime.saved import load_state
+    from covey.runtime.group.group import Group
+    from covey.runtime.group.saved import load_state
+    from covey.runtime.joining.bootstrap import join
+    from covey.runtime.joining.generations import generations
+    from covey.runtime.keeper.launch import launch
     from covey.runtime.work import Work
 
 __all__ = [
@@ -71,12 +71,12 @@ __all__ = [
 _HOMES = {
     "ANY": "covey.proto.matching",
     "Event": "covey.runtime.events",
-    "Group": "covey.runtime.group",
+    "Group": "covey.runtime.group.group",
     "Work": "covey.runtime.work",
-    "generations": "covey.runtime.generations",
-    "join": "covey.runtime.bootstrap",
-    "launch": "covey.runtime.launch",
-    "load_state": "covey.runtime.saved",
+    "generations": "covey.runtime.joining.generations",
+    "join": "covey.runtime.joining.bootstrap",
+    "launch": "covey.runtime.keeper.launch",
+    "load_state": "covey.runtime.group.saved",
 }
 """Where names live that are not errors. They are loaded on first use: the command line needs few of them."""
 

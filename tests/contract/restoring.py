@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.proto.transferring import elect
-from covey.runtime.mailbox import Mailbox
-from covey.runtime.restore import REQUEST, _Restore
+from covey.runtime.group.exchange import Exchange
+from covey.runtime.group.restore import REQUEST, _Restore
 
 if TYPE_CHECKING:
     from covey import Group
@@ -33,11 +33,11 @@ def give_one_chunk(group: Group, mine: dict[str, Any], receiver: int) -> None:
     """Be a donor that goes after the first chunk of the first request."""
     call = _Restore(group, mine, time.monotonic() + SECONDS)
     winner = elect(call.compare(False, "repair")).winner
-    with Mailbox(group, call.tagger.number, call.deadline) as mailbox:
-        mailbox.receive(receiver, REQUEST)
-        request = mailbox.next((receiver,)).result
+    with Exchange(group, call.tagger.number, call.deadline) as exchange:
+        exchange.receive(receiver, REQUEST)
+        request = exchange.next((receiver,)).result
         assert request.size > 4
         index = int(request.view(np.uint32)[0])
         chunk = winner.chunks()[index]
-        mailbox.send(mine[chunk.name][chunk.start : chunk.stop], receiver, index)
-        assert mailbox.next((receiver,)).error is None
+        exchange.send(mine[chunk.name][chunk.start : chunk.stop], receiver, index)
+        assert exchange.next((receiver,)).error is None

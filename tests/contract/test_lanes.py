@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.net import shm
-from covey.net.lane import PIECE_BYTES, Incoming, Lane, LaneClosedError, Outgoing
-from covey.net.ring import RingLane, memory_bytes
-from covey.net.sealed import SealedLane
-from covey.net.stream import RECEIVE_BYTES, SEND_BYTES, StreamLane
+from covey.net.lanes import shm
+from covey.net.lanes.lane import PIECE_BYTES, Incoming, Lane, LaneClosedError, Outgoing
+from covey.net.lanes.ring import RingLane, memory_bytes
+from covey.net.lanes.sealed import SealedLane
+from covey.net.lanes.stream import RECEIVE_BYTES, SEND_BYTES, StreamLane
 from covey.wire.header import HEADER_BYTES, Header
 from covey.wire.seal import RECORD_LIMIT
 

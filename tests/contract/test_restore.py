@@ -19,7 +19,7 @@ from tests.e2e.ranks import Ranks, attempt, say
 
 import covey
 from covey import ConfigError, DeadlineError, MismatchError, PeerLostError
-from covey.runtime.restore import RestoreReport, restore
+from covey.runtime.group.restore import RestoreReport, restore
 from covey.testing.threads import run_threads
 from covey.wire.manifest import CHUNK_BYTES
 
@@ -386,7 +386,7 @@ def test_progress_is_shown_when_asked_for_and_never_otherwise(capfd: pytest.Capt
 def restore_then_lose_a_donor(nbytes: int, on_loss: str) -> None:
     from tests.contract.restoring import bits, give_one_chunk
 
-    from covey.runtime.restore import restore
+    from covey.runtime.group.restore import restore
 
     with covey.join(on_loss=on_loss) as group:
         right = bits(6, nbytes)

@@ -15,7 +15,7 @@ from covey.base.errors import ClosedError, ConfigError, PeerLostError
 from covey.testing import run_threads
 
 if TYPE_CHECKING:
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 PATIENCE = 20.0
 

@@ -17,9 +17,9 @@ from tests.contract.test_lanes import PATIENCE, End, Reader, Transfer, carry, tr
 from tests.io.test_messenger import Crew, content
 
 from covey.base.errors import ConfigError
-from covey.net.lane import LaneClosedError, Outgoing
-from covey.net.sealed import JOINED_BYTES, SealedLane, SealedSocket
-from covey.runtime import message_lane
+from covey.net.lanes.lane import LaneClosedError, Outgoing
+from covey.net.lanes.sealed import JOINED_BYTES, SealedLane, SealedSocket
+from covey.runtime.messages import message_lane
 from covey.wire.header import HEADER_BYTES
 from covey.wire.seal import (
     DIALLER,
@@ -163,7 +163,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("covey.net.sealed.monotonic", lambda: self.now)
+        monkeypatch.setattr("covey.net.lanes.sealed.monotonic", lambda: self.now)
 
 
 @pytest.mark.parametrize("streams", [1, 3])

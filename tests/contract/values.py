@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.net import shm
+from covey.net.lanes import shm
 from covey.plan import choose
 
 if TYPE_CHECKING:

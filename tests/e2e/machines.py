@@ -16,9 +16,9 @@ from unittest.mock import patch
 
 from tests.e2e.jobs import LAUNCHERS, SOURCE, finish
 
-from covey.net import clusters
-from covey.net import owner as owner_key
-from covey.net.clusters import Cluster
+from covey.net.keys import clusters
+from covey.net.keys import owner as owner_key
+from covey.net.keys.clusters import Cluster
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import covey
-from covey.runtime.keeper import LocalRun
+from covey.runtime.keeper.keeper import LocalRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable

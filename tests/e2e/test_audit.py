@@ -19,7 +19,7 @@ from tests.e2e.machines import DEADLINE, Lab, end, heard, wait_until_joined
 from tests.e2e.test_cluster_commands import Terminal
 
 from covey.net import audit
-from covey.net.identity import NodeIdentity
+from covey.net.keys.identity import NodeIdentity
 from covey.net.locks import only_one
 
 if TYPE_CHECKING:

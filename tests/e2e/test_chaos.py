@@ -194,7 +194,7 @@ def test_every_operation_of_a_checked_run_is_right(job: Job) -> None:
 SABOTAGE = """
 import sys
 if any("workload" in word for word in sys.orig_argv):
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
     right = Group.all_reduce
 

@@ -22,19 +22,19 @@ import pytest
 
 import covey
 from covey.base.config import GroupConfig
-from covey.net.meeting import TOKEN_BYTES
+from covey.net.discovery.host_rendezvous import TOKEN_BYTES
 from covey.runtime import loop as control
-from covey.runtime import messenger
-from covey.runtime import node as nodes
-from covey.runtime.bootstrap import join_at
-from covey.runtime.generations import _Generations
-from covey.runtime.places import Place
+from covey.runtime.environment import Place
+from covey.runtime.joining.bootstrap import join_at
+from covey.runtime.joining.generations import _Generations
+from covey.runtime.members import node as nodes
+from covey.runtime.messages import messenger
 from covey.testing import run_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.runtime.node import Node
+    from covey.runtime.members.node import Node
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from covey.net import clusters
+from covey.net.keys import clusters
 from covey.wire.secret import ClusterSecret, decode_join_code, encode_join_code, is_weak
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard
 from tests.netns.members import ELASTIC, PRELUDE, STEADY, Member, agree_on_loss, by_rank, check_same_end, together
 
-from covey.net.identity import NodeIdentity
+from covey.net.keys.identity import NodeIdentity
 
 pytestmark = pytest.mark.slow
 

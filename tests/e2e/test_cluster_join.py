@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.e2e.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
-from covey.net import shm
-from covey.runtime.candidate import FIRST_WORD_SECONDS
+from covey.net.lanes import shm
+from covey.runtime.mesh.joiner import FIRST_WORD_SECONDS
 
 if TYPE_CHECKING:
     import subprocess
@@ -129,7 +129,9 @@ def test_nodes_that_start_in_any_order_with_pauses_agree_on_one_run(cluster: Clu
 
 def test_nodes_that_come_within_the_settle_window_are_let_in_though_fewer_would_do(cluster: Cluster) -> None:
     code = (
-        JOIN.replace('say("joining")', 'import covey.runtime.joining; say("joining"); sys.stdin.readline()')
+        JOIN.replace(
+            'say("joining")', 'import covey.runtime.joining.cluster_join; say("joining"); sys.stdin.readline()'
+        )
         + WORK
         + END
     )

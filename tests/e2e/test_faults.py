@@ -188,9 +188,9 @@ def test_a_rank_killed_while_others_wait_to_join_may_come_again(lanes: str) -> N
 def wait_for_the_stopped(victim: int, timeout: float) -> Any:
     """Wait for a rank that stops: in mid-transfer, in an operation it never enters, for a message."""
     os.environ.pop("COVEY_KEEPER", None)  # who would tell of the stop before the deadline
-    import covey.runtime.engine
+    import covey.runtime.collectives.engine
 
-    covey.runtime.engine.WARN_SECONDS = 0.6
+    covey.runtime.collectives.engine.WARN_SECONDS = 0.6
     with covey.join() as group:
         groups = {name: group.split(0) for name in ("transfer", "barrier", "recv", "first recv", "ring")}
         x = np.arange(1 << 20, dtype=np.float32) + group.rank

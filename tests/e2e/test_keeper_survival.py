@@ -34,14 +34,14 @@ start = int(os.environ.get("COVEY_RESTART", "0"))
 def found(on_loss="continue"):
     '''Tell the keeper of a generation of this process, and return when it has heard.'''
     import asyncio, secrets
-    from covey.runtime.greet import Gate, dial
+    from covey.runtime.links.handshake import LinkCredentials, dial
     from covey.wire import messages as m
 
     async def tell():
         card = m.Card(b"", secrets.token_bytes(16), "", "", os.getpid(), m.Contact("", (), ""))
         token = os.read(int(os.environ["COVEY_TOKEN_FD"]), 100)
         hello = m.Hello(m.VERSION, secrets.token_bytes(32), "kept", "", rank, size, "auto", card)
-        link, _, _ = await dial(os.environ["COVEY_KEEPER"], Gate.of_token(token), hello)
+        link, _, _ = await dial(os.environ["COVEY_KEEPER"], LinkCredentials.of_token(token), hello)
         link.send(m.encode(m.Founded(1, b"l" * 16, False, (m.SeatedMember(rank, card),), on_loss)))
         link.send(m.encode(m.Ping(1)))
         while not isinstance(m.decode_control(await link.receive()), m.Pong):
@@ -235,8 +235,8 @@ def test_sigterm_drains_a_run_and_ends_what_waits_to_be_started_again(covey_run)
 def test_restarts_cost_the_keeper_nothing_that_it_keeps(covey_run) -> None:
     keeper = """
         import sys
-        from covey.runtime import watch
-        from covey.runtime.keeper import LocalRun
+        from covey.runtime.keeper import supervisor as watch
+        from covey.runtime.keeper.keeper import LocalRun
         watch.RESTART_PAUSE = watch.RESTART_PAUSE_MOST = 0.01
         run = LocalRun(2)
         code = watch.keep(lambda: run, [sys.executable, "job.py"], restarts=12)

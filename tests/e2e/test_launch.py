@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError, RankFailedError
-from covey.runtime.launch import launch
+from covey.runtime.keeper.launch import launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -199,7 +199,7 @@ def test_a_function_that_cannot_be_imported_is_refused_before_anything_starts() 
 
 
 def test_a_function_typed_at_a_prompt_is_refused_with_the_reason() -> None:
-    typed = "from covey.runtime.launch import launch\ndef job(group): pass\nlaunch(job, 2)"
+    typed = "from covey.runtime.keeper.launch import launch\ndef job(group): pass\nlaunch(job, 2)"
     done = subprocess.run(
         [sys.executable, "-c", typed],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
@@ -228,7 +228,7 @@ SCRIPT = """
     from pathlib import Path
     from threading import Event
 
-    import covey.runtime.launch
+    import covey.runtime.keeper.launch
 
     def job(group, folder):
         import os
@@ -237,7 +237,7 @@ SCRIPT = """
         Event().wait()
 
     if __name__ == "__main__":
-        covey.runtime.launch.launch(job, 2, sys.argv[1])
+        covey.runtime.keeper.launch.launch(job, 2, sys.argv[1])
 """
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 WAITS = """
 import os, signal, threading, time
 import covey
-from covey.runtime import bootstrap
+from covey.runtime.joining import bootstrap
 
 def interrupt():
     while not bootstrap._joining.locked():

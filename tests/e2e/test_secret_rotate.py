@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.machines import end, heard, wait_until_joined
 from tests.e2e.test_cluster_commands import Terminal
 
-from covey.net.identity import NodeIdentity
+from covey.net.keys.identity import NodeIdentity
 from covey.wire.secret import decode_join_code
 
 pytestmark = pytest.mark.slow

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from covey.net.tls import Channel
-from covey.runtime.link import Link
+from covey.net.keys.tls import Channel
+from covey.runtime.links.link import Link
 
 if TYPE_CHECKING:
     import socket
 
-    from covey.net.tls import Credentials
+    from covey.net.keys.tls import Credentials
 
 
 async def secure_end(sock: socket.socket, credentials: Credentials, *, dialled: bool) -> tuple[Link, bytes]:

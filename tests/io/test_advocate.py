@@ -20,12 +20,12 @@ import msgspec
 import pytest
 
 from covey.base.config import GroupConfig
-from covey.net.clusters import Cluster
-from covey.net.identity import NodeIdentity
+from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
-from covey.runtime.gathering import Gathering
-from covey.runtime.seat import cluster_seat
-from covey.runtime.warden import ClusterWarden
+from covey.runtime.keeper.service import ClusterKeeperService
+from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.mesh import Mesh
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from pathlib import Path
 
-    from covey.runtime.acquaintance import Acquaintance
+    from covey.runtime.mesh.remote_node import RemoteNode
 
 DEADLINE = 20.0
 CONFIG = GroupConfig(interfaces="lo")
@@ -53,7 +53,7 @@ def new_cluster(**changes: Any) -> Cluster:
     return replace(Cluster(ClusterSecret("lab", secrets.token_bytes(32))), **changes)
 
 
-class Node(Gathering):
+class Node(Mesh):
     """One who would be in a run, and notes what keepers say."""
 
     purpose = "candidate"
@@ -63,12 +63,12 @@ class Node(Gathering):
         self.said: list[tuple[bytes, messages.Control]] = []
         self.changed = asyncio.Event()
 
-    def met_keeper(self, someone: Acquaintance) -> None:
+    def met_keeper(self, remote: RemoteNode) -> None:
         self.changed.set()
 
-    def heard(self, someone: Acquaintance, message: messages.Control) -> None:
-        assert someone.purpose == "keeper"
-        self.said.append((someone.card.id, message))
+    def heard(self, remote: RemoteNode, message: messages.Control) -> None:
+        assert remote.purpose == "keeper"
+        self.said.append((remote.card.id, message))
         self.changed.set()
 
     def standing(self, card: messages.Card) -> int | None:
@@ -104,11 +104,11 @@ def sleeper(stack: contextlib.AsyncExitStack) -> subprocess.Popen[bytes]:
     return process
 
 
-def opened(stack: contextlib.AsyncExitStack, cluster: Cluster) -> ClusterWarden:
-    warden = ClusterWarden(cluster, CONFIG)
-    stack.callback(warden.close)
-    warden.start()
-    return warden
+def opened(stack: contextlib.AsyncExitStack, cluster: Cluster) -> ClusterKeeperService:
+    service = ClusterKeeperService(cluster, CONFIG)
+    stack.callback(service.close)
+    service.start()
+    return service
 
 
 def run(work: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) -> None:
@@ -124,14 +124,14 @@ def run(work: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) 
 def test_everybody_hears_how_the_processes_of_a_keeper_are() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster, process = new_cluster(), sleeper(stack)
-        warden = opened(stack, cluster)
-        own = await add(stack, cluster, keeper=warden.id, pid=process.pid)
+        service = opened(stack, cluster)
+        own = await add(stack, cluster, keeper=service.id, pid=process.pid)
         other = await add(stack, cluster)
-        braggart = await add(stack, cluster, keeper=warden.id, host="elsewhere")
+        braggart = await add(stack, cluster, keeper=service.id, host="elsewhere")
         for node in (other, braggart):
             await node.until(lambda node=node: node.standing(own.card) == Vouch.BUSY)
-        assert {keeper for keeper, _ in other.said} == {keeper.card.id for keeper in other.keepers} == {warden.id}
-        assert warden.id not in other.met
+        assert {keeper for keeper, _ in other.said} == {keeper.card.id for keeper in other.keepers} == {service.id}
+        assert service.id not in other.met
         assert other.standing(braggart.card) is None
         at = time.monotonic()
         process.send_signal(signal.SIGSTOP)
@@ -149,13 +149,13 @@ def test_everybody_hears_how_the_processes_of_a_keeper_are() -> None:
 def test_the_last_word_of_a_keeper_is_how_its_processes_ended() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster, process = new_cluster(), sleeper(stack)
-        warden = opened(stack, cluster)
-        own = await add(stack, cluster, keeper=warden.id, pid=process.pid)
+        service = opened(stack, cluster)
+        own = await add(stack, cluster, keeper=service.id, pid=process.pid)
         other = await add(stack, cluster)
         await other.until(lambda: other.standing(own.card) == Vouch.BUSY)
         process.kill()
         process.wait(DEADLINE)
-        await asyncio.to_thread(warden.close)
+        await asyncio.to_thread(service.close)
         await other.until(lambda: other.standing(own.card) == Vouch.EXITED)
 
     run(work)
@@ -164,11 +164,11 @@ def test_the_last_word_of_a_keeper_is_how_its_processes_ended() -> None:
 def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_nobody_else() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster = new_cluster()
-        warden = opened(stack, cluster)
-        own, other = await add(stack, cluster, keeper=warden.id), await add(stack, cluster)
+        service = opened(stack, cluster)
+        own, other = await add(stack, cluster, keeper=service.id), await add(stack, cluster)
         founded = messages.Founded(0, b"l" * 16, False, (messages.SeatedMember(0, own.card),), "continue")
         for node in (other, own):
-            assert not warden.survives
+            assert not service.survives
             while True:  # of two links that were opened at once one is closed, and what was said there is lost
                 await node.until(lambda node=node: bool(node.keepers))
                 keeper = node.keepers[-1]
@@ -176,8 +176,8 @@ def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_nobody_else() -> Non
                 with contextlib.suppress(TimeoutError):
                     await keeper.ask(messages.Ask(), 0.5)  # answered after what came before was heard
                     break
-            await asyncio.to_thread(warden.catch_up)
-        assert warden.survives
+            await asyncio.to_thread(service.catch_up)
+        assert service.survives
 
     run(work)
 
@@ -187,9 +187,9 @@ def test_a_node_that_comes_later_to_a_network_without_multicast_is_met_too() -> 
         cluster, process = new_cluster(), sleeper(stack)
         first = await add(stack, cluster, announce=False)
         seeded = replace(cluster, seeds=(f"127.0.0.1:{first.card.contact.addresses[0].port}",))
-        warden = opened(stack, seeded)
+        service = opened(stack, seeded)
         await first.until(lambda: bool(first.keepers))
-        own = await add(stack, seeded, announce=False, keeper=warden.id, pid=process.pid)
+        own = await add(stack, seeded, announce=False, keeper=service.id, pid=process.pid)
         await first.until(lambda: first.standing(own.card) == Vouch.BUSY)
         await own.until(lambda: own.standing(own.card) == Vouch.BUSY)
 
@@ -197,25 +197,25 @@ def test_a_node_that_comes_later_to_a_network_without_multicast_is_met_too() -> 
 
 
 def test_a_keeper_that_cannot_come_to_the_cluster_says_so_quietly(caplog: pytest.LogCaptureFixture) -> None:
-    warden = ClusterWarden(new_cluster(), GroupConfig(interfaces="nosuch0"))
+    service = ClusterKeeperService(new_cluster(), GroupConfig(interfaces="nosuch0"))
     with caplog.at_level(logging.INFO, logger="covey"):
-        warden.start()
+        service.start()
         for thread in threading.enumerate():
             if thread.name == "covey-warden":
                 thread.join(DEADLINE)
-        warden.catch_up()
-        warden.close()
-        warden.close()
+        service.catch_up()
+        service.close()
+        service.close()
     (record,) = caplog.records
-    assert (record.levelno, warden.survives) == (logging.INFO, False)
+    assert (record.levelno, service.survives) == (logging.INFO, False)
     assert "no keeper in cluster 'lab'" in record.getMessage()
 
 
 def test_a_keeper_that_is_closed_at_once_never_comes() -> None:
     before = len(os.listdir(tempfile.gettempdir()))
-    warden = ClusterWarden(new_cluster(), CONFIG)
-    warden.close()
-    warden.start()
+    service = ClusterKeeperService(new_cluster(), CONFIG)
+    service.close()
+    service.start()
     for thread in threading.enumerate():
         if thread.name == "covey-warden":
             thread.join(DEADLINE)

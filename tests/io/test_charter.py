@@ -11,9 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.errors import AuthError, ConfigError
-from covey.net import charter, clusters, owner
-from covey.net.clusters import Cluster
-from covey.net.identity import NodeIdentity, own_ids, own_machine, short_id
+from covey.net.keys import charter, clusters, owner
+from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import NodeIdentity, own_ids, own_machine, short_id
 from covey.wire.machine import machine_of
 from covey.wire.messages import Card, Charter, Contact
 from covey.wire.secret import ClusterSecret

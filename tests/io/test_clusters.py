@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net import clusters
-from covey.net.clusters import Cluster
+from covey.net.keys import clusters
+from covey.net.keys.clusters import Cluster
 from covey.wire.secret import ClusterSecret, encode_join_code
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -158,7 +158,7 @@ def test_what_cannot_be_noted_is_not_an_error(folder: Path) -> None:
 
 REMEMBER = """
 import sys
-from covey.net import clusters
+from covey.net.keys import clusters
 from dataclasses import replace
 number = int(sys.argv[1])
 for turn in range(5):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.base.errors import AuthError, ConnectError
-from covey.runtime import entrance as entrance_module
-from covey.runtime.arrivals import SOURCE_BURST, SOURCE_RATE
-from covey.runtime.entrance import STRANGERS_AT_ONCE, Entrance
-from covey.runtime.greet import Gate, connect, receive_exactly
-from covey.runtime.probe import best_way, sound, throughput
+from covey.runtime.links import acceptor as entrance_module
+from covey.runtime.links.acceptor import STRANGERS_AT_ONCE, Acceptor
+from covey.runtime.links.handshake import LinkCredentials, connect, receive_exactly
+from covey.runtime.links.probe import best_way, sound, throughput
+from covey.runtime.links.source_limits import SOURCE_BURST, SOURCE_RATE
 from covey.wire import door
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DEADLINE = 20.0
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-GATE = Gate(KEY)
+GATE = LinkCredentials(KEY)
 Where = tuple[str, int]
 
 
@@ -46,14 +46,14 @@ def listener(ip: str = "127.0.0.1") -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def opened(listener: socket.socket, **options: Any) -> AsyncIterator[tuple[Entrance, Where]]:
-    entrance = Entrance([listener], KEY, "test", **options)
+async def opened(listener: socket.socket, **options: Any) -> AsyncIterator[tuple[Acceptor, Where]]:
+    acceptor = Acceptor([listener], KEY, "test", **options)
     where = listener.getsockname()
-    entrance.open()
+    acceptor.open()
     try:
-        yield entrance, where
+        yield acceptor, where
     finally:
-        await entrance.close()
+        await acceptor.close()
 
 
 class Visitor:
@@ -101,7 +101,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_those_with_the_key_are_led_to_whom_they_came_for() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
+        acceptor, where = await stack.enter_async_context(opened(listener()))
         came: dict[str, bytes] = {}
 
         async def on_link(sock: socket.socket, said: bytes) -> None:
@@ -114,7 +114,7 @@ def test_those_with_the_key_are_led_to_whom_they_came_for() -> None:
             with sock:
                 await asyncio.get_running_loop().sock_sendall(sock, b"a lane")
 
-        entrance.on_link, entrance.on_lane = on_link, on_lane
+        acceptor.on_link, acceptor.on_lane = on_link, on_lane
         sock, said = await connect(where, GATE, door.Purpose.LINK)
         with sock:
             assert await receive_exactly(sock, 6) == b"a link"
@@ -123,8 +123,8 @@ def test_those_with_the_key_are_led_to_whom_they_came_for() -> None:
         with sock:
             assert await receive_exactly(sock, 6) == b"a lane"
         assert set(came) == {"link", "lane"}
-        assert entrance.turned_away == 0
-        assert entrance.about_strangers() == ""
+        assert acceptor.turned_away == 0
+        assert acceptor.about_strangers() == ""
 
     run(work)
 
@@ -147,7 +147,7 @@ def test_a_probe_gets_its_words_back_and_can_measure_what_gets_through() -> None
         assert sounding.problem == ""
         assert 0 < sounding.round_trip < 1
         assert await throughput(where, GATE, 1 << 20, 5.0) > 1 << 16
-        refused = await sound(where, Gate(OTHER_KEY))
+        refused = await sound(where, LinkCredentials(OTHER_KEY))
         assert refused.round_trip < 0
         assert refused.problem
         closed = listener()
@@ -164,18 +164,18 @@ def test_a_probe_gets_its_words_back_and_can_measure_what_gets_through() -> None
 
 def test_the_one_too_many_at_the_door_sends_the_oldest_stranger_away() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
+        acceptor, where = await stack.enter_async_context(opened(listener()))
         crowd = []
         for _ in range(STRANGERS_AT_ONCE):
             crowd.append(await Visitor.come(stack, where))
             await crowd[-1].challenge()  # each is at the door before the next one comes
-        assert entrance.turned_away == 0
+        assert acceptor.turned_away == 0
         await (await Visitor.come(stack, where)).challenge()
         assert await crowd[0].rest() == b""
-        assert entrance.turned_away == 1
-        assert len(entrance._strangers) == STRANGERS_AT_ONCE
+        assert acceptor.turned_away == 1
+        assert len(acceptor._strangers) == STRANGERS_AT_ONCE
         assert {visitor.sock.getsockname() for visitor in crowd[1:]} <= {
-            sock.getpeername() for sock in entrance._strangers
+            sock.getpeername() for sock in acceptor._strangers
         }
 
     run(work)
@@ -183,20 +183,20 @@ def test_the_one_too_many_at_the_door_sends_the_oldest_stranger_away() -> None:
 
 def test_in_a_crowd_those_from_a_members_address_stay() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
-        entrance.member_ips.add("127.0.0.2")
+        acceptor, where = await stack.enter_async_context(opened(listener()))
+        acceptor.member_ips.add("127.0.0.2")
         member = await Visitor.come(stack, where, "127.0.0.2")
         challenge = await member.challenge()
         for _ in range(4 * STRANGERS_AT_ONCE):
             await (await Visitor.come(stack, where)).challenge()
-        assert entrance.turned_away == 3 * STRANGERS_AT_ONCE + 1
+        assert acceptor.turned_away == 3 * STRANGERS_AT_ONCE + 1
         greeted = asyncio.get_running_loop().create_future()
 
         async def on_link(sock: socket.socket, said: bytes) -> None:
             sock.close()
             greeted.set_result(said)
 
-        entrance.on_link = on_link
+        acceptor.on_link = on_link
         answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.BOUND_BYTES)
         await asyncio.get_running_loop().sock_sendall(member.sock, answer)
         assert await greeted == challenge + answer
@@ -206,7 +206,7 @@ def test_in_a_crowd_those_from_a_members_address_stay() -> None:
 
 def test_in_a_crowd_the_source_with_most_connections_gives_way() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
+        acceptor, where = await stack.enter_async_context(opened(listener()))
         lonely = await Visitor.come(stack, where, "127.0.0.7")
         challenge = await lonely.challenge()
         for _ in range(4 * STRANGERS_AT_ONCE):
@@ -217,7 +217,7 @@ def test_in_a_crowd_the_source_with_most_connections_gives_way() -> None:
             sock.close()
             greeted.set_result(said)
 
-        entrance.on_link = on_link
+        acceptor.on_link = on_link
         answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.BOUND_BYTES)
         await asyncio.get_running_loop().sock_sendall(lonely.sock, answer)
         assert await greeted == challenge + answer
@@ -227,8 +227,8 @@ def test_in_a_crowd_the_source_with_most_connections_gives_way() -> None:
 
 def test_a_source_that_sends_too_many_strangers_is_not_even_challenged_and_others_are() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
-        entrance.member_ips.add("127.0.0.3")
+        acceptor, where = await stack.enter_async_context(opened(listener()))
+        acceptor.member_ips.add("127.0.0.3")
         came = time.monotonic()
         challenged = 0
         for _ in range(2 * int(SOURCE_BURST)):
@@ -239,7 +239,7 @@ def test_a_source_that_sends_too_many_strangers_is_not_even_challenged_and_other
                 challenged += bool(await Visitor(sock).first())
         allowed = SOURCE_BURST + SOURCE_RATE * (time.monotonic() - came)
         assert SOURCE_BURST <= challenged <= allowed
-        assert entrance.arrivals.refused == 2 * SOURCE_BURST - challenged
+        assert acceptor.arrivals.refused == 2 * SOURCE_BURST - challenged
         for ip in ("127.0.0.2", "127.0.0.3"):
             assert await (await Visitor.come(stack, where, ip)).challenge()
 
@@ -248,20 +248,20 @@ def test_a_source_that_sends_too_many_strangers_is_not_even_challenged_and_other
 
 def test_nodes_that_hold_the_key_may_come_as_often_as_they_like() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
+        acceptor, where = await stack.enter_async_context(opened(listener()))
         for _ in range(2 * int(SOURCE_BURST)):
             sock, _ = await connect(where, GATE, door.Purpose.PROBE)
             with sock:
                 await asyncio.get_running_loop().sock_sendall(sock, b"ping1234")
                 assert await receive_exactly(sock, 8) == b"ping1234"
-        assert entrance.arrivals.refused == entrance.turned_away == 0
+        assert acceptor.arrivals.refused == acceptor.turned_away == 0
 
     run(work)
 
 
 def test_a_member_gets_in_while_strangers_keep_coming() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
+        acceptor, where = await stack.enter_async_context(opened(listener()))
         came = asyncio.Event()
 
         async def crowd() -> None:
@@ -278,7 +278,7 @@ def test_a_member_gets_in_while_strangers_keep_coming() -> None:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        assert len(entrance._strangers) <= STRANGERS_AT_ONCE
+        assert len(acceptor._strangers) <= STRANGERS_AT_ONCE
 
     run(work)
 
@@ -287,7 +287,7 @@ def test_who_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: pytest.Monke
     monkeypatch.setattr(entrance_module, "STRANGER_SECONDS", 0.3)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
+        acceptor, where = await stack.enter_async_context(opened(listener()))
         slow = await Visitor.come(stack, where)
         await slow.challenge()
         began, gone = time.monotonic(), asyncio.create_task(slow.rest())
@@ -300,7 +300,7 @@ def test_who_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: pytest.Monke
         assert await gone == b""
         assert sent < door.ANSWER_BYTES
         assert time.monotonic() - began < DEADLINE / 2
-        await until(lambda: entrance.turned_away == 1)
+        await until(lambda: acceptor.turned_away == 1)
 
     run(work)
 
@@ -309,14 +309,14 @@ def test_wrong_answers_are_turned_away_with_one_line_for_all(caplog: pytest.LogC
     caplog.set_level(logging.INFO, "covey")
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
+        acceptor, where = await stack.enter_async_context(opened(listener()))
         for _ in range(50):
             visitor = await Visitor.come(stack, where)
             await visitor.answer(door.Purpose.LINK, OTHER_KEY)
             assert await visitor.rest() == b""
-        assert entrance.turned_away == 50
-        assert not entrance._strangers
-        assert entrance.about_strangers().startswith("50 connections were turned away for want")
+        assert acceptor.turned_away == 50
+        assert not acceptor._strangers
+        assert acceptor.about_strangers().startswith("50 connections were turned away for want")
 
     run(work)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -330,20 +330,20 @@ def test_a_failed_greeting_is_told_and_the_next_one_is_served(caplog: pytest.Log
     caplog.set_level(logging.INFO, "covey")
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
+        acceptor, where = await stack.enter_async_context(opened(listener()))
         problems: list[BaseException] = [AuthError("not of this cluster"), OSError("broken"), RuntimeError("a bug")]
 
         async def on_link(sock: socket.socket, said: bytes) -> None:
             with sock:
                 raise problems.pop(0)
 
-        entrance.on_link = on_link
+        acceptor.on_link = on_link
         while problems:
             visitor = await Visitor.come(stack, where)
             await visitor.answer(door.Purpose.LINK)
             assert await visitor.rest() == b""
-        await until(lambda: not entrance._guests)
-        assert entrance.turned_away == 2
+        await until(lambda: not acceptor._guests)
+        assert acceptor.turned_away == 2
 
     run(work)
     assert [record.levelname for record in caplog.records] == [
@@ -359,8 +359,8 @@ def test_the_one_too_many_of_the_guests_sends_the_oldest_away_unless_it_has_a_me
     monkeypatch.setattr(entrance_module, "GUESTS_AT_ONCE", 3)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
-        entrance.member_ips.add("127.0.0.2")
+        acceptor, where = await stack.enter_async_context(opened(listener()))
+        acceptor.member_ips.add("127.0.0.2")
         came, enough = asyncio.Semaphore(0), asyncio.Event()
 
         async def on_link(sock: socket.socket, said: bytes) -> None:
@@ -369,17 +369,17 @@ def test_the_one_too_many_of_the_guests_sends_the_oldest_away_unless_it_has_a_me
                 await enough.wait()
                 await asyncio.get_running_loop().sock_sendall(sock, b"welcome")
 
-        entrance.on_link = on_link
+        acceptor.on_link = on_link
         guests = []
         for ip in ("127.0.0.2", "127.0.0.1", "127.0.0.1", "127.0.0.1"):
             guests.append(await Visitor.come(stack, where, ip))
             await guests[-1].answer(door.Purpose.LINK)
             await came.acquire()  # each is being greeted before the next one comes
         assert await guests.pop(1).rest() == b""
-        assert entrance.turned_away == 1
+        assert acceptor.turned_away == 1
         enough.set()
         assert [await guest.rest() for guest in guests] == [b"welcome"] * 3
-        await until(lambda: not entrance._guests)
+        await until(lambda: not acceptor._guests)
 
     run(work)
 
@@ -388,13 +388,13 @@ def test_the_last_descriptors_are_not_for_strangers(monkeypatch: pytest.MonkeyPa
     """Who comes when few are left is sent away at once, and let in again when there are more."""
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        entrance, where = await stack.enter_async_context(opened(listener()))
+        acceptor, where = await stack.enter_async_context(opened(listener()))
         with monkeypatch.context() as patched:
-            patched.setattr("covey.runtime.entrance.is_scarce", lambda _descriptor: True)
+            patched.setattr("covey.runtime.links.acceptor.is_scarce", lambda _descriptor: True)
             for _ in range(100):
                 visitor = await Visitor.come(stack, where)
                 assert await visitor.rest() == b""
-        assert entrance.turned_away == 100
+        assert acceptor.turned_away == 100
         assert (await sound(where, GATE)).round_trip > 0
 
     run(work)
@@ -403,10 +403,10 @@ def test_the_last_descriptors_are_not_for_strangers(monkeypatch: pytest.MonkeyPa
 def test_connections_by_an_excluded_interface_are_not_even_challenged() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         allows = functools.partial(str.__eq__, "127.0.0.1")
-        entrance, where = await stack.enter_async_context(opened(listener("0.0.0.0"), allows=allows))
+        acceptor, where = await stack.enter_async_context(opened(listener("0.0.0.0"), allows=allows))
         unwanted = await Visitor.come(stack, ("127.0.0.3", where[1]))
         assert await unwanted.rest() == b""
-        assert entrance.turned_away == 1
+        assert acceptor.turned_away == 1
         assert (await sound(("127.0.0.1", where[1]), GATE)).round_trip > 0
 
     run(work)
@@ -416,7 +416,7 @@ def test_connections_by_an_excluded_interface_are_not_even_challenged() -> None:
 def test_closing_ends_whatever_is_going_on_and_leaves_no_socket(moment: str) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         listening = listener()
-        entrance, where = await stack.enter_async_context(opened(listening))
+        acceptor, where = await stack.enter_async_context(opened(listening))
         began, forever = asyncio.Event(), asyncio.Event()
 
         async def on_link(sock: socket.socket, said: bytes) -> None:
@@ -424,7 +424,7 @@ def test_closing_ends_whatever_is_going_on_and_leaves_no_socket(moment: str) -> 
                 began.set()
                 await forever.wait()
 
-        entrance.on_link = on_link
+        acceptor.on_link = on_link
         crowd = [await Visitor.come(stack, where) for _ in range(10)]
         for visitor in crowd:
             if moment == "at the door":
@@ -433,13 +433,13 @@ def test_closing_ends_whatever_is_going_on_and_leaves_no_socket(moment: str) -> 
                 await visitor.answer(door.Purpose.LINK if moment == "greeted" else door.Purpose.PROBE)
         if moment == "greeted":
             await began.wait()
-        await entrance.close()
-        await entrance.close()
+        await acceptor.close()
+        await acceptor.close()
         assert listening.fileno() == -1
         for visitor in crowd:
             assert len(await visitor.rest()) in (0, door.CHALLENGE_BYTES)
-        assert not entrance._strangers
-        assert not entrance._guests
+        assert not acceptor._strangers
+        assert not acceptor._guests
         with pytest.raises(ConnectError):
             await connect(where, GATE, door.Purpose.LINK)
 
@@ -455,6 +455,6 @@ def test_a_unix_socket_has_a_door_too() -> None:
         local.setblocking(False)
         await stack.enter_async_context(opened(local))
         assert (await sound(f"{folder}/node.sock", GATE)).round_trip > 0
-        assert (await sound(f"{folder}/node.sock", Gate(OTHER_KEY))).round_trip < 0
+        assert (await sound(f"{folder}/node.sock", LinkCredentials(OTHER_KEY))).round_trip < 0
 
     run(work)

@@ -11,7 +11,7 @@ import pytest
 
 from covey.proto.health import Cause, Vouch
 from covey.runtime import loop as control
-from covey.runtime.node import Node
+from covey.runtime.members.node import Node
 from covey.testing.threads import run_threads
 from covey.wire import messages
 
@@ -53,7 +53,7 @@ def test_the_word_of_a_keeper_reaches_those_who_agree_on_views() -> None:
         assert node is not None
         assert generation is not None
         group.barrier()
-        presence, other = generation.council._core._presence, 1 - group.rank
+        presence, other = generation.view_driver._core._presence, 1 - group.rank
 
         async def hear(value: Vouch) -> float:
             node.vouched(node.peers[other].keeper, [(node.peers[other].life, int(value))])

@@ -21,18 +21,18 @@ from hypothesis import strategies as st
 
 from covey.base.config import GroupConfig
 from covey.base.errors import RemoteProtocolError
-from covey.runtime import lanes
-from covey.runtime import node as node_module
-from covey.runtime.arrivals import SOURCE_RATE
-from covey.runtime.bootstrap import join_at
-from covey.runtime.greet import GREETING_SECONDS, Gate
-from covey.runtime.places import Place
+from covey.runtime.environment import Place
+from covey.runtime.joining.bootstrap import join_at
+from covey.runtime.links.handshake import GREETING_SECONDS, LinkCredentials
+from covey.runtime.links.source_limits import SOURCE_RATE
+from covey.runtime.members import lanes
+from covey.runtime.members import node as node_module
 from covey.wire import door, frame, greeting, header, message_header, messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 Address = str | tuple[str, int]
 LANES = ("shm", "unix", "tcp", "secure")
@@ -149,8 +149,8 @@ class Crew:
         self._groups[rank] = self._threads.submit(join_at, place, config, timeout=DEADLINE)
 
     @property
-    def gate(self) -> Gate:
-        return Gate.of_token(self.token)
+    def gate(self) -> LinkCredentials:
+        return LinkCredentials.of_token(self.token)
 
     def doors(self, rank: int) -> list[Address]:
         """Return where `rank` listens, as soon as it does."""
@@ -236,7 +236,7 @@ def read_challenge(sock: socket.socket) -> bytes:
     return data
 
 
-def pass_the_door(sock: socket.socket, gate: Gate, purpose: door.Purpose) -> bytes:
+def pass_the_door(sock: socket.socket, gate: LinkCredentials, purpose: door.Purpose) -> bytes:
     """Answer the challenge; return what was said at the door."""
     challenge = read_challenge(sock)
     answer = door.answer(gate.door_key, challenge, purpose, secrets.token_bytes(door.BOUND_BYTES))
@@ -245,7 +245,7 @@ def pass_the_door(sock: socket.socket, gate: Gate, purpose: door.Purpose) -> byt
 
 
 def introduce(
-    address: Address, gate: Gate, who: messages.Hello, *, token: bytes | None = None
+    address: Address, gate: LinkCredentials, who: messages.Hello, *, token: bytes | None = None
 ) -> tuple[bytes, messages.Greeting | None]:
     """Go through the door and the greeting; return what was sent after it, and the answer if there was one."""
     with connect(address) as sock:
@@ -272,7 +272,7 @@ RUBBISH = (
 )
 
 
-def bother(address: Address, gate: Gate) -> None:
+def bother(address: Address, gate: LinkCredentials) -> None:
     """Come with rubbish at the door and behind it, without the key, and with answers to another challenge."""
     for rubbish in RUBBISH:
         with connect(address) as sock:
@@ -285,7 +285,7 @@ def bother(address: Address, gate: Gate) -> None:
                 send(sock, rubbish)
                 end(sock)
                 assert read(sock) == b""  # nobody who has proved nothing gets an answer
-    other = Gate.of_token(secrets.token_bytes(32))
+    other = LinkCredentials.of_token(secrets.token_bytes(32))
     assert introduce(address, other, hello())[1] is None
     assert introduce(address, gate, hello(), token=other.token)[1] is None
     with connect(address) as sock:
@@ -357,8 +357,8 @@ def exchange(group: Group) -> float:
 def test_those_who_hold_the_key_and_say_no_more_are_forgotten_in_time(
     crew: Crew, strangers: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("covey.runtime.greet.GREETING_SECONDS", 0.5)
-    monkeypatch.setattr("covey.runtime.lanes.GREETING_SECONDS", 0.5)
+    monkeypatch.setattr("covey.runtime.links.handshake.GREETING_SECONDS", 0.5)
+    monkeypatch.setattr("covey.runtime.members.lanes.GREETING_SECONDS", 0.5)
     for rank in range(2):
         crew.start(rank)
     assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
@@ -368,8 +368,8 @@ def test_those_who_hold_the_key_and_say_no_more_are_forgotten_in_time(
             pass_the_door(sock, crew.gate, purpose)
             send(sock, bytes(number))
     assert crew.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
-    entrance = next(node.entrance for node in list(node_module._nodes) if node.rank == 0)
-    wait_until(lambda: not entrance._guests)
+    acceptor = next(node.acceptor for node in list(node_module._nodes) if node.rank == 0)
+    wait_until(lambda: not acceptor._guests)
 
 
 def test_those_who_know_the_token_but_are_someone_else_are_refused(crew: Crew) -> None:

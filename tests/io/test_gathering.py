@@ -18,19 +18,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.config import GroupConfig
 from covey.base.errors import AuthError, ConnectError, DeadlineError
-from covey.net import clusters
-from covey.net.clusters import Cluster
-from covey.net.identity import NodeIdentity, short_id
-from covey.net.tls import Credentials
+from covey.net.keys import clusters
+from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import NodeIdentity, short_id
+from covey.net.keys.tls import Credentials
 from covey.proto.formation import Formed
-from covey.runtime import candidate as candidate_module
-from covey.runtime.candidate import Candidate
-from covey.runtime.follower import Outcome
-from covey.runtime.gathering import Gathering
-from covey.runtime.greet import Gate, RefusedError, dial
-from covey.runtime.hints import Hint
-from covey.runtime.reach import NOT_TRIED, TOO_OFTEN
-from covey.runtime.seat import cluster_seat
+from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
+from covey.runtime.mesh import joiner as candidate_module
+from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.follower import Outcome
+from covey.runtime.mesh.hints import Hint
+from covey.runtime.mesh.joiner import Joiner
+from covey.runtime.mesh.mesh import Mesh
+from covey.runtime.mesh.reach import NOT_TRIED, TOO_OFTEN
 from covey.wire import messages
 from covey.wire.formation import Terms
 from covey.wire.secret import ClusterSecret
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from pathlib import Path
 
-    from covey.runtime.acquaintance import Acquaintance
+    from covey.runtime.mesh.remote_node import RemoteNode
 
 DEADLINE = 20.0
 CONFIG = GroupConfig(interfaces="lo")
@@ -64,7 +64,7 @@ class Crew:
     """Nodes in one process. They find each other only by what a test tells them, unless they announce themselves."""
 
     def __init__(self) -> None:
-        self.nodes: list[Gathering] = []
+        self.nodes: list[Mesh] = []
 
     async def add(
         self, cluster: Cluster, *, identity: NodeIdentity | None = None, announce: bool = False, **node: Any
@@ -72,11 +72,11 @@ class Crew:
         """Open a node: a candidate if there are `terms`, else a visitor."""
         identity = identity if identity is not None else NodeIdentity.ephemeral()
         seat = cluster_seat(cluster, CONFIG, run="r", ports=(0,), identity=identity)
-        made: Gathering
+        made: Mesh
         if "terms" in node:
-            made = Candidate(cluster, CONFIG, seat, node["terms"])
+            made = Joiner(cluster, CONFIG, seat, node["terms"])
         else:
-            made = Gathering(cluster, CONFIG, seat, announce=announce)
+            made = Mesh(cluster, CONFIG, seat, announce=announce)
         self.nodes.append(made)
         await made.open()
         return made
@@ -108,16 +108,16 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.005)
 
 
-def seed_of(node: Gathering) -> str:
+def seed_of(node: Mesh) -> str:
     return f"127.0.0.1:{node.card.contact.addresses[0].port}"
 
 
-def know_each_other(*nodes: Gathering) -> bool:
+def know_each_other(*nodes: Mesh) -> bool:
     ids = {node.card.id for node in nodes}
     return all(set(node.met) == ids - {node.card.id} for node in nodes)
 
 
-def only_links(one: Gathering, other: Gathering) -> list[Any] | None:
+def only_links(one: Mesh, other: Mesh) -> list[Any] | None:
     """Return the two ends of the one link between two nodes, or None as long as there is not exactly one."""
     ends = [list(a.met[b.card.id].links) for a, b in ((one, other), (other, one)) if b.card.id in a.met]
     return [end[0] for end in ends] if [len(end) for end in ends] == [1, 1] else None
@@ -238,7 +238,7 @@ def test_a_seed_that_does_not_answer_is_named_and_found_later() -> None:
         await until(lambda: seed in one.problems())
         assert one.problems()[seed].startswith(f"cannot be reached: {seed}: ")
         seat = cluster_seat(cluster, CONFIG, run="r", ports=(port,), identity=NodeIdentity.ephemeral())
-        back = Gathering(cluster, CONFIG, seat, announce=False)
+        back = Mesh(cluster, CONFIG, seat, announce=False)
         crew.nodes.append(back)
         await back.open()
         await until(lambda: know_each_other(one, back))
@@ -373,18 +373,18 @@ def test_a_later_life_takes_over_from_one_that_does_not_answer_any_more() -> Non
     run(work)
 
 
-def hello_of(gathering: Gathering, identity: NodeIdentity) -> messages.Hello:
+def hello_of(gathering: Mesh, identity: NodeIdentity) -> messages.Hello:
     card = msgspec.structs.replace(gathering.card, id=identity.id, life=identity.life, name=identity.name)
     return msgspec.structs.replace(gathering._hello(), card=card)
 
 
-def gate_of(cluster: Cluster, identity: NodeIdentity) -> Gate:
-    return Gate(
+def gate_of(cluster: Cluster, identity: NodeIdentity) -> LinkCredentials:
+    return LinkCredentials(
         cluster.secret.derive("door"), credentials=Credentials(cluster.secret.derive("node-ca"), identity.private)
     )
 
 
-def where_of(gathering: Gathering) -> tuple[str, int]:
+def where_of(gathering: Mesh) -> tuple[str, int]:
     return "127.0.0.1", gathering.card.contact.addresses[0].port
 
 
@@ -496,9 +496,9 @@ def test_a_visitor_meets_candidates_asks_how_things_stand_and_takes_part_in_noth
         candidate = await crew.add(cluster, terms=TERMS)
         visitor = await crew.add(replace(cluster, seeds=(seed_of(candidate),)))
         await until(lambda: visitor.met and candidate._visitors)
-        someone: Acquaintance = visitor.met[candidate.card.id]
-        assert someone.purpose == "candidate"
-        told = await someone.ask(messages.Ask(), 5.0)
+        remote: RemoteNode = visitor.met[candidate.card.id]
+        assert remote.purpose == "candidate"
+        told = await remote.ask(messages.Ask(), 5.0)
         assert isinstance(told, messages.Tell)
         assert (told.run, told.state, told.leader, told.peers) == ("r", "joining", b"", ())
         assert candidate.met == {}

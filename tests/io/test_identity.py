@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from covey.base.errors import ConfigError
 from covey.net.home import home, private_folder, read_private, write_private
-from covey.net.identity import NodeIdentity, ensure_identity, id_text, node_name, resolve_id, short_id
+from covey.net.keys.identity import NodeIdentity, ensure_identity, id_text, node_name, resolve_id, short_id
 from covey.net.locks import only_one
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give fil
 
 FORK = """
 import os, signal
-from covey.net.identity import NodeIdentity
+from covey.net.keys.identity import NodeIdentity
 identity = NodeIdentity.acquire()
 ready = os.pipe()
 child = os.fork()
@@ -47,7 +47,7 @@ finally:
 """
 LIVE = """
 import json, sys
-from covey.net.identity import NodeIdentity
+from covey.net.keys.identity import NodeIdentity
 identity = NodeIdentity.acquire()
 print(json.dumps([identity.id.hex(), identity.incarnation, identity.life.hex(), identity.name]), flush=True)
 sys.stdin.read()

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.io.secured import secure_end
 
 from covey.base.errors import ConnectError, RemoteProtocolError
-from covey.net.tls import Credentials
-from covey.runtime.link import BACKLOG_LIMIT, UNREAD_LIMIT, Link
+from covey.net.keys.tls import Credentials
+from covey.runtime.links.link import BACKLOG_LIMIT, UNREAD_LIMIT, Link
 from covey.wire.frame import CONTROL_LIMIT, frame
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def test_a_handshake_that_is_cancelled_at_any_moment_leaves_no_transport_on_a_cl
 
 
 def test_a_handshake_with_someone_who_says_nothing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.runtime.link.HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr("covey.runtime.links.link.HANDSHAKE_SECONDS", 0.2)
 
     async def work() -> None:
         near, far = socket.socketpair()

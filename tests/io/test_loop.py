@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.runtime import loop as control
-from covey.runtime.node import CLOSE_SECONDS
+from covey.runtime.members.node import CLOSE_SECONDS
 from covey.testing import run_threads
 
 if TYPE_CHECKING:

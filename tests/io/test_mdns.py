@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net import station
-from covey.net.interfaces import loopback_interfaces
-from covey.net.mdns import Beacon
+from covey.net.discovery import responder as station
+from covey.net.discovery.interfaces import loopback_interfaces
+from covey.net.discovery.mdns import Beacon
 from covey.wire.beacon import SERVICE, read
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ LO = loopback_interfaces()[0].name
 
 PEER = """
 import asyncio, json, socket, sys
-from covey.net.interfaces import to_dial, usable_interfaces
-from covey.net.mdns import Beacon
+from covey.net.discovery.interfaces import to_dial, usable_interfaces
+from covey.net.discovery.mdns import Beacon
 
 listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
 own_port = listener.getsockname()[1]
@@ -561,7 +561,7 @@ def test_nothing_on_the_wire_names_host_or_key() -> None:
 def test_a_forked_child_keeps_no_multicast_socket() -> None:
     code = f"""
 import asyncio, os
-from covey.net.mdns import Beacon
+from covey.net.discovery.mdns import Beacon
 def sockets():
     links = [os.path.realpath("/proc/self/fd/" + number).split("/")[-1] for number in os.listdir("/proc/self/fd")]
     udp = [line.split()[9] for kind in ("udp", "udp6") for line in open("/proc/self/net/" + kind) if ":14E9 " in line]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
-from covey.net.meeting import (
-    Meeting,
+from covey.net.discovery.host_rendezvous import (
+    HostRendezvous,
     check_folder,
     check_peer,
     host_token,
@@ -44,8 +44,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def seat(folder: Path, rank: int, token: bytes | None = None) -> Iterator[Meeting]:
-    meeting = Meeting(folder, rank, token)
+def seat(folder: Path, rank: int, token: bytes | None = None) -> Iterator[HostRendezvous]:
+    meeting = HostRendezvous(folder, rank, token)
     try:
         yield meeting
     finally:
@@ -72,8 +72,8 @@ def other_process(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
 SIT = """
 import sys
 from pathlib import Path
-from covey.net.meeting import Meeting
-meeting = Meeting(Path(sys.argv[1]), int(sys.argv[2]))
+from covey.net.discovery.host_rendezvous import HostRendezvous
+meeting = HostRendezvous(Path(sys.argv[1]), int(sys.argv[2]))
 print(meeting.token.hex(), flush=True)
 sys.stdin.read()
 """
@@ -146,7 +146,7 @@ def test_a_rank_that_lives_keeps_its_seat_and_is_named_to_the_second_one() -> No
     with other_process(SIT, folder, 3) as first:
         token = bytes.fromhex(first.stdout.readline())
         with pytest.raises(ConfigError, match=f"rank 3 of this job is already running as process {first.pid}"):
-            Meeting(folder, 3)
+            HostRendezvous(folder, 3)
         with seat(folder, 2) as other:
             assert other.token == token
         assert socket_path(folder, 3).exists(), "the refused one and the other left the first's socket alone"
@@ -180,7 +180,7 @@ def test_a_forked_child_does_not_keep_the_seat_of_its_dead_parent() -> None:
 
 def test_the_last_one_to_leave_removes_the_folder_and_leaving_twice_is_fine() -> None:
     folder = meeting_folder("leave")
-    one, two = Meeting(folder, 0), Meeting(folder, 1)
+    one, two = HostRendezvous(folder, 0), HostRendezvous(folder, 1)
     one.leave()
     assert {path.name for path in folder.iterdir()} == {"1.sock", "1.lock", "token"}
     one.leave()
@@ -204,7 +204,7 @@ def test_a_damaged_token_is_named_and_the_seat_is_free_again() -> None:
     (folder / "token").write_bytes(b"half")
     for _ in range(2):
         with pytest.raises(ConfigError, match="token is damaged"):
-            Meeting(folder, 0)
+            HostRendezvous(folder, 0)
 
 
 # Folders that are not safely ours
@@ -216,7 +216,7 @@ def test_a_folder_that_others_may_enter_is_refused(mode: int) -> None:
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(ConfigError, match="mode 0700"):
-        Meeting(folder, 0)
+        HostRendezvous(folder, 0)
     folder.parent.chmod(mode)
     with pytest.raises(ConfigError, match="mode 0700"):
         meeting_folder("open")
@@ -293,9 +293,7 @@ def test_a_connection_of_another_user_is_refused() -> None:
 
 
 def test_the_host_token_is_the_same_in_another_process_and_says_nothing() -> None:
-    code = (
-        "from covey.net.meeting import host_token; from pathlib import Path; print(host_token(Path('/')), flush=True)"
-    )
+    code = "from covey.net.discovery.host_rendezvous import host_token; from pathlib import Path; print(host_token(Path('/')), flush=True)"
     with other_process(code) as process:
         assert process.stdout.readline().strip() == host_token(Path("/"))
     assert socket.gethostname() not in host_token(Path("/"))

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from tests.security.attackers import DEADLINE, LOOPBACK, Detour, call_on_loop, new_cluster, run_nodes, until
 
-from covey.runtime.epochs import Epochs
-from covey.runtime.lanes import LaneKey
-from covey.runtime.node import Node
+from covey.runtime.members.epochs import Epochs
+from covey.runtime.members.lanes import LaneKey
+from covey.runtime.members.node import Node
 from covey.testing import run_threads
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 SURVIVING = replace(LOOPBACK, on_loss="continue")
 KEY = LaneKey(7, 1, "messages")

@@ -22,7 +22,7 @@ from covey.base.errors import (
     RemoteProtocolError,
 )
 from covey.proto.matching import ANY, CREDIT_BYTES
-from covey.runtime.messenger import Messenger
+from covey.runtime.messages.messenger import Messenger
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
 

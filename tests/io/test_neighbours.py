@@ -1,4 +1,4 @@
-"""Neighbours: the living nodes of one user on one host, and nobody else."""
+"""HostRegistry: the living nodes of one user on one host, and nobody else."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net.meeting import meeting_folder
-from covey.net.neighbours import AGE_SECONDS, MOST_NEIGHBOURS, Neighbour, Neighbours
+from covey.net.discovery.host_registry import AGE_SECONDS, MOST_NEIGHBOURS, HostRegistry, RegisteredNode
+from covey.net.discovery.host_rendezvous import meeting_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +27,8 @@ DEADLINE = 20.0
 TAG = "00112233aabbccdd"
 ANNOUNCE = """
 import os, sys
-from covey.net.neighbours import Neighbours
-neighbours = Neighbours(sys.argv[1])
+from covey.net.discovery.host_registry import HostRegistry
+neighbours = HostRegistry(sys.argv[1])
 neighbours.announce(int(sys.argv[2]), f"/tmp/{sys.argv[2]}.sock")
 """
 SAY = "print(os.getpid(), flush=True); sys.stdin.read()"
@@ -50,8 +50,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def neighbour(port: int = 0, tag: str = TAG) -> Iterator[Neighbours]:
-    neighbours = Neighbours(tag)
+def neighbour(port: int = 0, tag: str = TAG) -> Iterator[HostRegistry]:
+    neighbours = HostRegistry(tag)
     try:
         if port:
             neighbours.announce(port, f"/tmp/{port}.sock")
@@ -74,14 +74,14 @@ def process(port: int, code: str = "") -> Iterator[subprocess.Popen[str]]:
         node.communicate(timeout=DEADLINE)
 
 
-def ports(neighbours: Neighbours) -> list[int]:
+def ports(neighbours: HostRegistry) -> list[int]:
     return sorted(other.port for other in neighbours.others())
 
 
 def test_each_sees_the_others_but_not_itself() -> None:
     with neighbour(1) as one, neighbour(2) as two, neighbour() as watcher:
         assert (ports(one), ports(two), ports(watcher)) == ([2], [1], [1, 2])
-        assert one.others() == [Neighbour(2, "/tmp/2.sock", os.getpid())]
+        assert one.others() == [RegisteredNode(2, "/tmp/2.sock", os.getpid())]
 
 
 def test_clusters_do_not_see_each_other() -> None:
@@ -92,7 +92,7 @@ def test_clusters_do_not_see_each_other() -> None:
 def test_another_process_is_seen_for_as_long_as_it_lives() -> None:
     with neighbour(7) as here:
         with process(8) as there:
-            assert here.others() == [Neighbour(8, "/tmp/8.sock", there.pid)]
+            assert here.others() == [RegisteredNode(8, "/tmp/8.sock", there.pid)]
         assert here.others() == []
         assert len(list(meeting_folder(f"nodes-{TAG}").iterdir())) == 1  # what it left was removed
 
@@ -111,7 +111,7 @@ def test_a_forked_child_does_not_keep_its_dead_parent_announced() -> None:
 def test_the_last_announcement_counts_and_closing_withdraws_it() -> None:
     with neighbour() as watcher, neighbour(1) as moving:
         moving.announce(2, "/tmp/elsewhere.sock")
-        assert watcher.others() == [Neighbour(2, "/tmp/elsewhere.sock", os.getpid())]
+        assert watcher.others() == [RegisteredNode(2, "/tmp/elsewhere.sock", os.getpid())]
         moving.close()
         assert watcher.others() == []
         moving.close()
@@ -131,7 +131,7 @@ def test_a_folder_open_to_others_is_refused() -> None:
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match="0700"):
-        Neighbours(TAG)
+        HostRegistry(TAG)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_an_announcement_is_never_lost_to_those_who_clean_up() -> None:
 
 LISTEN = """
 import sys
-from covey.net.neighbours import Neighbours
-neighbours = Neighbours(sys.argv[1])
+from covey.net.discovery.host_registry import HostRegistry
+neighbours = HostRegistry(sys.argv[1])
 listener, path = neighbours.listen(8)
 print(path, flush=True)
 sys.stdin.read()

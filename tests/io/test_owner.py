@@ -13,7 +13,7 @@ from covey.base.errors import ConfigError
 from covey.cli.clusters import app as clusters_command
 from covey.cli.enroll import app as enroll_command
 from covey.cli.init import app as init_command
-from covey.net import clusters, owner
+from covey.net.keys import clusters, owner
 from covey.wire.secret import decode_join_code, encode_join_code
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import pytest
 
 from covey.base.errors import ConfigError
 from covey.proto.ballot import first_record
-from covey.runtime.council import Council
-from covey.runtime.records import Records
+from covey.runtime.members.view_driver import ViewDriver
+from covey.runtime.mesh.records import Records
 from covey.wire.lineage import Ending, Known, Remembered, new_lineage
 from covey.wire.membership import Bound, Record, Seat, View
 
@@ -125,7 +125,7 @@ def test_a_writer_that_is_killed_leaves_one_whole_record(home: Path) -> None:
     code = """
 import sys
 from covey.proto.ballot import first_record
-from covey.runtime.records import Records
+from covey.runtime.mesh.records import Records
 from covey.wire.membership import Bound, Seat
 records, number = Records("lab", "mine", b"1" * 32), 0
 while True:
@@ -203,7 +203,7 @@ class Assembly:
 
     def send(self, sender: int, place: int, message: messages.Agreeing) -> None:
         member = self.here[place]
-        asyncio.get_running_loop().call_soon(member.council.received, sender, message.body)
+        asyncio.get_running_loop().call_soon(member.view_driver.received, sender, message.body)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE):
@@ -221,14 +221,14 @@ class Councillor:
         self.views: list[View] = []
         self.error: Exception | None = None
         store = lambda record: self.records.write(Bound(0, record, LINEAGE))  # noqa: E731
-        self.council = Council(0, record, place, LIVES[place], self, store=store, **options)
+        self.view_driver = ViewDriver(0, record, place, LIVES[place], self, store=store, **options)
         assembly.here[place] = self
 
     def send(self, place: int, message: messages.Agreeing) -> None:
         self._assembly.send(self._place, place, message)
 
     def freeze(self, number: int) -> None:
-        self.council.frozen(number, ())
+        self.view_driver.frozen(number, ())
 
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
         self.views.append(view)
@@ -255,7 +255,7 @@ def gather(places: int, **options: Any) -> tuple[Assembly, list[Councillor]]:
     for member in members:
         for place in range(places):
             if members[place] is not member:
-                member.council.link_up(place, LIVES[place])
+                member.view_driver.link_up(place, LIVES[place])
     return assembly, members
 
 
@@ -264,12 +264,12 @@ def test_who_cannot_write_a_promise_down_gives_none_and_takes_no_more_part(home:
         assembly, members = gather(3, patience=1.0)
         (home / "runs").rename(home / "moved")
         (home / "runs").write_text("in the way")
-        members[0].council.disturbed(0)
+        members[0].view_driver.disturbed(0)
         await assembly.until(lambda: members[0].error is not None)
         assert isinstance(members[0].error, ConfigError)
         assert "is not a folder" in str(members[0].error)
         assert all(member.views == [] for member in members)
         for member in members:
-            member.council.close()
+            member.view_driver.close()
 
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE))

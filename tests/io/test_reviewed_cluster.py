@@ -17,13 +17,13 @@ import pytest
 
 from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
-from covey.net import clusters
-from covey.net.clusters import Cluster
-from covey.net.identity import NodeIdentity
-from covey.runtime.candidate import Candidate
-from covey.runtime.entrance import Entrance
-from covey.runtime.search import Search
-from covey.runtime.seat import cluster_seat
+from covey.net.keys import clusters
+from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import NodeIdentity
+from covey.runtime.links.acceptor import Acceptor
+from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.joiner import Joiner
+from covey.runtime.mesh.search import Search
 from covey.wire import door, messages
 from covey.wire.formation import Terms
 from covey.wire.secret import ClusterSecret, encode_join_code
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from covey.runtime.acquaintance import Acquaintance
+    from covey.runtime.mesh.remote_node import RemoteNode
 
 DEADLINE = 20.0
 CONFIG = GroupConfig(interfaces="lo")
@@ -96,7 +96,7 @@ def test_a_seed_that_cannot_be_tried_now_ends_neither_the_search_nor_the_announc
         finally:
             searching.cancel()
             await asyncio.gather(searching, return_exceptions=True)
-            await seat.entrance.close()
+            await seat.acceptor.close()
             seat.on_close()
 
     asyncio.run(work())
@@ -111,17 +111,17 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
         try:
             for _ in range(2):
                 seat = cluster_seat(cluster, CONFIG, run="r", ports=(0,), identity=NodeIdentity.ephemeral())
-                nodes.append(Candidate(cluster, CONFIG, seat, TERMS))
+                nodes.append(Joiner(cluster, CONFIG, seat, TERMS))
             smaller, larger = sorted(nodes, key=lambda node: node.card.id)
             for node in nodes:
                 await node.open()
             await asyncio.gather(larger.form(10), smaller.form(10))
-            (someone,) = larger.seated({messages.key_of(smaller.card): 0}).values()
+            (remote,) = larger.seated({messages.key_of(smaller.card): 0}).values()
             used: list[object] = []
-            in_use = someone.link
+            in_use = remote.link
             switched = larger.switched
 
-            def note(who: Acquaintance) -> None:
+            def note(who: RemoteNode) -> None:
                 used.append(who.link)
                 switched(who)
 
@@ -147,14 +147,14 @@ def test_a_wrong_key_is_told_although_something_harmless_was_told_just_before(
     async def work() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
-        entrance = Entrance([listener], secrets.token_bytes(32), "the run")
-        entrance.open()
+        acceptor = Acceptor([listener], secrets.token_bytes(32), "the run")
+        acceptor.open()
         try:
             address = listener.getsockname()
             _, scanner = await asyncio.open_connection(*address)
             scanner.close()
             await scanner.wait_closed()
-            while not entrance.turned_away:  # noqa: ASYNC110 - an entrance tells nobody
+            while not acceptor.turned_away:  # noqa: ASYNC110 - an entrance tells nobody
                 await asyncio.sleep(0.005)
             reader, writer = await asyncio.open_connection(*address)
             await reader.readexactly(door.CHALLENGE_BYTES)
@@ -165,7 +165,7 @@ def test_a_wrong_key_is_told_although_something_harmless_was_told_just_before(
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
         finally:
-            await entrance.close()
+            await acceptor.close()
 
     with caplog.at_level(logging.INFO, "covey"):
         asyncio.run(asyncio.wait_for(work(), DEADLINE))
@@ -179,7 +179,7 @@ def test_a_child_can_join_although_it_was_forked_while_another_thread_joined() -
     done = python(
         """
 import os, signal, threading, covey
-from covey.runtime import bootstrap
+from covey.runtime.joining import bootstrap
 threading.Thread(target=lambda: covey.join("nobody-else", timeout=15), daemon=True).start()
 while not bootstrap._joining.locked():
     pass

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.net.run_folder import AGE_SECONDS, LOCK, PREFIX, RunFolder, sweep
-from covey.runtime.keeper import LocalRun
+from covey.runtime.keeper.keeper import LocalRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

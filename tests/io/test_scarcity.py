@@ -13,19 +13,19 @@ import pytest
 from tests.io.test_gathering import Crew, home, know_each_other, new_cluster, run, seed_of, until
 
 from covey.base.errors import ConnectError
-from covey.net import interfaces, mdns
-from covey.net.mdns import Beacon
-from covey.runtime import gathering as gathering_module
-from covey.runtime import greet
-from covey.runtime.follower import Follower, Outcome
-from covey.runtime.hints import TRIES, Hint, Origin
+from covey.net.discovery import interfaces, mdns
+from covey.net.discovery.mdns import Beacon
+from covey.runtime.links import handshake as greet
 from covey.runtime.loop import aside
+from covey.runtime.mesh import mesh as gathering_module
+from covey.runtime.mesh.follower import Follower, Outcome
+from covey.runtime.mesh.hints import TRIES, Hint, Origin
 from covey.wire.messages import Address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.runtime.search import Search
+    from covey.runtime.mesh.search import Search
 
 
 __all__ = ["home"]  # a fixture of every test here
@@ -124,10 +124,10 @@ def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytes
 
 
 def test_a_hint_is_not_given_up_because_this_process_can_open_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.runtime.follower.SCARCE_SECONDS", 0.0)
-    monkeypatch.setattr("covey.runtime.follower.AGAIN_SECONDS", 0.004)
-    monkeypatch.setattr("covey.runtime.hints.AGAIN_SECONDS", 0.001)
-    monkeypatch.setattr("covey.runtime.hints.SELDOM_SECONDS", 0.002)
+    monkeypatch.setattr("covey.runtime.mesh.follower.SCARCE_SECONDS", 0.0)
+    monkeypatch.setattr("covey.runtime.mesh.follower.AGAIN_SECONDS", 0.004)
+    monkeypatch.setattr("covey.runtime.mesh.hints.AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr("covey.runtime.mesh.hints.SELDOM_SECONDS", 0.002)
     hint, dials = Hint((Address("192.0.2.1", 9),)), 0
 
     async def dial(_hint: Hint) -> Outcome:
@@ -172,7 +172,7 @@ def test_a_seed_is_tried_again_whatever_happened(monkeypatch: pytest.MonkeyPatch
         tries += 1
         raise error
 
-    monkeypatch.setattr("covey.runtime.search.aside", fail)
+    monkeypatch.setattr("covey.runtime.mesh.search.aside", fail)
 
     async def work(crew: Crew) -> None:
         node = await crew.add(new_cluster(seeds=("127.0.0.1:9",)))

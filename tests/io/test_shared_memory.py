@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from covey.base.errors import ConnectError
-from covey.net import shm
-from covey.runtime import lanes
+from covey.net.lanes import shm
+from covey.runtime.members import lanes
 
 pytestmark = pytest.mark.skipif(not shm.usable(), reason="shared memory is for Linux on x86-64")
 

@@ -26,17 +26,17 @@ from tests.io.secured import secure_end
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.cli.doctor.cures import Obstacle, obstacle
-from covey.net import tls
-from covey.net.tls import PROTOCOL, Channel, Credentials, peer_id
-from covey.runtime.entrance import Entrance
-from covey.runtime.greet import Gate, RefusedError, admit, dial, no_delay, receive_exactly
+from covey.net.keys import tls
+from covey.net.keys.tls import PROTOCOL, Channel, Credentials, peer_id
+from covey.runtime.links.acceptor import Acceptor
+from covey.runtime.links.handshake import LinkCredentials, RefusedError, admit, dial, no_delay, receive_exactly
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
-    from covey.runtime.link import Link
+    from covey.runtime.links.link import Link
 
 SOURCE = Path(__file__).parents[2] / "src"
 DEADLINE = 20.0
@@ -74,7 +74,7 @@ def test_the_authority_is_the_same_byte_for_byte_in_every_process() -> None:
 import sys
 import threading
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from covey.net.tls import Credentials
+from covey.net.keys.tls import Credentials
 from covey.wire.secret import ClusterSecret
 secret = ClusterSecret("lab", bytes(range(32)))
 made = Credentials(secret.derive("node-ca"), Ed25519PrivateKey.generate())
@@ -327,18 +327,20 @@ def hello_of(card: messages.Card) -> messages.Hello:
     return messages.Hello(messages.VERSION, secrets.token_bytes(32), "visitor", "", -1, 0, "auto", card)
 
 
-def gate_of(private: Ed25519PrivateKey, secret: ClusterSecret = SECRET, door: ClusterSecret | None = None) -> Gate:
-    return Gate((door or secret).derive("door"), credentials=credentials(private, secret))
+def gate_of(
+    private: Ed25519PrivateKey, secret: ClusterSecret = SECRET, door: ClusterSecret | None = None
+) -> LinkCredentials:
+    return LinkCredentials((door or secret).derive("door"), credentials=credentials(private, secret))
 
 
 @contextlib.asynccontextmanager
 async def host(
-    gate: Gate, welcome: messages.Greeting, greeted: list[Any] | None = None
+    gate: LinkCredentials, welcome: messages.Greeting, greeted: list[Any] | None = None
 ) -> AsyncIterator[tuple[str, int]]:
     """A node that answers every Hello with `welcome`; keeps what became of each greeting."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
-    entrance = Entrance([listener], gate.door_key, "test")
+    acceptor = Acceptor([listener], gate.door_key, "test")
     links: list[Link] = []
 
     async def on_link(sock: socket.socket, said: bytes) -> None:
@@ -353,12 +355,12 @@ async def host(
             if greeted is not None:
                 greeted.append(admitted[1].card.id)
 
-    entrance.on_link = on_link
-    entrance.open()
+    acceptor.on_link = on_link
+    acceptor.open()
     try:
         yield listener.getsockname()
     finally:
-        await entrance.close()
+        await acceptor.close()
         for link in links:
             link.abort()
             await link.ended.wait()
@@ -412,7 +414,7 @@ def test_a_refusal_carries_its_reason_to_the_dialler() -> None:
 
 
 def test_a_wrong_secret_is_noticed_by_the_dialler_at_the_door_or_behind_it() -> None:
-    async def work(mine: Gate) -> None:
+    async def work(mine: LinkCredentials) -> None:
         async with host(gate_of(TWO), messages.Welcome(-1, card_of(TWO), "visitor")) as where:
             await dial(where, mine, hello_of(card_of(ONE)))
 

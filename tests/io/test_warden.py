@@ -21,10 +21,10 @@ import pytest
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.proto.ballot import first_record
 from covey.proto.health import Vouch
-from covey.runtime import spokesman
-from covey.runtime.council import Council, place_id
-from covey.runtime.greet import Gate, RefusedError, dial
-from covey.runtime.warden import Warden, keeper_path
+from covey.runtime.keeper import local_keeper as local_keeper
+from covey.runtime.keeper.service import KeeperService, keeper_path
+from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
+from covey.runtime.members.view_driver import ViewDriver, place_id
 from covey.wire import messages
 from covey.wire.membership import Seat
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
     from covey.proto.changes import QuorumLost
-    from covey.runtime.link import Link
+    from covey.runtime.links.link import Link
     from covey.wire.membership import View
 
 DEADLINE = 20.0
 TOKEN, LINEAGE = b"t" * 32, b"l" * 16
-GATE = Gate.of_token(TOKEN)
+GATE = LinkCredentials.of_token(TOKEN)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of stopped processes")
 
 
@@ -51,13 +51,13 @@ def folder() -> Iterator[str]:
 
 
 @pytest.fixture
-def warden(folder: str) -> Iterator[Warden]:
-    warden = Warden(folder, TOKEN)
-    warden.start()
+def service(folder: str) -> Iterator[KeeperService]:
+    service = KeeperService(folder, TOKEN)
+    service.start()
     try:
-        yield warden
+        yield service
     finally:
-        warden.close()
+        service.close()
 
 
 def run(work: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) -> None:
@@ -91,14 +91,14 @@ class Rank:
         return cls(process)
 
     @classmethod
-    async def come(cls, stack: contextlib.AsyncExitStack, warden: Warden) -> Rank:
+    async def come(cls, stack: contextlib.AsyncExitStack, service: KeeperService) -> Rank:
         """Start a process, and link with the keeper in its place."""
         rank = cls.start(stack)
-        await rank.dial(stack, warden)
+        await rank.dial(stack, service)
         return rank
 
-    async def dial(self, stack: contextlib.AsyncExitStack, warden: Warden) -> Link:
-        self.link, welcome, _ = await dial(warden.path, GATE, hello(self.card))
+    async def dial(self, stack: contextlib.AsyncExitStack, service: KeeperService) -> Link:
+        self.link, welcome, _ = await dial(service.path, GATE, hello(self.card))
         assert (welcome.rank, welcome.purpose, welcome.card.id) == (-1, "keeper", b"")
         self.keeper = welcome.card
         stack.push_async_callback(self.link.ended.wait)
@@ -154,35 +154,35 @@ class Member:
         self.is_excluded = False
         seats = [Seat(place_id(rank), each.card.life) for rank, each in enumerate(ranks)]
         record = first_record(seats, LINEAGE, has_keeper=True)
-        self.council = Council(generation, record, place, ranks[place].card.life, self, has_keeper=True)
+        self.view_driver = ViewDriver(generation, record, place, ranks[place].card.life, self, has_keeper=True)
         ranks[place].on_message = self.heard
 
     def open(self, members: list[Member]) -> None:
         self.others = {member.place: member for member in members if member is not self}
         for place in self.others:
-            self.council.link_up(place, self._ranks[place].card.life)
-        self.council.link_up(len(self._ranks), self._ranks[self.place].keeper.life)
+            self.view_driver.link_up(place, self._ranks[place].card.life)
+        self.view_driver.link_up(len(self._ranks), self._ranks[self.place].keeper.life)
 
     def gone(self) -> None:
         """This rank is dead: the others lose their links with it."""
-        self.council.close()
+        self.view_driver.close()
         for other in self.others.values():
             del other.others[self.place]
-            other.council.link_down(self.place)
+            other.view_driver.link_down(self.place)
 
     def heard(self, message: messages.Control) -> None:
-        if isinstance(message, messages.Agreeing) and message.generation == self.council.generation:
-            self.council.received(len(self._ranks), message.body)
+        if isinstance(message, messages.Agreeing) and message.generation == self.view_driver.generation:
+            self.view_driver.received(len(self._ranks), message.body)
 
     def send(self, place: int, message: messages.Control) -> None:
         assert isinstance(message, messages.Agreeing)
         if place == len(self._ranks):
             self._ranks[self.place].send(message)
         elif (other := self.others.get(place)) is not None:
-            asyncio.get_running_loop().call_soon(other.council.received, self.place, message.body)
+            asyncio.get_running_loop().call_soon(other.view_driver.received, self.place, message.body)
 
     def freeze(self, number: int) -> None:
-        asyncio.get_running_loop().call_soon(self.council.frozen, number, ())
+        asyncio.get_running_loop().call_soon(self.view_driver.frozen, number, ())
 
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
         self.views.append(view)
@@ -199,16 +199,16 @@ async def found(stack: contextlib.AsyncExitStack, ranks: list[Rank], generation:
     """Found a generation as its members do: a council each, then a word to the keeper."""
     members = [Member(ranks, place, generation) for place in range(len(ranks))]
     for member in members:
-        stack.callback(member.council.close)
+        stack.callback(member.view_driver.close)
         member.open(members)
     for rank in ranks:
         rank.send(founded(ranks, generation))
     return members
 
 
-def test_a_killed_process_is_told_of_as_exited_at_once(warden: Warden) -> None:
+def test_a_killed_process_is_told_of_as_exited_at_once(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        ranks = [await Rank.come(stack, warden) for _ in range(3)]
+        ranks = [await Rank.come(stack, service) for _ in range(3)]
         await asyncio.gather(*(rank.until(lambda rank=rank: rank.standing(ranks[2]) == Vouch.BUSY) for rank in ranks))
         killed_at = time.monotonic()
         ranks[1].process.kill()
@@ -217,16 +217,16 @@ def test_a_killed_process_is_told_of_as_exited_at_once(warden: Warden) -> None:
         assert max(known_at) - killed_at < 0.5
         assert [ranks[0].standing(rank) for rank in ranks] == [Vouch.BUSY, Vouch.EXITED, Vouch.BUSY]
         with pytest.raises(RefusedError, match=f"sees no process {ranks[1].process.pid}"):
-            await ranks[1].dial(stack, warden)
+            await ranks[1].dial(stack, service)
 
     run(work)
 
 
 @pytest.mark.alone
 @linux
-def test_a_stopped_process_is_told_of_and_so_is_its_going_on(warden: Warden) -> None:
+def test_a_stopped_process_is_told_of_and_so_is_its_going_on(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        one, other = [await Rank.come(stack, warden) for _ in range(2)]
+        one, other = [await Rank.come(stack, service) for _ in range(2)]
         await one.until(lambda: one.standing(other) == Vouch.BUSY)
         at = time.monotonic()
         other.process.send_signal(signal.SIGSTOP)
@@ -239,10 +239,10 @@ def test_a_stopped_process_is_told_of_and_so_is_its_going_on(warden: Warden) -> 
     run(work)
 
 
-def test_everybody_hears_every_half_second_that_the_others_are_well(warden: Warden) -> None:
+def test_everybody_hears_every_half_second_that_the_others_are_well(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         at = time.monotonic()
-        rank = await Rank.come(stack, warden)
+        rank = await Rank.come(stack, service)
         rank.send(messages.Ping(77))
         await rank.until(lambda: len([each for each in rank.said if isinstance(each, messages.Vouch)]) >= 4)
         assert 1.4 < time.monotonic() - at < 4
@@ -251,17 +251,17 @@ def test_everybody_hears_every_half_second_that_the_others_are_well(warden: Ward
     run(work)
 
 
-def test_a_link_that_ends_is_no_death_and_a_second_one_takes_its_place(warden: Warden) -> None:
+def test_a_link_that_ends_is_no_death_and_a_second_one_takes_its_place(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        one, other = [await Rank.come(stack, warden) for _ in range(2)]
+        one, other = [await Rank.come(stack, service) for _ in range(2)]
         first = other.link
         first.abort()
         await other.until(lambda: other.ends == 1)
         one.said.clear()
         await one.until(lambda: one.standing(other) == Vouch.BUSY)
-        second = await other.dial(stack, warden)
+        second = await other.dial(stack, service)
         other.said.clear()
-        await other.dial(stack, warden)
+        await other.dial(stack, service)
         await other.until(lambda: other.ends == 2)
         assert second.ended.is_set()
         await other.until(lambda: other.standing(one) == Vouch.BUSY)
@@ -271,9 +271,9 @@ def test_a_link_that_ends_is_no_death_and_a_second_one_takes_its_place(warden: W
     run(work)
 
 
-def test_who_is_not_a_process_of_the_run_is_refused(warden: Warden) -> None:
+def test_who_is_not_a_process_of_the_run_is_refused(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        rank = await Rank.come(stack, warden)
+        rank = await Rank.come(stack, service)
         for changes, reason in [
             ({"purpose": "rank"}, "only talks to the processes of its run"),
             ({"version": 99}, "you speak version 99"),
@@ -281,17 +281,19 @@ def test_who_is_not_a_process_of_the_run_is_refused(warden: Warden) -> None:
             ({"card": messages.Card(b"", b"l" * 16, "", "", 1 << 40, rank.card.contact)}, "sees no process"),
         ]:
             with pytest.raises(RefusedError, match=reason):
-                await dial(warden.path, GATE, hello(**{"card": rank.card, **changes}))
+                await dial(service.path, GATE, hello(**{"card": rank.card, **changes}))
         with pytest.raises((AuthError, ConnectError)):
-            await dial(warden.path, Gate.of_token(b"x" * 32), hello(rank.card))
+            await dial(service.path, LinkCredentials.of_token(b"x" * 32), hello(rank.card))
         assert rank.link.is_open
 
     run(work)
 
 
-def test_nonsense_cuts_off_who_says_it_and_nobody_else(warden: Warden, caplog: pytest.LogCaptureFixture) -> None:
+def test_nonsense_cuts_off_who_says_it_and_nobody_else(
+    service: KeeperService, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        ranks = [await Rank.come(stack, warden) for _ in range(3)]
+        ranks = [await Rank.come(stack, service) for _ in range(3)]
         await found(stack, ranks)
         twins = (messages.SeatedMember(1, ranks[0].card), messages.SeatedMember(2, ranks[0].card))
         for body in [
@@ -304,7 +306,7 @@ def test_nonsense_cuts_off_who_says_it_and_nobody_else(warden: Warden, caplog: p
             ends = ranks[2].ends
             ranks[2].link.send(body)
             await ranks[2].until(lambda ends=ends: ranks[2].ends == ends + 1)
-            await ranks[2].dial(stack, warden)
+            await ranks[2].dial(stack, service)
         ranks[2].send(messages.Agreeing(99, b"\xff"))  # of a generation that the keeper has never heard of
         ranks[2].send(messages.Ping(5))
         await ranks[2].until(lambda: messages.Pong in map(type, ranks[2].said))
@@ -316,11 +318,11 @@ def test_nonsense_cuts_off_who_says_it_and_nobody_else(warden: Warden, caplog: p
 
 
 @pytest.mark.alone
-def test_the_keeper_decides_views_until_one_is_left(warden: Warden) -> None:
+def test_the_keeper_decides_views_until_one_is_left(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        ranks = [await Rank.come(stack, warden) for _ in range(4)]
+        ranks = [await Rank.come(stack, service) for _ in range(4)]
         members = await found(stack, ranks)
-        await ranks[0].until(lambda: members[0].council.leader() is not None)
+        await ranks[0].until(lambda: members[0].view_driver.leader() is not None)
         assert [member.views for member in members] == [[]] * 4  # nobody was in trouble on the way
         alive = [0, 1, 2, 3]
         for number, victim in enumerate((1, 0, 3), start=1):
@@ -340,9 +342,9 @@ def test_the_keeper_decides_views_until_one_is_left(warden: Warden) -> None:
 
 @pytest.mark.alone
 @linux
-def test_a_stopped_member_is_excluded_within_a_second_and_hears_so_when_it_wakes(warden: Warden) -> None:
+def test_a_stopped_member_is_excluded_within_a_second_and_hears_so_when_it_wakes(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        ranks = [await Rank.come(stack, warden) for _ in range(3)]
+        ranks = [await Rank.come(stack, service) for _ in range(3)]
         members = await found(stack, ranks)
         asleep, deliver = list[messages.Control](), ranks[1].on_message
         ranks[1].on_message = asleep.append  # what a stopped process does not read
@@ -361,37 +363,37 @@ def test_a_stopped_member_is_excluded_within_a_second_and_hears_so_when_it_wakes
     run(work)
 
 
-def test_a_member_that_is_slow_to_come_to_the_keeper_is_not_lost(warden: Warden) -> None:
+def test_a_member_that_is_slow_to_come_to_the_keeper_is_not_lost(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        early = [await Rank.come(stack, warden) for _ in range(2)]
+        early = [await Rank.come(stack, service) for _ in range(2)]
         ranks = [*early, Rank.start(stack)]
         members = [Member(ranks, place) for place in range(3)]
         for member in members:
-            stack.callback(member.council.close)
+            stack.callback(member.view_driver.close)
         for rank in early:
             rank.send(founded(ranks))
         await early[0].until(lambda: sum(isinstance(each, messages.Vouch) for each in early[0].said) >= 4)  # 1.5 s
         assert early[0].standing(ranks[2]) == Vouch.BUSY  # it is known from the founding
-        await ranks[2].dial(stack, warden)
+        await ranks[2].dial(stack, service)
         for member in members:
             member.open(members)
         ranks[2].send(founded(ranks))
         await ranks[2].until(lambda: any(isinstance(each, messages.Agreeing) for each in ranks[2].said))
-        await ranks[0].until(lambda: members[0].council.leader() == 0)
+        await ranks[0].until(lambda: members[0].view_driver.leader() == 0)
         assert [member.views for member in members] == [[]] * 3
 
     run(work)
 
 
-def test_a_member_that_dies_before_it_ever_came_is_lost_all_the_same(warden: Warden) -> None:
+def test_a_member_that_dies_before_it_ever_came_is_lost_all_the_same(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        early = [await Rank.come(stack, warden) for _ in range(2)]
+        early = [await Rank.come(stack, service) for _ in range(2)]
         ranks = [early[0], Rank.start(stack), early[1]]
         ranks[1].process.kill()
         ranks[1].process.wait(DEADLINE)
         members = [Member(ranks, place) for place in range(3)]
         for member in (members[0], members[2]):
-            stack.callback(member.council.close)
+            stack.callback(member.view_driver.close)
             member.open(members)
         members[1].others = {0: members[0], 2: members[2]}
         members[1].gone()
@@ -405,14 +407,14 @@ def test_a_member_that_dies_before_it_ever_came_is_lost_all_the_same(warden: War
 
 
 def test_the_last_two_generations_have_views_and_who_contradicts_is_not_believed(
-    warden: Warden, caplog: pytest.LogCaptureFixture
+    service: KeeperService, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        ranks = [await Rank.come(stack, warden) for _ in range(3)]
+        ranks = [await Rank.come(stack, service) for _ in range(3)]
         await found(stack, ranks[:2], 0)
         before = Member(ranks, 0), Member(ranks, 1), Member(ranks, 2)
         for member in before:
-            stack.callback(member.council.close)
+            stack.callback(member.view_driver.close)
             member.open(list(before))
         for rank in ranks:
             rank.send(founded(ranks))
@@ -441,41 +443,41 @@ def _tells_of(generation: int, message: messages.Control) -> bool:
     return isinstance(message, messages.Agreeing) and message.generation == generation
 
 
-def test_a_run_survives_once_a_member_said_so(warden: Warden) -> None:
+def test_a_run_survives_once_a_member_said_so(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        assert warden.survives is False
-        ranks = [await Rank.come(stack, warden) for _ in range(2)]
-        await asyncio.to_thread(warden.catch_up)
-        assert warden.survives is None
+        assert service.survives is False
+        ranks = [await Rank.come(stack, service) for _ in range(2)]
+        await asyncio.to_thread(service.catch_up)
+        assert service.survives is None
         ranks[0].send(founded(ranks, is_kept=False))
-        await asyncio.to_thread(warden.catch_up)
-        assert warden.survives is False
+        await asyncio.to_thread(service.catch_up)
+        assert service.survives is False
         ranks[1].send(founded(ranks, 2, is_kept=False, on_loss="continue"))
         ranks[1].link.abort()
-        await asyncio.to_thread(warden.catch_up)
-        assert warden.survives
+        await asyncio.to_thread(service.catch_up)
+        assert service.survives
 
     run(work)
-    warden.close()
-    assert warden.survives  # asked when all is over
+    service.close()
+    assert service.survives  # asked when all is over
 
 
-async def all_members_lost_but_one_that_was_evicted(stack: contextlib.AsyncExitStack, warden: Warden) -> Rank:
+async def all_members_lost_but_one_that_was_evicted(stack: contextlib.AsyncExitStack, service: KeeperService) -> Rank:
     """Return the evicted process in its next life: it waits outside, and no member is left."""
-    ranks = [await Rank.come(stack, warden) for _ in range(3)]
+    ranks = [await Rank.come(stack, service) for _ in range(3)]
     members = [Member(ranks, place) for place in range(3)]
     for member in members:
-        stack.callback(member.council.close)
+        stack.callback(member.view_driver.close)
         member.open(members)
     for rank in ranks:
         rank.send(founded(ranks, on_loss="continue"))
     evicted = ranks[0]
     await evicted.until(lambda: any(isinstance(each, messages.Agreeing) for each in evicted.said))
-    members[0].council.leave()
+    members[0].view_driver.leave()
     await evicted.until(lambda: members[0].is_excluded)
     evicted.send(messages.Goodbye())
     again = Rank(evicted.process)
-    await again.dial(stack, warden)
+    await again.dial(stack, service)
     for rank, member in zip(ranks[1:], members[1:], strict=True):
         member.gone()
         rank.process.kill()
@@ -487,12 +489,14 @@ def anew(rank: Rank) -> messages.Founded:
 
 
 @linux
-def test_a_run_that_lost_all_members_begins_with_what_a_process_has_that_was_started_again(warden: Warden) -> None:
+def test_a_run_that_lost_all_members_begins_with_what_a_process_has_that_was_started_again(
+    service: KeeperService,
+) -> None:
     """And not with the older state of one that had lost its place, though that one came first."""
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        again = await all_members_lost_but_one_that_was_evicted(stack, warden)
-        new = await Rank.come(stack, warden)
+        again = await all_members_lost_but_one_that_was_evicted(stack, service)
+        new = await Rank.come(stack, service)
         await again.until(lambda: any(isinstance(each, messages.Founded) for each in again.said))
         told = anew(again)
         assert (told.generation, told.is_kept) == (2, True)
@@ -503,12 +507,12 @@ def test_a_run_that_lost_all_members_begins_with_what_a_process_has_that_was_sta
 
 @linux
 def test_a_run_whose_processes_have_all_lost_their_places_says_that_it_goes_back(
-    warden: Warden, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    service: KeeperService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spokesman, "GATHER_OLD_SECONDS", 3.0)
+    monkeypatch.setattr(local_keeper, "GATHER_OLD_SECONDS", 3.0)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        again = await all_members_lost_but_one_that_was_evicted(stack, warden)
+        again = await all_members_lost_but_one_that_was_evicted(stack, service)
         began = time.monotonic()
         await again.until(lambda: any(isinstance(each, messages.Founded) for each in again.said))
         assert time.monotonic() - began > 2.0  # one that was started again had time to come
@@ -521,13 +525,13 @@ def test_a_run_whose_processes_have_all_lost_their_places_says_that_it_goes_back
 
 def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
-        warden = Warden(folder, TOKEN)
-        warden.start()
-        stack.callback(warden.close)
-        ranks = [await Rank.come(stack, warden) for _ in range(2)]
+        service = KeeperService(folder, TOKEN)
+        service.start()
+        stack.callback(service.close)
+        ranks = [await Rank.come(stack, service) for _ in range(2)]
         await found(stack, ranks)
-        sock, _ = await asyncio.open_unix_connection(warden.path)  # somebody who never answers at the door
-        await asyncio.gather(*(asyncio.to_thread(warden.close) for _ in range(3)))
+        sock, _ = await asyncio.open_unix_connection(service.path)  # somebody who never answers at the door
+        await asyncio.gather(*(asyncio.to_thread(service.close) for _ in range(3)))
         await asyncio.gather(*(rank.until(lambda rank=rank: rank.ends == 1) for rank in ranks))
         while await sock.read(100):
             pass
@@ -543,8 +547,8 @@ def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:
 def test_a_warden_that_nobody_comes_to_costs_nothing(folder: str) -> None:
     code = f"""
         import sys
-        from covey.runtime.warden import Warden
-        warden = Warden({folder!r}, b"t" * 32)
+        from covey.runtime.keeper.service import KeeperService
+        warden = KeeperService({folder!r}, b"t" * 32)
         warden.start()
         print("asyncio" in sys.modules, "msgspec" in sys.modules, warden.survives)
         warden.catch_up()
@@ -557,11 +561,11 @@ def test_a_warden_that_nobody_comes_to_costs_nothing(folder: str) -> None:
     assert list(Path(folder).iterdir()) == []
 
 
-def test_a_folder_that_others_may_enter_or_that_has_a_keeper_is_refused(folder: str, warden: Warden) -> None:
+def test_a_folder_that_others_may_enter_or_that_has_a_keeper_is_refused(folder: str, service: KeeperService) -> None:
     with pytest.raises(ConfigError, match="cannot listen at"):
-        Warden(folder, TOKEN).start()
+        KeeperService(folder, TOKEN).start()
     shared = Path(folder) / "shared"
     shared.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="0700"):
-        Warden(str(shared), TOKEN).start()
-    assert keeper_path(folder) == warden.path
+        KeeperService(str(shared), TOKEN).start()
+    assert keeper_path(folder) == service.path

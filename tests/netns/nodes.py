@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e.jobs import finish
 
-from covey.net.identity import NodeIdentity
+from covey.net.keys.identity import NodeIdentity
 
 if TYPE_CHECKING:
     import subprocess

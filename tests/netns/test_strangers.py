@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.netns.nodes import SOURCE, Cluster
 
-from covey.runtime.allowance import SOCKETS
+from covey.runtime.links.dial_limits import SOCKETS
 from covey.testing.netns import Lan
 from covey.wire.secret import ClusterSecret
 
@@ -63,7 +63,7 @@ def invention(kind, number):
 """
 LISTENER = """
 import asyncio, sys
-from covey.net.mdns import Beacon
+from covey.net.discovery.mdns import Beacon
 
 async def main():
     beacon = Beacon(bytes(32), 9, "lo", lambda *_: None)

@@ -19,15 +19,15 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.config import GroupConfig
-from covey.net.clusters import Cluster
-from covey.net.identity import NodeIdentity
-from covey.net.tls import Credentials
+from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import NodeIdentity
+from covey.net.keys.tls import Credentials
 from covey.runtime import loop as control
-from covey.runtime.candidate import Candidate
-from covey.runtime.joining import join_run
-from covey.runtime.node import Node
-from covey.runtime.places import ClusterOptions, WantedRun
-from covey.runtime.seat import cluster_seat
+from covey.runtime.environment import ClusterOptions, WantedRun
+from covey.runtime.joining.cluster_join import join_run
+from covey.runtime.members.node import Node
+from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.joiner import Joiner
 from covey.testing.proxy import Proxy
 from covey.wire import door, frame, messages
 from covey.wire.formation import Terms
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Coroutine, Iterator
 
-    from covey.runtime.gathering import Gathering
-    from covey.runtime.group import Group
-    from covey.runtime.seat import Seat
+    from covey.runtime.group.group import Group
+    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.mesh.mesh import Mesh
 
 T = TypeVar("T")
 DEADLINE = 20.0
@@ -76,12 +76,12 @@ def until(condition: Callable[[], Any], within: float = DEADLINE - 1) -> None:
 class Victim:
     """A node of a cluster, in this process, that waits for others to come."""
 
-    def __init__(self, cluster: Cluster, seat: Seat, node: Gathering, address: tuple[str, int]) -> None:
+    def __init__(self, cluster: Cluster, seat: Endpoint, node: Mesh, address: tuple[str, int]) -> None:
         self.cluster, self.seat, self.node, self.address = cluster, seat, node, address
 
     @property
-    def entrance(self) -> Any:
-        return self.seat.entrance
+    def acceptor(self) -> Any:
+        return self.seat.acceptor
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def victim(cluster: Cluster, identity: NodeIdentity | None = None, run: str = "r
     seat = cluster_seat(cluster, LOOPBACK, run=run, ports=(0,), identity=identity)
     try:
         terms = Terms(run, "program", None, 2, None, f"{messages.VERSION}", "secure")
-        node = call_on_loop(Candidate, cluster, LOOPBACK, seat, terms)
+        node = call_on_loop(Joiner, cluster, LOOPBACK, seat, terms)
         try:
             on_loop(node.open())
             yield Victim(cluster, seat, node, ("127.0.0.1", seat.card.contact.addresses[0].port))

@@ -11,20 +11,21 @@ from unittest import mock
 from tests.security.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on_loop
 
 from covey.base.errors import ClosedError
-from covey.net.identity import NodeIdentity
-from covey.runtime import generations, joining
-from covey.runtime.places import ClusterOptions, WantedRun
+from covey.net.keys.identity import NodeIdentity
+from covey.runtime.environment import ClusterOptions, WantedRun
+from covey.runtime.joining import cluster_join as joining
+from covey.runtime.joining import generations
 from covey.wire import formation, messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.config import GroupConfig
-    from covey.net.clusters import Cluster
-    from covey.runtime.candidate import Candidate
-    from covey.runtime.group import Group
-    from covey.runtime.node import Node
-    from covey.runtime.seat import Seat
+    from covey.net.keys.clusters import Cluster
+    from covey.runtime.group.group import Group
+    from covey.runtime.members.node import Node
+    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.mesh.joiner import Joiner
 
 SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=4.0)
 
@@ -35,7 +36,7 @@ class Participant:
     def __init__(self, company: Company, function: Callable[..., Any], identity: NodeIdentity, *, elastic: bool):
         self._company, self._function, self._is_elastic = company, function, elastic
         self.identity = identity
-        self.seat: Seat
+        self.seat: Endpoint
         self._is_seated = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
@@ -44,8 +45,8 @@ class Participant:
         assert self._is_seated.wait(DEADLINE)
 
     @property
-    def candidate(self) -> Candidate:
-        found = self.seat.entrance.on_link.__self__  # type: ignore[union-attr]
+    def candidate(self) -> Joiner:
+        found = self.seat.acceptor.on_link.__self__  # type: ignore[union-attr]
         return found  # type: ignore[no-any-return]
 
     @property
@@ -65,7 +66,7 @@ class Participant:
             raise self._error
         return self._value
 
-    def seated(self, seat: Seat) -> None:
+    def seated(self, seat: Endpoint) -> None:
         self.seat = seat
         self._is_seated.set()
 
@@ -136,7 +137,7 @@ class Company:
     def __enter__(self) -> Company:
         take = joining.cluster_seat
 
-        def seat_of_this_thread(*args: Any, **options: Any) -> Seat:
+        def seat_of_this_thread(*args: Any, **options: Any) -> Endpoint:
             participant = self.local.participant
             seat = take(*args, **{**options, "identity": participant.identity, "ports": (0,)})
             participant.seated(seat)

@@ -11,8 +11,8 @@ import pytest
 from tests.security.attackers import BROKEN, DEADLINE, Insider, Victim, knock, new_cluster, read, until, victim
 
 from covey.net import audit_reader
-from covey.net.identity import NodeIdentity
-from covey.runtime.audit import SOURCE_BURST, STRANGERS_BURST
+from covey.net.keys.identity import NodeIdentity
+from covey.runtime.members.audit import SOURCE_BURST, STRANGERS_BURST
 from covey.wire import door, messages
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def test_a_stranger_that_says_nothing_is_noted(prey: Victim) -> None:
 def test_a_flood_of_strangers_is_bounded_in_the_log_and_counted(prey: Victim, home: Path) -> None:
     for number in range(CROWD):
         invade(prey, f"127.0.0.{100 + number % 3}")
-    until(lambda: prey.entrance.turned_away == CROWD)
+    until(lambda: prey.acceptor.turned_away == CROWD)
     found = entries(prey)
     assert len(found) <= 3 * SOURCE_BURST + 1
     assert len(found) <= STRANGERS_BURST
@@ -81,7 +81,7 @@ def test_the_number_of_a_flood_is_written_when_the_node_leaves() -> None:
     with victim(new_cluster()) as prey:
         for _ in range(40):
             invade(prey, "127.0.0.1")
-        until(lambda: prey.entrance.turned_away == 40)
+        until(lambda: prey.acceptor.turned_away == 40)
     found = entries(prey, lambda found: sum(entry.count for entry in found) == 40)
     assert len(found) == SOURCE_BURST + 1
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from tests.security.attackers import DEADLINE, call_on_loop, new_cluster, until
 from tests.security.company import SURVIVING, Company, node_of, say
 
-from covey.runtime.boards import open_board
+from covey.runtime.members.store import open_board
 from covey.wire import board, messages
 
 if TYPE_CHECKING:
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 
 MADE: list[str] = []

@@ -12,8 +12,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.security.attackers import BROKEN, Insider, Victim, call_on_loop, new_cluster, until, victim
 
-from covey.net import charter, clusters, owner
-from covey.net.identity import NodeIdentity
+from covey.net.keys import charter, clusters, owner
+from covey.net.keys.identity import NodeIdentity
 from covey.wire import messages
 from covey.wire.machine import machine_words
 from covey.wire.owner import charter_words

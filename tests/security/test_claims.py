@@ -15,22 +15,19 @@ from tests import sentences
 
 from covey.base.text import TEXT_LIMIT
 from covey.net import audit as audit_log
-from covey.net import clusters, descriptors, mdns, sieve
+from covey.net import descriptors
+from covey.net.discovery import mdns, sieve
+from covey.net.keys import clusters
 from covey.proto import board
-from covey.runtime import (
-    allowance,
-    arrivals,
-    audit,
-    candidate,
-    early,
-    entrance,
-    follower,
-    gathering,
-    greet,
-    hints,
-    reach,
-    visitors,
-)  # fmt: skip
+from covey.runtime import early_messages as early
+from covey.runtime.links import acceptor as acceptor
+from covey.runtime.links import dial_limits as allowance
+from covey.runtime.links import handshake as greet
+from covey.runtime.links import source_limits as arrivals
+from covey.runtime.members import audit
+from covey.runtime.mesh import follower, hints, reach, visitors
+from covey.runtime.mesh import joiner as candidate
+from covey.runtime.mesh import mesh as gathering
 from covey.wire import frame, lineage, membership, messages, seal, secret
 
 PAGES = ("security", "wire")
@@ -140,8 +137,8 @@ def test_the_bounds_are_those_of_the_code() -> None:
     dials = f"{allowance.SOCKETS}; {allowance.DIALS_RATE:.0f} a second after the first {allowance.DIALS_BURST:.0f}"
     assert visitors.LINKS_PER_KEY == gathering.LINKS_LIMIT
     rows = (
-        f"{entrance.STRANGERS_AT_ONCE}; {entrance.GUESTS_AT_ONCE}",
-        f"{entrance.STRANGER_SECONDS:.0f}; {greet.GREETING_SECONDS:.0f}",
+        f"{acceptor.STRANGERS_AT_ONCE}; {acceptor.GUESTS_AT_ONCE}",
+        f"{acceptor.STRANGER_SECONDS:.0f}; {greet.GREETING_SECONDS:.0f}",
         f"{arrivals.SOURCE_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.TOTAL_RATE:.0f}",
         dials,
         f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",
@@ -151,7 +148,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{frame.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
         f"{early.LIMIT_BYTES >> 20} MiB of each",
-        f"one in {entrance.TOLD_SECONDS:.0f}, {gathering.TOLD_SECONDS:.0f}, {candidate.NEXT_WORD_SECONDS:.0f} s",
+        f"one in {acceptor.TOLD_SECONDS:.0f}, {gathering.TOLD_SECONDS:.0f}, {candidate.NEXT_WORD_SECONDS:.0f} s",
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]
     assert table == list(rows)

@@ -19,9 +19,11 @@ from tests.security.attackers import new_cluster
 
 from covey.base import text
 from covey.base.errors import AuthError, ConfigError, RemoteProtocolError
-from covey.net import clusters, neighbours, sieve
-from covey.net.interfaces import to_dial, usable_interfaces
-from covey.net.neighbours import Neighbours
+from covey.net.discovery import host_registry as neighbours
+from covey.net.discovery import sieve
+from covey.net.discovery.host_registry import HostRegistry
+from covey.net.discovery.interfaces import to_dial, usable_interfaces
+from covey.net.keys import clusters
 from covey.testing.fuzz import contract, values
 from covey.testing.fuzz.contract import BrokenContractError
 from covey.testing.fuzz.inputs import inputs
@@ -288,7 +290,7 @@ def test_any_secret_is_taken_or_refused_for_a_reason(secret: str | bytes) -> Non
 @fuzzed
 @given(data=mutations([b'{"port":1,"socket":"/s","pid":1}']))
 def test_a_neighbours_file_is_read_or_passed_over(data: bytes) -> None:
-    reader = object.__new__(Neighbours)
+    reader = object.__new__(HostRegistry)
     reader._host = "host"
     found = reader._parse(f"host-1{neighbours._SUFFIX}", data)
     assert found is None or 0 < found.port < 65536

@@ -27,8 +27,8 @@ from tests.security.attackers import (
     welcomes_members,
 )
 
-from covey.runtime.arrivals import SOURCE_BURST
-from covey.runtime.entrance import STRANGER_SECONDS, STRANGERS_AT_ONCE
+from covey.runtime.links.acceptor import STRANGER_SECONDS, STRANGERS_AT_ONCE
+from covey.runtime.links.source_limits import SOURCE_BURST
 from covey.testing.proxy import Proxy, Way
 from covey.wire import door, messages
 from covey.wire.secret import ClusterSecret
@@ -139,7 +139,7 @@ def test_who_does_not_finish_its_answer_is_sent_away_in_time(prey: Victim) -> No
 def test_a_stranger_costs_no_more_than_a_place_at_the_door(prey: Victim) -> None:
     crowd = [visit(prey) for _ in range(3 * STRANGERS_AT_ONCE)]
     try:
-        assert call_on_loop(lambda: len(prey.entrance._strangers)) <= STRANGERS_AT_ONCE
+        assert call_on_loop(lambda: len(prey.acceptor._strangers)) <= STRANGERS_AT_ONCE
         assert sum(is_hung_up(sock) for sock in crowd[:STRANGERS_AT_ONCE]) == STRANGERS_AT_ONCE
         assert welcomes_members(prey)
     finally:
@@ -150,7 +150,7 @@ def test_a_stranger_costs_no_more_than_a_place_at_the_door(prey: Victim) -> None
 def test_a_crowd_from_a_members_address_does_not_lock_others_out(prey: Victim) -> None:
     """Another user of a member's host, or whoever took over a gone member's address, has no better place."""
     with Insider(prey):
-        until(lambda: prey.entrance.member_ips)
+        until(lambda: prey.acceptor.member_ips)
         crowd = [visit(prey) for _ in range(2 * STRANGERS_AT_ONCE)]
         try:
             with knock(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE, "127.0.0.77") as sock:
@@ -165,12 +165,12 @@ def test_strangers_leave_one_line_in_the_log_however_many_they_are(
     prey: Victim, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "covey")
-    before = prey.entrance.turned_away
+    before = prey.acceptor.turned_away
     for _ in range(200):
         with visit(prey) as sock:
             sock.sendall(secrets.token_bytes(door.ANSWER_BYTES))
             assert is_hung_up(sock)
-    until(lambda: prey.entrance.turned_away >= before + 200)
+    until(lambda: prey.acceptor.turned_away >= before + 200)
     lines = [record for record in caplog.records if record.name == "covey" and "turned" in record.message]
     assert len(lines) <= 1
 
@@ -189,13 +189,13 @@ def test_the_right_key_gets_in(prey: Victim) -> None:
 def test_a_crowd_without_the_key_is_counted_and_members_get_in_meanwhile(prey: Victim) -> None:
     with Insider(prey) as member:
         member.ping()
-        before = prey.entrance.turned_away
+        before = prey.acceptor.turned_away
         for _ in range(2 * int(SOURCE_BURST)):
             with contextlib.suppress(OSError), socket.create_connection(prey.address, source_address=("127.0.0.8", 0)):
                 pass
         assert welcomes_members(prey)
-        until(lambda: prey.entrance.turned_away >= before + 2 * SOURCE_BURST)
+        until(lambda: prey.acceptor.turned_away >= before + 2 * SOURCE_BURST)
         member.say(messages.Ask())
         told = member.hear(messages.Tell)
-        assert told.too_many == prey.entrance.arrivals.refused > 0
-        assert told.turned_away == prey.entrance.turned_away
+        assert told.too_many == prey.acceptor.arrivals.refused > 0
+        assert told.turned_away == prey.acceptor.turned_away

@@ -13,16 +13,16 @@ from tests.security.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_o
 from tests.security.company import SURVIVING, Company, Participant, here, node_of, say
 
 from covey.base.errors import GroupChangedError
-from covey.net.identity import NodeIdentity
+from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
-from covey.runtime.warden import ClusterWarden
+from covey.runtime.keeper.service import ClusterKeeperService
 from covey.wire import formation, membership, messages
 from covey.wire.lineage import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 
 def origin_of(participant: Participant) -> bytes:
@@ -56,7 +56,7 @@ def test_no_node_outside_of_a_run_can_say_that_it_is_over(purpose: str) -> None:
             together()
             together()
             total = group.all_reduce(np.arange(3) + group.rank).tolist()
-            candidate = node_of(group).entrance.on_link.__self__  # type: ignore[union-attr]
+            candidate = node_of(group).acceptor.on_link.__self__  # type: ignore[union-attr]
             return total, candidate.records.lineages().ended
 
         nodes = [company.start(work, first), company.start(work, second)]
@@ -97,7 +97,7 @@ def test_a_member_alone_cannot_say_that_the_run_is_over() -> None:
                 return None
             finally:
                 together()
-            candidate = node_of(group).entrance.on_link.__self__  # type: ignore[union-attr]
+            candidate = node_of(group).acceptor.on_link.__self__  # type: ignore[union-attr]
             assert candidate.records.lineages().ended == ()
             return total, group.contributors
 
@@ -151,33 +151,33 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
 class Kept:
     """A keeper in a cluster."""
 
-    def __init__(self, warden: ClusterWarden, prey: Victim) -> None:
-        self.warden, self.prey = warden, prey
+    def __init__(self, service: ClusterKeeperService, prey: Victim) -> None:
+        self.service, self.prey = service, prey
 
     def own(self, identity: NodeIdentity, pid: int = 1) -> Insider:
         """Link with it as a process that it started."""
-        card = {"keeper": self.warden.id, "contact": self.prey.node.card.contact, "pid": pid}
+        card = {"keeper": self.service.id, "contact": self.prey.node.card.contact, "pid": pid}
         return Insider(self.prey, identity, card=card)
 
     def vouched(self, life: bytes) -> int | None:
-        vouch = call_on_loop(lambda: self.warden._advocate._wards.vouch())  # type: ignore[union-attr]
+        vouch = call_on_loop(lambda: self.service._cluster_keeper._process_table.vouch())  # type: ignore[union-attr]
         return dict(vouch.processes).get(life)
 
 
 @pytest.fixture
 def kept() -> Iterator[Kept]:
     cluster = new_cluster()
-    warden = ClusterWarden(cluster, LOOPBACK)
-    warden.start()
+    service = ClusterKeeperService(cluster, LOOPBACK)
+    service.start()
     try:
-        until(lambda: warden._seat is not None)
-        seat, advocate = warden._seat, warden._advocate
+        until(lambda: service._seat is not None)
+        seat, cluster_keeper = service._seat, service._cluster_keeper
         assert seat is not None
-        assert advocate is not None
+        assert cluster_keeper is not None
         address = ("127.0.0.1", seat.card.contact.addresses[0].port)
-        yield Kept(warden, Victim(cluster, seat, advocate, address))
+        yield Kept(service, Victim(cluster, seat, cluster_keeper, address))
     finally:
-        warden.close()
+        service.close()
 
 
 def founded(lineage: bytes, *insiders: Insider) -> messages.Founded:
@@ -197,13 +197,13 @@ def test_a_keeper_believes_only_members_of_its_run_that_the_work_is_done(kept: K
         own.ping()
         liar.say(messages.Ended("run", lineage, True))
         liar.ping()
-        assert not kept.warden.is_over
+        assert not kept.service.is_over
         member.say(messages.Ended("run", bytes(16), True))
         member.ping()
-        assert not kept.warden.is_over
+        assert not kept.service.is_over
         member.say(messages.Ended("run", lineage, True))
         member.ping()
-        assert kept.warden.is_over
+        assert kept.service.is_over
         assert own.hear(messages.Ended).lineage == lineage
 
 
@@ -211,25 +211,25 @@ def test_a_node_on_another_machine_cannot_say_that_it_is_a_process_of_this_keepe
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lineage, honest = bytes(15) + b"x", NodeIdentity.ephemeral()
-    remote: set[bytes] = set()
+    far: set[bytes] = set()
     is_own = type(kept.prey.node)._is_own
 
-    def from_where_it_is(advocate: Any, someone: Any) -> bool:
-        address = "203.0.113.9" if someone.card.id in remote else "127.0.0.1"
-        monkeypatch.setattr(someone.link, "remote_ip", address)
-        return is_own(advocate, someone)
+    def from_where_it_is(cluster_keeper: Any, remote: Any) -> bool:
+        address = "203.0.113.9" if remote.card.id in far else "127.0.0.1"
+        monkeypatch.setattr(remote.link, "remote_ip", address)
+        return is_own(cluster_keeper, remote)
 
     monkeypatch.setattr(type(kept.prey.node), "_is_own", from_where_it_is)
     with contextlib.ExitStack() as stack:
         poser = NodeIdentity.ephemeral()
         poser.life = honest.life
-        remote.add(poser.id)
+        far.add(poser.id)
         liar = stack.enter_context(kept.own(poser, pid=1 << 22))
         liar.say(founded(lineage, liar))
         liar.say(messages.Ended("run", lineage, True))
         liar.ping()
         assert kept.vouched(honest.life) is None
-        assert (kept.warden.survives, kept.warden.is_over) == (False, False)
+        assert (kept.service.survives, kept.service.is_over) == (False, False)
         process = stack.enter_context(subprocess.Popen(["sleep", "1000"]))
         stack.callback(process.kill)
         own = stack.enter_context(kept.own(honest, process.pid))

@@ -22,9 +22,9 @@ from covey.wire import message_header as wire
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from covey.runtime.group import Group
-    from covey.runtime.lanes import LaneKey
-    from covey.runtime.node import Node
+    from covey.runtime.group.group import Group
+    from covey.runtime.members.lanes import LaneKey
+    from covey.runtime.members.node import Node
 
 SURVIVING = replace(LOOPBACK, on_loss="continue")
 ATTACKER = 2

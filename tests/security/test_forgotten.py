@@ -10,7 +10,7 @@ from typing import Any
 from tests.security.attackers import BROKEN, DEADLINE, Insider, call_on_loop, hear, new_cluster, until
 from tests.security.company import SURVIVING, Company, Participant, here, ids_of
 
-from covey.net.identity import NodeIdentity
+from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Cause
 from covey.wire import messages
 

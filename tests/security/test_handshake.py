@@ -39,14 +39,14 @@ from tests.security.attackers import (
 )
 
 from covey.base.errors import AuthError, ConnectError
-from covey.net import tls
-from covey.net.identity import NodeIdentity
-from covey.net.tls import Credentials
+from covey.net.keys import tls
+from covey.net.keys.identity import NodeIdentity
+from covey.net.keys.tls import Credentials
 from covey.runtime import loop as control
-from covey.runtime.entrance import Entrance
-from covey.runtime.greet import GREETING_SECONDS, Gate, RefusedError, dial
-from covey.runtime.node import Node
-from covey.runtime.seat import cluster_seat
+from covey.runtime.links.acceptor import Acceptor
+from covey.runtime.links.handshake import GREETING_SECONDS, LinkCredentials, RefusedError, dial
+from covey.runtime.members.node import Node
+from covey.runtime.mesh.endpoint import cluster_seat
 from covey.testing.proxy import Proxy, Way
 from covey.wire import door, frame, messages
 
@@ -151,7 +151,7 @@ def test_wrong_papers_are_refused_before_anything_is_heard(
     prey: Victim, papers: Callable[[Victim], ssl.SSLContext], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    before = prey.entrance.turned_away
+    before = prey.acceptor.turned_away
     context = papers(prey)
     identity = NodeIdentity.ephemeral()
 
@@ -162,7 +162,7 @@ def test_wrong_papers_are_refused_before_anything_is_heard(
 
     with pytest.raises(BROKEN):
         intrude()
-    until(lambda: prey.entrance.turned_away > before)
+    until(lambda: prey.acceptor.turned_away > before)
     assert not prey.node.met
     assert not prey.node.refusals
     lines = [record.getMessage() for record in caplog.records if record.name != "asyncio"]
@@ -192,13 +192,13 @@ def test_a_certificate_that_only_openssl_can_read_is_refused_in_one_line(
     odd = der[:start] + body + der[start + len(body) : -64] + authority.sign(body)
     context = no_certificate(prey)
     load(context, own, ssl.DER_cert_to_PEM_cert(odd).encode())
-    before = prey.entrance.turned_away
+    before = prey.acceptor.turned_away
     for _ in range(5):
         key = prey.cluster.secret.derive("door")
         with contextlib.suppress(*BROKEN), knock_tls(prey.address, key, context) as secured:
             secured.sendall(b"\0")
             hear(secured)
-    until(lambda: prey.entrance.turned_away >= before + 5 or caplog.records)
+    until(lambda: prey.acceptor.turned_away >= before + 5 or caplog.records)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
@@ -246,7 +246,7 @@ def launched(
     """A rank that a launcher started on several hosts, with the cluster's secret."""
     seat = cluster_seat(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     node = Node(
-        rank=rank, size=size, run="run", gate=seat.gate, card=seat.card, config=LOOPBACK, entrance=seat.entrance,
+        rank=rank, size=size, run="run", gate=seat.gate, card=seat.card, config=LOOPBACK, acceptor=seat.acceptor,
         contacts=contacts or {}, objection=seat.objection, on_close=seat.on_close,
     )  # fmt: skip
     return node, ("127.0.0.1", seat.card.contact.addresses[0].port)
@@ -305,7 +305,7 @@ def test_an_identity_in_use_is_refused_and_named(prey: Victim) -> None:
         with Insider(prey, copy) as second:
             assert isinstance(second.greeting, messages.Refusal)
             assert f"in use by process {os.getpid()} on host" in second.greeting.reason
-        assert [someone.card.life for someone in prey.node.met.values()] == [first.life]
+        assert [remote.card.life for remote in prey.node.met.values()] == [first.life]
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def accept_with(context: ssl.SSLContext, answer: Callable[[messages.Hello], Any]
 
 def greet(address: tuple[str, int], cluster: Any) -> Any:
     identity = NodeIdentity.ephemeral()
-    gate = Gate(
+    gate = LinkCredentials(
         cluster.secret.derive("door"), credentials=Credentials(cluster.secret.derive("node-ca"), identity.private)
     )
     link, welcome, peer = on_loop(dial(address, gate, hello(identity)))
@@ -441,7 +441,7 @@ def test_a_caller_with_the_wrong_secret_learns_so(prey: Victim) -> None:
 
 def test_a_refused_caller_is_told_why(prey: Victim) -> None:
     identity, secret = NodeIdentity.ephemeral(), prey.cluster.secret
-    gate = Gate(secret.derive("door"), credentials=Credentials(secret.derive("node-ca"), identity.private))
+    gate = LinkCredentials(secret.derive("door"), credentials=Credentials(secret.derive("node-ca"), identity.private))
     with pytest.raises(RefusedError, match="version"):
         on_loop(dial(prey.address, gate, hello(identity, version=9)))
 
@@ -494,10 +494,10 @@ def test_a_stranger_that_passes_on_an_answer_to_the_door_sees_no_certificate(pre
                 own.shake_hands(sock)
             seen.append(own.getpeercert())
 
-    before = prey.entrance.turned_away
+    before = prey.acceptor.turned_away
     with led_astray(prey.cluster, relay):
         assert seen == [None]
-        until(lambda: prey.entrance.turned_away > before)
+        until(lambda: prey.acceptor.turned_away > before)
         assert not prey.node.met
 
 
@@ -559,10 +559,10 @@ def test_the_door_stays_closed_to_interfaces_that_are_excluded(home: Path) -> No
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     address = listener.getsockname()
-    entrance = call_on_loop(lambda: Entrance([listener], key, "test", allows=lambda _ip: False))
-    call_on_loop(entrance.open)
+    acceptor = call_on_loop(lambda: Acceptor([listener], key, "test", allows=lambda _ip: False))
+    call_on_loop(acceptor.open)
     try:
         with pytest.raises(BROKEN), knock(address, key):
             pass
     finally:
-        on_loop(entrance.close())
+        on_loop(acceptor.close())

@@ -11,9 +11,9 @@ import pytest
 from tests.security.attackers import new_cluster, victim
 
 from covey.base.errors import ConfigError
-from covey.net import clusters
-from covey.net.identity import NodeIdentity
-from covey.net.neighbours import Neighbours
+from covey.net.discovery.host_registry import HostRegistry
+from covey.net.keys import clusters
+from covey.net.keys.identity import NodeIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ def shared_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_folder_that_others_may_write_to_is_not_used(shared_folder: Path) -> None:
     with pytest.raises(ConfigError, match="0700"):
-        Neighbours("tag")
+        HostRegistry("tag")
     assert [path.name for path in shared_folder.iterdir()] == [f"covey-{os.getuid()}"]
 
 

@@ -23,16 +23,16 @@ from tests.security.attackers import (
 from tests.security.company import SURVIVING, Company, here
 
 from covey.base.errors import CoveyError, RemoteProtocolError
-from covey.net.identity import NodeIdentity
-from covey.runtime.candidate import Candidate
-from covey.runtime.seat import cluster_seat
+from covey.net.keys.identity import NodeIdentity
+from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.joiner import Joiner
 from covey.wire import messages
 from covey.wire.formation import Phase, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 LINEAGE, OTHER = bytes(15) + b"l", bytes(15) + b"k"
 PAIR = Terms("run", "program", 2, 2, 2, f"{messages.VERSION}", "secure")
@@ -44,7 +44,7 @@ def joining(size: int) -> Iterator[Victim]:
     cluster = new_cluster()
     seat = cluster_seat(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     try:
-        node = call_on_loop(Candidate, cluster, LOOPBACK, seat, terms_of(size))
+        node = call_on_loop(Joiner, cluster, LOOPBACK, seat, terms_of(size))
         try:
             on_loop(node.open())
             yield Victim(cluster, seat, node, ("127.0.0.1", seat.card.contact.addresses[0].port))

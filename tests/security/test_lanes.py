@@ -27,8 +27,8 @@ from tests.security.attackers import (
 
 from covey.base.errors import CoveyError, PeerLostError
 from covey.runtime import loop as control
-from covey.runtime.entrance import PROBE_LIMIT
-from covey.runtime.node import Node
+from covey.runtime.links.acceptor import PROBE_LIMIT
+from covey.runtime.members.node import Node
 from covey.testing.proxy import Proxy, Way
 from covey.wire import door, greeting, messages
 from covey.wire.seal import RECORD_LIMIT
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 ELEMENTS = 50_001
 PATIENCE = 3.0

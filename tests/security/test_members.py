@@ -31,20 +31,20 @@ from tests.security.attackers import (
 )
 
 from covey.base.errors import ConnectError, CoveyError, PeerLostError
-from covey.net.identity import NodeIdentity
+from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime import loop as control
-from covey.runtime.allowance import SOCKETS
-from covey.runtime.follower import HINTS_AT_ONCE
-from covey.runtime.gathering import LINKS_LIMIT
-from covey.runtime.reach import NOT_TRIED
-from covey.runtime.visitors import LINKS_PER_KEY, VISITORS_LIMIT
+from covey.runtime.links.dial_limits import SOCKETS
+from covey.runtime.mesh.follower import HINTS_AT_ONCE
+from covey.runtime.mesh.mesh import LINKS_LIMIT
+from covey.runtime.mesh.reach import NOT_TRIED
+from covey.runtime.mesh.visitors import LINKS_PER_KEY, VISITORS_LIMIT
 from covey.wire import door, formation, frame, messages
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 CONTROLS: list[Any] = list(typing.get_args(messages.Control))
 FORMATIONS: list[Any] = list(typing.get_args(formation.Formation))
@@ -209,8 +209,8 @@ class Jam:
 def test_questions_about_addresses_are_tried_a_few_at_a_time(prey: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question costs connections: one member must not make a node open hundreds."""
     jam = Jam()
-    monkeypatch.setattr("covey.runtime.probe.to_dial", lambda *_, **__: [("127.0.0.1", 9)])
-    monkeypatch.setattr("covey.runtime.probe.connect", jam)
+    monkeypatch.setattr("covey.runtime.links.probe.to_dial", lambda *_, **__: [("127.0.0.1", 9)])
+    monkeypatch.setattr("covey.runtime.links.probe.connect", jam)
     own = tuple(messages.Address("127.0.0.1", 9, f"lo{n}") for n in range(16))
     with Insider(prey, purpose="visitor") as insider:
         for _ in range(500):
@@ -264,7 +264,7 @@ def test_a_probe_proves_an_address_only_to_whom_its_token_belongs(prey: Victim) 
 
 def test_hints_of_a_member_open_a_few_sockets_at_a_time(prey: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
     jam, before = Jam(), tasks()
-    monkeypatch.setattr("covey.runtime.greet.connect", jam)
+    monkeypatch.setattr("covey.runtime.links.handshake.connect", jam)
     here = prey.node.card.contact.host
     with Insider(prey) as insider:
         for number in range(20):

@@ -24,7 +24,7 @@ from tests.security.attackers import (
 from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
 from zeroconf.const import _CLASS_IN, _TYPE_A, _TYPE_PTR, _TYPE_SRV, _TYPE_TXT
 
-from covey.net import sieve
+from covey.net.discovery import sieve
 from covey.wire import beacon
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.security.attackers import BROKEN, Insider, Victim, new_cluster, until, victim
 
-from covey.net import clusters, owner, rotation
+from covey.net.keys import clusters, owner, rotation
 from covey.wire import messages
 from covey.wire.owner import rotation_words
 from covey.wire.secret import ClusterSecret
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from covey.net.clusters import Cluster
+    from covey.net.keys.clusters import Cluster
 
 
 @dataclass

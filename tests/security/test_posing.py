@@ -16,14 +16,14 @@ import pytest
 from tests.security.attackers import BROKEN, DEADLINE, Insider, Victim, call_on_loop, new_cluster, until
 from tests.security.company import SURVIVING, Company, Participant, here, ids_of, node_of
 
-from covey.net.identity import NodeIdentity
-from covey.net.interfaces import usable_interfaces
-from covey.runtime.bootstrap import join_at
-from covey.runtime.places import ClusterOptions, Place
+from covey.net.discovery.interfaces import usable_interfaces
+from covey.net.keys.identity import NodeIdentity
+from covey.runtime.environment import ClusterOptions, Place
+from covey.runtime.joining.bootstrap import join_at
 from covey.wire import membership, messages
 
 if TYPE_CHECKING:
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 
 def revoke() -> messages.Revoke:
@@ -32,8 +32,8 @@ def revoke() -> messages.Revoke:
 
 def links_by_rank(group: Group) -> dict[int, bytes]:
     node = node_of(group)
-    candidate = node.entrance.on_link.__self__  # type: ignore[union-attr]
-    return {someone.rank: someone.card.id for someone in candidate.met.values() if someone.rank >= 0}
+    candidate = node.acceptor.on_link.__self__  # type: ignore[union-attr]
+    return {remote.rank: remote.card.id for remote in candidate.met.values() if remote.rank >= 0}
 
 
 def test_a_member_outside_that_says_it_is_the_life_of_another_gets_no_seat_when_a_run_is_formed() -> None:

@@ -19,8 +19,8 @@ from tests.security.attackers import DEADLINE, resident_bytes
 from covey.base.config import GroupConfig
 from covey.base.dtypes import dtype_code
 from covey.base.errors import CoveyError, MismatchError, RemoteProtocolError
-from covey.runtime import movements, restore
 from covey.runtime.buffers import Operand, readable
+from covey.runtime.group import movements, restore
 from covey.testing import run_threads
 from covey.wire import objects
 from covey.wire.manifest import CHUNK_BYTES, ENTRIES_LIMIT, MANIFEST_BYTES, NAME_LIMIT, Entry, Manifest
@@ -28,7 +28,7 @@ from covey.wire.manifest import CHUNK_BYTES, ENTRIES_LIMIT, MANIFEST_BYTES, NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 HOSTILE = 1
 SIZE = 3
@@ -337,10 +337,10 @@ def test_a_receiver_that_asks_for_chunks_that_are_none_is_named_and_others_are_s
 ) -> None:
     fetch = restore._Restore._fetch
 
-    def lie(self: Any, mailbox: Any, missing: Any, *args: Any) -> int:
+    def lie(self: Any, exchange: Any, missing: Any, *args: Any) -> int:
         if self.group.rank != HOSTILE:
-            return int(fetch(self, mailbox, missing, *args))
-        mailbox.send(np.frombuffer(numbers, np.uint8), 0, restore.REQUEST)
+            return int(fetch(self, exchange, missing, *args))
+        exchange.send(np.frombuffer(numbers, np.uint8), 0, restore.REQUEST)
         return 0
 
     monkeypatch.setattr(restore._Restore, "_fetch", lie)
@@ -381,7 +381,7 @@ def test_a_donor_that_sends_chunks_of_another_size_is_not_asked_again(monkeypatc
 def test_a_rank_that_shrinks_with_something_else_than_a_number_is_named() -> None:
     def honest(group: Group) -> None:
         group.all_gather_object("ready")
-        from covey.runtime.survival import _numbers
+        from covey.runtime.group.survival import _numbers
 
         _numbers(group.all_gather(np.array([3])))
 
@@ -393,7 +393,7 @@ def test_a_rank_that_shrinks_with_something_else_than_a_number_is_named() -> Non
 
 
 def test_a_list_of_gradients_that_is_not_the_one_announced_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey.runtime import gradients
+    from covey.runtime.group import gradients
 
     listed = gradients._byte_operand
 

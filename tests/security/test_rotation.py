@@ -27,10 +27,10 @@ from tests.security.attackers import (
 from typer.testing import CliRunner
 
 from covey.cli.enroll import app as enroll_command
-from covey.net import clusters, owner
-from covey.net.clusters import MAX_GRACE
-from covey.net.neighbours import is_nodes_socket
-from covey.runtime.greet import Gate
+from covey.net.discovery.host_registry import is_nodes_socket
+from covey.net.keys import clusters, owner
+from covey.net.keys.clusters import MAX_GRACE
+from covey.runtime.links.handshake import LinkCredentials
 from covey.wire import door, messages
 from covey.wire.secret import ClusterSecret, encode_join_code
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from covey.net.clusters import Cluster
-    from covey.runtime.group import Group
+    from covey.net.keys.clusters import Cluster
+    from covey.runtime.group.group import Group
 
 
 @pytest.fixture
@@ -131,9 +131,9 @@ def test_two_nodes_find_each_other_when_one_knows_only_the_new_secret(prey: Vict
 def test_lanes_to_a_node_that_has_not_heard_of_a_new_secret_are_opened_with_the_one_before() -> None:
     """One end of each pair dials the lanes: first that one has heard, then the other."""
 
-    def heard_of_another(gate: Gate) -> None:
-        before = Gate(gate.door_key, credentials=gate.credentials)
-        gate.become(Gate(secrets.token_bytes(32), credentials=gate.credentials, earlier=before,
+    def heard_of_another(gate: LinkCredentials) -> None:
+        before = LinkCredentials(gate.door_key, credentials=gate.credentials)
+        gate.become(LinkCredentials(secrets.token_bytes(32), credentials=gate.credentials, earlier=before,
                          until=time.monotonic() + 600))  # fmt: skip
 
     for dialler_has_heard in (True, False):

@@ -20,10 +20,10 @@ from tests.netns.nodes import node_id
 from tests.security.attackers import DEADLINE, LOOPBACK, new_cluster, run_nodes
 
 from covey.base.errors import CoveyError
-from covey.net import clusters
-from covey.net.identity import NodeIdentity, id_text, node_name
-from covey.runtime.places import ClusterOptions
-from covey.runtime.seat import cluster_seat
+from covey.net.keys import clusters
+from covey.net.keys.identity import NodeIdentity, id_text, node_name
+from covey.runtime.environment import ClusterOptions
+from covey.runtime.mesh.endpoint import cluster_seat
 from covey.testing.netns import Lan, require_namespaces
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret, encode_join_code
@@ -158,7 +158,7 @@ def test_no_text_that_an_object_makes_of_itself_has_a_secret_in_it() -> None:
         assert telling == []
     finally:
         seat.on_close()
-        for listener in seat.entrance._listeners:
+        for listener in seat.acceptor._listeners:
             listener.close()
 
 

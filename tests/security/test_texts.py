@@ -30,7 +30,7 @@ from tests.security.attackers import (
 from tests.security.test_handshake import greet
 
 from covey.base.errors import CoveyError, RemoteProtocolError
-from covey.net.tls import Credentials
+from covey.net.keys.tls import Credentials
 from covey.wire import board, door, formation, frame, messages
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from tests.security.attackers import Victim
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\nERROR run is over\n\u202e\x9b31m"
 LONGEST = 8 * 1000
@@ -254,7 +254,7 @@ def test_a_stranger_that_dials_writes_nothing_of_its_own_into_the_log(
     prey: Victim, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "covey")
-    before = prey.entrance.turned_away
+    before = prey.acceptor.turned_away
     with socket.create_connection(prey.address, timeout=DEADLINE) as sock:
         read(sock, door.CHALLENGE_BYTES)
         sock.sendall(EVIL.encode() * 10)
@@ -265,7 +265,7 @@ def test_a_stranger_that_dials_writes_nothing_of_its_own_into_the_log(
         with contextlib.suppress(*BROKEN), knock_tls(prey.address, secret.derive("door"), context) as secured:
             secured.sendall(EVIL.encode())
             hear(secured)
-    until(lambda: prey.entrance.turned_away >= before + 3)
+    until(lambda: prey.acceptor.turned_away >= before + 3)
     lines = [record.getMessage() for record in caplog.records if record.name == "covey"]
     assert lines
     assert all(line.isprintable() and len(line) < 500 for line in lines)

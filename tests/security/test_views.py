@@ -39,10 +39,10 @@ from covey.wire.membership import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from covey.runtime.generation import Generation
-    from covey.runtime.group import Group
-    from covey.runtime.link import Link
-    from covey.runtime.node import Node
+    from covey.runtime.group.group import Group
+    from covey.runtime.links.link import Link
+    from covey.runtime.members.generation import Generation
+    from covey.runtime.members.node import Node
 
 LIAR = 2
 HONEST = (0, 1)
@@ -117,9 +117,9 @@ class Scene:
     @property
     def returned(self) -> int:
         """The operations that are over."""
-        pact = self.groups[0]._engine._pact
-        assert pact is not None
-        return pact.returned
+        atomic = self.groups[0]._engine._atomic
+        assert atomic is not None
+        return atomic.returned
 
     @property
     def base(self) -> View:
@@ -259,7 +259,7 @@ def test_a_member_with_a_ballot_far_above_all_others_is_cut_off(
 ) -> None:
     assert_cut_off(scene, lambda: [scene.tell(rank, lie(scene)) for rank in HONEST] and None)
     assert_right(scene.outcome())
-    assert max(call_on_loop(lambda: [scene.generation(rank).council._core.ballot for rank in HONEST])) < MOST_AHEAD
+    assert max(call_on_loop(lambda: [scene.generation(rank).view_driver._core.ballot for rank in HONEST])) < MOST_AHEAD
 
 
 def test_a_member_that_proposes_in_a_ballot_of_another_is_cut_off(scene: Scene) -> None:
@@ -337,7 +337,7 @@ def test_an_operation_that_is_not_complete_is_not_committed_by_the_word_of_a_mem
     scene.mute()
     scene.begin(*HONEST)  # they wait for the liar in the middle of their operation
     for rank in HONEST:
-        core = scene.generation(rank).council._core
+        core = scene.generation(rank).view_driver._core
         scene.tell(rank, scene.ask())
         until(lambda core=core: core._states is not None and any(state.sequence for state in core._states))
     for rank in HONEST:  # at once, before one that cut the liar off has given it up
@@ -375,7 +375,7 @@ def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_diffe
                 # A broadcast from a lost rank raises at once, on this rank alone.
                 group.all_reduce(VALUES) if group.rank else group.broadcast(VALUES, root=LIAR)
             if group.rank == 0:
-                other = node_of(groups[1])._groups[group._engine.id]._pact  # type: ignore[attr-defined]
+                other = node_of(groups[1])._groups[group._engine.id]._atomic  # type: ignore[attr-defined]
                 until(lambda: other._is_executing)
                 call_on_loop(generation.disturbed, generation.view.number)
             together()
@@ -466,7 +466,7 @@ def test_no_node_outside_of_a_run_has_a_say_in_its_views(purpose: str, scene: Sc
                 outsider.say(messages.Agreeing(0, membership.encode_membership(word)))
             outsider.ping()
     assert [scene.generation(rank).view for rank in range(3)] == [view] * 3
-    assert max(call_on_loop(lambda: [scene.generation(rank).council._core.ballot for rank in range(3)])) < BALLOT
+    assert max(call_on_loop(lambda: [scene.generation(rank).view_driver._core.ballot for rank in range(3)])) < BALLOT
     assert_right(scene.outcome(), of=(0, 1, 2))
 
 

@@ -35,7 +35,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
         "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
-        "covey.torch.backend",
+        "covey.torch.backend.backend",
     ]
 )
 

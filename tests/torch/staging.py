@@ -19,7 +19,7 @@ from tests.torch import conformance
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from covey.torch import devices
+from covey.torch.backend import devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

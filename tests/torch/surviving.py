@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import covey
 import covey.torch
 from covey.torch import DiLoCo, LocalSGD
-from covey.torch.hooks import rescale_hook
+from covey.torch.training.hooks import rescale_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable

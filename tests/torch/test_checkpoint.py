@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.base.errors import ConfigError
-from covey.torch.checkpoint import CheckpointError, latest, load, save, steps
-from covey.torch.sampler import ElasticSampler
+from covey.torch.training.checkpoint import CheckpointError, latest, load, save, steps
+from covey.torch.training.sampler import ElasticSampler
 
 Point = collections.namedtuple("Point", "x y")
 

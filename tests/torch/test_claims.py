@@ -11,10 +11,10 @@ import pytest
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.testing import run_threads
-from covey.torch.exchange import TensorGroup
+from covey.torch.backend.exchange import TensorGroup
 
 if TYPE_CHECKING:
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 HOSTILE, SIZE = 1, 3
 

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import covey
 import covey.torch
 from covey.base.errors import ConfigError
-from covey.torch.checkpoint import CheckpointError, steps
+from covey.torch.training.checkpoint import CheckpointError, steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from tests.torch import conformance, staging
 from tests.torch.crew import Lost, run_crew
 
 from covey.runtime.buffers import writable
-from covey.torch import devices
+from covey.torch.backend import devices
 
 
 @pytest.mark.parametrize("piece_bytes", [16, devices.PIECE_BYTES])

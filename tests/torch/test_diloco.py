@@ -14,8 +14,8 @@ from tests.torch.crew import run_crew
 from tests.torch.gloo_ranks import be_a_rank, run_ranks
 
 from covey.base.errors import ConfigError
-from covey.torch.codec import BLOCK, pack_int8, unpack_int8
-from covey.torch.diloco import DiLoCo, _cuts
+from covey.torch.training.codec import BLOCK, pack_int8, unpack_int8
+from covey.torch.training.diloco import DiLoCo, _cuts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

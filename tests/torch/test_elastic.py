@@ -19,10 +19,10 @@ import torch
 from tests.torch.crew import _context
 
 from covey.base.errors import ConfigError
-from covey.runtime.keeper import LocalRun
-from covey.torch.checkpoint import load, save
-from covey.torch.elastic import Elastic
-from covey.torch.sampler import ElasticSampler
+from covey.runtime.keeper.keeper import LocalRun
+from covey.torch.training.checkpoint import load, save
+from covey.torch.training.elastic import Elastic
+from covey.torch.training.sampler import ElasticSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -158,7 +158,7 @@ if __name__ == "__main__":
     import torch.distributed as dist
 
     import covey
-    import covey.torch.backend
+    import covey.torch.backend.backend
 
     torch.set_num_threads(1)
     gc.freeze()  # a fork would copy all of torch to look for garbage in it at its end

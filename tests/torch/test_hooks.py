@@ -14,7 +14,7 @@ from tests.torch.crew import Lost, run_crew
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.base.errors import ConfigError
-from covey.torch.hooks import compress_hook, rescale_hook, weighted_hook
+from covey.torch.training.hooks import compress_hook, rescale_hook, weighted_hook
 
 SIZE, STEPS = 3, 6
 COUNTS = [[3, 1, 4], [5, 0, 2], [1, 6, 1]]  # samples by step and rank

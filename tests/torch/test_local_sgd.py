@@ -12,7 +12,7 @@ from tests.torch.gloo_ranks import be_a_rank, run_ranks
 from torch.distributed.fsdp import fully_shard
 
 from covey.base.errors import ConfigError
-from covey.torch.local_sgd import LocalSGD, flat, parts
+from covey.torch.training.local_sgd import LocalSGD, flat, parts
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,10 +27,10 @@ from torch.distributed.run import config_from_args, parse_args
 
 import covey
 from covey.base.errors import ConfigError, DeadlineError, Remedy
-from covey.net.meeting import meeting_folder
+from covey.net.discovery.host_rendezvous import meeting_folder
 from covey.torch import entry
-from covey.torch.rendezvous import parse
-from covey.torch.torchrun import get_handler
+from covey.torch.backend.rendezvous import parse
+from covey.torch.backend.torchrun import get_handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.torch.crew import run_crew
 
 from covey.base.errors import ConfigError
-from covey.torch.sampler import ElasticSampler
+from covey.torch.training.sampler import ElasticSampler
 
 BATCHES = st.lists(
     st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any), min_size=1, max_size=30

@@ -18,12 +18,12 @@ from tests.torch.crew import Lost, run_crew
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, ConnectError, CoveyError, DeadlineError, PeerLostError
-from covey.net.meeting import meeting_folder
+from covey.net.discovery.host_rendezvous import meeting_folder
 from covey.runtime import loop as control
-from covey.runtime.boards import Desk
-from covey.runtime.bootstrap import join_at
-from covey.runtime.places import Place
-from covey.torch.store import CoveyStore, open_store
+from covey.runtime.environment import Place
+from covey.runtime.joining.bootstrap import join_at
+from covey.runtime.members.store import Desk
+from covey.torch.backend.store import CoveyStore, open_store
 from covey.wire import board as wire
 from covey.wire import messages
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from covey.base.config import GroupConfig
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 MOMENT, LONG = timedelta(milliseconds=200), timedelta(seconds=30)
 CALLS: list[tuple[str, Callable[[Any], Any]]] = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from covey.base.errors import ConfigError
-from covey.torch.structure import Slot, from_plain, put_together, take_apart, to_plain
+from covey.torch.training.structure import Slot, from_plain, put_together, take_apart, to_plain
 from covey.wire import objects
 
 STATE: dict[str, Any] = {

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from tests.torch.crew import run_crew
 
-from covey.torch.devices import KINDS
-from covey.torch.table import guide, table
+from covey.torch.backend.devices import KINDS
+from covey.torch.backend.table import guide, table
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "pytorch.md"
 
@@ -23,8 +23,10 @@ def try_everything(rank: int, size: int, store: str) -> tuple[str, list[str]]:
 
 
 def test_the_guide_shows_what_every_operation_does_with_every_dtype() -> None:
-    shown = re.search(r"<!-- python -m covey.torch.table -->\n(.*?)\n<!-- end -->", GUIDE.read_text(), re.DOTALL)
+    shown = re.search(
+        r"<!-- python -m covey.torch.backend.table -->\n(.*?)\n<!-- end -->", GUIDE.read_text(), re.DOTALL
+    )
     assert shown is not None
     for tried, tables in run_crew(2, try_everything):
-        assert tried == shown[1], f"run `python -m covey.torch.table` and put this into the guide:\n{tried}"
+        assert tried == shown[1], f"run `python -m covey.torch.backend.table` and put this into the guide:\n{tried}"
         assert all(tried.startswith(other) for other in tables)

@@ -13,13 +13,14 @@ from covey.base.errors import ConfigError
 from covey.cli.charter import ASK_SECONDS, among, as_rows, label, machine_of, spread, tell_result
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import say
-from covey.net import audit, charter, clusters, owner
-from covey.net.identity import own_machine, resolve_id, short_id
+from covey.net import audit
+from covey.net.keys import charter, clusters, owner
+from covey.net.keys.identity import own_machine, resolve_id, short_id
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from covey.net.clusters import Cluster
-    from covey.net.owner import OwnerKey
+    from covey.net.keys.clusters import Cluster
+    from covey.net.keys.owner import OwnerKey
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

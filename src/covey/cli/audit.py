@@ -19,7 +19,7 @@ from covey.cli.layout import Column, room, table
 from covey.cli.terminal import plural, say
 from covey.net import audit_reader
 from covey.net.audit import EVENTS, TEXT_LIMIT
-from covey.net.identity import short_id
+from covey.net.keys.identity import short_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,16 +11,16 @@ from covey.base.config import group_config
 from covey.base.errors import CoveyError
 from covey.cli.status.command import look_around
 from covey.cli.terminal import plural, say, working
-from covey.net import clusters
-from covey.net.identity import short_id
-from covey.runtime.visit import visiting
+from covey.net.keys import clusters
+from covey.net.keys.identity import short_id
+from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from covey.net.clusters import Cluster
-    from covey.runtime.visit import Visit
+    from covey.net.keys.clusters import Cluster
+    from covey.runtime.mesh.visit import Visit
 
 OBEY_SECONDS: Final = 5.0
 """How long running nodes may take to tell that they go by a new charter."""

@@ -11,11 +11,12 @@ import typer
 from covey.base.errors import ConfigError
 from covey.cli.layout import Column, room, table
 from covey.cli.terminal import say
-from covey.net import audit, owner
-from covey.net import clusters as files
+from covey.net import audit
+from covey.net.keys import clusters as files
+from covey.net.keys import owner
 
 if TYPE_CHECKING:
-    from covey.net.clusters import Cluster
+    from covey.net.keys.clusters import Cluster
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

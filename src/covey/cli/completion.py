@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 def cluster_names(_words: dict[str, Any]) -> list[str]:
     """Return the clusters this machine is in."""
-    from covey.net import clusters
+    from covey.net.keys import clusters
 
     return [cluster.name for cluster in clusters.list_clusters()]
 
 
 def node_names(words: dict[str, Any]) -> list[str]:
     """Return the nodes that were met in the cluster that the words before name."""
-    from covey.net import clusters
+    from covey.net.keys import clusters
 
     return sorted(set(clusters.known(clusters.find_saved(words.get("cluster")).name).values()))
 

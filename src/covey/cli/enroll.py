@@ -12,9 +12,10 @@ import typer
 from covey.base.errors import ConfigError
 from covey.cli.init import run_command
 from covey.cli.terminal import say
-from covey.net import audit, clusters
-from covey.net.clusters import Cluster
-from covey.net.identity import ensure_identity
+from covey.net import audit
+from covey.net.keys import clusters
+from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import ensure_identity
 from covey.wire.secret import decode_join_code
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

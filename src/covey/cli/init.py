@@ -15,9 +15,10 @@ import typer
 from covey.base.config import ports_from
 from covey.base.errors import ConfigError
 from covey.cli.terminal import say
-from covey.net import audit, clusters, owner
-from covey.net.clusters import Cluster
-from covey.net.identity import ensure_identity
+from covey.net import audit
+from covey.net.keys import clusters, owner
+from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import ensure_identity
 from covey.wire.secret import (
     KEY_BYTES,
     MAX_SEEDS,
@@ -87,7 +88,7 @@ def init(
 
 def current_seeds() -> tuple[str, ...]:
     """Return where nodes of this machine listen first, for its join code; one family an interface keeps that short."""
-    from covey.net.interfaces import usable_interfaces
+    from covey.net.discovery.interfaces import usable_interfaces
 
     seeds: list[str] = []
     port = ports_from(os.environ.get("COVEY_PORT", ""))[0]

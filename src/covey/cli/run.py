@@ -16,9 +16,9 @@ import typer.core
 
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError
-from covey.runtime.keeper import ClusterRun, LocalRun
-from covey.runtime.places import ClusterOptions, find_run
-from covey.runtime.watch import keep
+from covey.runtime.environment import ClusterOptions, find_run
+from covey.runtime.keeper.keeper import ClusterRun, LocalRun
+from covey.runtime.keeper.supervisor import keep
 
 MIN_HOSTS: Final = 2
 """Machines with which a run of a cluster begins, unless a person says how many nodes it needs."""
@@ -201,7 +201,7 @@ def say_that_it_stays_here(processes: int, script: str) -> None:
     """Tell a person on a machine of a cluster that -n alone starts a run of this machine only."""
     if not os.isatty(2):
         return
-    from covey.net import clusters
+    from covey.net.keys import clusters
 
     with contextlib.suppress(ConfigError):
         if (name := clusters.default_name()) is not None:
@@ -221,8 +221,8 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
     """
     from covey.base.config import GroupConfig
     from covey.base.seeds import split_seeds
-    from covey.net.interfaces import parse_pattern
-    from covey.runtime.warden import ClusterWarden
+    from covey.net.discovery.interfaces import parse_pattern
+    from covey.runtime.keeper.service import ClusterKeeperService
 
     env = {**os.environ, **variables}
     wanted = find_run(env, {})
@@ -239,14 +239,14 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
         raise ConfigError(f"{error}. `covey run -n K` starts ranks on this machine only") from None
     os.environ.pop("COVEY_SECRET", None)
     if is_new:
-        from covey.runtime.joining import forget_lineages
+        from covey.runtime.joining.cluster_join import forget_lineages
 
         variables["COVEY_RUN_NEW"] = ",".join(sorted(each.hex() for each in forget_lineages(cluster.tag, wanted.name)))
-    warden = ClusterWarden(cluster, GroupConfig(interfaces=env.get("COVEY_INTERFACES", "")))
+    service = ClusterKeeperService(cluster, GroupConfig(interfaces=env.get("COVEY_INTERFACES", "")))
     if not is_handed_over:
-        return functools.partial(ClusterRun, processes, variables, warden)
+        return functools.partial(ClusterRun, processes, variables, service)
     variables |= {"COVEY_CLUSTER": cluster.name, "COVEY_SEEDS": ",".join(cluster.seeds)}
-    return functools.partial(ClusterRun, processes, variables, warden, key=cluster.secret.key)
+    return functools.partial(ClusterRun, processes, variables, service, key=cluster.secret.key)
 
 
 def is_run_name(word: str, following: str) -> bool:

@@ -17,17 +17,18 @@ from covey.cli.init import current_seeds, show_code
 from covey.cli.layout import Column, room, table
 from covey.cli.status.command import look_around
 from covey.cli.terminal import say, working
-from covey.net import audit, clusters, owner, rotation
-from covey.net.clusters import GRACE, MAX_GRACE
-from covey.net.identity import resolve_id, short_id
-from covey.runtime.places import ClusterOptions
-from covey.runtime.visit import visiting
+from covey.net import audit
+from covey.net.keys import clusters, owner, rotation
+from covey.net.keys.clusters import GRACE, MAX_GRACE
+from covey.net.keys.identity import resolve_id, short_id
+from covey.runtime.environment import ClusterOptions
+from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
 from covey.wire.secret import encode_join_code
 
 if TYPE_CHECKING:
-    from covey.net.clusters import Cluster
-    from covey.runtime.visit import Visit
+    from covey.net.keys.clusters import Cluster
+    from covey.runtime.mesh.visit import Visit
 
 KEEP_SECONDS: Final = 15.0
 """How long a node may take to write the key down: it may wait for a lock on its disk."""

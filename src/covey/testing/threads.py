@@ -9,9 +9,9 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.base.config import GroupConfig
-from covey.net.meeting import TOKEN_BYTES
-from covey.runtime.bootstrap import join_at
-from covey.runtime.places import Place
+from covey.net.discovery.host_rendezvous import TOKEN_BYTES
+from covey.runtime.environment import Place
+from covey.runtime.joining.bootstrap import join_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable

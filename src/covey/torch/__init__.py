@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from covey.torch.entry import register
 
 if TYPE_CHECKING:
-    from covey.torch.backend import ProcessGroupCovey
-    from covey.torch.checkpoint import load, save
-    from covey.torch.diloco import DiLoCo
-    from covey.torch.elastic import Elastic
-    from covey.torch.hooks import compress_hook, rescale_hook, weighted_hook
-    from covey.torch.late import who_is_late
-    from covey.torch.local_sgd import LocalSGD
-    from covey.torch.sampler import ElasticSampler
+    from covey.torch.backend.backend import ProcessGroupCovey
+    from covey.torch.backend.late import who_is_late
+    from covey.torch.training.checkpoint import load, save
+    from covey.torch.training.diloco import DiLoCo
+    from covey.torch.training.elastic import Elastic
+    from covey.torch.training.hooks import compress_hook, rescale_hook, weighted_hook
+    from covey.torch.training.local_sgd import LocalSGD
+    from covey.torch.training.sampler import ElasticSampler
 
 __all__ = [
     "DiLoCo",
@@ -36,17 +36,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DiLoCo": "covey.torch.diloco",
-    "Elastic": "covey.torch.elastic",
-    "ElasticSampler": "covey.torch.sampler",
-    "LocalSGD": "covey.torch.local_sgd",
-    "ProcessGroupCovey": "covey.torch.backend",
-    "compress_hook": "covey.torch.hooks",
-    "load": "covey.torch.checkpoint",
-    "rescale_hook": "covey.torch.hooks",
-    "save": "covey.torch.checkpoint",
-    "weighted_hook": "covey.torch.hooks",
-    "who_is_late": "covey.torch.late",
+    "DiLoCo": "covey.torch.training.diloco",
+    "Elastic": "covey.torch.training.elastic",
+    "ElasticSampler": "covey.torch.training.sampler",
+    "LocalSGD": "covey.torch.training.local_sgd",
+    "ProcessGroupCovey": "covey.torch.backend.backend",
+    "compress_hook": "covey.torch.training.hooks",
+    "load": "covey.torch.training.checkpoint",
+    "rescale_hook": "covey.torch.training.hooks",
+    "save": "covey.torch.training.checkpoint",
+    "weighted_hook": "covey.torch.training.hooks",
+    "who_is_late": "covey.torch.backend.late",
 }
 """Where names live that are loaded on first use: `import torch` comes by here, and should stay quick."""
 

@@ -40,18 +40,18 @@ def is_launched() -> bool:
 
 
 def _has_joined() -> bool:
-    bootstrap = sys.modules.get("covey.runtime.bootstrap")  # who has not loaded it has not joined
+    bootstrap = sys.modules.get("covey.runtime.joining.bootstrap")  # who has not loaded it has not joined
     return bootstrap is not None and bootstrap.joined() is not None
 
 
 def _create(options: Any, _pg_options: Any) -> Any:
-    from covey.torch.backend import create
+    from covey.torch.backend.backend import create
 
     return create(options)
 
 
 def _meet(url: str, **options: Any) -> Iterator[Any]:
-    from covey.torch.rendezvous import meet
+    from covey.torch.backend.rendezvous import meet
 
     return meet(url, **options)
 

@@ -13,8 +13,8 @@ from tests.e2e.jobs import SOURCE
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError
 from covey.cli import main as command_line
 from covey.cli.main import COMMANDS
-from covey.net import clusters
-from covey.net.clusters import Cluster
+from covey.net.keys import clusters
+from covey.net.keys.clusters import Cluster
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:

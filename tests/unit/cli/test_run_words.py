@@ -11,7 +11,7 @@ import typer.main
 
 from covey.base.errors import ConfigError
 from covey.cli.run import app, command_line, is_run_name, share_of_run
-from covey.net import clusters
+from covey.net.keys import clusters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,7 +110,7 @@ def test_a_secret_of_the_environment_goes_to_the_processes_by_a_pipe(monkeypatch
     run = share_of_run(3, {"COVEY_RUN": "mine", "COVEY_CLUSTER": "lab"})()
     assert run.handed_over() == ("COVEY_SECRET_FD", b"\xcd" * 32)
     place = {"COVEY_RUN": "mine", "COVEY_CLUSTER": "lab", "COVEY_SEEDS": "10.0.0.1:47700"}
-    assert run.place(1) == {**place, "COVEY_KEEPER_ID": run.warden.id.hex()}
+    assert run.place(1) == {**place, "COVEY_KEEPER_ID": run.service.id.hex()}
     assert run.size == 3
     assert "COVEY_SECRET" not in os.environ
 
@@ -121,7 +121,7 @@ def test_a_secret_in_a_file_is_left_for_the_processes_to_find(monkeypatch: pytes
     monkeypatch.setenv("COVEY_SECRET_FILE", str(folder / "key"))
     run = share_of_run(1, {"COVEY_RUN": "mine"})()
     assert run.handed_over() == ("", b"")
-    assert run.place(0) == {"COVEY_RUN": "mine", "COVEY_KEEPER_ID": run.warden.id.hex()}
+    assert run.place(0) == {"COVEY_RUN": "mine", "COVEY_KEEPER_ID": run.service.id.hex()}
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ SPARE = """
 import errno, os, resource, sys
 from pathlib import Path
 from covey.base.errors import ConfigError
-from covey.net import descriptors, home
+from covey.net import descriptors
+from covey.net import home
 from covey.wire.membership import Record
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import ConfigError, ConnectError
-from covey.net import interfaces as interfaces_module
-from covey.net.interfaces import (
+from covey.net.discovery import interfaces as interfaces_module
+from covey.net.discovery.interfaces import (
     MOST_ADVERTISED,
     MOST_DIALLED,
     RECENT_SECONDS,

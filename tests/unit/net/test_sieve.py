@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.net.sieve import MOST_BYTES, MOST_RECORDS, SOURCE_BURST, TOTAL_BURST, TOTAL_RATE, Sieve, is_response
+from covey.net.discovery.sieve import (
+    MOST_BYTES,
+    MOST_RECORDS,
+    SOURCE_BURST,
+    TOTAL_BURST,
+    TOTAL_RATE,
+    Sieve,
+    is_response,
+)
 
 NAME = b"\x06_covey\x04_tcp\x05local\0"
 

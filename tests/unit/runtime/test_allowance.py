@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from covey.runtime.allowance import DIALS_BURST, DIALS_RATE, SOCKETS, Allowance
+from covey.runtime.links.dial_limits import DIALS_BURST, DIALS_RATE, SOCKETS, DialLimits
 
 
 def test_so_many_are_opened_at_a_time_and_so_many_a_second() -> None:
     async def dial_all() -> None:
-        allowance, clock = Allowance(), asyncio.get_running_loop().time
+        allowance, clock = DialLimits(), asyncio.get_running_loop().time
         begun: list[float] = []
         open_now = most = 0
 
@@ -34,7 +34,7 @@ def test_so_many_are_opened_at_a_time_and_so_many_a_second() -> None:
 
 def test_loopback_and_unix_sockets_wait_for_no_rate() -> None:
     async def dial_all() -> None:
-        allowance, clock = Allowance(), asyncio.get_running_loop().time
+        allowance, clock = DialLimits(), asyncio.get_running_loop().time
         began = clock()
         for number in range(20 * int(DIALS_BURST)):
             async with allowance.turn(("127.0.0.1", number) if number % 2 else "/run/node.sock"):
@@ -46,7 +46,7 @@ def test_loopback_and_unix_sockets_wait_for_no_rate() -> None:
 
 def test_a_turn_that_is_given_up_is_anothers() -> None:
     async def give_up() -> None:
-        allowance = Allowance()
+        allowance = DialLimits()
 
         async def hold() -> None:
             async with allowance.turn("/run/node.sock"):

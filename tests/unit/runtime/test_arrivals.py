@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from covey.base.pace import KEYS_LIMIT
-from covey.runtime.arrivals import (
+from covey.runtime.links.source_limits import (
     MEMBER_BURST,
     MEMBER_RATE,
     SOURCE_BURST,
     SOURCE_RATE,
     TOTAL_BURST,
-    Arrivals,
+    SourceLimits,
     source_of,
 )
 
 
-def come(arrivals: Arrivals, ip: str, times: float, now: float = 0.0, *, is_member: bool = False) -> int:
+def come(arrivals: SourceLimits, ip: str, times: float, now: float = 0.0, *, is_member: bool = False) -> int:
     """Return how many of so many connections may come."""
     return sum(arrivals.come(ip, now, is_member=is_member) is not None for _ in range(int(times)))
 
 
 def test_a_source_has_a_burst_and_a_rate_and_another_source_has_its_own() -> None:
-    arrivals = Arrivals()
+    arrivals = SourceLimits()
     assert come(arrivals, "10.0.0.1", 2 * SOURCE_BURST) == SOURCE_BURST
     assert arrivals.refused == SOURCE_BURST
     assert come(arrivals, "10.0.0.2", 5) == 5
@@ -30,7 +30,7 @@ def test_a_source_has_a_burst_and_a_rate_and_another_source_has_its_own() -> Non
 
 
 def test_an_ipv6_source_is_its_network_of_64_bits() -> None:
-    arrivals = Arrivals()
+    arrivals = SourceLimits()
     came = sum(come(arrivals, f"2001:db8:0:1::{number:x}", 1) for number in range(1, 2 * int(SOURCE_BURST)))
     assert came == SOURCE_BURST
     assert come(arrivals, "2001:db8:0:2::1", 1) == 1
@@ -39,7 +39,7 @@ def test_an_ipv6_source_is_its_network_of_64_bits() -> None:
 
 
 def test_who_proves_the_key_is_not_counted() -> None:
-    arrivals = Arrivals()
+    arrivals = SourceLimits()
     for _ in range(10 * int(TOTAL_BURST)):
         arrival = arrivals.come("10.0.0.1", 0.0, is_member=False)
         assert arrival is not None
@@ -49,7 +49,7 @@ def test_who_proves_the_key_is_not_counted() -> None:
 
 
 def test_many_sources_share_a_total_and_members_are_not_in_it() -> None:
-    arrivals = Arrivals()
+    arrivals = SourceLimits()
     came = sum(come(arrivals, f"2001:db8:0:{number:x}::1", 1) for number in range(3 * int(TOTAL_BURST)))
     assert came == TOTAL_BURST
     assert come(arrivals, "10.0.0.9", 1) == 0
@@ -58,14 +58,14 @@ def test_many_sources_share_a_total_and_members_are_not_in_it() -> None:
 
 
 def test_a_members_address_is_a_source_of_its_own_on_a_network_where_all_begin_alike() -> None:
-    arrivals = Arrivals()
+    arrivals = SourceLimits()
     assert come(arrivals, "2001:db8:0:1::bad", 1000) == SOURCE_BURST
     assert come(arrivals, "2001:db8:0:1::5", 1, is_member=True) == 1
 
 
 @pytest.mark.parametrize("ip", ["10.0.0.1", "2001:db8::1"])
 def test_only_so_many_sources_are_remembered(ip: str) -> None:
-    arrivals = Arrivals()
+    arrivals = SourceLimits()
     for number in range(2 * KEYS_LIMIT):
         arrivals.come(f"10.1.{number // 256}.{number % 256}", 0.0, is_member=number % 2 == 0)
     assert len(arrivals._strangers._buckets) + len(arrivals._members._buckets) <= 2 * KEYS_LIMIT

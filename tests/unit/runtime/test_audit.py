@@ -16,8 +16,8 @@ import pytest
 from covey.base.errors import AuthError, ConnectError
 from covey.net import audit_reader
 from covey.net.locks import only_one
-from covey.runtime import audit as audit_module
-from covey.runtime.audit import MEMBERS_BURST, PENDING_LIMIT, SILENT, SOURCE_BURST, STRANGERS_BURST, Auditor
+from covey.runtime.members import audit as audit_module
+from covey.runtime.members.audit import MEMBERS_BURST, PENDING_LIMIT, SILENT, SOURCE_BURST, STRANGERS_BURST, Auditor
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def test_notes_wait_for_a_log_that_can_be_written_again_and_too_many_are_counted
 def test_a_forked_child_writes_only_what_it_noted_itself() -> None:
     code = """
 import os, sys
-from covey.runtime.audit import Auditor
+from covey.runtime.members.audit import Auditor
 auditor = Auditor("lab", "run")
 auditor.note("joined", reason="parent")
 child = os.fork()

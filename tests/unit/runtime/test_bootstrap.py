@@ -14,11 +14,11 @@ import pytest
 from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_seeds
-from covey.net import clusters
-from covey.runtime import places
-from covey.runtime.bootstrap import join_at
-from covey.runtime.places import ClusterOptions, Place, WantedRun, find_place, find_run, is_loopback
-from covey.runtime.search import parse_seed
+from covey.net.keys import clusters
+from covey.runtime import environment as places
+from covey.runtime.environment import ClusterOptions, Place, WantedRun, find_place, find_run, is_loopback
+from covey.runtime.joining.bootstrap import join_at
+from covey.runtime.mesh.search import parse_seed
 from covey.wire.messages import Address
 from covey.wire.secret import ClusterSecret
 

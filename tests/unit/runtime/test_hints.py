@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from covey.runtime.hints import HINTS_LIMIT, NAP_SECONDS, NAPS, SELDOM_SECONDS, TRIES, Hint, Hints, Origin
+from covey.runtime.mesh.hints import HINTS_LIMIT, NAP_SECONDS, NAPS, SELDOM_SECONDS, TRIES, Hint, Hints, Origin
 from covey.wire.messages import Address
 
 

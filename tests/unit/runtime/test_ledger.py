@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from covey.base.dtypes import DTYPES, dtype_code
-from covey.runtime.ledger import KEPT, OPERATIONS, Ledger, make_call
+from covey.runtime.collectives.call_log import KEPT, OPERATIONS, CallLog, make_call
 
 FLOAT = dtype_code(np.dtype(np.float32))
 BARRIER = make_call("barrier", None, None)
@@ -33,71 +33,71 @@ def test_calls_have_equal_fingerprints_exactly_if_all_that_must_agree_agrees() -
 
 
 def test_a_ledger_remembers_the_latest_calls_only() -> None:
-    ledger = Ledger()
-    assert ledger.at(0) is None
+    call_log = CallLog()
+    assert call_log.at(0) is None
     for sequence in range(1, KEPT + 11):
-        ledger.enter(sequence, make_call("broadcast", FLOAT, (sequence,), root=0))
-    assert ledger.entered == KEPT + 10
-    assert ledger.at(10) is None
-    assert ledger.at(KEPT + 11) is None
+        call_log.enter(sequence, make_call("broadcast", FLOAT, (sequence,), root=0))
+    assert call_log.entered == KEPT + 10
+    assert call_log.at(10) is None
+    assert call_log.at(KEPT + 11) is None
     for sequence in (11, KEPT, KEPT + 10):
-        call = ledger.at(sequence)
+        call = call_log.at(sequence)
         assert call is not None
         assert f"[{sequence}]" in call.text
 
 
 def test_only_another_call_at_the_same_place_is_a_contradiction() -> None:
-    ledger = Ledger()
-    ledger.enter(1, BARRIER)
-    ledger.enter(2, REDUCE)
-    assert not ledger.heard(1, 2, 2, REDUCE.fingerprint, REDUCE.text)
-    assert not ledger.heard(1, 3, 3, BARRIER.fingerprint, BARRIER.text), "this rank has not come to 3"
-    assert not ledger.heard(2, 1, 2, 0, ""), "that rank has not come to 2"
-    assert ledger.heard(2, 2, 2, BARRIER.fingerprint, BARRIER.text)
-    assert ledger.heard(3, 1, 1, REDUCE.fingerprint, REDUCE.text)
+    call_log = CallLog()
+    call_log.enter(1, BARRIER)
+    call_log.enter(2, REDUCE)
+    assert not call_log.heard(1, 2, 2, REDUCE.fingerprint, REDUCE.text)
+    assert not call_log.heard(1, 3, 3, BARRIER.fingerprint, BARRIER.text), "this rank has not come to 3"
+    assert not call_log.heard(2, 1, 2, 0, ""), "that rank has not come to 2"
+    assert call_log.heard(2, 2, 2, BARRIER.fingerprint, BARRIER.text)
+    assert call_log.heard(3, 1, 1, REDUCE.fingerprint, REDUCE.text)
 
 
 def test_the_late_are_those_who_do_not_answer_or_else_those_furthest_behind() -> None:
-    ledger = Ledger()
-    ledger.enter(5, BARRIER)
+    call_log = CallLog()
+    call_log.enter(5, BARRIER)
     ranks = range(4)
-    assert ledger.late(5, ranks, me=0) == (1, 2, 3)
-    assert ledger.excuse(5, (1, 2, 3)) == "do not answer"
-    ledger.heard(1, 5, 5, BARRIER.fingerprint, BARRIER.text)
-    ledger.heard(2, 3, 5, 0, "")
-    assert ledger.late(5, ranks, me=0) == (3,)
-    assert ledger.excuse(5, (3,)) == "does not answer"
-    ledger.heard(3, 4, 5, 0, "")
-    assert ledger.late(5, ranks, me=0) == (2,)
-    assert ledger.excuse(5, (2,)) == "has not called it yet"
-    assert ledger.excuse(5, (1,)) == "has called it, but its data did not arrive"
-    ledger.heard(2, 5, 5, BARRIER.fingerprint, BARRIER.text)
-    assert ledger.late(5, ranks, me=0) == (3,)
-    ledger.heard(3, 6, 6, 0, "")
-    assert ledger.late(5, ranks, me=0) == ()
+    assert call_log.late(5, ranks, me=0) == (1, 2, 3)
+    assert call_log.excuse(5, (1, 2, 3)) == "do not answer"
+    call_log.heard(1, 5, 5, BARRIER.fingerprint, BARRIER.text)
+    call_log.heard(2, 3, 5, 0, "")
+    assert call_log.late(5, ranks, me=0) == (3,)
+    assert call_log.excuse(5, (3,)) == "does not answer"
+    call_log.heard(3, 4, 5, 0, "")
+    assert call_log.late(5, ranks, me=0) == (2,)
+    assert call_log.excuse(5, (2,)) == "has not called it yet"
+    assert call_log.excuse(5, (1,)) == "has called it, but its data did not arrive"
+    call_log.heard(2, 5, 5, BARRIER.fingerprint, BARRIER.text)
+    assert call_log.late(5, ranks, me=0) == (3,)
+    call_log.heard(3, 6, 6, 0, "")
+    assert call_log.late(5, ranks, me=0) == ()
 
 
 def test_what_a_rank_says_late_does_not_take_back_what_it_said_before() -> None:
-    ledger = Ledger()
-    ledger.enter(5, BARRIER)
-    ledger.heard(1, 5, 5, BARRIER.fingerprint, BARRIER.text)
-    ledger.heard(1, 3, 3, 0, "")
-    assert ledger.late(5, range(2), me=0) == ()
+    call_log = CallLog()
+    call_log.enter(5, BARRIER)
+    call_log.heard(1, 5, 5, BARRIER.fingerprint, BARRIER.text)
+    call_log.heard(1, 3, 3, 0, "")
+    assert call_log.late(5, range(2), me=0) == ()
 
 
 def test_the_story_puts_ranks_that_called_the_same_together() -> None:
-    ledger = Ledger()
-    ledger.enter(1, BARRIER)
+    call_log = CallLog()
+    call_log.enter(1, BARRIER)
     for rank in (1, 3):
-        ledger.heard(rank, 1, 1, REDUCE.fingerprint, REDUCE.text)
-    ledger.heard(2, 1, 1, BARRIER.fingerprint, BARRIER.text)
-    assert ledger.story(1, range(5), me=0) == (
+        call_log.heard(rank, 1, 1, REDUCE.fingerprint, REDUCE.text)
+    call_log.heard(2, 1, 1, BARRIER.fingerprint, BARRIER.text)
+    assert call_log.story(1, range(5), me=0) == (
         "ranks 0, 2 called barrier(); ranks 1, 3 called all_reduce(float32[2, 3], op=sum); rank 4 called nothing yet"
     )
 
 
 def test_what_others_say_takes_bounded_memory() -> None:
-    ledger = Ledger()
+    call_log = CallLog()
     for sequence in range(10 * KEPT):
-        ledger.heard(1, sequence, sequence, BARRIER.fingerprint, BARRIER.text)
-    assert len(ledger._others[1].calls) == KEPT
+        call_log.heard(1, sequence, sequence, BARRIER.fingerprint, BARRIER.text)
+    assert len(call_log._others[1].calls) == KEPT

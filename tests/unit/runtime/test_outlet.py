@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from covey.runtime import outlet as outlet_module
-from covey.runtime.outlet import Outlet
+from covey.runtime.keeper import outlet as outlet_module
+from covey.runtime.keeper.outlet import Outlet
 
 if TYPE_CHECKING:
     from pathlib import Path

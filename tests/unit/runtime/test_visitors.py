@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from covey.runtime.acquaintance import Acquaintance
-from covey.runtime.visitors import LINKS_PER_KEY, VISITORS_LIMIT, Visitors
+from covey.runtime.mesh.remote_node import RemoteNode
+from covey.runtime.mesh.visitors import LINKS_PER_KEY, VISITORS_LIMIT, Visitors
 from covey.wire import messages
 
 NAMED = b"keeper".ljust(32)
 
 
-def someone(id: bytes, purpose: str = "visitor") -> Acquaintance:
-    return Acquaintance(messages.Card(id.ljust(32), b"", "n", "h", 1, messages.Contact("h", (), "")), purpose)
+def remote(id: bytes, purpose: str = "visitor") -> RemoteNode:
+    return RemoteNode(messages.Card(id.ljust(32), b"", "n", "h", 1, messages.Contact("h", (), "")), purpose)
 
 
 def visitors() -> Visitors:
     return Visitors(lambda each: each.purpose == "keeper" and each.card.id == NAMED)
 
 
-def take(room: Visitors, each: Acquaintance) -> list[Acquaintance]:
+def take(room: Visitors, each: RemoteNode) -> list[RemoteNode]:
     leaving = room.add(each)
     for other in leaving:
         room.discard(other)
@@ -26,7 +26,7 @@ def take(room: Visitors, each: Acquaintance) -> list[Acquaintance]:
 
 def test_of_one_key_the_oldest_link_goes() -> None:
     room = visitors()
-    links = [someone(b"one") for _ in range(LINKS_PER_KEY + 1)]
+    links = [remote(b"one") for _ in range(LINKS_PER_KEY + 1)]
     assert [take(room, link) for link in links[:-1]] == [[]] * LINKS_PER_KEY
     assert take(room, links[-1]) == [links[0]]
     assert list(room) == links[1:]
@@ -34,7 +34,7 @@ def test_of_one_key_the_oldest_link_goes() -> None:
 
 def test_however_many_keys_come_there_are_so_many_and_the_one_that_asked_last_stays() -> None:
     room = visitors()
-    guests = [someone(b"%d" % n) for n in range(10 * VISITORS_LIMIT)]
+    guests = [remote(b"%d" % n) for n in range(10 * VISITORS_LIMIT)]
     left = []
     for guest in guests:
         left += take(room, guest)
@@ -46,10 +46,10 @@ def test_however_many_keys_come_there_are_so_many_and_the_one_that_asked_last_st
 
 def test_a_keeper_that_somebody_named_is_not_displaced_and_one_that_nobody_named_is() -> None:
     room = visitors()
-    keeper, pretender = someone(NAMED, "keeper"), someone(b"pretender", "keeper")
+    keeper, pretender = remote(NAMED, "keeper"), remote(b"pretender", "keeper")
     left = take(room, keeper) + take(room, pretender)
     for n in range(10 * VISITORS_LIMIT):
-        left += take(room, someone(b"%d" % n))
+        left += take(room, remote(b"%d" % n))
     assert keeper not in left
     assert pretender in left
     assert len(room) == VISITORS_LIMIT + 1

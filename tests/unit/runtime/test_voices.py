@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.runtime.voices import LINE_LIMIT_BYTES, SILENCE, Cursor, Voice
+from covey.runtime.keeper.output import LINE_LIMIT_BYTES, SILENCE, Cursor, OutputStream
 
 
-def two_voices() -> tuple[Voice, Voice]:
+def two_voices() -> tuple[OutputStream, OutputStream]:
     cursor = Cursor()
-    return Voice(0, cursor, coloured=False), Voice(1, cursor, coloured=False)
+    return OutputStream(0, cursor, coloured=False), OutputStream(1, cursor, coloured=False)
 
 
 def test_a_line_is_shown_when_it_is_finished() -> None:

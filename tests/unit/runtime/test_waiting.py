@@ -7,7 +7,7 @@ from typing import Any
 
 from covey.proto.formation import Formation
 from covey.proto.lineages import Lineages
-from covey.runtime.waiting import bare_reason, of_candidate
+from covey.runtime.mesh.waiting import bare_reason, of_candidate
 from covey.wire import messages
 from covey.wire.formation import Here, Member, Phase, Terms
 from covey.wire.lineage import Remembered, new_lineage

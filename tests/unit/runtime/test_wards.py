@@ -8,8 +8,15 @@ import subprocess
 import pytest
 
 from covey.proto.health import STOPPED_SILENCE, Vouch
-from covey.runtime import wards as wards_module
-from covey.runtime.wards import LOOK_CLOSELY_EVERY, LOOK_EVERY, REMEMBERED_SECONDS, WARDS_LIMIT, Ward, Wards
+from covey.runtime.members import process_table as wards_module
+from covey.runtime.members.process_table import (
+    LOOK_CLOSELY_EVERY,
+    LOOK_EVERY,
+    REMEMBERED_SECONDS,
+    WARDS_LIMIT,
+    ProcessStatus,
+    ProcessTable,
+)
 from covey.wire.messages import Card, Contact
 
 
@@ -29,25 +36,25 @@ def gone() -> int:
 
 
 def test_this_very_process_is_busy_and_one_that_has_been_is_not(gone: int) -> None:
-    wards = Wards()
+    process_table = ProcessTable()
     for number, pid in enumerate([os.getpid(), gone, 0, -1, 1 << 40]):
-        wards.watch(card(number, pid), 10.0)
-    assert dict(wards.vouch().processes) == {
+        process_table.watch(card(number, pid), 10.0)
+    assert dict(process_table.vouch().processes) == {
         card(0).life: Vouch.BUSY,
         **{card(number).life: Vouch.EXITED for number in range(1, 5)},
     }
 
 
 def test_a_process_that_got_the_number_of_another_is_not_taken_for_it() -> None:
-    ward = Ward(card(1).life, card(1).pid, 0.0)
+    ward = ProcessStatus(card(1).life, card(1).pid, 0.0)
     ward._began = b"0"  # this process did not begin when the machine did
     assert ward.look(1.0)
     assert ward.state is Vouch.EXITED
 
 
 def test_a_process_is_lost_at_once_when_it_exited_and_after_a_moment_when_it_is_stopped(gone: int) -> None:
-    assert Ward(card(1, gone).life, card(1, gone).pid, 5.0).is_lost(5.0)
-    ward = Ward(card(2).life, card(2).pid, 5.0)
+    assert ProcessStatus(card(1, gone).life, card(1, gone).pid, 5.0).is_lost(5.0)
+    ward = ProcessStatus(card(2).life, card(2).pid, 5.0)
     assert not ward.is_lost(1e9)
     ward.state = Vouch.STOPPED
     assert not ward.is_lost(5.0 + STOPPED_SILENCE - 0.01)
@@ -57,42 +64,42 @@ def test_a_process_is_lost_at_once_when_it_exited_and_after_a_moment_when_it_is_
 
 
 def test_who_exited_is_told_of_for_a_while_and_then_forgotten(gone: int) -> None:
-    wards = Wards()
-    wards.watch(card(1), 0.0)
-    wards.watch(card(2, gone), 0.0)
-    assert not wards.look(REMEMBERED_SECONDS)
-    assert len(wards.vouch().processes) == 2
-    wards.look(REMEMBERED_SECONDS + 0.1)
-    assert wards.vouch().processes == ((card(1).life, Vouch.BUSY),)
-    assert wards.get(card(2).life) is None
+    process_table = ProcessTable()
+    process_table.watch(card(1), 0.0)
+    process_table.watch(card(2, gone), 0.0)
+    assert not process_table.look(REMEMBERED_SECONDS)
+    assert len(process_table.vouch().processes) == 2
+    process_table.look(REMEMBERED_SECONDS + 0.1)
+    assert process_table.vouch().processes == ((card(1).life, Vouch.BUSY),)
+    assert process_table.get(card(2).life) is None
 
 
 def test_of_too_many_the_living_are_told_first_and_then_the_latest(gone: int) -> None:
-    wards = Wards()
+    process_table = ProcessTable()
     for number in range(WARDS_LIMIT + 50):
-        wards.watch(card(number, gone), float(number))
+        process_table.watch(card(number, gone), float(number))
     for number in range(1000, 1000 + WARDS_LIMIT - 2):
-        assert not wards.is_full()
-        wards.watch(card(number), 5.0)
-    told = wards.vouch().processes
+        assert not process_table.is_full()
+        process_table.watch(card(number), 5.0)
+    told = process_table.vouch().processes
     assert len(told) == WARDS_LIMIT
     assert {state for _, state in told[:-2]} == {Vouch.BUSY}
     assert told[-2:] == tuple(
         (card(number, gone).life, Vouch.EXITED) for number in (WARDS_LIMIT + 49, WARDS_LIMIT + 48)
     )
     for number in range(2000, 2002):
-        wards.watch(card(number), 6.0)
-    assert wards.is_full()
-    assert wards.get(card(0).life) is None  # of the dead, no more are remembered than could be told
+        process_table.watch(card(number), 6.0)
+    assert process_table.is_full()
+    assert process_table.get(card(0).life) is None  # of the dead, no more are remembered than could be told
 
 
 def test_a_process_whose_link_ended_is_looked_at_more_often_for_a_moment() -> None:
-    wards = Wards()
-    ward = wards.watch(card(1), 0.0)
-    assert wards.look_again_in(0.0) == LOOK_EVERY
-    wards.watch_closely(ward, 0.0)
-    assert wards.look_again_in(0.9) == LOOK_CLOSELY_EVERY
-    assert wards.look_again_in(1.1) == LOOK_EVERY
+    process_table = ProcessTable()
+    ward = process_table.watch(card(1), 0.0)
+    assert process_table.look_again_in(0.0) == LOOK_EVERY
+    process_table.watch_closely(ward, 0.0)
+    assert process_table.look_again_in(0.9) == LOOK_CLOSELY_EVERY
+    assert process_table.look_again_in(1.1) == LOOK_EVERY
 
 
 def test_a_process_is_not_taken_to_be_dead_because_the_kernel_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +108,11 @@ def test_a_process_is_not_taken_to_be_dead_because_the_kernel_cannot_be_asked(mo
     def refuse(*_: object, **__: object) -> None:
         raise OSError(24, "Too many open files")
 
-    known = Ward(b"life", os.getpid(), 0.0)
+    known = ProcessStatus(b"life", os.getpid(), 0.0)
     with monkeypatch.context() as patched:
         patched.setattr("builtins.open", refuse)
         patched.setattr(os, "kill", refuse)
-        late = Ward(b"late", os.getpid(), 0.0)
+        late = ProcessStatus(b"late", os.getpid(), 0.0)
         for ward in (known, late):
             assert ward.look(1.0) is False
             assert ward.state is Vouch.BUSY
@@ -118,7 +125,7 @@ def test_a_process_that_ended_while_the_kernel_could_not_be_asked_is_noticed_aft
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(wards_module, "_state", lambda _pid: None)
-    ward = Ward(b"life", 1, 0.0)
+    ward = ProcessStatus(b"life", 1, 0.0)
     assert ward.state is Vouch.BUSY
     monkeypatch.setattr(wards_module, "_state", lambda _pid: ("", None))
     assert ward.look(1.0) is True
@@ -128,13 +135,13 @@ def test_a_process_that_ended_while_the_kernel_could_not_be_asked_is_noticed_aft
 def test_time_in_which_the_keeper_stood_still_too_is_not_time_that_a_process_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wards = Wards()
-    ward = wards.watch(card(1), 10.0)
-    wards.look(10.0)
+    process_table = ProcessTable()
+    ward = process_table.watch(card(1), 10.0)
+    process_table.look(10.0)
     monkeypatch.setattr(wards_module, "_state", lambda _pid: ("T", ward._began))
-    wards.look(10.1)
+    process_table.look(10.1)
     assert ward.state is Vouch.STOPPED
-    wards.look(70.1)
+    process_table.look(70.1)
     assert not ward.is_lost(70.1), "the keeper was stopped for a minute as well"
-    wards.look(70.2)
+    process_table.look(70.2)
     assert ward.is_lost(70.2 + STOPPED_SILENCE)

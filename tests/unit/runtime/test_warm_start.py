@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.runtime.warm_start import is_of_use
+from covey.runtime.keeper.warm_start import is_of_use
 
 if TYPE_CHECKING:
     from pathlib import Path

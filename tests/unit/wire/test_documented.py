@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 from covey.base.text import TEXT_LIMIT
-from covey.net import meeting, ring
+from covey.net.discovery import host_rendezvous as meeting
+from covey.net.lanes import ring
 from covey.proto import health, matching, message, message_stream, views
 from covey.proto import membership as agreement
-from covey.runtime import boards, circle, greet, lanes
+from covey.runtime.collectives import attempt as circle
+from covey.runtime.links import handshake as greet
+from covey.runtime.members import lanes
+from covey.runtime.members import store as boards
 from covey.wire import (
     beacon,
     board,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from covey.base.errors import ConfigError, CoveyError, DeadlineError, RankFailedError
 from covey.cli.bench.messages import Answer, Channel, Failed, Hello, Measured, Order, Prepare, Ready, Run
-from covey.runtime.keeper import LocalRun
+from covey.runtime.keeper.keeper import LocalRun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,12 +18,12 @@ from covey.base.errors import ConfigError
 from covey.cli.bench.sweep import LANES, MAX_RANKS
 from covey.cli.layout import Column
 from covey.cli.terminal import Fitted
-from covey.runtime.launch import launch
+from covey.runtime.keeper.launch import launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 LAYERS: Final = 8
 BATCH: Final = 8

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Final, Protocol, Self
 
 import msgspec
 
-from covey.runtime.keeper import LocalRun
+from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.processes import signal_group, signal_name
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from covey.runtime.voices import Cursor, Voice
+from covey.runtime.keeper.output import Cursor, OutputStream
 
 if TYPE_CHECKING:
     from covey.cli.chaos.crew import Worker
@@ -22,7 +22,7 @@ class Relay:
         one_place = only_stderr or os.path.sameopenfile(1, 2)
         err = Cursor()
         self._cursors = {1: err if one_place else Cursor(), 2: err}
-        self._voices: dict[tuple[int, int], tuple[int, Voice]] = {}
+        self._voices: dict[tuple[int, int], tuple[int, OutputStream]] = {}
         """By process and stream."""
 
     def heard(self, worker: Worker, target: int, data: bytes) -> None:
@@ -30,7 +30,7 @@ class Relay:
         if key not in self._voices:
             shown = self._targets[target]
             coloured = os.isatty(shown) and not os.environ.get("NO_COLOR")
-            self._voices[key] = shown, Voice(worker.rank, self._cursors[target], coloured=coloured)
+            self._voices[key] = shown, OutputStream(worker.rank, self._cursors[target], coloured=coloured)
         shown, voice = self._voices[key]
         if data:
             _write(shown, voice.hear(data, now=time.monotonic()))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from covey.cli.chaos.cutting import cut
-from covey.runtime.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST
+from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

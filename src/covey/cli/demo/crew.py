@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from covey.base.errors import DeadlineError, RankFailedError
 from covey.cli.demo.reports import ROUND, Finished, Joined, Killed, Report, Round, Started, Told, decode
-from covey.runtime.keeper import LocalRun
+from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.processes import signal_name
 
 if TYPE_CHECKING:

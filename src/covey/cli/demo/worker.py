@@ -21,7 +21,7 @@ from covey.cli.demo.reports import PROMPT, ROUND, Finished, Joined, Recovered, R
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.runtime.group import Group
+    from covey.runtime.group.group import Group
 
 BATCH = 256
 HELD_OUT_STRIDE = 2

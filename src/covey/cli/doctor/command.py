@@ -21,8 +21,8 @@ from covey.cli.doctor.facts import Facts
 from covey.cli.doctor.findings import findings
 from covey.cli.doctor.machine import examine_machine, known_part
 from covey.cli.doctor.report import as_json, as_text
-from covey.net.interfaces import parse_pattern, usable_interfaces
-from covey.runtime.places import ClusterOptions
+from covey.net.discovery.interfaces import parse_pattern, usable_interfaces
+from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from covey.base.config import GroupConfig
-    from covey.net.clusters import Cluster
+    from covey.net.keys.clusters import Cluster
 
 DEADLINE_SECONDS: Final = 9.8
 PLAIN_WIDTH: Final = 100

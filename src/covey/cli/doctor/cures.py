@@ -9,7 +9,7 @@ from typing import Final
 
 from covey.base.config import PORTS
 from covey.cli.doctor.finding import OPEN_PORTS, PORT_RANGE
-from covey.runtime.greet import SILENCE
+from covey.runtime.links.handshake import SILENCE
 
 UNKNOWN_CURE: Final = "covey does not know the cause. The error is written above as the system reported it."
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from covey.net.interfaces import Interface
+    from covey.net.discovery.interfaces import Interface
 
 PORT: Final = 5353
 GROUP4, GROUP6 = "224.0.0.251", "ff02::fb"

@@ -22,9 +22,9 @@ from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
 from covey.base.version import __version__
 from covey.cli.doctor.facts import Folder, Machine, PrivatePath, Setting
-from covey.net import clusters
-from covey.net.identity import node_name
-from covey.runtime.places import CLUSTER_JOIN_SECONDS, DEFAULT_MIN_SIZE
+from covey.net.keys import clusters
+from covey.net.keys.identity import node_name
+from covey.runtime.environment import CLUSTER_JOIN_SECONDS, DEFAULT_MIN_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,27 +13,27 @@ from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
 from covey.cli.doctor.ear import Ear
 from covey.cli.doctor.facts import MetNode, Network, Seed, Wait, Way
-from covey.net.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
+from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
 from covey.runtime import loop as control
-from covey.runtime.greet import SILENCE, spell
+from covey.runtime.links.handshake import SILENCE, spell
+from covey.runtime.links.probe import PROBE_SECONDS, Sounding, sound, sound_each, throughput
 from covey.runtime.loop import aside
-from covey.runtime.probe import PROBE_SECONDS, Sounding, sound, sound_each, throughput
-from covey.runtime.reach import NOT_TRIED, TOO_OFTEN
-from covey.runtime.search import parse_seed
-from covey.runtime.visit import visiting
-from covey.runtime.waiting import bare_reason
+from covey.runtime.mesh.reach import NOT_TRIED, TOO_OFTEN
+from covey.runtime.mesh.search import parse_seed
+from covey.runtime.mesh.visit import visiting
+from covey.runtime.mesh.waiting import bare_reason
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from covey.base.config import GroupConfig
-    from covey.net.clusters import Cluster
-    from covey.net.mdns import Observation
-    from covey.runtime.acquaintance import Acquaintance
-    from covey.runtime.gathering import Gathering
-    from covey.runtime.greet import Where
-    from covey.runtime.visit import Visit
+    from covey.net.discovery.mdns import Observation
+    from covey.net.keys.clusters import Cluster
+    from covey.runtime.links.handshake import Where
+    from covey.runtime.mesh.mesh import Mesh
+    from covey.runtime.mesh.remote_node import RemoteNode
+    from covey.runtime.mesh.visit import Visit
 
 LOOK_SECONDS: Final = 2.5
 """How long to look for others: multicast DNS asks twice more within the first second, and answers take one at most."""
@@ -111,17 +111,17 @@ class Search:
         ours = gathering.card.contact
         for attempt in trying:  # they try what they have seen us come from
             attempt.result(PROBE_SECONDS + LATE_SECONDS)
-        remote = [card for card in cards if card.contact.host != ours.host]  # on this machine all of them work
-        replies = visit.ask_all(remote, messages.Reach(ours.addresses, self._token), ANSWER_SECONDS)
-        answers = {card.id: answer for card, answer in zip(remote, replies, strict=True)}
+        elsewhere = [card for card in cards if card.contact.host != ours.host]  # on this machine all of them work
+        replies = visit.ask_all(elsewhere, messages.Reach(ours.addresses, self._token), ANSWER_SECONDS)
+        answers = {card.id: answer for card, answer in zip(elsewhere, replies, strict=True)}
         nodes = []
         for card, attempt, story in zip(cards, trying, stories, strict=True):
-            someone = gathering.met.get(card.id)
-            if someone is not None and someone.link is not None:  # or it has gone meanwhile
+            remote = gathering.met.get(card.id)
+            if remote is not None and remote.link is not None:  # or it has gone meanwhile
                 soundings = attempt.result()
-                node = self._describe(someone, gathering, soundings, self._found_by(card, gathering, ear))
+                node = self._describe(remote, gathering, soundings, self._found_by(card, gathering, ear))
                 node = _with_ways_back(node, ours.addresses, answers[card.id]) if card.id in answers else node
-                nodes.append((_with_story(node, story), someone.way or _quickest(soundings)))
+                nodes.append((_with_story(node, story), remote.way or _quickest(soundings)))
         self._tell("measuring throughput")
         self.nodes = tuple(self._measure(gathering, node, way) for node, way in nodes)
         closed = knocking.result(PROBE_SECONDS + LATE_SECONDS)
@@ -145,7 +145,7 @@ class Search:
         self.refusals = {who: why for who, why in others.items() if not why.startswith(NO_WAY)}
         self.unreachable = {who: why for who, why in others.items() if who not in self.refusals} | closed
 
-    async def _try_seeds(self, gathering: Gathering) -> dict[str, str]:
+    async def _try_seeds(self, gathering: Mesh) -> dict[str, str]:
         """Return why no node answers at each seed, or "": a visitor that has met a node tries its seeds no more."""
 
         async def try_one(seed: str) -> str:
@@ -161,12 +161,12 @@ class Search:
         problems = await asyncio.gather(*map(try_one, self._seeds))
         return dict(zip(self._seeds, problems, strict=True))
 
-    async def _try_ways(self, gathering: Gathering, card: messages.Card) -> list[Sounding]:
+    async def _try_ways(self, gathering: Mesh, card: messages.Card) -> list[Sounding]:
         is_here = card.contact.host == gathering.card.contact.host
         gate, addresses = gathering.seat.gate, card.contact.addresses
         return await sound_each(addresses, self._own, gate, same_host=is_here, token=self._token)
 
-    def _found_by(self, card: messages.Card, gathering: Gathering, ear: Ear) -> tuple[str, ...]:
+    def _found_by(self, card: messages.Card, gathering: Mesh, ear: Ear) -> tuple[str, ...]:
         addresses = {address.ip for address in card.contact.addresses}
         found_by = ["same host"] * (card.contact.host == gathering.card.contact.host)
         found_by += ["multicast"] * any(addresses & heard.speakers.keys() for heard in ear.heard.values())
@@ -174,13 +174,13 @@ class Search:
         return tuple(found_by or ["others"])
 
     def _describe(
-        self, someone: Acquaintance, gathering: Gathering, soundings: list[Sounding], found_by: tuple[str, ...]
+        self, remote: RemoteNode, gathering: Mesh, soundings: list[Sounding], found_by: tuple[str, ...]
     ) -> MetNode:
-        card, link = someone.card, someone.link
+        card, link = remote.card, remote.link
         assert link is not None
         attempts = zip(card.contact.addresses, soundings, strict=True)
         ways = tuple(_way(address, sounding, self._names()) for address, sounding in attempts)
-        chosen = (spell(someone.way) if someone.way is not None else link.address).removeprefix("::ffff:")
+        chosen = (spell(remote.way) if remote.way is not None else link.address).removeprefix("::ffff:")
         local = link.local_ip.removeprefix("::ffff:").partition("%")[0]
         taken = next((way for way in ways if way.address == chosen and way.works), None)
         return MetNode(
@@ -189,19 +189,19 @@ class Search:
             host_name=card.host_name,
             pid=card.pid,
             version=card.version,
-            purpose=someone.purpose,
+            purpose=remote.purpose,
             is_here=card.contact.host == gathering.card.contact.host,
             found_by=found_by,
             addresses=tuple(address.ip for address in card.contact.addresses),
             ways_there=ways,
             chosen_way=chosen,
             chosen_interface=taken.local_interface if taken else self._names().get(local, describe(local)),
-            round_trip=someone.round_trip,
+            round_trip=remote.round_trip,
             path_mtu=taken.path_mtu if taken else max((way.path_mtu for way in ways), default=0),
-            clock_offset=someone.clock_offset,
+            clock_offset=remote.clock_offset,
         )
 
-    def _measure(self, gathering: Gathering, node: MetNode, way: Where | None) -> MetNode:
+    def _measure(self, gathering: Mesh, node: MetNode, way: Where | None) -> MetNode:
         """Measure one way at a time, while the others are idle, as long as there is time."""
         seconds = LONG_FLOW_SECONDS if node.round_trip > LONG_ROUND_TRIP else FLOW_SECONDS
         if way is None or self._until - time.monotonic() < seconds:
@@ -209,12 +209,12 @@ class Search:
         flow = throughput(way, gathering.seat.gate, FLOW_BYTES, seconds)
         return replace(node, bytes_per_second=control.run(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
 
-    async def _knock(self, gathering: Gathering, ear: Ear, observations: Iterable[Observation]) -> dict[str, str]:
+    async def _knock(self, gathering: Mesh, ear: Ear, observations: Iterable[Observation]) -> dict[str, str]:
         """Return the machines that announce nodes, ours as far as we know, and whose ports give no sign of life.
 
         The search itself waits longer for those than we have time.
         """
-        known = {address.ip for someone in gathering.met.values() for address in someone.card.contact.addresses}
+        known = {address.ip for remote in gathering.met.values() for address in remote.card.contact.addresses}
         known |= {address.ip for each in observations for address in each.foreign}
         indices = {interface.name: interface.index for interface in self._own}
         silent = {
@@ -289,7 +289,7 @@ def look_at_interfaces(
     return tuple(networks)
 
 
-async def _problems(gathering: Gathering) -> tuple[dict[str, str], set[str]]:
+async def _problems(gathering: Mesh) -> tuple[dict[str, str], set[str]]:
     return gathering.problems(), set(gathering.hung_up)
 
 

@@ -20,13 +20,13 @@ from covey.cli.status.picture import as_json as to_json
 from covey.cli.status.picture import picture
 from covey.cli.status.view import nothing_found, view
 from covey.cli.terminal import is_lively, say, working
-from covey.runtime.places import ClusterOptions
-from covey.runtime.visit import visiting
+from covey.runtime.environment import ClusterOptions
+from covey.runtime.mesh.visit import visiting
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.cli.status.picture import Picture
-    from covey.runtime.visit import Visit
+    from covey.runtime.mesh.visit import Visit
 
 LOOK_SECONDS: Final = 1.5
 PATIENCE_SECONDS: Final = 3.0

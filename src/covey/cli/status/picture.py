@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from covey.base.errors import DeadlineError
-from covey.net.identity import short_id
+from covey.net.keys.identity import short_id
 from covey.wire.messages import Tell
 
 if TYPE_CHECKING:

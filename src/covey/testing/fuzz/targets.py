@@ -27,8 +27,8 @@ from covey import wire
 from covey.base import errors
 from covey.base.dtypes import DTYPES
 from covey.base.errors import AuthError, ConfigError, MismatchError, RemoteProtocolError
-from covey.net import sieve
-from covey.net.station import Station
+from covey.net.discovery import sieve
+from covey.net.discovery.responder import InterfaceResponder
 from covey.testing.fuzz import values
 from covey.testing.fuzz.values import Maker
 from covey.wire import (
@@ -452,7 +452,7 @@ def _text_record_seeds() -> list[bytes]:
 
 def _read_packet(data: bytes) -> None:
     heard: list[beacon.Announcement | None] = []
-    reader = object.__new__(Station)
+    reader = object.__new__(InterfaceResponder)
     reader._hear = lambda _station, said: heard.append(beacon.read(KEY, said))
     filtered = sieve.Sieve()
     is_response = sieve.is_response(data)

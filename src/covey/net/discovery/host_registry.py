@@ -1,0 +1,254 @@
+"""Nodes of one user on one host find each other by files, with or without a network.
+
+A node's file lies in a folder that only its user may enter, and is locked for as long as the node lives. A lock
+cannot outlive its process, so what a killed node left behind is recognised, and removed by the next node that looks. A
+node also cleans up the folders of other clusters, in which nobody may ever look again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import secrets
+import socket
+import stat
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from covey.base.errors import ConfigError
+from covey.net.descriptors import explain
+from covey.net.discovery.host_rendezvous import check_folder, host_token, meeting_folder
+from covey.net.locks import LockHolder
+from covey.net.temporary import ADVICE, unwritable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MOST_NEIGHBOURS: Final = 256
+MOST_FOLDERS: Final = 64
+"""Clusters whose leftovers are looked at."""
+AGE_SECONDS: Final = 60.0
+"""Sockets that are younger are left alone: they may be about to listen."""
+_HOST_LETTERS: Final = 3
+"""So many letters of a socket's name tell the host apart; its path must stay short."""
+_MOST_BYTES: Final = 4096
+_TRIES: Final = 100
+_SUFFIX: Final = ".node"
+_PREFIX: Final = "nodes-"
+
+
+class RegisteredNode(msgspec.Struct, frozen=True):
+    """A living node on this host, as its file describes it."""
+
+    port: int
+    socket: str
+    """Path of the unix socket where it accepts connections."""
+    pid: int
+
+
+class HostRegistry(LockHolder):
+    """The nodes of this user and one cluster on this host; one's own is announced among them."""
+
+    def __init__(self, tag: str) -> None:
+        """Look for nodes of the cluster with this tag: text that only holders of its secret can know.
+
+        Raises:
+            ConfigError: the folder for it cannot be made, or is open to others.
+        """
+        self._folder = meeting_folder(f"{_PREFIX}{tag}")
+        _make_folder(self._folder)
+        # Folders may be shared by containers or namespaces, in which the port and the memory of others are not ours.
+        self._host = host_token(self._folder.parent)[:16]
+        self._own: Path | None = None
+        self._socket: Path | None = None
+        super().__init__()
+        siblings = itertools.islice(self._folder.parent.glob("nodes-*"), MOST_FOLDERS)
+        for folder in {self._folder, *siblings}:
+            self._clean_up(folder)
+
+    def listen(self, backlog: int) -> tuple[socket.socket, str]:
+        """Return a unix socket that listens in the folder, and its path; it is removed with the announcement."""
+        for _ in range(_TRIES):
+            path = self._folder / f"s{self._host[:_HOST_LETTERS]}{secrets.token_hex(3)}"
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.bind(os.fspath(path))
+                sock.listen(backlog)
+                sock.setblocking(False)
+            except OSError as error:
+                sock.close()
+                if not isinstance(error, FileNotFoundError):
+                    raise ConfigError(f"cannot listen at {path}: {explain(error)}; {ADVICE}") from error
+                _make_folder(self._folder)  # the last one to leave took it away
+            else:
+                self._socket = path
+                return sock, str(path)
+        raise ConfigError(f"{self._folder} is taken away as soon as it is made; look what does that")
+
+    def announce(self, port: int, path: str) -> None:
+        """Let the others know where this node listens, until it is closed or dies; the last announcement counts."""
+        note = msgspec.json.encode(RegisteredNode(port=port, socket=path, pid=os.getpid()))
+        if len(note) > _MOST_BYTES:
+            raise ConfigError(f"the path of the socket has {len(path)} characters; set TMPDIR to a shorter folder")
+        own, lock = self._write(note)
+        self._withdraw()
+        self._own, self._lock = own, lock
+
+    def others(self) -> list[RegisteredNode]:
+        """Return the living nodes but one's own, and remove what dead ones left; cheap enough to call often."""
+        try:
+            with os.scandir(self._folder) as entries:
+                names = sorted(entry.name for entry in itertools.islice(entries, MOST_NEIGHBOURS))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"cannot look for other nodes in {self._folder}: {explain(error)}") from error
+        read = [self._read(self._folder / name) for name in names if self._own is None or name != self._own.name]
+        return [neighbour for neighbour in read if neighbour is not None]
+
+    def of_other_clusters(self) -> list[RegisteredNode]:
+        """Return the living nodes of this user on this host that hold another secret."""
+        found: list[RegisteredNode] = []
+        folders = itertools.islice(self._folder.parent.glob(f"{_PREFIX}*"), MOST_FOLDERS)
+        for folder in sorted(folder for folder in folders if folder != self._folder):
+            with contextlib.suppress(OSError):
+                paths = sorted(itertools.islice(folder.glob(f"{self._host}-*{_SUFFIX}"), MOST_NEIGHBOURS))
+                found += [neighbour for path in paths if (neighbour := self._read(path)) is not None]
+        return found
+
+    def close(self) -> None:
+        """Withdraw the announcement and the socket. Closing twice is fine."""
+        self._withdraw()
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
+            self._socket = None
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()  # if it was the last one
+
+    def _write(self, note: bytes) -> tuple[Path, int]:
+        """Return a new locked file and the lock; nobody sees it before it is both written and locked."""
+        for _ in range(_TRIES):
+            name = f"{self._host}-{secrets.token_hex(8)}"
+            draft, path = self._folder / name, self._folder / f"{name}{_SUFFIX}"
+            try:
+                lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                _make_folder(self._folder)  # the last one to leave took it away
+                continue
+            except OSError as error:
+                raise ConfigError(unwritable(self._folder, error)) from error
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(lock, note)
+                draft.rename(path)
+            except (BlockingIOError, FileNotFoundError):
+                os.close(lock)  # somebody looked before it was locked, and took it for a dead node's
+            except OSError as error:
+                os.close(lock)
+                draft.unlink(missing_ok=True)
+                raise ConfigError(unwritable(self._folder, error)) from error
+            except BaseException:
+                os.close(lock)
+                raise
+            else:
+                return path, lock
+        raise ConfigError(f"files in {self._folder} are taken away as soon as they are made; look what does that")
+
+    def _read(self, path: Path) -> RegisteredNode | None:
+        """Return what a living node's file says, or None; remove it if the node is dead."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return self._parse(path.name, os.read(descriptor, _MOST_BYTES + 1))
+        except OSError:
+            return None
+        else:
+            with contextlib.suppress(OSError):
+                left_behind = self._parse(path.name, os.read(descriptor, _MOST_BYTES + 1))
+                path.unlink()
+                if left_behind is not None and os.path.dirname(left_behind.socket) == str(path.parent):
+                    os.unlink(left_behind.socket)
+            return None
+        finally:
+            os.close(descriptor)
+
+    def _parse(self, name: str, text: bytes) -> RegisteredNode | None:
+        if not name.startswith(f"{self._host}-") or not name.endswith(_SUFFIX):
+            return None
+        try:
+            note = msgspec.json.decode(text, type=RegisteredNode)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return note if 0 < note.port < 1 << 16 and note.pid > 0 and "\0" not in note.socket else None
+
+    def _clean_up(self, folder: Path) -> None:
+        """Remove what dead nodes of this host left in a folder, and the folder if it is empty then."""
+        with contextlib.suppress(OSError):
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                return
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in itertools.islice(entries, MOST_NEIGHBOURS)]
+            for name in names:
+                if name.startswith(f"s{self._host[:_HOST_LETTERS]}"):
+                    _remove_deaf(folder / name)
+                elif name.startswith(f"{self._host}-"):
+                    self._read(folder / name)
+            if folder != self._folder:
+                folder.rmdir()
+
+    def _withdraw(self) -> None:
+        path, self._own = self._own, None
+        if path is not None:
+            path.unlink(missing_ok=True)
+        self.let_go()
+
+    def forked(self) -> None:
+        super().forked()
+        self._own = self._socket = None  # they are the parent's
+
+
+def _remove_deaf(path: Path) -> None:
+    """Remove a socket at which no process listens any more."""
+    status = path.lstat()
+    if not stat.S_ISSOCK(status.st_mode) or time.time() < status.st_mtime + AGE_SECONDS:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+
+
+def is_nodes_socket(path: str, own_folder: str) -> bool:
+    """Tell whether a path lies where nodes of this user on this host listen; `own_folder` is that of one of them.
+
+    Nodes of one cluster have several folders when its secret has changed while they run.
+    """
+    folder = os.path.dirname(path)
+    is_beside = os.path.dirname(folder) == os.path.dirname(own_folder) and os.path.normpath(path) == path
+    return bool(own_folder) and is_beside and os.path.basename(folder).startswith(_PREFIX)
+
+
+def _make_folder(folder: Path) -> None:
+    for _ in range(_TRIES):
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(unwritable(folder.parent, error)) from error
+        try:
+            check_folder(folder)
+            return
+        except ConfigError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):  # else the last one to leave took it away
+                raise

@@ -1,0 +1,220 @@
+"""Places on this host where the ranks of one run find each other, and nobody else gets in.
+
+A meeting is a folder that only its owner may enter. Rank r listens at `r.sock` in it and holds a lock on `r.lock`
+for as long as it lives, so a second process with the same rank is noticed, and what a killed one left behind is
+taken over. What is left of a meeting whose processes were all killed goes when the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import Final
+
+from covey.base.errors import AuthError, ConfigError, ConnectError
+from covey.net.descriptors import explain
+from covey.net.locks import LockHolder, only_one
+from covey.net.temporary import temporary_folder, unwritable, writing_to
+
+TOKEN_BYTES: Final = 32
+_PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux) bytes
+
+
+def meeting_folder(name: str) -> Path:
+    """Return the folder where ranks of the job `name` meet; ConfigError if what is above it is not safely ours."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(temporary_folder())
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:20].strip("-.") or "job"
+    folder = base / f"covey-{os.getuid()}" / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    _own_folder(folder.parent)
+    return folder
+
+
+def check_folder(folder: Path) -> Path:
+    """Return `folder` if only this user can enter it."""
+    try:
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"the meeting folder {folder} is not there: {explain(error)}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"{folder} must be a folder of yours with mode 0700; remove it, or set TMPDIR to another place"
+        )
+    if len(os.fsencode(folder)) + len("/99999.sock") > _PATH_LIMIT:
+        raise ConfigError(f"{folder} is too long for a unix socket; set TMPDIR to a shorter folder")
+    return folder
+
+
+def _own_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(unwritable(folder.parent, error)) from error
+    check_folder(folder)
+
+
+class HostRendezvous(LockHolder):
+    """One rank's seat in a meeting: its listening socket, its lock, and the token all of them share."""
+
+    def __init__(self, folder: Path, rank: int, token: bytes | None = None) -> None:
+        """Take the seat of `rank`. Without a `token`, whoever comes first makes one for all.
+
+        Raises:
+            ConfigError: a living process has this seat, or the folder is not safely ours.
+        """
+        super().__init__()
+        self._door = folder.parent if token is None else None
+        self._lock_path = folder / f"{rank}.lock"
+        self.path = socket_path(folder, rank)
+        with _closed_door(self._door):
+            if self._door is not None:
+                _remove_abandoned_beside(folder)
+                _own_folder(folder)
+            with writing_to(folder):
+                self._lock = _take_seat(self._lock_path, rank)
+            try:
+                with writing_to(folder):
+                    self.token = _shared_token(folder) if token is None else token
+                    self.sock = self._listen()
+            except BaseException:
+                self.let_go()
+                raise
+
+    def _listen(self) -> socket.socket:
+        self.path.unlink(missing_ok=True)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(os.fspath(self.path))
+            sock.listen(128)
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def leave(self) -> None:
+        """Give the seat up; the last one to leave a shared meeting removes it. Leaving twice is fine."""
+        if self._lock < 0:
+            return
+        self.sock.close()
+        with _closed_door(self._door):
+            self.path.unlink(missing_ok=True)
+            self._lock_path.unlink(missing_ok=True)
+            self.let_go()
+            folder = self.path.parent
+            if self._door is not None and not any(_is_taken(path) for path in folder.glob("*.lock")):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _closed_door(folder: Path | None) -> contextlib.AbstractContextManager[None]:
+    """Let one process at a time come into or leave the meetings below `folder`."""
+    return only_one(folder / "door", setting="TMPDIR") if folder is not None else contextlib.nullcontext()
+
+
+def _remove_abandoned_beside(folder: Path) -> None:
+    """Remove other meetings whose processes were all killed. Behind a closed door."""
+    for token in folder.parent.glob("*/token"):
+        meeting = token.parent
+        if meeting != folder and not any(_is_taken(path) for path in meeting.glob("*.lock")):
+            shutil.rmtree(meeting, ignore_errors=True)
+
+
+def _take_seat(path: Path, rank: int) -> int:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
+        os.close(lock)
+        raise ConfigError(
+            f"rank {rank} of this job is already running as process {holder or 'unknown'}. End it, or give this job "
+            "another MASTER_PORT or job id."
+        ) from None
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _is_taken(path: Path) -> bool:
+    """Tell whether a living process holds this seat."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _shared_token(folder: Path) -> bytes:
+    path = folder / "token"
+    if not path.exists():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(descriptor, secrets.token_bytes(TOKEN_BYTES))
+        finally:
+            os.close(descriptor)
+    token = path.read_bytes()
+    if len(token) != TOKEN_BYTES:
+        raise ConfigError(f"{path} is damaged; remove {folder} and start again")
+    return token
+
+
+def socket_path(folder: Path, rank: int) -> Path:
+    """Return where rank `rank` of a meeting listens."""
+    return folder / f"{rank}.sock"
+
+
+def check_peer(sock: socket.socket) -> None:
+    """Raise AuthError unless the other end of a unix socket belongs to this user."""
+    if hasattr(socket, "SO_PEERCRED"):
+        _pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    else:  # macOS: struct xucred from LOCAL_PEERCRED
+        _version, uid = struct.unpack_from("2I", sock.getsockopt(0, 1, 76))
+    if uid != os.getuid():
+        raise AuthError(f"a process of user {uid} tried to join a run of user {os.getuid()}")
+
+
+def host_token(folder: Path) -> str:
+    """Return a name that is equal for processes that can share memory: same boot, network namespace, user and files.
+
+    `folder` is where their sockets lie; containers may share all but that.
+    """
+    status = folder.stat()
+    parts = [str(os.getuid()), f"{status.st_dev}:{status.st_ino}"]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/net"))
+    except OSError:
+        parts.append(socket.gethostname())
+    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:32]
+
+
+def local_address_towards(host: str) -> str:
+    """Return this machine's address on the way to `host`, as the routing table sees it; nothing is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConnectError(f"no way to {host}: {error}; check MASTER_ADDR and the network") from error

@@ -1,0 +1,127 @@
+"""Which nodes may be in a cluster: what its owner says to all members, and what this machine says for itself.
+
+The owner's word is a `Charter`: nodes that are denied, and perhaps a list of the only ones that are allowed. It is kept
+in the cluster's file, and running members pass it on. Lists name machines by their first key (`wire.machine`), or a
+single node by its own.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from covey.base.errors import AuthError, ConfigError
+from covey.net.keys import clusters
+from covey.net.keys.identity import node_name, own_machine, short_id
+from covey.wire.machine import machine_of
+from covey.wire.messages import CHARTER_LIMIT, Charter
+from covey.wire.owner import charter_words, is_signed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from covey.net.keys.clusters import Cluster
+    from covey.wire.messages import Card
+
+Lists = tuple[frozenset[bytes], frozenset[bytes] | None]
+"""The nodes that are denied; the only ones that are allowed, or None."""
+
+
+def objection(cluster: Cluster, card: Card, here: str) -> str:
+    """Return why a node that holds the secret may not be in the cluster, and what to do; or nothing.
+
+    `here` is the name of the node that asks.
+    """
+    try:
+        machine = machine_of(card)
+    except AuthError as error:
+        return str(error)
+    ids, charter = {card.id, machine}, cluster.charter
+    label, short = f"node {card.name} ({short_id(card.id)})", short_id(machine)
+    if ids & cluster.denied:
+        return f"{label} is denied on {here}; `covey deny {short} --undo` there lets it in"
+    if charter is None:
+        return ""
+    if not ids.isdisjoint(charter.denied):
+        return f"{label} is denied by the owner of the cluster; on {charter.machine} run `covey deny {short} --undo`"
+    if charter.allowed is not None and ids.isdisjoint(charter.allowed):
+        return f"{label} is waiting for approval: on {charter.machine} run `covey allow {short}`"
+    return ""
+
+
+def is_waiting(cluster: Cluster, card: Card) -> bool:
+    """Tell whether approval by the owner is all that a node lacks."""
+    charter = cluster.charter
+    if charter is None or charter.allowed is None or objection(cluster, card, "") == "":
+        return False
+    return objection(replace(cluster, charter=msgspec.structs.replace(charter, allowed=None)), card, "") == ""
+
+
+def is_news(cluster: Cluster, charter: Charter) -> bool:
+    """Tell whether a charter is later than the one a cluster has, and its owner signed it.
+
+    Raises:
+        AuthError: it is later, and the owner has not signed it.
+    """
+    if not cluster.owner or (cluster.charter is not None and charter.serial <= cluster.charter.serial):
+        return False
+    if not is_signed(cluster.owner, charter_words(cluster.name, charter), charter.signature):
+        raise AuthError("the owner of this cluster has not signed this charter")
+    return True
+
+
+def keep(cluster: Cluster, charter: Charter) -> None:
+    """Write a charter down, if this machine has the cluster in a file; a later one stays. Not for the event loop."""
+
+    def change(saved: Cluster) -> Cluster:
+        is_later = saved.owner == cluster.owner and is_news(saved, charter)
+        return replace(saved, charter=charter) if is_later else saved
+
+    if clusters.cluster_path(cluster.name).exists():
+        clusters.update(cluster.name, change)
+
+
+def amend(cluster: Cluster, private: Ed25519PrivateKey, change: Callable[[Lists], Lists]) -> Cluster:
+    """Make a charter with other lists, in the file of this machine, and return the cluster as it is then.
+
+    Raises:
+        ConfigError: a list is too long.
+    """
+    machine = node_name(socket.gethostname(), own_machine())
+
+    def sign(saved: Cluster) -> Cluster:
+        denied, allowed = change(lists(saved))
+        if max(len(denied), len(allowed or ())) > CHARTER_LIMIT:
+            raise ConfigError(
+                f"a list of nodes has at most {CHARTER_LIMIT} of them; take some off, or change the secret"
+            )
+        last = saved.charter.serial if saved.charter is not None else 0
+        unsigned = Charter(
+            clusters.next_serial(last),
+            machine,
+            tuple(sorted(denied)),
+            None if allowed is None else tuple(sorted(allowed)),
+        )
+        signature = private.sign(charter_words(saved.name, unsigned))
+        return replace(saved, charter=msgspec.structs.replace(unsigned, signature=signature))
+
+    return clusters.update(cluster.name, sign)
+
+
+def lists(cluster: Cluster) -> Lists:
+    """Return the lists of the cluster's charter; without one, nothing is denied and everything is allowed."""
+    charter = cluster.charter
+    if charter is None:
+        return frozenset(), None
+    return frozenset(charter.denied), None if charter.allowed is None else frozenset(charter.allowed)
+
+
+def latest(one: Charter | None, other: Charter | None) -> Charter | None:
+    """Return the later of two charters."""
+    found: Iterable[Charter] = (each for each in (one, other) if each is not None)
+    return max(found, key=lambda charter: charter.serial, default=None)

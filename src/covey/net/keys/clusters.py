@@ -1,0 +1,418 @@
+"""The clusters this machine is in: one private file each, and where a secret may come from instead.
+
+An explicit secret beats COVEY_SECRET_FILE, which beats COVEY_SECRET, which beats the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.net.home import existing, home, private_folder, read_private, write_private
+from covey.net.keys.identity import ID_BYTES
+from covey.net.locks import only_one
+from covey.wire.messages import WAITING_LIMIT, Charter, decode_control, encode
+from covey.wire.owner import OWNER_BYTES, charter_words, files_tag, is_signed
+from covey.wire.secret import (
+    CLUSTER_NAME,
+    KEY_BYTES,
+    ClusterSecret,
+    check_cluster_name,
+    decode_join_code,
+    from_passphrase,
+    looks_like_join_code,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, MutableMapping
+
+MAX_KNOWN: Final = 1000
+GRACE: Final = 600
+"""Seconds for which the secret before a change stays good, so that nodes that have not heard can still be reached."""
+MAX_GRACE: Final = 7 * 24 * 3600
+NO_CLUSTER: Final = "this machine is in no cluster: run `covey init` here, or `covey enroll` with the join code of one"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What a node must know to be in a cluster."""
+
+    secret: ClusterSecret
+    seeds: tuple[str, ...] = ()
+    """Where members may be found, besides by multicast: `host:port`."""
+    denied: frozenset[bytes] = frozenset()
+    """Ids of nodes that this machine does not talk to, although they have the secret."""
+    owner: bytes = b""
+    """The public key without whose signature this machine takes no change of the cluster; empty: it takes none."""
+    serial: int = 0
+    """Of the last change of the secret that the owner signed."""
+    previous: ClusterSecret | None = None
+    """The secret before that change, which is good until `previous_until`."""
+    previous_until: float = 0.0
+    """In seconds since 1970, by the clock of this machine."""
+    charter: Charter | None = None
+    """What the owner says about the nodes that may be in the cluster."""
+
+    def earlier(self, now: float) -> ClusterSecret | None:
+        """Return the secret before the last change, if it is still good; `now` is in seconds since 1970."""
+        return self.previous if 0 < self.previous_until - now <= MAX_GRACE else None  # the clock may have been set back
+
+    @property
+    def name(self) -> str:
+        return self.secret.name
+
+    @property
+    def tag(self) -> str:
+        """A name for files, which clusters of the same name do not share.
+
+        It follows from the owner key if there is one, so that it outlasts changes of the secret.
+        """
+        return f"{self.name}/{files_tag(self.owner) if self.owner else self.secret.derive('files')[:16].hex()}"
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """How a cluster lies on disk; bytes are hexadecimal."""
+
+    name: str
+    key: str
+    seeds: list[str]
+    denied: list[str]
+    known: dict[str, str]
+    created: str
+    owner: str = ""
+    serial: int = 0
+    previous: str = ""
+    previous_until: float = 0.0
+    charter: str = ""
+    machines: dict[str, str] = {}
+    """By the ids of nodes that were met, the first key of their machine, where that is another."""
+    waiting: dict[str, str] = {}
+    """The names of machines that wait for the owner's approval, by id."""
+
+    def cluster(self) -> Cluster:
+        secret = ClusterSecret(self.name, bytes.fromhex(self.key))
+        denied = frozenset(bytes.fromhex(node_id) for node_id in self.denied)
+        return Cluster(
+            secret,
+            tuple(self.seeds),
+            denied,
+            bytes.fromhex(self.owner),
+            self.serial,
+            ClusterSecret(self.name, bytes.fromhex(self.previous)) if self.previous else None,
+            self.previous_until,
+            self._charter(),
+        )
+
+    def _charter(self) -> Charter | None:
+        if not self.charter:
+            return None
+        charter = decode_control(bytes.fromhex(self.charter))
+        words = charter_words(self.name, charter) if isinstance(charter, Charter) else b""
+        if not isinstance(charter, Charter) or not is_signed(bytes.fromhex(self.owner), words, charter.signature):
+            raise ValueError
+        return charter
+
+
+def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | None = None) -> Cluster:
+    """Return the cluster to join: by an explicit secret, by the environment, or by what this machine knows.
+
+    A secret is 32 bytes, 64 hexadecimal digits, a join code or a passphrase. COVEY_SECRET is taken out of `env`, so
+    that processes started from here do not inherit it, and is remembered.
+
+    Raises:
+        ConfigError: a secret cannot be used, or there is none and no such cluster here.
+    """
+    take_secret(env)
+    if name is not None:
+        check_cluster_name(name)
+    if secret is not None:
+        return _given("secret=", name, secret)
+    if "COVEY_SECRET_FILE" in env:
+        return _given("COVEY_SECRET_FILE", name, _read_secret_file(env["COVEY_SECRET_FILE"]))
+    if _environment_secret is not None:
+        return _given("COVEY_SECRET", name, _environment_secret)
+    return find_saved(name)
+
+
+def take_secret(env: MutableMapping[str, str]) -> None:
+    """Take COVEY_SECRET out of `env`, so that processes started from here do not inherit it, and remember it."""
+    global _environment_secret
+    _environment_secret = env.pop("COVEY_SECRET", _environment_secret)
+
+
+_environment_secret: str | None = None
+
+
+def find_saved(name: str | None) -> Cluster:
+    """Return the cluster of that name, or the default one, from the files of this machine."""
+    name = default_name() if name is None else name
+    if name is None:
+        raise ConfigError(_several(names) if (names := _names()) else NO_CLUSTER)
+    return load(name)
+
+
+def load(name: str) -> Cluster:
+    """Return the cluster of that name; ConfigError if this machine is not in it or its file cannot be used."""
+    return _read(name).cluster()
+
+
+def save(cluster: Cluster) -> Path:
+    """Write the cluster's file and return its path; what is known of its nodes stays, and so does the default."""
+    with only_one(made_folder() / ".lock"):
+        default = default_name()
+        _write(cluster)
+        if default is not None and default_name() is None:  # a second one came: the first does not lose its place
+            write_private(home() / "default", f"{default}\n".encode())
+    return cluster_path(cluster.name)
+
+
+def update(name: str, change: Callable[[Cluster], Cluster]) -> Cluster:
+    """Replace a cluster by what `change` makes of it, with no other process in between."""
+    with only_one(made_folder() / ".lock"):
+        changed = change(load(name))
+        _write(changed)
+    return changed
+
+
+def remove(name: str) -> None:
+    """Forget a cluster, and with it its secret; its owner key, too, if that is here."""
+    from covey.net.keys import owner
+
+    path = cluster_path(name)
+    with only_one(made_folder() / ".lock"):
+        if not path.exists():
+            raise ConfigError(_unknown(name))
+        marked = _marked_default()
+        path.unlink()
+        owner.forget(name)
+        if marked == name:
+            (home() / "default").unlink(missing_ok=True)
+
+
+def list_clusters() -> list[Cluster]:
+    """Return the clusters this machine is in, by name."""
+    return [load(name) for name in _names()]
+
+
+def default_name() -> str | None:
+    """Return the only cluster's name, or the one marked as default; None if neither says which."""
+    names = _names()
+    marked = _marked_default()
+    return names[0] if len(names) == 1 else marked if marked in names else None
+
+
+def set_default(name: str) -> None:
+    """Mark the cluster that is meant where none is named."""
+    load(name)
+    write_private(home() / "default", f"{name}\n".encode())
+
+
+def next_serial(last: int) -> int:
+    """Return the number of a change after `last`: the time in milliseconds, so that it grows if a file was lost."""
+    return max(last + 1, time.time_ns() // 1_000_000)
+
+
+def with_secret(cluster: Cluster, secret: ClusterSecret, serial: int, grace: int) -> Cluster:
+    """Return the same cluster with another secret; the one it has stays good for `grace` seconds."""
+    until = time.time() + min(grace, MAX_GRACE)
+    return replace(cluster, secret=secret, serial=serial, previous=cluster.secret, previous_until=until)
+
+
+def known(name: str) -> dict[bytes, str]:
+    """Return the names of nodes that were met in a cluster, by id."""
+    return {bytes.fromhex(node_id): node for node_id, node in _read(name).known.items()}
+
+
+def machines(name: str) -> dict[bytes, bytes]:
+    """Return the first keys of the machines of nodes that were met in a cluster, by id, where that is another."""
+    return {bytes.fromhex(node): bytes.fromhex(machine) for node, machine in _read(name).machines.items()}
+
+
+def waiting(name: str) -> dict[bytes, str]:
+    """Return the names of machines that wait for approval, as nodes of this machine have seen them, by id."""
+    return {bytes.fromhex(machine): node for machine, node in _read(name).waiting.items()}
+
+
+def remember(cluster_name: str, node_id: bytes, node_name: str, machine: bytes = b"") -> None:
+    """Note a node that was met, for commands to know by its name; nothing is noted where nothing can be written.
+
+    `machine` is the first key of its machine. The latest 1000 are kept. Writes to disk: not for the event loop.
+    """
+    node, other = node_id.hex(), machine.hex() if machine != node_id else ""
+    with contextlib.suppress(ConfigError):
+        if not cluster_path(cluster_name).exists():
+            return
+        file = _read(cluster_name)
+        if file.known.get(node) != node_name or file.machines.get(node, "") != other:
+            with only_one(made_folder() / ".lock"):
+                file = _read(cluster_name)
+                file.known.pop(node, None)
+                file.known[node] = node_name
+                if other:
+                    file.machines[node] = other
+                for oldest in list(file.known)[:-MAX_KNOWN]:
+                    del file.known[oldest]
+                    file.machines.pop(oldest, None)
+                _put(file)
+
+
+def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
+    """Note a machine that waits for approval; the latest 64 are kept. Writes to disk: not for the event loop."""
+    if cluster_path(cluster_name).exists():
+        with only_one(made_folder() / ".lock"):
+            file = _read(cluster_name)
+            file.waiting.pop(machine.hex(), None)
+            file.waiting[machine.hex()] = node_name
+            for oldest in list(file.waiting)[:-WAITING_LIMIT]:
+                del file.waiting[oldest]
+            _put(file)
+
+
+def forget_waiting(cluster_name: str, answered: Iterable[bytes]) -> None:
+    """Forget that machines wait for approval: they have got an answer."""
+    with only_one(made_folder() / ".lock"):
+        file = _read(cluster_name)
+        for machine in answered:
+            file.waiting.pop(machine.hex(), None)
+        _put(file)
+
+
+def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
+    """Return the cluster that a secret in any of its forms gives; `name` is for those that carry none."""
+    if isinstance(secret, bytes):
+        return Cluster(ClusterSecret(name or "default", secret))
+    text = secret.strip()
+    if not text:
+        raise ConfigError("the secret is empty; give a join code, 64 hexadecimal digits or a passphrase")
+    if looks_like_join_code(text):
+        code = decode_join_code(text)
+        if name not in (None, code.secret.name):
+            raise ConfigError(f"this join code is for the cluster {code.secret.name!r}, not for {name!r}")
+        return Cluster(code.secret, code.seeds, owner=code.owner)
+    if re.fullmatch(r"[0-9a-fA-F]{32,}", text):  # with a digit lost it must not become a passphrase nobody else has
+        if len(text) != 2 * KEY_BYTES:
+            raise ConfigError(f"a key in hexadecimal has {2 * KEY_BYTES} digits, not {len(text)}")
+        return Cluster(ClusterSecret(name or "default", bytes.fromhex(text)))
+    return Cluster(from_passphrase(name or "default", text, random=secrets.token_bytes))
+
+
+def _given(source: str, name: str | None, secret: bytes | str) -> Cluster:
+    try:
+        cluster = parse_secret(secret, name)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    try:
+        is_saved = cluster_path(cluster.name).exists()
+    except ConfigError:  # no place for files: whoever brings the secret needs none
+        is_saved = False
+    if not is_saved:
+        return cluster
+    saved = load(cluster.name)
+    cluster = replace(cluster, denied=saved.denied)  # nodes that are kept out here are so by any way in
+    if saved.secret == cluster.secret and cluster.owner in (b"", saved.owner):
+        return replace(saved, seeds=tuple(dict.fromkeys((*cluster.seeds, *saved.seeds))))
+    return cluster
+
+
+def _read_secret_file(path: str) -> str:
+    try:
+        return read_private(Path(path)).decode()
+    except FileNotFoundError:
+        raise ConfigError(f"COVEY_SECRET_FILE: there is no file {path}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"COVEY_SECRET_FILE: {path} is not text; write a join code, 64 hexadecimal digits or a passphrase into it"
+        ) from None
+
+
+def cluster_path(name: str) -> Path:
+    """Return where a cluster's file is, or would be."""
+    return existing("clusters") / f"{check_cluster_name(name)}.json"
+
+
+def made_folder() -> Path:
+    """Return the folder of the files of clusters, for writing: made if missing."""
+    return private_folder(home() / "clusters")
+
+
+def _names() -> list[str]:
+    return sorted(path.stem for path in existing("clusters").glob("*.json") if CLUSTER_NAME.fullmatch(path.stem))
+
+
+def _marked_default() -> str | None:
+    try:
+        return read_private(existing() / "default").decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _read(name: str) -> _File:
+    path = cluster_path(name)
+    try:
+        data = read_private(path)
+    except FileNotFoundError:
+        raise ConfigError(_unknown(name)) from None
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        named = (*file.known, *file.machines, *file.machines.values(), *file.waiting)
+        ids = [*file.cluster().denied, *map(bytes.fromhex, named)]
+        if file.name != name or any(len(node_id) != ID_BYTES for node_id in ids) or file.serial < 0:
+            raise ValueError
+        if len(file.cluster().owner) not in (0, OWNER_BYTES):
+            raise ValueError
+    except (ValueError, msgspec.DecodeError, RemoteProtocolError):
+        raise ConfigError(
+            f"the cluster file {path} is damaged; run `covey clusters --forget {name}`, then enroll again"
+        ) from None
+    return file
+
+
+def _write(cluster: Cluster) -> None:
+    """Write a cluster's file; the lock is held."""
+    old = _read(cluster.name) if cluster_path(cluster.name).exists() else None
+    key = cluster.secret.key.hex()
+    _put(
+        _File(
+            name=cluster.name,
+            key=key,
+            seeds=list(cluster.seeds),
+            denied=sorted(node_id.hex() for node_id in cluster.denied),
+            known=old.known if old else {},
+            created=old.created if old and old.key == key else datetime.now(UTC).isoformat(timespec="seconds"),
+            owner=cluster.owner.hex(),
+            serial=cluster.serial,
+            previous=cluster.previous.key.hex() if cluster.previous is not None else "",
+            previous_until=cluster.previous_until,
+            charter=encode(cluster.charter).hex() if cluster.charter is not None else "",
+            machines=old.machines if old else {},
+            waiting=old.waiting if old else {},
+        )
+    )
+
+
+def _put(file: _File) -> None:
+    data = msgspec.json.format(msgspec.json.encode(file), indent=2)
+    write_private(cluster_path(file.name), data + b"\n")
+
+
+def _unknown(name: str) -> str:
+    names = _names()
+    if not names:
+        return f"there is no cluster {name!r} here: {NO_CLUSTER}"
+    return f"this machine is not in a cluster {name!r}, only in {', '.join(names)}; `covey enroll` puts it into another"
+
+
+def _several(names: list[str]) -> str:
+    return (
+        f"this machine is in several clusters: {', '.join(names)}; say which with --cluster NAME or cluster=, or "
+        "choose one for good with `covey clusters --default NAME`"
+    )

@@ -1,0 +1,171 @@
+"""Lanes over stream sockets: unix and TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.net import tcp
+from covey.net.descriptors import track
+from covey.net.lanes.lane import SMALL_BYTES, Incoming, LaneClosedError, Outgoing
+from covey.wire.header import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SEND_BYTES = 1 << 20
+"""Bytes handed to the kernel at once. Much more leaves the cache before the peer reads it."""
+RECEIVE_BYTES = 1 << 19
+"""Bytes taken from the kernel at once for a reduction, which then finds them in the cache."""
+
+SPINS = range(16)
+"""Looks at a socket before going to sleep: some 25 microseconds."""
+SPIN_BYTES = 1 << 17
+"""Larger transfers take so long that sleeping costs little."""
+
+
+class SocketLane:
+    """What lanes over sockets share: how to wait for a moment, and that waking up needs nothing."""
+
+    def receive(self, incoming: Incoming) -> bool:
+        raise NotImplementedError
+
+    def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
+        if out is not None or incoming is None or incoming.nbytes > SPIN_BYTES:
+            return False
+        for _ in SPINS:  # noqa: SIM110  (any() would take longer)
+            if self.receive(incoming):
+                return True
+        return False
+
+    def unpark(self) -> None:
+        pass
+
+    def is_stuck(self) -> bool:
+        return any(map(tcp.is_stuck, self.sockets()))
+
+    def sockets(self) -> Sequence[socket.socket]:
+        raise NotImplementedError
+
+
+class StreamLane(SocketLane):
+    """A connected stream socket. Takes ownership of the socket."""
+
+    def __init__(self, sock: socket.socket, kind: str) -> None:
+        sock.setblocking(False)
+        if kind == "tcp":
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.kind = kind
+        self._sock = track(sock)
+        self._scratch = np.empty(HEADER_BYTES + RECEIVE_BYTES, np.uint8)
+        self._scratch_view = memoryview(self._scratch)
+        self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
+        """The scratch payload, seen as elements of the dtype that was reduced last."""
+        self._carry = 0  # bytes of an element that arrived in part, at the front of the scratch payload
+
+    def sockets(self) -> Sequence[socket.socket]:
+        return (self._sock,)
+
+    def transmit(self, out: Outgoing) -> bool:
+        sent = out.sent
+        try:
+            if sent < 0:
+                header = out.header if sent == -HEADER_BYTES else out.header[sent:]
+                if out.nbytes <= SMALL_BYTES:
+                    taken = self._sock.send(header + out.data.tobytes())
+                else:
+                    taken = self._sock.sendmsg([header, out.data[:SEND_BYTES]])
+            else:
+                taken = self._sock.send(out.data[sent : sent + SEND_BYTES])
+        except BlockingIOError:
+            return False
+        except OSError as error:  # reset, timed out, unreachable: nothing more will come
+            raise LaneClosedError(str(error)) from error
+        out.sent = sent + taken
+        return True
+
+    def receive(self, incoming: Incoming) -> bool:
+        try:
+            if incoming.got < 0:
+                return self._receive_header(incoming)
+            if incoming.dest is not None:
+                got = incoming.got
+                taken = self._sock.recv_into(incoming.dest[got : got + SEND_BYTES])
+                incoming.got = got + taken
+            else:
+                end = incoming.nbytes - incoming.got
+                end = HEADER_BYTES + (end if end < RECEIVE_BYTES else RECEIVE_BYTES)
+                taken = self._sock.recv_into(self._scratch_view[HEADER_BYTES + self._carry : end])
+                self._absorb(incoming, self._carry + taken)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # reset, timed out, unreachable: nothing more will come
+            raise LaneClosedError(str(error)) from error
+        if taken == 0:
+            raise LaneClosedError("end of stream")
+        return True
+
+    def _receive_header(self, incoming: Incoming) -> bool:
+        """Read the header and, in the same call, the start of the payload."""
+        at = HEADER_BYTES + incoming.got
+        if incoming.dest is not None and incoming.nbytes:
+            head = self._scratch_view[at:HEADER_BYTES]
+            taken = self._sock.recvmsg_into([head, incoming.dest[:SEND_BYTES]])[0]
+        else:
+            room = HEADER_BYTES + min(RECEIVE_BYTES, incoming.nbytes)
+            taken = self._sock.recv_into(self._scratch_view[at:room])
+        if taken == 0:
+            raise LaneClosedError("end of stream")
+        incoming.got += taken
+        if incoming.got < 0:
+            return True
+        header = self._scratch_view[:HEADER_BYTES].tobytes()
+        if header != incoming.expected:
+            incoming.wrong_header(incoming.peer, incoming.expected, header)
+        if incoming.dest is None and incoming.nbytes:
+            arrived, incoming.got = incoming.got, 0
+            self._absorb(incoming, arrived)
+        return True
+
+    def _absorb(self, incoming: Incoming, available: int) -> None:
+        """Hand the whole elements among `available` scratch bytes over and keep the rest of a split one."""
+        if self._typed.dtype is not incoming.dtype:
+            self._typed = self._scratch[HEADER_BYTES:].view(incoming.dtype)
+        size = self._typed.itemsize
+        carry = available % size
+        whole = available - carry
+        if whole:
+            incoming.absorb(incoming.got, self._typed[: whole // size])
+            incoming.got += whole
+        if carry and whole:
+            self._scratch[HEADER_BYTES : HEADER_BYTES + carry] = self._scratch[
+                HEADER_BYTES + whole : HEADER_BYTES + available
+            ]
+        self._carry = carry
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def park(self, *, sending: bool, receiving: bool) -> int:
+        return (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
+
+    def peek(self) -> bytes:
+        try:
+            return self._sock.recv(HEADER_BYTES, socket.MSG_PEEK)
+        except OSError:
+            return b""
+
+    def shutdown(self, how: int) -> None:
+        self._sock.shutdown(how)
+
+    def close(self) -> None:
+        # Unread bytes would turn the close into a reset that can overtake what we sent.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            while self._sock.recv_into(self._scratch_view):
+                pass
+        self._sock.close()

@@ -1,0 +1,106 @@
+"""Asynchronous operations of one group: they wait for their turn, and one thread performs them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import BusyError
+from covey.runtime.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.call_log import Call
+    from covey.runtime.collectives.engine import Engine
+
+logger = logging.getLogger("covey")
+
+QUEUE_LIMIT: Final = 10_000
+"""Operations that may wait; the next one is an error, since something is running away."""
+
+
+class Backlog:
+    """The operations of a group that were issued and are not over, in their order."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Operations for the worker thread, each with its engine: the thread itself keeps none alive. None ends it."""
+        self.unfinished = 0
+        self._counting = threading.Lock()
+        self._worker: threading.Thread | None = None
+        self._works: dict[Work[Any], None] = {}
+        """Those that are not over."""
+
+    @property
+    def is_on_this_thread(self) -> bool:
+        """Whether this is the thread that performs operations."""
+        return threading.current_thread() is self._worker
+
+    def add(
+        self,
+        engine: Engine,
+        call: Call,
+        body: Callable[[Attempt], Any],
+        then: Callable[[Any], Any] | None,
+        limit: float,
+        root: int,
+    ) -> Work[Any]:
+        """Have `engine` perform an operation after all others; return its work."""
+        work: Work[Any] = Work(f"{call.text} of group {self._group!r}")
+        with self._counting:
+            if self.unfinished >= QUEUE_LIMIT:
+                raise BusyError(
+                    f"{QUEUE_LIMIT} operations of group {self._group!r} wait already; wait for some of them"
+                )
+            self.unfinished += 1
+            self._works[work] = None
+        self.queue.put((self, engine, work, call, body, then, limit, root))
+        if self._worker is None:
+            self._worker = threading.Thread(target=_work, args=(self.queue,), name=f"covey-{self._group}", daemon=True)
+            self._worker.start()
+        return work
+
+    def run(self, engine: Engine, work: Work[Any], call: Call, *operation: Any) -> None:
+        """Perform an operation. On the worker thread."""
+        result, error = None, None
+        try:
+            if engine.is_over:
+                engine.refuse(call)
+            result = engine.perform(call, *operation)
+            work.contributors = engine.contributors
+        except BaseException as failure:
+            error = failure
+        with self._counting:
+            self.unfinished -= 1
+        work.conclude(result, error)
+        del self._works[work]
+        try:
+            work.notify()
+        except BaseException:  # sys.exit in a callback ends the thread of others than us: operations wait for this one
+            logger.exception("a callback of %s failed", work.description)
+
+    def forked(self) -> list[Work[Any]]:
+        """Forget the parent's thread; return what will never end here."""
+        self._counting, self._worker = threading.Lock(), None
+        while not self.queue.empty():
+            self.queue.get()
+        return list(self._works)
+
+    def end(self, seconds: float) -> None:
+        """Let the thread end after what it is doing, and wait for it for so long."""
+        self.queue.put(None)
+        if self._worker is not None and not self.is_on_this_thread:
+            self._worker.join(seconds)
+
+
+def _work(work_queue: queue.SimpleQueue[Any]) -> None:
+    """Perform queued operations, one after the other, until there comes a None."""
+    while (item := work_queue.get()) is not None:
+        backlog, *operation = item
+        backlog.run(*operation)
+        del item, backlog, operation  # they may hold large arrays; do not keep them while waiting for the next

@@ -1,0 +1,164 @@
+"""What this rank called, and what the others say they called: how a stall becomes a name and a reason."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from covey.base.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TEXT_LIMIT: Final = 2000
+"""Characters kept of what another rank calls an operation."""
+KEPT: Final = 64
+"""Past operations that can still be compared. Ranks further apart than this did not just slip."""
+
+OPERATIONS: Final = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "scan",
+    "exscan",
+    "barrier",
+    "broadcast_object",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object",
+    "split",
+    "sync_gradients",
+)
+
+
+class Call(NamedTuple):
+    """One operation as all ranks must have called it."""
+
+    operation: int
+    dtype: int
+    fingerprint: int
+    text: str
+
+
+def make_call(operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
+    """Describe a call; equal calls on different ranks have equal fingerprints."""
+    words = []
+    if code is not None:
+        words.append(DTYPES[code].name + (str(list(shape)) if shape is not None else ""))
+    words += [f"{name}={value}" for name, value in agreed.items() if value is not None]
+    text = f"{operation}({', '.join(words)})"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return Call(OPERATIONS.index(operation), 255 if code is None else code, int.from_bytes(digest, "little"), text)
+
+
+class Heard(NamedTuple):
+    """What another rank said about itself."""
+
+    entered: int
+    spoke_of: int
+    """The latest operation that it said anything about: a living process answers whatever it does."""
+    calls: dict[int, tuple[int, str]]
+
+
+class CallLog:
+    """The recent calls of one group on this rank, and what other ranks answered about theirs."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self._calls: list[tuple[int, Call] | None] = [None] * KEPT
+        self._others: dict[int, Heard] = {}
+        self.words: Counter[int] = Counter()
+        """How often each other rank has said anything."""
+
+    def enter(self, sequence: int, call: Call) -> None:
+        """This rank starts operation `sequence`."""
+        self._calls[sequence % KEPT] = (sequence, call)
+        self.entered = sequence
+
+    def recent(self) -> list[tuple[int, Call]]:
+        """Return the calls of this rank that it remembers, in their order."""
+        return sorted((entry for entry in self._calls if entry is not None), key=lambda entry: entry[0])
+
+    def at(self, sequence: int) -> Call | None:
+        """Return what this rank called at `sequence`, if it was there and remembers."""
+        entry = self._calls[sequence % KEPT]
+        return entry[1] if entry is not None and entry[0] == sequence else None
+
+    def heard(self, rank: int, entered: int, sequence: int, fingerprint: int, text: str) -> bool:
+        """Note what `rank` said; tell whether it contradicts what this rank called."""
+        self.words[rank] += 1
+        known = self._others.get(rank)
+        calls = known.calls if known is not None else {}
+        if text:
+            calls[sequence] = (fingerprint, text[:TEXT_LIMIT])
+            while len(calls) > KEPT:
+                del calls[min(calls)]
+        known = known or Heard(0, 0, calls)
+        self._others[rank] = Heard(max(entered, known.entered), max(sequence, known.spoke_of), calls)
+        mine = self.at(sequence)
+        return bool(text) and mine is not None and mine.fingerprint != fingerprint
+
+    def knows(self, rank: int, sequence: int) -> bool:
+        """Tell whether it is known what a rank called at `sequence`."""
+        return rank in self._others and sequence in self._others[rank].calls
+
+    def contradiction(self, upcoming: Call | None = None) -> int:
+        """Return the first operation that another rank is known to have called otherwise, or 0.
+
+        `upcoming` is what this rank is about to enter.
+        """
+        differing = [
+            sequence
+            for heard in self._others.values()
+            for sequence, (fingerprint, _) in heard.calls.items()
+            if (mine := upcoming if sequence == self.entered + 1 else self.at(sequence)) is not None
+            and mine.fingerprint != fingerprint
+        ]
+        return min(differing, default=0)
+
+    def last_of(self, rank: int) -> tuple[int, str]:
+        """Return the last operation that another rank is known to have entered, and what it called then, if known."""
+        heard = self._others.get(rank, Heard(0, 0, {}))
+        return heard.entered, heard.calls.get(heard.entered, (0, ""))[1]
+
+    def late(self, sequence: int, ranks: Sequence[int], me: int) -> tuple[int, ...]:
+        """Return the ranks that keep `sequence` waiting: those who do not even answer, else those furthest behind."""
+        others = {rank: self._others.get(rank, Heard(0, 0, {})) for rank in ranks if rank != me}
+        silent = tuple(rank for rank, heard in others.items() if heard.spoke_of < sequence)
+        last = min((heard.entered for heard in others.values()), default=sequence)
+        return silent or tuple(rank for rank, heard in others.items() if heard.entered == last < sequence)
+
+    def excuse(self, sequence: int, late: Sequence[int]) -> str:
+        """Say why `sequence` waits for the ranks that `late` returned, as the words that follow their names."""
+        heard = [self._others.get(rank, Heard(0, 0, {})) for rank in late]
+        one = len(late) == 1
+        if all(each.entered >= sequence for each in heard):
+            return f"{'has' if one else 'have'} called it, but {'its' if one else 'their'} data did not arrive"
+        if any(each.spoke_of < sequence for each in heard):
+            return f"{'does' if one else 'do'} not answer"
+        return f"{'has' if one else 'have'} not called it yet"
+
+    def heard_all(self, sequence: int, ranks: Sequence[int], me: int) -> bool:
+        """Tell whether every other rank has said what it called at `sequence`."""
+        return all(rank == me or sequence in self._others.get(rank, Heard(0, 0, {})).calls for rank in ranks)
+
+    def story(self, sequence: int, ranks: Sequence[int], me: int) -> str:
+        """Say what each rank called at `sequence`, equal ones together."""
+        said: dict[str, list[int]] = {}
+        for rank in ranks:
+            mine = self.at(sequence)
+            if rank == me:
+                text = mine.text if mine else "nothing yet"
+            else:
+                heard = self._others.get(rank)
+                text = heard.calls.get(sequence, (0, "nothing yet"))[1] if heard else "nothing yet"
+            said.setdefault(text, []).append(rank)
+        return "; ".join(
+            f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} called {text}" for text, who in said.items()
+        )

@@ -1,0 +1,321 @@
+"""Finding one's place: which rank of which run this process is, from the environment it was started in."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.config import check_timeout, split_list
+from covey.base.errors import ConfigError
+from covey.base.seeds import split_seeds
+from covey.net.discovery.host_rendezvous import TOKEN_BYTES, meeting_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping
+
+    from covey.net.keys.clusters import Cluster
+
+JOIN_SECONDS: Final = 300.0
+"""How long `join` waits for the other ranks of a launcher by default: they may be loading large libraries."""
+CLUSTER_JOIN_SECONDS: Final = 60.0
+DEFAULT_MIN_SIZE: Final = 2
+_tokens: dict[int, bytes] = {}
+"""By descriptor, what `covey run` left in the pipe there: it can be read once, but a program may join again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a process stands in a run, and where its ranks meet."""
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+    folder: str = ""
+    """All ranks are on this host and meet in this folder; or empty, and they meet at `master`."""
+    token: bytes | None = field(default=None, repr=False)
+    """Proves membership. None: the first one to come to the folder makes it."""
+    keeper: str = ""
+    """Where the keeper of all ranks listens, if there is one."""
+    is_restarted: bool = False
+    """An earlier process had this place: the run goes on, and this one is a newcomer to it."""
+    master: tuple[str, int] | None = None
+    name: str = "run"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank {self.rank} is not one of the {self.size} ranks 0 to {self.size - 1}")
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Which cluster to join: what the program said about it."""
+
+    name: str | None = None
+    secret: bytes | str | None = field(default=None, repr=False)
+    seeds: tuple[str, ...] | None = None
+
+    def find(self, env: MutableMapping[str, str]) -> Cluster:
+        """Return the cluster, with the seeds of the program or else of the environment in front of its own."""
+        from covey.net.keys import clusters
+
+        secret = self.secret
+        if secret is None and "COVEY_SECRET_FD" in env:
+            secret = _read_token(_number(env, "COVEY_SECRET_FD"))
+        found = clusters.find(self.name or env.get("COVEY_CLUSTER") or None, env, secret)
+        seeds = split_seeds(env.get("COVEY_SEEDS", "") if self.seeds is None else ",".join(self.seeds))
+        return replace(found, seeds=tuple(dict.fromkeys((*seeds, *found.seeds))))
+
+
+@dataclass(frozen=True)
+class WantedRun:
+    """A run of a cluster, as a program or `covey run` asks for it."""
+
+    name: str
+    program: str
+    size: int | None
+    min_size: int
+    max_size: int | None
+    timeout: float
+    floor: int = 1
+    """The fewest members with which the run goes on: what the program asked for."""
+    min_hosts: int = 1
+    """The fewest machines with which it begins."""
+    tie_breaker: str = ""
+    """The node or host that should break ties; `here` is this one."""
+    is_new: bool = False
+    """Runs of this name that were begun before are given up."""
+    abandoned: tuple[bytes, ...] = ()
+    """Lineages that `covey run --new` has given up for its processes."""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= 100 or not self.name.isprintable():
+            raise ConfigError(f"run={self.name!r} must be a name of 1 to 100 printable characters")
+        for what, number in (("size", self.size), ("min_size", self.min_size), ("max_size", self.max_size)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ConfigError(f"{what}={number!r} must be a whole number above 0")
+        if self.max_size is not None and self.max_size < self.min_size:
+            raise ConfigError(f"max_size={self.max_size} is less than min_size={self.min_size}")
+        object.__setattr__(self, "timeout", check_timeout(self.timeout))
+
+
+def find_run(env: Mapping[str, str], asked: Mapping[str, Any]) -> WantedRun | None:
+    """Return the run of the cluster that the arguments of `join`, or `covey run`, ask for; None if neither does."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    if "run" not in given and "COVEY_RUN" not in env:
+        if sizes := given.keys() & {"size", "min_size", "max_size", "tie_breaker", "new"}:
+            raise ConfigError(f"{min(sizes)}= is for runs of a cluster: name one, as in covey.join('my-run')")
+        return None
+    if "size" in given and given.keys() & {"min_size", "max_size"}:
+        raise ConfigError("size= says exactly how many; min_size= and max_size= say how many at least and at most")
+    told = {
+        name: _number(env, variable)
+        for name, variable in (
+            ("size", "COVEY_RUN_SIZE"),
+            ("min_size", "COVEY_RUN_MIN_SIZE"),
+            ("max_size", "COVEY_RUN_MAX_SIZE"),
+        )
+        if variable in env and not given.keys() & {"size", "min_size", "max_size"}
+    }
+    limits = told | given
+    size = limits.get("size")
+    default_min_size: int = DEFAULT_MIN_SIZE if size is None else size
+    timeout = limits.get("timeout")
+    if timeout is None:
+        timeout = _seconds(env, "COVEY_JOIN_TIMEOUT", CLUSTER_JOIN_SECONDS)
+    new = env.get("COVEY_RUN_NEW", "")
+    return WantedRun(
+        name=limits["run"] if "run" in limits else env["COVEY_RUN"],
+        program=env.get("COVEY_RUN_PROGRAM") or os.path.basename(sys.argv[0] or "python"),
+        size=size,
+        min_size=limits.get("min_size", default_min_size),
+        max_size=limits.get("max_size", size),
+        timeout=timeout,
+        floor=limits.get("min_size", 1),
+        min_hosts=1 if given.keys() & {"size", "min_size"} else _number(env, "COVEY_RUN_MIN_HOSTS", 1),
+        tie_breaker=given.get("tie_breaker", env.get("COVEY_TIE_BREAKER", "")),
+        is_new=bool(given.get("new", False)),
+        abandoned=tuple(_lineages(new)) if "run" not in given or given["run"] == env.get("COVEY_RUN") else (),
+    )
+
+
+def _lineages(text: str) -> list[bytes]:
+    """Read the lineages that `covey run --new` has given up."""
+    try:
+        return [bytes.fromhex(word) for word in split_list(text)]
+    except ValueError:
+        raise ConfigError(f"COVEY_RUN_NEW={text!r} is set by covey run; remove it from the environment") from None
+
+
+def find_place(env: Mapping[str, str]) -> Place:
+    """Return the place that a launcher's variables describe."""
+    for launcher in (_covey_run, _torchrun, _mpirun, _slurm):
+        place = launcher(env)
+        if place is not None:
+            return place
+    return Place(rank=0, size=1, name="alone")
+
+
+def restarts(env: Mapping[str, str]) -> int:
+    """Return how often `covey run` has started this process again."""
+    return _number(env, "COVEY_RESTART", 0)
+
+
+def launcher_wait(env: Mapping[str, str], timeout: float | None) -> float:
+    """Return how long to wait for the other ranks of a launcher, if the program says `timeout`."""
+    return check_timeout(timeout if timeout is not None else _seconds(env, "COVEY_JOIN_TIMEOUT", JOIN_SECONDS))
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address cannot be reached from another machine."""
+    import ipaddress
+
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# Launchers
+
+
+def _covey_run(env: Mapping[str, str]) -> Place | None:
+    if "COVEY_RANK" not in env:
+        return None
+    size = _number(env, "COVEY_SIZE")
+    return Place(
+        rank=_number(env, "COVEY_RANK"),
+        size=size,
+        local_rank=_number(env, "COVEY_LOCAL_RANK", 0),
+        local_size=_number(env, "COVEY_LOCAL_SIZE", size),
+        folder=_required(env, "COVEY_MEET"),
+        token=_read_token(_number(env, "COVEY_TOKEN_FD")),
+        keeper=env.get("COVEY_KEEPER", ""),
+        is_restarted=restarts(env) > 0,
+    )
+
+
+def _torchrun(env: Mapping[str, str]) -> Place | None:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    host, port = env.get("MASTER_ADDR", "127.0.0.1"), _master_port(env)
+    local_size = _number(env, "LOCAL_WORLD_SIZE", 0)
+    words = [env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""), host, str(port)]
+    if "COVEY_TORCHRUN" in env:  # agents restart their workers for different reasons, and count differently
+        words = [env["COVEY_TORCHRUN"]]
+    return _meet(
+        "torchrun-" + "-".join(word for word in words if word),
+        rank=rank,
+        size=size,
+        local_rank=_number(env, "LOCAL_RANK", rank if is_loopback(host) else 0),
+        local_size=local_size or (size if is_loopback(host) else 1),
+        master=(host, port),
+    )
+
+
+def _mpirun(env: Mapping[str, str]) -> Place | None:
+    if "OMPI_COMM_WORLD_RANK" in env:
+        rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
+        local_rank = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank)
+        local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or "job"
+    elif "PMI_RANK" in env and "PMI_SIZE" in env:
+        rank, size = _number(env, "PMI_RANK"), _number(env, "PMI_SIZE")
+        one_host = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1  # srun --mpi=pmi2 sets these variables, too
+        local_rank = _number(env, "MPI_LOCALRANKID", rank if one_host else 0)
+        local_size = _number(env, "MPI_LOCALNRANKS", size if one_host else 1)
+        job = env.get("PMI_ID_NAMESPACE") or env.get("HYDRA_JOBID") or env.get("PMI_PORT") or str(os.getppid())
+    else:
+        return None
+    return _meet(
+        f"mpirun-{job}", rank=rank, size=size, local_rank=local_rank, local_size=local_size, master=_master(env)
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Place | None:
+    # sbatch and salloc set these too, for the one shell they start; only a step of several tasks is a run.
+    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env or _number(env, "SLURM_STEP_NUM_TASKS", 1) < 2:
+        return None
+    rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
+    one_host = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
+    return _meet(
+        f"slurm-{_required(env, 'SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
+        rank=rank,
+        size=size,
+        local_rank=_number(env, "SLURM_LOCALID", rank),
+        local_size=size if one_host else 1,
+        master=_master(env),
+    )
+
+
+def _meet(name: str, *, size: int, local_size: int, master: tuple[str, int] | None, **place: Any) -> Place:
+    """Meet in a folder if all ranks are on this host, else at the master's address."""
+    if local_size == size or (master is not None and is_loopback(master[0])):
+        folder = str(meeting_folder(name)) if size > 1 else ""
+        return Place(name=name, size=size, local_size=local_size, folder=folder, **place)
+    if master is None:
+        raise ConfigError(
+            f"the {size} ranks of {name} are on several hosts; set MASTER_ADDR and MASTER_PORT to where rank 0 listens"
+        )
+    return Place(name=name, size=size, local_size=local_size, master=master, **place)
+
+
+def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
+    return (env["MASTER_ADDR"], _master_port(env)) if "MASTER_ADDR" in env else None
+
+
+def _master_port(env: Mapping[str, str]) -> int:
+    port = _number(env, "MASTER_PORT", 29500)
+    if not 0 < port < 65535:  # rank 0 listens at the next one
+        raise ConfigError(f"MASTER_PORT={env['MASTER_PORT']!r} must be from 1 to 65534")
+    return port
+
+
+def _required(env: Mapping[str, str], key: str) -> str:
+    if key not in env:
+        raise ConfigError(f"{key} is not set, though the variables of its launcher are; start the program anew")
+    return env[key]
+
+
+def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int:
+    text = env.get(key, "") if default is not None else _required(env, key)
+    if default is not None and not text:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise ConfigError(f"{key}={text!r} is not a whole number from 0 up")
+    return value
+
+
+def _seconds(env: Mapping[str, str], key: str, default: float) -> float:
+    try:
+        return float(env.get(key, default))
+    except ValueError:
+        raise ConfigError(f"{key}={env[key]!r} is not a number of seconds") from None
+
+
+def _read_token(descriptor: int) -> bytes:
+    """Return the token that the keeper left for us in a pipe."""
+    if descriptor not in _tokens:
+        # In a program that the rank started in turn, the number may belong to anything: look before touching it.
+        try:
+            is_ours = stat.S_ISFIFO(os.fstat(descriptor).st_mode) and select.select([descriptor], [], [], 0)[0]
+            token = os.read(descriptor, TOKEN_BYTES) if is_ours else b""
+        except (OSError, ValueError):  # not open; or above what select can watch
+            token = b""
+        if len(token) != TOKEN_BYTES:
+            raise ConfigError(
+                f"the token of this run is not in descriptor {descriptor}. Only the process that `covey run` started "
+                "can join, not a program that it starts in turn."
+            )
+        os.close(descriptor)
+        _tokens[descriptor] = token
+    return _tokens[descriptor]

@@ -1,0 +1,124 @@
+"""Named arrays, combined over all ranks in buckets."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from covey.base.arithmetic import reduction
+from covey.base.dtypes import DTYPES
+from covey.base.errors import ConfigError, MismatchError
+from covey.base.text import printable
+from covey.plan import choose
+from covey.runtime.buffers import Operand, readable, writable
+from covey.runtime.group import movements
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.call_log import Call
+    from covey.runtime.group.group import Group
+
+Named = list[tuple[str, Operand]]
+
+LIST_BYTES: Final = 32 << 20
+"""Of the names of all arrays, with their dtypes and shapes."""
+LINE_SHOWN: Final = 300
+
+
+def sync(group: Group, grads: Mapping[str, Any], op: str, bucket_bytes: int, timeout: float | None) -> None:
+    """Combine the arrays of `grads` with those of the other ranks, in place."""
+    if bucket_bytes <= 0:
+        raise ConfigError(f"bucket_bytes={bucket_bytes} must be above 0")
+    named: Named = [(name, writable(grads[name])) for name in sorted(grads)]
+    for _, operand in named:
+        reduction(op, operand.flat.dtype)
+    _refuse_shared_memory(named)
+    if group.size > 1:
+        _agree(group, named, group._call("sync_gradients", None, None, op=op, bucket_bytes=bucket_bytes), timeout)
+    for bucket in _buckets(named, bucket_bytes):
+        if len(bucket) == 1:
+            group.all_reduce(bucket[0].load(), op, timeout=timeout)
+            bucket[0].store()
+            continue
+        packed = np.concatenate([operand.load() for operand in bucket])
+        group.all_reduce(packed, op, timeout=timeout)
+        at = 0
+        for operand in bucket:
+            operand.flat[...] = packed[at : at + operand.flat.size]
+            operand.store()
+            at += operand.flat.size
+
+
+def _buckets(named: Named, limit: int) -> Iterator[list[Operand]]:
+    """Yield runs of arrays of one dtype, in an order that is the same on all ranks."""
+    bucket: list[Operand] = []
+    nbytes = 0
+    for _, operand in sorted(named, key=lambda item: (item[1].code, item[0])):
+        if bucket and (bucket[0].code != operand.code or nbytes + operand.flat.nbytes > limit):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(operand)
+        nbytes += operand.flat.nbytes
+    if bucket:
+        yield bucket
+
+
+def _refuse_shared_memory(named: Named) -> None:
+    """An array that is there twice would be combined twice, or not, depending on the buckets."""
+    arrays = [(name, operand.flat if operand.strided is None else operand.strided) for name, operand in named]
+    spans = [(*np.lib.array_utils.byte_bounds(array), name, array) for name, array in arrays if array.size]
+    spans.sort(key=lambda span: span[:3])
+    for (_, end, one, first), (start, _, other, second) in itertools.pairwise(spans):
+        if start < end and np.shares_memory(first, second):
+            raise ConfigError(f"sync_gradients: {one!r} and {other!r} share memory; pass each array once")
+
+
+def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> None:
+    """Compare what the ranks passed: a digest every time, the lists themselves only if the digests differ."""
+    lines = [f"{name}: {DTYPES[operand.code].name}{list(operand.shape)}" for name, operand in named]
+    data = "\n".join(lines).encode(errors="replace")
+    if len(data) > LIST_BYTES:
+        raise ConfigError(f"sync_gradients: the names take {len(data)} bytes; up to {LIST_BYTES} are allowed")
+    digest, listed = _digest(data), _byte_operand(data)
+
+    def body(circle: Attempt) -> None:
+        digests = np.empty((circle.size, 16), np.uint8)
+        digests[circle.rank] = digest
+        circle.execute(choose.all_gather(circle.rank, (16,) * circle.size, "stream", "direct"), list(digests))
+        if (digests == digest).all():
+            return
+        texts = movements.gather_all(circle, listed, wanted=movements.Wanted(ndim=1, most_bytes=LIST_BYTES))
+        for place, text in enumerate(texts):
+            if not np.array_equal(_digest(text.tobytes()), digests[place]):
+                circle.reject(place, "a list of names that is not the one it announced")
+        lists = {
+            rank: text.tobytes().decode(errors="replace").split("\n")
+            for rank, text in zip(circle.ranks, texts, strict=True)
+        }
+        first = next(at for at in range(max(map(len, lists.values())) + 1) if len({*_at(lists, at).values()}) > 1)
+        said = "; ".join(
+            f"rank {rank} has {printable(line[:LINE_SHOWN]) or 'nothing'}" for rank, line in _at(lists, first).items()
+        )
+        story = (
+            f"sync_gradients: the arrays differ between ranks, first at number {first} in the order of names: {said}"
+        )
+        circle.disagree(MismatchError(story))
+
+    group._engine.run(call, body, timeout=timeout, async_op=False)
+
+
+def _digest(data: bytes) -> Any:
+    return np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint8)
+
+
+def _at(lists: dict[int, list[str]], index: int) -> dict[int, str]:
+    return {rank: lines[index] if index < len(lines) else "" for rank, lines in lists.items()}
+
+
+def _byte_operand(data: bytes) -> Operand:
+    return readable(np.frombuffer(data, np.uint8))

@@ -1,0 +1,75 @@
+"""What all operations of a group share: who issues them, how they are described, and checks of their arguments."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import ConfigError
+from covey.runtime.buffers import readable
+from covey.runtime.collectives.call_log import make_call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.runtime.buffers import Operand
+    from covey.runtime.collectives.call_log import Call
+    from covey.runtime.collectives.engine import Engine
+
+CACHED_CALLS: Final = 4096
+"""Descriptions of different calls that are kept; a program that makes more pays for making them again."""
+
+
+class Issuer:
+    """This rank of a group, which issues operations."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._calls: dict[Any, Call] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self._engine.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._engine.size
+
+    def _call(self, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
+        """Describe a call; repeated ones are described once."""
+        key = (operation, code, shape, *agreed.values())
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) > CACHED_CALLS:
+                self._calls.clear()
+            call = self._calls[key] = make_call(operation, code, shape, **agreed)
+        return call
+
+    def _check_rank(self, rank: int, what: str) -> int:
+        """Return `rank` as an int if the group has it."""
+        try:
+            index = operator.index(rank)
+        except TypeError:
+            index = -1
+        if 0 <= index < self.size:
+            return index
+        raise ConfigError(f"{what}={rank!r} is no rank of this group; it has ranks 0 to {self.size - 1}")
+
+    def _list_of_operands(self, xs: Sequence[Any] | None, what: str) -> list[Operand]:
+        if xs is None or len(xs) != self.size:
+            got = "None" if xs is None else f"{len(xs)} elements"
+            raise ConfigError(f"{what} must have one array for each of the {self.size} ranks, not {got}")
+        return [readable(x) for x in xs]
+
+
+def whole_number(what: str, value: Any) -> int:
+    """Return `value` as an int; ConfigError if it is none, or too large to travel."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{what}={value!r} must be a whole number") from None
+    if not -(1 << 62) < number < 1 << 62:
+        raise ConfigError(f"{what}={value!r} is too large")
+    return number

@@ -1,0 +1,321 @@
+"""The operations of a group that move arrays and values from rank to rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.base.dtypes import DTYPES
+from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
+from covey.plan import barrier, choose
+from covey.runtime.buffers import BYTES, Operand, readable, writable
+from covey.runtime.group import movements
+from covey.runtime.group.issuer import Issuer
+from covey.wire import objects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.call_log import Call
+    from covey.wire.unpickling import AllowPickle
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Moves(Issuer):
+    """A rank that gives arrays and values to others, and takes theirs."""
+
+    def broadcast(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        timeout: float | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Copy `x` of `root` into `x` of every rank; return `x`."""
+        root = self._check_rank(root, "root")
+        operand = readable(x) if self.rank == root else writable(x)
+        size, itemsize = operand.flat.size, operand.flat.itemsize
+        choose.broadcast(self.rank, self.size, root, size, itemsize, algorithm)
+        call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
+
+        def body(circle: Attempt) -> Any:
+            plan = choose.broadcast(circle.rank, circle.size, circle.position(root), size, itemsize, algorithm)
+            circle.execute(plan, [operand.load()], keeps=operand.is_own)
+            return x
+
+        then = operand.deliver if self.rank != root else None
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
+
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return `x` of every rank as a list by rank; shapes may differ.
+
+        With `out`, an array of shape (size, *x.shape), fill its rows instead and return it; shapes must agree.
+        """
+        operand = readable(x)
+        if out is None:
+            # Unknown names are refused here, before the other ranks are involved.
+            choose.all_gather(self.rank, (0,) * self.size, "ring", algorithm)
+            call = self._call("all_gather", operand.code, None, algorithm=algorithm)
+            return self._engine.run(
+                call,
+                lambda circle: circle.by_rank(movements.gather_all(circle, operand, algorithm)),
+                timeout=timeout,
+                async_op=async_op,
+            )
+        rows = writable(out)
+        if rows.shape != (self.size, *operand.shape) or rows.code != operand.code:
+            raise TypeError(
+                f"out must be {DTYPES[operand.code].name}{[self.size, *operand.shape]}, not "
+                f"{DTYPES[rows.code].name}{list(rows.shape)}"
+            )
+        call = self._call("all_gather", operand.code, operand.shape, out=True, algorithm=algorithm)
+        choose.all_gather(self.rank, (operand.flat.size,) * self.size, "ring", algorithm)
+
+        def body(circle: Attempt) -> Any:
+            blocks = circle.chosen(list(rows.load().reshape(self.size, operand.flat.size)))
+            mine = operand.load()
+            if circle.kept is not None and rows.is_own:
+                circle.kept.make_room((rows.flat,))
+                circle.kept.save(blocks[circle.rank])
+            blocks[circle.rank][...] = mine
+            lengths = (operand.flat.size,) * circle.size
+            plan = choose.all_gather(circle.rank, lengths, circle.lane_family, algorithm)
+            circle.execute(plan, blocks, keeps=rows.is_own)
+            return out
+
+        then = rows.deliver
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
+
+    def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Return `x` of every rank as a list by rank on `root`, None elsewhere; shapes may differ."""
+        root = self._check_rank(root, "root")
+        operand = readable(x)
+        call = self._call("gather", operand.code, None, root=root)
+        return self._engine.run(
+            call, lambda circle: _gathered(circle, operand, root), timeout=timeout, async_op=async_op, root=root
+        )
+
+    def scatter(
+        self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Return this rank's element of `xs`, a list by rank that `root` passes; others pass None."""
+        root = self._check_rank(root, "root")
+        operands = self._list_of_operands(xs, "xs") if self.rank == root else None
+        call = self._call("scatter", None, None, root=root)
+        return self._engine.run(
+            call, lambda circle: _scattered(circle, operands, root), timeout=timeout, async_op=async_op, root=root
+        )
+
+    def all_to_all(self, xs: Sequence[Any], *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Give element r of the list `xs` to rank r; return the list of what every rank gave to this one."""
+        operands = self._list_of_operands(xs, "xs")
+        call = self._call("all_to_all", None, None)
+        return self._engine.run(
+            call,
+            lambda circle: circle.by_rank(movements.exchange_all(circle, circle.chosen(operands))),
+            timeout=timeout,
+            async_op=async_op,
+        )
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Return once every rank has come here."""
+        call = self._call("barrier", None, None)
+
+        def body(circle: Attempt) -> None:
+            circle.execute(barrier.dissemination(circle.rank, circle.size), [self._engine.nothing])
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+
+    # Objects
+
+    def broadcast_object(
+        self,
+        value: Any = None,
+        root: int = 0,
+        *,
+        type: Any = None,
+        allow_pickle: AllowPickle = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return `value` of `root` on every rank.
+
+        Values are JSON-like, dataclasses, bytes and numpy arrays; a dataclass arrives as a dict unless `type` names
+        its class. `allow_pickle=[Class, "package.module.Name"]` also takes pickles, at the receiver only those that
+        name nothing else; what these classes do when they are called, a sender can have done. `allow_pickle=True`
+        takes any pickle: only among ranks you trust with your account, because it can run any code here.
+        """
+        root = self._check_rank(root, "root")
+        failures: list[TypeError] = []
+        data = _encoded(value, allow_pickle, failures) if self.rank == root else b""
+        call = self._call("broadcast_object", None, None, root=root)
+
+        return self._run_object(
+            call,
+            lambda circle: movements.broadcast_bytes(circle, data, circle.position(root)),
+            failures,
+            type,
+            allow_pickle,
+            timeout,
+            async_op,
+            root,
+        )
+
+    def all_gather_object(
+        self,
+        value: Any,
+        *,
+        type: Any = None,
+        allow_pickle: AllowPickle = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return `value` of every rank as a list by rank; see `broadcast_object` for what values may be."""
+        return self._gather_all_objects(value, type, allow_pickle, timeout, async_op)
+
+    def _gather_all_objects(
+        self,
+        value: Any,
+        type: Any,
+        allow_pickle: AllowPickle,
+        timeout: float | None,
+        async_op: bool,
+        most_bytes: int | None = None,
+    ) -> Any:
+        """As `all_gather_object`; a rank whose encoded value has more than `most_bytes` ends the group."""
+        failures: list[TypeError] = []
+        operand = _byte_operand(_encoded(value, allow_pickle, failures))
+        call = self._call("all_gather_object", None, None)
+        wanted = movements.ENCODED._replace(most_bytes=most_bytes)
+        return self._run_object(
+            call,
+            lambda circle: circle.by_rank(movements.gather_all(circle, operand, wanted=wanted)),
+            failures,
+            type,
+            allow_pickle,
+            timeout,
+            async_op,
+        )
+
+    def gather_object(
+        self,
+        value: Any,
+        root: int = 0,
+        *,
+        type: Any = None,
+        allow_pickle: AllowPickle = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return `value` of every rank as a list by rank on `root`, None elsewhere; see `broadcast_object`."""
+        root = self._check_rank(root, "root")
+        failures: list[TypeError] = []
+        operand = _byte_operand(_encoded(value, allow_pickle, failures))
+        call = self._call("gather_object", None, None, root=root)
+        return self._run_object(
+            call,
+            lambda circle: _gathered(circle, operand, root, movements.ENCODED),
+            failures,
+            type,
+            allow_pickle,
+            timeout,
+            async_op,
+            root,
+        )
+
+    def scatter_object(
+        self,
+        values: Sequence[Any] | None,
+        root: int = 0,
+        *,
+        type: Any = None,
+        allow_pickle: AllowPickle = False,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return this rank's element of `values`, a list by rank that `root` passes; see `broadcast_object`."""
+        root = self._check_rank(root, "root")
+        operands = None
+        failures: list[TypeError] = []
+        if self.rank == root:
+            if values is None or len(values) != self.size:
+                raise ConfigError(f"values must have one element for each of the {self.size} ranks")
+            operands = [_byte_operand(_encoded(value, allow_pickle, failures)) for value in values]
+        call = self._call("scatter_object", None, None, root=root)
+        return self._run_object(
+            call,
+            lambda circle: _scattered(circle, operands, root, movements.ENCODED).tobytes(),
+            failures,
+            type,
+            allow_pickle,
+            timeout,
+            async_op,
+            root,
+        )
+
+    def _run_object(
+        self,
+        call: Call,
+        body: Callable[[Attempt], Any],
+        failures: list[TypeError],
+        type: Any,
+        allow_pickle: AllowPickle,
+        timeout: float | None,
+        async_op: bool,
+        root: int = -1,
+    ) -> Any:
+        def decode(data: Any, rank: int) -> Any:
+            try:
+                return data if data is None else objects.decode(data, type=type, allow_pickle=allow_pickle)
+            except (RemoteProtocolError, MismatchError) as error:
+                raise error.__class__(f"rank {rank} sent {call.text} a value that cannot be used: {error}") from error
+
+        def conclude(data: Any) -> Any:
+            if failures:
+                raise failures[0]
+            if isinstance(data, list):
+                return [decode(item if item is None else item.tobytes(), rank) for rank, item in enumerate(data)]
+            return decode(data, root)
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=conclude, root=root)
+
+
+def _gathered(
+    circle: Attempt, operand: Operand, root: int, wanted: movements.Wanted = movements.ANYTHING
+) -> list[Any] | None:
+    arrays = movements.gather(circle, operand, circle.position(root), wanted=wanted)
+    return arrays if arrays is None else circle.by_rank(arrays)
+
+
+def _scattered(
+    circle: Attempt, operands: list[Operand] | None, root: int, wanted: movements.Wanted = movements.ANYTHING
+) -> Array:
+    mine = None if operands is None else circle.chosen(operands)
+    return movements.scatter(circle, mine, circle.position(root), wanted=wanted)
+
+
+def _byte_operand(data: bytes) -> Operand:
+    flat = np.frombuffer(data, np.uint8)
+    return Operand(flat, flat.shape, BYTES)
+
+
+def _encoded(value: Any, allow_pickle: AllowPickle, failures: list[TypeError]) -> bytes:
+    """Encode a value. If that fails, the other ranks must hear of it before this one raises: the failure is sent."""
+    try:
+        return objects.encode(value, allow_pickle=allow_pickle)
+    except TypeError as error:
+        failures.append(error)
+        return objects.encode_failure(str(error))

@@ -1,0 +1,267 @@
+"""The operations of a group that combine arrays."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import numbers
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.base.arithmetic import identity, reduction
+from covey.base.dtypes import dtype_code
+from covey.base.errors import ConfigError
+from covey.plan import choose, direct, doubling
+from covey.plan.moves import part
+from covey.runtime.buffers import readable, writable
+from covey.runtime.collectives.call_log import make_call
+from covey.runtime.group.issuer import CACHED_CALLS, Issuer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.base.arithmetic import Reduction
+    from covey.plan.moves import Plan
+    from covey.runtime.buffers import Operand
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.call_log import Call
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Reductions(Issuer):
+    """A rank that combines arrays with those of the others."""
+
+    def all_reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        weight: float | None = None,
+        timeout: float | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combine `x` of all ranks, in place on every rank; return `x`. A Python number gives back a number.
+
+        `weight` makes a mean count this rank's `x` that many times (unequal batches); every rank passes one.
+        The result is bit-identical on all ranks.
+        """
+        is_number = False
+        if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
+            operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
+        elif is_number := isinstance(x, numbers.Number | np.bool_):
+            x = flat = _number_array(x, op)
+            operand, shape = None, flat.shape
+        else:
+            operand = writable(x)
+            flat, shape = operand.flat, operand.shape
+        is_plain = weight is None
+        key = (flat.dtype, shape, op, algorithm, is_plain)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._prepare_all_reduce(flat, key)
+        if weight is not None:
+            _check_weight(op, weight)
+
+        def body(circle: Attempt) -> Any:
+            prepared = circle.prepared.get(key)
+            if prepared is None:
+                prepared = _prepared_all_reduce(circle, flat, key)
+            plan, rule = prepared
+            if operand is not None:
+                operand.load()
+            if weight is not None and not _weigh(circle, flat, weight):
+                return None  # every rank finds the same, so the group can go on
+            # What was weighed is kept already, and what is not contiguous is loaded again.
+            circle.execute(plan, (flat,), rule, keeps=weight is None and (operand is None or operand.is_own))
+            return x
+
+        then = None
+        if is_number or weight is not None or operand is not None:
+            then = functools.partial(_reduced, operand, is_number)
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
+
+    def _prepare_all_reduce(self, flat: Array, key: tuple[Any, ...]) -> Call:
+        """Return what repeated calls with arrays like this one are called; raise if they cannot work."""
+        _, shape, op, algorithm, is_plain = key
+        reduction(op, flat.dtype)
+        _prepared_all_reduce(self._engine.circle, flat, key)
+        if len(self._calls) > CACHED_CALLS:
+            self._calls.clear()
+        call = make_call(
+            "all_reduce", dtype_code(flat.dtype), shape, op=op, weighted=None if is_plain else True, algorithm=algorithm
+        )
+        self._calls[key] = call
+        return call
+
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        timeout: float | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combine `x` of all ranks into `x` of `root`; elsewhere `x` stays as it is. Returns `x`."""
+        root = self._check_rank(root, "root")
+        operand = writable(x)
+        rule = reduction(op, operand.flat.dtype)
+        choose.reduce(self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm)
+        call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
+
+        def body(circle: Attempt) -> Any:
+            size, place = operand.flat.size, circle.position(root)
+            plan = choose.reduce(circle.rank, circle.size, place, size, operand.flat.itemsize, algorithm)
+            # A rank that passes others' contributions on combines them in memory of its own.
+            is_root = circle.rank == place
+            flat = operand.load() if is_root or not plan.recvs else operand.load().copy()
+            circle.execute(plan, [flat], rule, keeps=is_root and operand.is_own)
+            return x
+
+        then = operand.deliver if self.rank == root else None
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combine `x` of all ranks and return this rank's part of the result; `x` stays as it is.
+
+        Axis 0 is split as numpy.array_split does, or into `counts` rows per rank.
+        """
+        operand = readable(x)
+        if not operand.shape:
+            raise TypeError("reduce_scatter splits axis 0, but the array has no axes")
+        rule = reduction(op, operand.flat.dtype)
+        rows, row = operand.shape[0], int(np.prod(operand.shape[1:], dtype=np.int64))
+        shares = self._counts(counts, rows)
+        lengths = [share * row for share in shares]
+        starts = [0, *itertools.accumulate(lengths)]
+        segment = max(1, choose.SEGMENT_BYTES // operand.flat.itemsize)
+        call = self._call(
+            "reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares)
+        )
+
+        def body(circle: Attempt) -> Any:
+            operand.load()
+            parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+            result = parts[self.rank].copy()
+            plan = direct.reduce_scatter(circle.rank, circle.chosen(lengths), segment)
+            circle.execute(plan, [*circle.chosen(parts), result], rule)
+            return result.reshape(shares[self.rank], *operand.shape[1:])
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+
+    def scan(self, x: Any, op: str = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Return the combination of `x` of ranks 0 up to this one; `x` stays as it is."""
+        return self._prefix("scan", x, op, timeout, async_op)
+
+    def exscan(self, x: Any, op: str = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Return the combination of `x` of the ranks before this one; on rank 0, the value that changes nothing."""
+        return self._prefix("exscan", x, op, timeout, async_op)
+
+    def _prefix(self, name: str, x: Any, op: str, timeout: float | None, async_op: bool) -> Any:
+        operand = readable(x)
+        if op == "mean":
+            raise ConfigError(f"op='mean' has no meaning for {name}; use sum and divide")
+        rule = reduction(op, operand.flat.dtype)
+        call = self._call(name, operand.code, operand.shape, op=op)
+
+        def body(circle: Attempt) -> Any:
+            operand.load()
+            if name == "scan":
+                result = operand.flat.copy()
+                plan, buffers = doubling.scan(circle.rank, circle.size, result.size), [result]
+            else:
+                result = np.full_like(operand.flat, identity(op, operand.flat.dtype))
+                plan, buffers = doubling.exscan(circle.rank, circle.size, result.size), [operand.flat, result]
+            circle.execute(plan, buffers, rule)
+            return result.reshape(operand.shape)
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+
+    def _counts(self, counts: Sequence[int] | None, rows: int) -> list[int]:
+        if counts is None:
+            ranges = (part(rows, self.size, rank) for rank in self._engine.ranks)
+            return [stop - start for start, stop in ranges]
+        try:
+            counts = [operator.index(count) for count in counts]
+        except TypeError:
+            raise ConfigError(f"counts={counts!r} must be whole numbers of rows") from None
+        if len(counts) != self.size or any(count < 0 for count in counts) or sum(counts) != rows:
+            raise ConfigError(f"counts={list(counts)} must be {self.size} numbers of rows that add up to {rows}")
+        return list(counts)
+
+
+def _check_weight(op: str, weight: float) -> None:
+    if op != "mean":
+        raise ConfigError(f"weight= goes with op='mean', not op={op!r}")
+    if not 0 <= weight < float("inf"):
+        raise ConfigError(f"weight={weight!r} must be a number from 0 up")
+
+
+def _prepared_all_reduce(circle: Attempt, flat: Array, key: tuple[Any, ...]) -> tuple[Plan, Reduction]:
+    """Return what repeated calls with arrays like this one share in this circle."""
+    dtype, _, op, algorithm, is_plain = key
+    plan = choose.all_reduce(circle.rank, circle.size, flat.size, flat.itemsize, circle.lane_family, algorithm)
+    # Shares add up to the mean by themselves.
+    prepared = plan, reduction(op if is_plain else "sum", dtype)
+    if len(circle.prepared) > CACHED_CALLS:
+        circle.prepared.clear()
+    circle.prepared[key] = prepared
+    return prepared
+
+
+def _weigh(circle: Attempt, flat: Array, weight: float) -> bool:
+    """Scale this rank's contribution by its share of the total weight; tell whether there is any weight."""
+    total = np.array([weight], np.float64)
+    plan = choose.all_reduce(circle.rank, circle.size, 1, 8, circle.lane_family, "doubling")
+    circle.execute(plan, [total], reduction("sum", total.dtype))
+    if not 0 < total[0] < np.inf:
+        return False
+    if circle.kept is not None:
+        circle.kept.make_room((flat,))
+        circle.kept.save(flat)
+    share = weight / total[0]
+    if not share:  # what counts for nothing may be nan or infinite
+        flat[...] = 0
+        return True
+    factor = np.float32(share) if flat.itemsize == 2 else flat.dtype.type(share)
+    with np.errstate(all="ignore"):
+        np.multiply(flat, factor, out=flat, casting="unsafe")
+    return True
+
+
+def _reduced(operand: Operand | None, is_number: bool, x: Any) -> Any:
+    """Return what all_reduce returns, once it is known whether there was any weight."""
+    if x is None:
+        raise ConfigError("the weights of all ranks add up to 0, or to more than a float holds")
+    if operand is not None:
+        operand.store()
+    return x[0].item() if is_number else x
+
+
+def _number_array(x: Any, op: str) -> Array:
+    """Return a Python number as an array that `op` can work on."""
+    if isinstance(x, bool | np.bool_) and op in ("and", "or", "xor", "min", "max"):
+        return np.array([x], np.bool_)
+    if isinstance(x, complex | np.complexfloating):
+        return np.array([x], np.complex128)
+    if isinstance(x, float | np.floating):
+        return np.array([x], np.float64)
+    if isinstance(x, int | np.integer | np.bool_):
+        try:
+            return np.array([int(x)], np.float64 if op == "mean" else np.int64)
+        except OverflowError:
+            raise TypeError(f"{x} does not fit into 64 bits; pass a float or an array") from None
+    raise TypeError(f"cannot reduce a {type(x).__name__}; pass int, float, complex, bool or an array")

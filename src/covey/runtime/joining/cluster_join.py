@@ -1,0 +1,161 @@
+"""Joining a run of a cluster: from a secret and a name to a group."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from covey.base.config import ports_from
+from covey.base.errors import ConfigError
+from covey.net.lanes import shm
+from covey.runtime import loop as control
+from covey.runtime.collectives.engine import Engine
+from covey.runtime.group.group import Group
+from covey.runtime.joining.bootstrap import group_of
+from covey.runtime.joining.torch_env import export_torch_env
+from covey.runtime.members.node import Node
+from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.joiner import Joiner
+from covey.wire import messages
+from covey.wire.formation import Terms
+
+if TYPE_CHECKING:
+    from covey.base.config import GroupConfig
+    from covey.runtime.environment import ClusterOptions, WantedRun
+    from covey.runtime.mesh.endpoint import Endpoint
+
+
+logger = logging.getLogger("covey")
+
+
+def join_run(
+    wanted: WantedRun,
+    config: GroupConfig,
+    options: ClusterOptions,
+    *,
+    is_elastic: bool = False,
+    is_returning: bool = False,
+) -> Group:
+    """Return the group of a run once its nodes have agreed on it.
+
+    A process that `is_returning` was in the run before, or waited for it.
+
+    Raises:
+        ConfigError: there is no cluster, or a setting cannot work.
+        AuthError: the secret or this node's identity is not accepted.
+        ClosedError: the run that this process waited for is over.
+        DeadlineError: the others did not come in time.
+    """
+    if config.lanes == "shm" and not shm.usable():
+        raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
+    if wanted.size == 1:
+        return _ready(Group(Engine(None, 0, (0,), wanted.name, config), local_rank=0), None)
+    cluster = options.find(os.environ)
+    ports = ports_from(os.environ.get("COVEY_PORT", ""))
+    seat = cluster_seat(cluster, config, run=wanted.name, ports=ports, tie_breaker=wanted.tie_breaker)
+    abandoned = frozenset(wanted.abandoned)
+    if wanted.is_new and not is_returning:
+        abandoned |= forget_lineages(cluster.tag, wanted.name)
+    terms = Terms(
+        run=wanted.name,
+        program=wanted.program,
+        size=wanted.size,
+        min_size=wanted.min_size,
+        max_size=wanted.max_size,
+        version=f"{messages.VERSION}",
+        lanes=config.lanes,
+        on_loss=config.on_loss,
+    )
+
+    async def gather() -> Node:
+        candidate = Joiner(
+            cluster,
+            config,
+            seat,
+            terms,
+            is_elastic=is_elastic,
+            is_returning=is_returning,
+            min_hosts=wanted.min_hosts,
+            abandoned=abandoned,
+        )
+        # A generation may lose members below the size that the next one waits for.
+        return await _become_a_node(
+            candidate, terms, config, seat, wanted.timeout, floor=1 if is_elastic else wanted.floor
+        )
+
+    node = control.make(
+        gather(),
+        discard=Node.close,
+        otherwise=seat.leave,
+    )
+    return _ready(group_of(node, local_rank=_local_rank(node)), node)
+
+
+def _ready(group: Group, node: Node | None) -> Group:
+    """Do what `covey run` asked for before the program has its group."""
+    if os.environ.get("COVEY_TORCH_ENV") == "1":
+        try:
+            export_torch_env(group, node)
+        except BaseException:
+            group.close()
+            raise
+    return group
+
+
+async def _become_a_node(
+    candidate: Joiner, terms: Terms, config: GroupConfig, seat: Endpoint, asked: float, *, floor: int
+) -> Node:
+    """Return the node of an agreed run."""
+    try:
+        await candidate.open()
+        formed = await candidate.form(asked)
+        if isinstance(formed, messages.Founded):
+            seats = {messages.key_of(member.card): member.seat for member in formed.members}
+        else:
+            seats = {(member.id, member.life): rank for rank, member in enumerate(formed.view)}
+        node = Node(
+            rank=seats[messages.key_of(candidate.card)],
+            size=len(seats),
+            run=terms.run,
+            gate=seat.gate,
+            card=candidate.card,
+            config=config,
+            acceptor=seat.acceptor,
+            audit=seat.audit,
+            contacts={},
+            floor=floor,
+            store=candidate.records.write,
+            companions=(candidate,),
+            on_close=seat.on_close,
+            seats=tuple(seats.values()),
+            links_come=True,
+        )
+        candidate.carry_on(node, candidate.seated(seats), formed)
+        return node
+    except BaseException:
+        await candidate.close()
+        raise
+
+
+def forget_lineages(cluster: str, run: str) -> frozenset[bytes]:
+    """Give up the runs of this name that this machine knows of and that may be going on; return their lineages.
+
+    Its processes may found another one. If one of those given up is met all the same, that is an error.
+    """
+    from covey.runtime.mesh.records import Records
+
+    given_up = Records(cluster, run, b"").forget_lineages()
+    for lineage, names in given_up.items():
+        logger.warning("run %r: the one that was begun before with %s (%s) is given up on this machine", run,
+                       ", ".join(names) or "unknown nodes", lineage.hex())  # fmt: skip
+    return frozenset(given_up)
+
+
+def _local_rank(node: Node) -> int:
+    """Return this node's number among those of the run on its host: ranks of one host are next to each other."""
+    return sum(
+        1
+        for peer in node.peers.values()
+        if peer.rank < node.rank and peer.contact is not None and peer.contact.host == node.host
+    )

@@ -1,0 +1,109 @@
+"""The variables that `torch.distributed` reads: for scripts which use it beside covey, or instead."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from covey.runtime.group.group import Group
+    from covey.runtime.links.handshake import Where
+    from covey.runtime.members.node import Node
+
+logger = logging.getLogger("covey")
+
+GLOO: Final = "GLOO_SOCKET_IFNAME"
+"""Names the interface that gloo uses."""
+
+
+def rank_variables(*, rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """Return how torchrun would tell a rank who it is."""
+    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    return {name: str(value) for name, value in values.items()}
+
+
+def torch_variables(*, master: str, port: int, **own: int) -> dict[str, str]:
+    """Return what torchrun would export for a rank; the first one's store is at `master`, `port`."""
+    return rank_variables(**own) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+
+
+def own_variables(group: Group) -> dict[str, str]:
+    """Return how torchrun would tell this process who it is in a group of all ranks."""
+    return rank_variables(rank=group.rank, size=group.size, local_rank=group.local_rank, local_size=_local_size(group))
+
+
+def _local_size(group: Group) -> int:
+    """Return how many ranks of the group are on this host."""
+    node = group._engine.node
+    if node is None:
+        return 1
+    contacts = [node.peers[seat].contact for seat in group._engine.members if seat != node.rank]
+    return 1 + sum(contact is not None and contact.host == node.host for contact in contacts)
+
+
+def gloo_variables(group: Group) -> dict[str, str]:
+    """Return what makes gloo use the interface on which the machines of a group are linked, unless a person chose one.
+
+    By itself gloo listens at the address that the host's own name resolves to, which is 127.0.1.1 on many systems: no
+    other machine reaches that.
+    """
+    node = group._engine.node
+    if node is None or GLOO in os.environ:
+        return {}
+    from covey.net.discovery.interfaces import recent_interfaces
+
+    peers = [node.peers[seat] for seat in group._engine.members if seat != node.rank]  # rank 0's machine comes first
+    ips = [peer.link.local_ip for peer in peers if peer.link and peer.contact and peer.contact.host != node.host]
+    by_ip = {ip: interface.name for interface in recent_interfaces() for ip in interface.addresses}
+    return next(({GLOO: by_ip[ip]} for ip in ips if ip in by_ip), {})
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on now."""
+    with socket.create_server(("", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def export_torch_env(group: Group, node: Node | None) -> None:
+    """Set torch's variables in this process, once its rank in a run of the cluster is known; all ranks call it.
+
+    `node` is None for a group of one.
+    """
+    port = int(group.broadcast_object(free_port() if group.rank == 0 else None, type=int))
+    if not 0 < port < 1 << 16:
+        raise RemoteProtocolError(f"rank 0 named port {port} for torch's store")
+    master = "127.0.0.1"
+    if node is not None and _local_size(group) < group.size:
+        master = address_of_first(node)
+        if group.local_rank == 0:
+            logger.warning(
+                "torch's store at %s, port %d, is neither encrypted nor authenticated: whoever is on that network can "
+                "read and change what goes through it",
+                master,
+                port,
+            )
+    os.environ |= own_variables(group) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)} | gloo_variables(group)
+
+
+def address_of_first(node: Node) -> str:
+    """Return by which address this node reaches the host of rank 0."""
+    if node.rank == 0:
+        ips = [address.ip for address in node.card.contact.addresses]
+        return next((ip for ip in ips if not ipaddress.ip_address(ip).is_link_local), "127.0.0.1")
+    first = node.peers[0]
+    if first.contact is not None and first.contact.host == node.host:
+        return "127.0.0.1"
+    return _ip(first.way) or (first.link.remote_ip if first.link is not None else "127.0.0.1")
+
+
+def _ip(way: Where | None) -> str:
+    """Return the address of a way as text, with the interface where it means nothing without."""
+    if way is None or isinstance(way, str):
+        return ""
+    ip = str(way[0])
+    return f"{ip}%{way[3]}" if len(way) > 3 and way[3] and "%" not in ip else ip

@@ -1,0 +1,360 @@
+"""Speaks for the processes of a run that one keeper started: tells each how the others are, and decides their views.
+
+On the control loop of the keeper's process. A process is linked with it while it takes part in the run; that the link
+has ended says little, the kernel tells the rest (`runtime.wards`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import CoveyError, RemoteProtocolError
+from covey.base.text import printable
+from covey.net.discovery.host_rendezvous import host_token
+from covey.proto.ballot import first_record
+from covey.proto.health import Vouch
+from covey.runtime.keeper.service import keeper_path
+from covey.runtime.links.acceptor import Acceptor
+from covey.runtime.links.handshake import LinkCredentials, admit
+from covey.runtime.members.process_table import ProcessTable, Rounds
+from covey.runtime.members.view_driver import ViewDriver, seats_of
+from covey.wire import messages
+from covey.wire.formation import ID_BYTES, LIFE_BYTES
+from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
+
+if TYPE_CHECKING:
+    import socket
+
+    from covey.proto.changes import QuorumLost, Waiting
+    from covey.runtime.links.link import Link
+    from covey.wire.membership import View
+
+logger = logging.getLogger("covey")
+
+FOUNDING_SECONDS: Final = 3.0
+"""How long members of a new generation that live may take to come: whoever is missing then is taken to be lost soon."""
+FAREWELL_SECONDS: Final = 1.0
+GATHER_SECONDS: Final = 2.0
+"""How long those who wait outside may come, before the run is founded anew with them because no member is left."""
+GATHER_OLD_SECONDS: Final = 10.0
+"""The same while all who wait have been in the run before: one that was started again may be on its way."""
+
+
+class _Generation:
+    """A generation whose views a keeper decides; with a council once its members are there."""
+
+    def __init__(self, founded: messages.Founded, now: float) -> None:
+        """Raises RemoteProtocolError for members that cannot be."""
+        cards = [member.card for member in founded.members]
+        self.number, self.lineage, self.is_kept = founded.generation, founded.lineage, founded.is_kept
+        self.lives = [card.life for card in cards]
+        self.seats = seats_of(founded)
+        self.places = {card.life: rank for rank, card in enumerate(cards)}
+        are_whole = all(len(seat.id) == ID_BYTES and len(seat.life) == LIFE_BYTES for seat in self.seats)
+        if not are_whole or len(self.places) < len(cards) or len(founded.lineage) != PROPOSAL_BYTES:
+            raise RemoteProtocolError(f"nobody can be in generation {founded.generation} as it was founded")
+        self.told_by: set[bytes] = set()
+        """The lives that know of it, and so can be spoken to about it."""
+        self.patience = founded.patience
+        self.open_by = now + FOUNDING_SECONDS
+        self.view_driver: ViewDriver | None = None
+        self.given_up: set[int] = set()
+        """The places that the council was told to go on without."""
+
+    def agrees_with(self, other: _Generation) -> bool:
+        """Tell whether two members told the same."""
+        return (self.lineage, self.is_kept, self.seats) == (other.lineage, other.is_kept, other.seats)
+
+
+class LocalKeeper:
+    """What a keeper says to its processes, and what it makes of what they say."""
+
+    def __init__(self, listener: socket.socket, folder: str, token: bytes) -> None:
+        """Take ownership of the listener."""
+        self.survives: bool | None = None
+        """Whether the run goes on when somebody is lost; None until a member has said. May be read on any thread."""
+        self._gate = LinkCredentials.of_token(token)
+        contact = messages.Contact(host_token(Path(folder)), (), keeper_path(folder))
+        self._card = messages.Card(b"", secrets.token_bytes(LIFE_BYTES), "keeper", "", os.getpid(), contact)
+        self._acceptor = Acceptor([listener], self._gate.door_key, "the keeper")
+        self._acceptor.on_link = self._greet
+        self._process_table = ProcessTable()
+        self.rounds = Rounds(self._process_table, self._vouch, self._judge_all)
+        self._links: dict[bytes, Link] = {}
+        """By life; one for each."""
+        self._generations: dict[int, _Generation] = {}
+        """The latest, and the one before it: a member may have operations in that while others have gone on."""
+        self._cards: dict[bytes, messages.Card] = {}
+        """Of those who are linked, by life."""
+        self._left: set[bytes] = set()
+        """Lives that ended in good order."""
+        self._last_in: dict[bytes, int] = {}
+        """By life, the last generation of processes that were members and have not exited."""
+        self._next_seat = 0
+        self._forsaken_at = math.inf
+        """Since when no member lives while others wait outside."""
+        self._is_closing = False
+
+    async def open(self) -> None:
+        """Start to accept links and to look after who comes."""
+        self._acceptor.open()
+        self.rounds.look()
+
+    async def close(self) -> None:
+        """End all links."""
+        self._is_closing = True
+        self.rounds.close()
+        for number in list(self._generations):
+            self._end(number)
+        await self._acceptor.close()
+        links = list(self._links.values())
+        for link in links:
+            link.close()
+        if links:
+            await asyncio.wait([asyncio.ensure_future(link.ended.wait()) for link in links], timeout=FAREWELL_SECONDS)
+        for link in links:
+            link.abort()
+
+    # Processes that come and go.
+
+    async def _greet(self, sock: socket.socket, said: bytes) -> None:
+        admitted = await admit(sock, self._gate, said, self._judge)
+        if admitted is not None:
+            link, hello, _ = admitted
+            if self._is_closing:
+                link.abort()
+            else:
+                self._link_up(link, hello.card)
+
+    def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
+        if hello.version != messages.VERSION:
+            reason = f"you speak version {hello.version} of covey's protocol, and your keeper {messages.VERSION}"
+        elif hello.purpose != "kept":
+            reason = "a keeper only talks to the processes of its run"
+        elif len(hello.card.life) != LIFE_BYTES:
+            reason = "the card is not filled in"
+        elif self._process_table.get(hello.card.life) is None and self._process_table.is_full():
+            reason = "your keeper has too many processes already"
+        elif self._process_table.watch(hello.card, time.monotonic()).state is Vouch.EXITED:
+            reason = f"your keeper sees no process {hello.card.pid}"
+        else:
+            return messages.Welcome(-1, self._card, "keeper")
+        return messages.Refusal(reason, retry=False)
+
+    def _link_up(self, link: Link, card: messages.Card) -> None:
+        life = card.life
+        before = self._links.get(life)
+        self._links[life], self._cards[life] = link, card
+        if before is not None:
+            self._lost_link(life)
+            before.abort()
+        for view_driver, place in self._councils_of(life):
+            view_driver.link_up(place, life)
+        link.send(messages.encode(self._process_table.vouch()))
+        link.attach(functools.partial(self._heard, life, link), functools.partial(self._ended, life, link))
+
+    def _ended(self, life: bytes, link: Link) -> None:
+        if isinstance(link.error, CoveyError):
+            ward = self._process_table.get(life)
+            pid = ward.pid if ward is not None else "unknown"
+            logger.warning("process %s was cut off by its keeper: %s", pid, printable(str(link.error)))
+        if self._links.get(life) is not link or self._is_closing:
+            return
+        del self._links[life], self._cards[life]
+        self._lost_link(life)
+        self.rounds.look_closely(life)
+
+    def _lost_link(self, life: bytes) -> None:
+        for view_driver, place in self._councils_of(life):
+            view_driver.link_down(place)
+
+    def _councils_of(self, life: bytes) -> list[tuple[ViewDriver, int]]:
+        """Return the councils in which a process has a place, with the place."""
+        generations = [generation for generation in self._generations.values() if life in generation.places]
+        return [(each.view_driver, each.places[life]) for each in generations if each.view_driver is not None]
+
+    def _vouch(self, vouch: messages.Vouch) -> None:
+        body = messages.encode(vouch)
+        for link in list(self._links.values()):
+            link.send(body)
+
+    # What becomes of their generations.
+
+    def _heard(self, life: bytes, link: Link, body: bytes) -> None:
+        message = messages.decode_control(body)
+        if self._links.get(life) is not link:
+            return  # its next link has come in between
+        match message:
+            case messages.Ping(number):
+                link.send(messages.encode(messages.Pong(number, time.time())))
+            case messages.Founded():
+                self._founded(life, message)
+            case messages.Agreeing(number, said):
+                self._agreeing(life, number, said)
+            case messages.Goodbye():
+                self._left.add(life)
+            case _:
+                pass  # not a keeper's business
+
+    def _founded(self, life: bytes, founded: messages.Founded) -> None:
+        now, told = time.monotonic(), _Generation(founded, time.monotonic())
+        if life not in told.places:
+            raise RemoteProtocolError(f"a process told of generation {told.number} that it is not in")
+        if told.number > max(self._generations, default=-1):
+            for number in [number for number in self._generations if number < told.number - 1]:
+                self._end(number)
+            self._generations[told.number] = told
+            self._next_seat = max(self._next_seat, *(member.seat + 1 for member in founded.members))
+            for member in founded.members:
+                self._process_table.watch(member.card, now)  # it may never come
+                self._last_in[member.card.life] = told.number
+        generation = self._generations.get(told.number)
+        if generation is None:
+            return  # it is over
+        if not generation.agrees_with(told):
+            rank = told.places[life]
+            logger.warning("rank %d tells of another generation %d than the others do", rank, told.number)
+            return
+        self.survives = bool(self.survives) or founded.on_loss == "continue"
+        generation.told_by.add(life)
+        generation.patience = min(generation.patience, told.patience)
+        self._judge_members(generation, now)
+
+    def _agreeing(self, life: bytes, number: int, said: bytes) -> None:
+        generation = self._generations.get(number)
+        if generation is None:
+            return  # it is over
+        if life not in generation.places:
+            raise RemoteProtocolError(f"a process wants a say in generation {number} that it is not in")
+        if generation.view_driver is not None:  # or else it says it again
+            generation.view_driver.received(generation.places[life], said)
+
+    def _judge_all(self, now: float) -> None:
+        for generation in list(self._generations.values()):
+            self._judge_members(generation, now)
+        if self.survives and self._generations:
+            self._look_after_the_waiting(self._generations[max(self._generations)], now)
+
+    def _look_after_the_waiting(self, last: _Generation, now: float) -> None:
+        """Nobody else can take in who waits outside, if no member is left: end the run, or found it anew."""
+        ranks = range(len(last.lives)) if last.view_driver is None else last.view_driver.view.ranks
+        members = [last.lives[rank] for rank in ranks]
+        waiting = [life for life in self._links if life not in last.places]
+        if not last.is_kept or not waiting or any(self._lives(life) for life in members):
+            self._forsaken_at = math.inf
+            return
+        self._forsaken_at = min(self._forsaken_at, now)
+        if any(life in self._left for life in members):
+            for life in waiting:
+                self._links[life].send(messages.encode(messages.Goodbye()))
+            return
+        # A process that lost its place has an older state of the run. The first rank gives its state to all: it should
+        # be one that was started again, with what the program begins with or has read from a checkpoint.
+        last_in = {life: self._was_last_in(life) for life in waiting}
+        waiting.sort(key=lambda life: (last_in[life] >= 0, -last_in[life]))
+        are_old = last_in[waiting[0]] >= 0
+        if now >= self._forsaken_at + (GATHER_OLD_SECONDS if are_old else GATHER_SECONDS):
+            self._forsaken_at = now  # those who come now are for the next time, if this one fails
+            if are_old:
+                logger.warning(
+                    "no member is left, and no process was started again: the run goes back to the state that process "
+                    "%d had when it lost its place in generation %d",
+                    *(self._cards[waiting[0]].pid, last_in[waiting[0]]),
+                )
+            seated = tuple(
+                messages.SeatedMember(self._next_seat + number, self._cards[life])
+                for number, life in enumerate(waiting)
+            )
+            lineage = secrets.token_bytes(PROPOSAL_BYTES)
+            founded = messages.Founded(last.number + 1, lineage, True, seated, "continue", last.patience, lineage)
+            for life in waiting:
+                self._links[life].send(messages.encode(founded))
+
+    def _was_last_in(self, life: bytes) -> int:
+        """Return the last generation in which the process of a life was a member, in an earlier life; -1 for none."""
+        process_table = {old: self._process_table.get(old) for old in self._last_in}
+        for old in [old for old, ward in process_table.items() if ward is None or ward.state is Vouch.EXITED]:
+            del self._last_in[old], process_table[old]
+        pid = self._cards[life].pid
+        return max((self._last_in[old] for old, ward in process_table.items() if ward and ward.pid == pid), default=-1)
+
+    def _lives(self, life: bytes) -> bool:
+        ward = self._process_table.get(life)
+        return life not in self._left and ward is not None and ward.state is not Vouch.EXITED
+
+    def _judge_members(self, generation: _Generation, now: float) -> None:
+        """Open the council when those who live are there; tell it who is lost, and who is back."""
+        if not generation.is_kept:
+            return
+        process_table = [self._process_table.get(life) for life in generation.lives]
+        lost = {place for place, ward in enumerate(process_table) if ward is None or ward.is_lost(now)}
+        if generation.view_driver is None:
+            here = {generation.places[life] for life in generation.told_by if life in self._links}
+            if len(lost | here) < len(process_table) and now < generation.open_by:
+                return
+            generation.view_driver = self._open_council(generation)
+        for place, ward in enumerate(process_table):
+            if ward is not None and ward.state is Vouch.BUSY:
+                generation.view_driver.vouched(place)
+        for place in sorted(lost ^ generation.given_up):
+            generation.view_driver.judged(place, is_dead=place in lost)
+        generation.given_up = lost
+
+    def _open_council(self, generation: _Generation) -> ViewDriver:
+        record = first_record(generation.seats, generation.lineage, has_keeper=True)
+        view_host = _ViewHost(self._links, generation.lives)
+        view_driver = ViewDriver(
+            generation.number,
+            record,
+            len(generation.seats),
+            self._card.life,
+            view_host,
+            has_keeper=True,
+            patience=generation.patience,
+        )
+        for rank, life in enumerate(generation.lives):
+            if life in self._links:
+                view_driver.link_up(rank, life)
+        return view_driver
+
+    def _end(self, number: int) -> None:
+        if (view_driver := self._generations.pop(number).view_driver) is not None:
+            view_driver.close()
+
+
+class _ViewHost:
+    """A keeper's part in the views of a generation: it has no operations of its own, so it only passes words on."""
+
+    def __init__(self, links: dict[bytes, Link], lives: list[bytes]) -> None:
+        """`lives` are the members', by rank."""
+        self._links, self._lives = links, lives
+
+    def send(self, place: int, message: messages.Control) -> None:
+        if (link := self._links.get(self._lives[place])) is not None:
+            link.send(messages.encode(message))
+
+    def freeze(self, number: int) -> None:
+        """Nothing runs here."""
+
+    def installed(self, view: View, lost: tuple[int, ...]) -> None:
+        """The members hear it from the council."""
+
+    def excluded(self, view: View) -> None:
+        """A keeper is in no view."""
+
+    def waiting(self, effect: Waiting) -> None:
+        """A keeper needs no quorum."""
+
+    def quorum_lost(self, effect: QuorumLost) -> None:
+        """All members were silent for too long; if one comes back, the next trouble starts a new ballot."""
+
+    def failed(self, error: CoveyError) -> None:
+        """A keeper promises nothing that would have to outlive it."""

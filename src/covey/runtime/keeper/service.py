@@ -1,0 +1,248 @@
+"""The keeper's ear and voice: it learns who its processes are, sees in the kernel how they are, and tells others.
+
+A `KeeperService` is for a run of this host alone: its processes come to a socket. It costs next to nothing until the first of
+them comes: what is needed from then on takes longer to load than many a script takes to run, so a thread that sleeps at
+the socket loads it then. A `ClusterKeeperService` goes into the cluster itself, to speak for its processes to other hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from covey.base.config import PORTS
+from covey.base.errors import ConfigError, CoveyError
+from covey.net.descriptors import explain, track
+from covey.net.temporary import ADVICE
+
+if TYPE_CHECKING:
+    from covey.base.config import GroupConfig
+    from covey.net.keys.clusters import Cluster
+    from covey.runtime.keeper.cluster_keeper import ClusterKeeper
+    from covey.runtime.keeper.local_keeper import LocalKeeper
+    from covey.runtime.mesh.endpoint import Endpoint
+
+LOOP_SECONDS: Final = 5.0
+"""How long the control loop may take for what it does at once."""
+CATCH_UP_SECONDS: Final = 0.5
+BACKLOG: Final = 256
+
+
+def keeper_path(folder: str) -> str:
+    """Return where the keeper of the run that meets in `folder` listens."""
+    return os.path.join(folder, "keeper.sock")
+
+
+class KeeperService:
+    """Looks after the processes of a run that meets in a folder of this host, and speaks for them."""
+
+    def __init__(self, folder: str, token: bytes) -> None:
+        """`token` proves membership, as between the ranks."""
+        self.path = keeper_path(folder)
+        self._folder, self._token = folder, token
+        self._closing = threading.Lock()
+        self._is_closed = self._was_found = False
+        self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._thread: threading.Thread | None = None
+        self._local_keeper: LocalKeeper | None = None
+
+    def start(self) -> None:
+        """Return as soon as processes can come.
+
+        Raises:
+            ConfigError: the folder is not safely ours, or there is a keeper in it already.
+        """
+        from covey.net.discovery.host_rendezvous import check_folder
+
+        check_folder(Path(self._folder))
+        listener = track(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            listener.bind(self.path)
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+            waking, ringing = socket.socketpair()
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"cannot listen at {self.path}: {explain(error)}; {ADVICE}") from error
+        self._bell = track(waking), track(ringing)
+        self._thread = threading.Thread(target=self._serve, args=(listener, waking), name="covey-warden", daemon=True)
+        self._thread.start()
+
+    is_over = False
+    is_elsewhere = False
+    """A run on this host ends with its last process."""
+
+    @property
+    def survives(self) -> bool | None:
+        """Whether the run goes on when somebody is lost; None: there are members, and none of them has said yet."""
+        return self._local_keeper.survives if self._local_keeper is not None else None if self._was_found else False
+
+    def catch_up(self) -> None:
+        """Hear what was said up to now, even by those who have ended."""
+        if self._local_keeper is not None:
+            _let_the_loop_catch_up()
+
+    def hold(self) -> None:
+        """Say nothing of the processes until `release`: their keeper is about to stop them with itself."""
+        if self._local_keeper is not None:
+            self._local_keeper.rounds.is_held = True
+            _let_the_loop_catch_up()
+
+    def release(self) -> None:
+        """Look after the processes again, which go on."""
+        if self._local_keeper is not None:
+            self._local_keeper.rounds.is_held = False
+
+    def close(self) -> None:
+        """Speak for nobody any more. From any thread; closing twice is fine."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if self._bell is None or self._thread is None:
+            return
+        waking, ringing = self._bell
+        ringing.close()
+        self._thread.join(LOOP_SECONDS)  # it closes what it opened
+        if not self._thread.is_alive():
+            waking.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    def _serve(self, listener: socket.socket, waking: socket.socket) -> None:
+        """The life of the thread: wait for the first to come, let the control loop look after all, wait for the end."""
+        arrivals = select.poll()
+        arrivals.register(listener, select.POLLIN)
+        arrivals.register(waking, select.POLLIN)
+        arrivals.poll()
+        if self._is_closed:
+            listener.close()
+            return
+        self._was_found = True
+        from covey.runtime import loop as control
+        from covey.runtime.keeper.local_keeper import LocalKeeper
+
+        local_keeper = LocalKeeper(listener, self._folder, self._token)
+        self._local_keeper = local_keeper  # before anybody can come to it: who asks what it knows must hear that
+        control.start(local_keeper.open()).result()
+        waking.recv(1)
+        with contextlib.suppress(TimeoutError):
+            control.start(local_keeper.close()).result(LOOP_SECONDS)
+
+
+class ClusterKeeperService:
+    """Looks after the nodes of a cluster that a keeper starts, and speaks for them to the others of their run.
+
+    A keeper is of use without it, so nothing is said aloud if it cannot come to the cluster.
+    """
+
+    def __init__(self, cluster: Cluster, config: GroupConfig) -> None:
+        from covey.net.keys.identity import NodeIdentity
+
+        self._cluster, self._config = cluster, config
+        self._identity = NodeIdentity.passing()
+        self.id = self._identity.id
+        """What the nodes that it speaks for say on their cards."""
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._seat: Endpoint | None = None
+        self._cluster_keeper: ClusterKeeper | None = None
+
+    def start(self) -> None:
+        """Go to the cluster in the background."""
+        threading.Thread(target=self._open, name="covey-warden", daemon=True).start()
+
+    @property
+    def survives(self) -> bool | None:
+        """Whether the run goes on when somebody is lost; None: it has members here, and none of them has said yet."""
+        return self._cluster_keeper is not None and self._cluster_keeper.survives
+
+    is_elsewhere = True
+    """A run of a cluster may go on without processes of this keeper."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the members of the run, here or elsewhere, have finished its work."""
+        return self._cluster_keeper is not None and self._cluster_keeper.is_over
+
+    def rank_of(self, session: int) -> int | None:
+        """Return the rank of the process that leads a session, or of one in it; None while that is not known."""
+        if self._cluster_keeper is None:
+            return None
+        if session not in self._cluster_keeper.ranks:
+            self.catch_up()  # it may have said so before it printed what is about to be shown
+        return self._cluster_keeper.ranks.get(session)
+
+    def catch_up(self) -> None:
+        """Hear what was said up to now, even by those who have ended."""
+        if self._cluster_keeper is not None:
+            _let_the_loop_catch_up()
+
+    def hold(self) -> None:
+        """Say nothing of the processes until `release`: their keeper is about to stop them with itself."""
+        if self._cluster_keeper is not None:
+            self._cluster_keeper.rounds.is_held = True
+            _let_the_loop_catch_up()
+
+    def release(self) -> None:
+        """Look after the processes again, which go on."""
+        if self._cluster_keeper is not None:
+            self._cluster_keeper.rounds.is_held = False
+
+    def close(self) -> None:
+        """Speak for nobody any more. From any thread; closing twice is fine."""
+        with self._lock:
+            self._is_closed = True
+            seat, self._seat = self._seat, None
+            if seat is not None and self._cluster_keeper is not None:
+                from covey.runtime import loop as control
+
+                with contextlib.suppress(TimeoutError):
+                    control.start(self._cluster_keeper.close()).result(LOOP_SECONDS)
+                seat.leave()
+
+    def _open(self) -> None:
+        import logging
+
+        from covey.runtime import loop as control
+        from covey.runtime.keeper.cluster_keeper import ClusterKeeper
+        from covey.runtime.mesh.endpoint import cluster_seat
+
+        async def open_one(seat: Endpoint) -> ClusterKeeper:
+            cluster_keeper = ClusterKeeper(self._cluster, self._config, seat)
+            await cluster_keeper.open()
+            return cluster_keeper
+
+        with self._lock, contextlib.ExitStack() as undo:
+            if self._is_closed:
+                return
+            try:
+                seat = cluster_seat(
+                    self._cluster, self._config, run="", ports=PORTS[::-1], identity=self._identity, has_lanes=False
+                )
+                undo.callback(seat.leave)
+                self._cluster_keeper = control.run(open_one(seat), LOOP_SECONDS)
+            except (CoveyError, OSError) as error:  # TimeoutError, too
+                logging.getLogger("covey").info("no keeper in cluster %r: %s", self._cluster.name, error)
+            else:
+                self._seat = seat
+                undo.pop_all()
+
+
+def _let_the_loop_catch_up() -> None:
+    """Return when the control loop has read what had arrived."""
+    import asyncio
+
+    from covey.runtime import loop as control
+
+    async def turn() -> None:
+        for _ in range(3):  # one turn to look at the sockets, one to read them, one to be sure
+            await asyncio.sleep(0)
+
+    with contextlib.suppress(TimeoutError):
+        control.start(turn()).result(CATCH_UP_SECONDS)

@@ -1,0 +1,371 @@
+"""Keeping a run: relay what its processes print, pass signals on, see to those that end. What `covey run` does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from typing import IO, TYPE_CHECKING, Final, NamedTuple
+
+from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST, TERM_GRACE
+from covey.runtime.keeper.outlet import Outlet
+from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor, OutputStream
+from covey.runtime.processes import signal_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from covey.runtime.keeper.keeper import HostRun
+    from covey.runtime.processes import Process
+
+SIGNAL_GRACE: Final = 30.0
+"""Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C ends them at once."""
+SETTLE_EVERY: Final = 0.02
+"""Seconds between looks whether a run has said what a failure means to it."""
+
+
+def keep(
+    make_run: Callable[[], HostRun], argv: Sequence[str], *, env: Mapping[str, str] | None = None, restarts: int = 0
+) -> int:
+    """Run `argv` as every process of a run, relay their output; return the exit code of the first to fail, or 0.
+
+    In a run that survives losses, a process that fails is started again up to `restarts` times, and the code is 0 if
+    any of them ended well. A signal's code is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
+    ranks once; a second SIGINT kills them. If all end well after SIGTERM, the code is 0. SIGTSTP stops all ranks, then
+    this process; SIGCONT continues them.
+
+    Call it on the main thread: it takes over signal handling until it returns, and before the run is made.
+    """
+    _fill_standard_descriptors()
+    arrived: list[int] = []
+    with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
+        return _Supervisor(run, _Command(argv, env or {}, restarts), selector, wake, arrived).over()
+
+
+class _Pipe(NamedTuple):
+    """One output stream of one rank: where it comes from, and which of the keeper's own it goes to."""
+
+    source: IO[bytes]
+    target: int
+    voice: OutputStream
+
+
+class _Command(NamedTuple):
+    """What every process of a run executes, and how often again if it fails."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    restarts: int
+
+
+class _Supervisor:
+    """The keeper's watch over the ranks of one run, until all have ended."""
+
+    def __init__(
+        self,
+        run: HostRun,
+        command: _Command,
+        selector: selectors.BaseSelector,
+        wake: socket.socket,
+        arrived: list[int],
+    ) -> None:
+        self._run, self._command = run, command
+        self._selector, self._wake, self._arrived = selector, wake, arrived
+        self._selector.register(wake, selectors.EVENT_READ)
+        self._out = Cursor()
+        self._err = self._out if _same_file(1, 2) else Cursor()
+        self._started: dict[int, Process] = {}
+        """Every rank's latest process."""
+        self._alive: dict[int, Process] = {}
+        self._waiting: dict[int, float] = {}
+        """Ranks that are started again, and when."""
+        self._restarts: dict[int, int] = {}
+        """How often each was."""
+        self._code: int | None = None
+        """The exit code of a failure that ends the run: the first."""
+        self._failed: list[tuple[int, int, float]] = []
+        """Ranks that failed, their codes, and by when to know whether the run survives that."""
+        self._condemned_for: tuple[int, int] | None = None
+        """The rank and exit code for which the others are about to be stopped."""
+        self._has_finished = False
+        """Some rank ended well."""
+        self._lost_code = 0
+        """The exit code of the last rank that the run went on without."""
+        self._steps: list[tuple[float, signal.Signals]] = []
+        """What is sent to ranks that do not end by themselves, and when."""
+        self._told: signal.Signals | None = None
+        """The signal that asked us to end."""
+        self._killed = False
+        """The ranks were killed because of it."""
+        self._outlets = {target: Outlet(target) for target in (1, 2)}
+
+    def over(self) -> int:
+        """Start all ranks, watch until the last has ended, and return the exit code of the whole."""
+        self._run.warm_up(self._command.argv, self._command.env)
+        for rank in range(self._run.size):
+            self._start(rank)
+        while self._alive or self._waiting or self._failed:
+            now = time.monotonic()  # all that was said by then is read before anybody's silence counts
+            for key, _ in self._selector.select(self._patience(*self._waiting.values(), *self._hush_times())):
+                if key.data is not None:
+                    self._relay(key.data)
+            self._tend()
+            for pipe in self._pipes():
+                if pipe.voice.show_at is not None and pipe.voice.show_at <= now:
+                    self._write(pipe.target, pipe.voice.hush())
+            for rank in [rank for rank, at in self._waiting.items() if at <= now]:
+                self._start_again(rank)
+        self._run.stop()
+        for pipe in self._pipes():
+            self._drain(pipe)
+        return self._outcome()
+
+    def _outcome(self) -> int:
+        if self._code is not None or self._has_finished:
+            return self._code or 0
+        return 128 + self._told if self._told is not None else self._lost_code
+
+    def _start(self, rank: int) -> None:
+        command, restarts = self._command, self._restarts.get(rank, 0)
+        env = {**command.env, "COVEY_RESTART": str(restarts)} if restarts else command.env
+        process = self._run.fork(rank, env) if not restarts else None  # one that failed gets an interpreter of its own
+        if process is None:
+            process = self._run.start(rank, command.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._started[rank] = self._alive[rank] = process
+        for source, target, cursor in ((process.stdout, 1, self._out), (process.stderr, 2, self._err)):
+            assert source is not None
+            os.set_blocking(source.fileno(), False)
+            coloured = os.isatty(target) and not os.environ.get("NO_COLOR")
+            label = functools.partial(self._run.label, rank, process)
+            voice = OutputStream(rank, cursor, coloured=coloured, label=label)
+            self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, voice))
+
+    def _start_again(self, rank: int) -> None:
+        is_over = self._is_over(rank)
+        if self._waiting.pop(rank, None) is None or is_over:
+            return  # this keeper was asked to end meanwhile, or there is no run to come back to
+        process = self._started[rank]
+        for pipe in self._pipes():
+            if pipe.source in (process.stdout, process.stderr):
+                self._drain(pipe)
+                with contextlib.suppress(KeyError):  # it came to its end
+                    self._selector.unregister(pipe.source)
+        self._run.clear_away(process)
+        if self._told is None and self._code is None:
+            self._start(rank)
+
+    def _pipes(self) -> list[_Pipe]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+
+    def _hush_times(self) -> list[float]:
+        return [pipe.voice.show_at for pipe in self._pipes() if pipe.voice.show_at is not None]
+
+    def _patience(self, *times: float) -> float | None:
+        """Return how long nothing is to be done, before any of these times too; None: for ever."""
+        due = [*times, *(at for at, _ in self._steps)]
+        if self._failed or self._condemned_for is not None:
+            due.append(time.monotonic() + SETTLE_EVERY)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _relay(self, pipe: _Pipe) -> bool:
+        """Read once and pass it on; False at the end."""
+        data = os.read(pipe.source.fileno(), LINE_LIMIT_BYTES)
+        if data:
+            self._write(pipe.target, pipe.voice.hear(data, now=time.monotonic()))
+        else:
+            self._selector.unregister(pipe.source)
+            self._write(pipe.target, pipe.voice.end())
+        return bool(data)
+
+    def _drain(self, pipe: _Pipe) -> None:
+        """Pass on what a rank that has ended left in the pipe, even if somebody else holds the other end open."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(64):  # more than a pipe holds; a descendant that escaped may go on writing for ever
+                if not self._relay(pipe):
+                    return
+        self._write(pipe.target, pipe.voice.end())
+
+    def _tend(self) -> None:
+        """React to signals, to ranks that ended, and to the clock."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+        while self._arrived:
+            self._on_signal(signal.Signals(self._arrived.pop(0)))
+        ended = [(rank, code) for rank, process in self._alive.items() if (code := process.poll()) is not None]
+        # Of several that ended since we looked, one that was killed comes first: who only lost it exits by itself.
+        for rank, code in sorted(ended, key=lambda end: end[1] > 0):
+            del self._alive[rank]
+            self._on_end(rank, code)
+        self._settle()
+        self._reprieve()
+        while self._steps and self._steps[0][0] <= time.monotonic():
+            _, signum = self._steps.pop(0)
+            self._run.signal(signum)
+            self._killed = self._told is not None and signum is signal.SIGKILL
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if signum is signal.SIGTSTP:
+            self._pause()
+        elif self._told is None:
+            self._told = signum
+            if signum is not signal.SIGTERM:  # that one asks to come to a good end, and they may
+                self._code = self._code or 128 + signum
+            self._run.signal(signum)
+            self._stop_at(time.monotonic() + SIGNAL_GRACE)
+            is_typed = signum is signal.SIGINT
+            self._note("Stopping… press Ctrl-C again to kill" if is_typed else f"{signum.name}: stopping…")
+        elif signum is signal.SIGINT:
+            self._steps = [(time.monotonic(), signal.SIGKILL)]
+
+    def _pause(self) -> None:
+        """Stop the processes and this one, as the shell expects after Ctrl-Z; go on with them after SIGCONT."""
+        began = time.monotonic()
+        with self._run.paused():
+            handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            # To this thread, for it must not go on before the kernel has stopped the process. In a process group that
+            # no shell controls the signal does nothing, and all go on.
+            signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
+            signal.signal(signal.SIGTSTP, handler)
+        gap = time.monotonic() - began  # nothing is due because of it
+        self._steps = [(at + gap, signum) for at, signum in self._steps]
+        self._failed = [(rank, code, by + gap) for rank, code, by in self._failed]
+
+    def _on_end(self, rank: int, code: int) -> None:
+        if code == 0:
+            self._has_finished = True
+        elif self._told is not None:
+            self._code = self._code or 128 + self._told
+        elif self._code is None:
+            self._failed.append((rank, code, time.monotonic() + FAILURE_GRACE))
+
+    def _settle(self) -> None:
+        """Do what follows from failures, once it is known whether the run survives them."""
+        while self._failed and self._code is None:
+            rank, code, by = self._failed[0]
+            survives = self._run.survives()
+            if survives is None and self._alive and self._told is None and time.monotonic() < by:
+                return
+            del self._failed[0]
+            status = code if code > 0 else 128 - code
+            how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
+            if survives:
+                self._lost_code = status
+                what = self._after_loss(rank)
+            else:
+                self._code = status
+                if self._told is None:
+                    self._stop_at(by)
+                    self._condemned_for = (rank, status)
+                what = "; stopping the others" if self._alive else ""
+            self._note(f"{self._name(rank)} {how}{what}")
+        self._failed.clear()
+
+    def _reprieve(self) -> None:
+        """Let the others go on after all: they have made a group of those who are left."""
+        if self._condemned_for is None or self._told is not None or not self._alive or not self._run.survives():
+            return
+        (rank, self._lost_code), self._condemned_for = self._condemned_for, None
+        self._code, self._steps = None, []
+        self._note(f"the others go on without {self._name(rank)}")
+
+    def _name(self, rank: int) -> str:
+        """Return what people call a process: as its lines of output begin, or by its rank if that is the same."""
+        label = self._run.label(rank, self._started[rank])
+        return f"rank {rank}" if label == str(rank) else f"[{label}]"
+
+    def _after_loss(self, rank: int) -> str:
+        """Start a rank again if it may be; return what happens next, in words."""
+        before, most = self._restarts.get(rank, 0), self._command.restarts
+        if before < most and not self._is_over(rank) and self._told is None:
+            self._restarts[rank] = before + 1
+            self._waiting[rank] = time.monotonic() + min(RESTART_PAUSE * 2 ** min(before, 10), RESTART_PAUSE_MOST)
+            return f"; starting it again ({before + 1} of {most})"
+        return "; the others go on" if self._alive or self._waiting else ""
+
+    def _is_over(self, rank: int) -> bool:
+        """Tell whether the run has ended but for this process.
+
+        A process of a cluster's run that ends well may have left, and the run goes on elsewhere: its members tell.
+        """
+        service = self._run.service
+        self._has_finished = self._has_finished or service.is_over
+        is_done = service.is_over if service.is_elsewhere else self._has_finished
+        return is_done and not self._alive and self._waiting.keys() <= {rank}
+
+    def _stop_at(self, at: float) -> None:
+        self._waiting.clear()
+        self._steps = [(at, signal.SIGTERM), (at + TERM_GRACE, signal.SIGKILL)]
+
+    def _note(self, text: str) -> None:
+        self._write(2, self._err.make_room() + f"covey: {text}\n".encode())
+
+    def _write(self, target: int, data: bytes) -> None:
+        # A reader that does not read (a pager) must keep us neither from passing signals on nor, after that, from
+        # ending. Output that cannot be written at all is no reason to end a run.
+        rest, outlet = memoryview(data), self._outlets[target]
+        while rest and outlet.is_open():
+            had_failed = bool(outlet.failure)
+            patience = 0.0 if self._killed else self._patience()  # no other output can be shown either
+            try:
+                has_room = bool(select.select([self._wake], [target], [], patience)[1])
+            except OSError as error:  # closed
+                outlet.fail(error)
+                has_room = False
+            if has_room:
+                rest = rest[outlet.write(rest) :]
+            if outlet.failure and not had_failed:
+                self._tell_of_failure(target, outlet.failure)
+            elif not has_room and self._killed:
+                return
+            elif not has_room:
+                self._tend()
+        outlet.drop(rest)
+
+    def _tell_of_failure(self, target: int, reason: str) -> None:
+        """Say once, where that can be read, that an output stream has failed."""
+        other = 3 - target
+        if not self._outlets[other].failure and not _same_file(1, 2):
+            name = "output" if target == 1 else "standard error"
+            room = (self._err if other == 2 else self._out).make_room()
+            text = f"covey: {name} cannot be written ({reason}); the run goes on without it\n"
+            self._write(other, room + text.encode())
+
+
+@contextlib.contextmanager
+def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
+    """Yield a socket that can be read once a signal came; those that ask for something are added to `arrived`."""
+
+    def note(signum: int, _: object) -> None:
+        if signum != signal.SIGCHLD:
+            arrived.append(signum)
+
+    with contextlib.ExitStack() as stack:
+        wake, ring = (stack.enter_context(end) for end in socket.socketpair())
+        wake.setblocking(False)
+        ring.setblocking(False)
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCHLD):
+            # What our parent told us to ignore (nohup, a shell's background job) stays ignored.
+            if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
+                stack.callback(signal.signal, signum, signal.signal(signum, note))
+        yield wake
+
+
+def _fill_standard_descriptors() -> None:
+    """Open those that this process was started without: a socket that got such a number would receive the output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def _same_file(one: int, other: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.sameopenfile(one, other)
+    return False

@@ -1,0 +1,267 @@
+"""Where others come in: the listening sockets of a node, the door behind them, and what to do about crowds."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.net.descriptors import is_scarce, track
+from covey.net.discovery.host_rendezvous import check_peer
+from covey.runtime.links.handshake import GREETING_SECONDS, no_delay, receive_exactly
+from covey.runtime.links.link import plain_ip
+from covey.runtime.links.source_limits import Arrival, SourceLimits, source_of
+from covey.runtime.log_limiter import LimitedLog
+from covey.wire import door
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+logger = logging.getLogger("covey")
+
+STRANGERS_AT_ONCE: Final = 32
+"""Connections that may be at the door at the same time. Members need a round trip, so when one too many comes, the
+oldest has to go of the source that has most of them: of those that no member has, or that take more than half of the
+places."""
+GUESTS_AT_ONCE: Final = 256
+"""Connections that have passed the door and are being greeted: all of them hold the key."""
+STRANGER_SECONDS: Final = 3.0
+TOLD_SECONDS: Final = 30.0
+"""The log tells at most this often of connections that were turned away, and as often of strangers among them."""
+ACCEPTS_AT_ONCE: Final = 16
+"""Connections taken before the loop looks at other things."""
+PROBE_LIMIT: Final = 32 << 20
+"""Bytes that a probe may send to measure a way."""
+PROBERS_LIMIT: Final = 256
+"""Probers whose addresses are remembered."""
+PROBER_IPS_LIMIT: Final = 16
+PROBER_SECONDS: Final = 60.0
+"""For how long."""
+
+
+class Acceptor:
+    """Listens, checks who comes to the door, and hands those with the key to whom they want."""
+
+    def __init__(
+        self,
+        listeners: Iterable[socket.socket],
+        door_key: bytes,
+        name: str,
+        *,
+        allows: Callable[[str], bool] = lambda _ip: True,
+    ) -> None:
+        """Take ownership of `listeners`. `allows` tells whether connections to one of our own addresses are wanted."""
+        self._listeners = [track(listener) for listener in listeners]
+        self._name, self._allows = name, allows
+        self.door_keys: Callable[[], tuple[bytes, ...]] = lambda: (door_key,)
+        """Returns the keys that open the door now: when a secret changes, there are two for a while."""
+        self.on_link: Callable[[socket.socket, bytes], Awaitable[None]] | None = None
+        """Gets the socket, which it owns from then on, and what was said at the door."""
+        self.on_lane: Callable[[socket.socket], Awaitable[None]] | None = None
+        """Gets the socket, which it owns from then on."""
+        self.on_refused: Callable[[str, BaseException], None] | None = None
+        """Hears of every connection that is turned away: its address, and why."""
+        self.member_ips: set[str] = set()
+        """Addresses of members: in a crowd they are served first."""
+        self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
+        self._guests: dict[socket.socket, asyncio.Task[None]] = {}
+        self._is_closing = False
+        self.turned_away = self._without_key = 0
+        self.arrivals = SourceLimits()
+        self._logs = {level: LimitedLog(TOLD_SECONDS) for level in (logging.WARNING, logging.INFO)}
+        self._probers: dict[bytes, dict[str, float]] = {}
+        """What probes were bound to: from which addresses they came, and when the last one did."""
+
+    def open(self) -> None:
+        """Start to accept connections. On the control loop."""
+        for listener in self._listeners:
+            self._listen(listener)
+
+    def _listen(self, listener: socket.socket) -> None:
+        if not self._is_closing:
+            asyncio.get_running_loop().add_reader(listener, self._take_connections, listener)
+
+    def _take_connections(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                sock, _address = listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue
+            except OSError:  # out of descriptors, most likely: let some go before looking again
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener)
+                loop.call_later(0.1, self._listen, listener)
+                return
+            ip = remote_ip(sock)
+            is_member = ip in self.member_ips  # members may come back
+            arrival = self._arrive(sock, ip, is_member=is_member)
+            if arrival is None or (is_scarce(sock.fileno()) and not is_member):
+                sock.close()
+                scarce = "this process has few descriptors left"
+                self._turn_away(ConnectError(scarce if arrival is not None else f"too many come from {ip}"), ip)
+                continue
+            sock.setblocking(False)
+            self._strangers[sock] = self._spawn(self._at_the_door(track(sock), arrival))
+            if len(self._strangers) > STRANGERS_AT_ONCE:
+                self._send_one_away(self._strangers, f"more than {STRANGERS_AT_ONCE} were at the door")
+
+    def _arrive(self, sock: socket.socket, ip: str, *, is_member: bool) -> Arrival | None:
+        """Count a connection; None if its source has sent too many. The kernel knows who comes to a unix socket."""
+        if sock.family == socket.AF_UNIX:
+            return Arrival(())
+        return self.arrivals.come(ip, time.monotonic(), is_member=is_member)
+
+    def _send_one_away(self, crowd: dict[socket.socket, asyncio.Task[None]], reason: str) -> None:
+        ips = {sock: remote_ip(sock) for sock in crowd}
+        sources = {sock: ip if ip in self.member_ips else source_of(ip) for sock, ip in ips.items()}
+        places = collections.Counter(sources.values())
+        greedy = [each for each, count in places.items() if each not in self.member_ips or 2 * count > len(crowd)]
+        greediest = max(greedy or places, key=lambda source: places[source])
+        oldest = next(sock for sock in crowd if sources[sock] == greediest)
+        task = crowd.pop(oldest)
+        if crowd is self._strangers:
+            task.add_done_callback(lambda _: oldest.close())  # itself it cannot, if it was cancelled before it began
+        task.cancel()
+        self._turn_away(ConnectError(reason), ips[oldest])
+
+    async def _at_the_door(self, sock: socket.socket, arrival: Arrival) -> None:
+        ip = remote_ip(sock)
+        try:
+            async with asyncio.timeout(STRANGER_SECONDS):
+                said, purpose = await self._hear(sock)
+        except (OSError, TimeoutError, CoveyError) as error:
+            sock.close()
+            self._turn_away(error, ip)
+            return
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            self._strangers.pop(sock, None)
+        arrival.proved_key()
+        task = asyncio.current_task()
+        assert task is not None
+        self._guests[sock] = task
+        if len(self._guests) > GUESTS_AT_ONCE:
+            self._send_one_away(self._guests, f"more than {GUESTS_AT_ONCE} were being greeted")
+        try:
+            if purpose is door.Purpose.LINK and self.on_link is not None:
+                await self.on_link(sock, said)
+            elif purpose is door.Purpose.LANE and self.on_lane is not None:
+                await self.on_lane(sock)
+            elif purpose is door.Purpose.PROBE:
+                self._remember_prober(door.bound(said), remote_ip(sock))
+                await _serve_probe(sock)
+            else:
+                sock.close()
+        except (OSError, TimeoutError, CoveyError) as error:
+            self._turn_away(error, ip)
+        finally:
+            self._guests.pop(sock, None)
+
+    async def _hear(self, sock: socket.socket) -> tuple[bytes, door.Purpose]:
+        if sock.family == socket.AF_UNIX:
+            check_peer(sock)
+        elif not self._allows(sock.getsockname()[0]):
+            raise ConnectError("it came by an interface that is excluded")
+        no_delay(sock)
+        challenge = secrets.token_bytes(door.CHALLENGE_BYTES)
+        await asyncio.get_running_loop().sock_sendall(sock, challenge)
+        answer = await receive_exactly(sock, door.ANSWER_BYTES)
+        *others, last = self.door_keys()
+        for key in others:
+            with contextlib.suppress(AuthError):
+                return challenge + answer, door.check(key, challenge, answer)
+        return challenge + answer, door.check(last, challenge, answer)
+
+    def probed_from(self, token: bytes) -> set[str]:
+        """Return the addresses from which probes came lately that were bound to `token`."""
+        since = time.monotonic() - PROBER_SECONDS
+        return {ip for ip, at in self._probers.get(door.bind(token), {}).items() if at > since}
+
+    def _remember_prober(self, bound: bytes, ip: str) -> None:
+        ips = self._probers.pop(bound, {})
+        self._probers[bound] = ips
+        if ip in ips or len(ips) < PROBER_IPS_LIMIT:
+            ips[ip] = time.monotonic()
+        if len(self._probers) > PROBERS_LIMIT:
+            del self._probers[next(iter(self._probers))]
+
+    def _turn_away(self, error: BaseException, ip: str) -> None:
+        self.turned_away += 1
+        if self.on_refused is not None:
+            self.on_refused(ip, error)
+        self._without_key += isinstance(error, AuthError)
+        level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
+        count, last = self.turned_away, error or type(error).__name__
+        self._logs[level].log(level, "%s has turned %d connections away; the last one: %s", self._name, count, last)
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed to serve a connection", self._name, exc_info=error)
+
+    def about_strangers(self) -> str:
+        """Return a sentence about those who had not the key, or nothing."""
+        if not self._without_key:
+            return ""
+        times = "connections were" if self._without_key > 1 else "connection was"
+        return f"{self._without_key} {times} turned away for want of the right key"
+
+    async def close(self) -> None:
+        """Stop listening and end every greeting. On the control loop; closing twice is fine."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+        strangers = list(self._strangers)
+        waiting = (*self._strangers.values(), *self._guests.values())
+        tasks = [task for task in waiting if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for sock in strangers:  # a task that was cancelled before it began could not close its own
+            if sock not in self._guests:
+                sock.close()
+
+
+def remote_ip(sock: socket.socket) -> str:
+    """Return the address that a connection comes from; nothing for a unix socket, or if it is broken."""
+    with contextlib.suppress(OSError, IndexError, TypeError):
+        return plain_ip(sock.getpeername()[0])
+    return ""
+
+
+async def _serve_probe(sock: socket.socket) -> None:
+    """Send every word of 8 bytes back; or, after the word `sink` and a length, take that much and say so."""
+    loop = asyncio.get_running_loop()
+    with sock:
+        async with asyncio.timeout(2 * GREETING_SECONDS):
+            while True:
+                try:
+                    word = await receive_exactly(sock, 8)
+                except ConnectionError:
+                    return
+                if word[:4] == b"sink":
+                    remaining = min(int.from_bytes(word[4:], "little"), PROBE_LIMIT)
+                    scratch = bytearray(1 << 18)
+                    while remaining:
+                        taken = await loop.sock_recv_into(sock, memoryview(scratch)[:remaining])
+                        if not taken:
+                            return
+                        remaining -= taken
+                await loop.sock_sendall(sock, word)

@@ -1,0 +1,451 @@
+"""Opening and accepting connections: the door first, then a greeting, on the control loop.
+
+A `LinkCredentials` is what the nodes of a run share: the key of the door, and either a token (one host, or insecure) or TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
+from covey.base.text import printable
+from covey.net.descriptors import explain, is_exhausted, is_scarce, track
+from covey.runtime.links.link import Link
+from covey.wire import door, greeting, messages
+from covey.wire.frame import GREETING_LIMIT, LENGTH, frame, frame_length
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from covey.net.keys.tls import Credentials
+    from covey.runtime.links.dial_limits import DialLimits
+
+GREETING_SECONDS: Final = 5.0
+"""How long a greeting may take."""
+HEAD_START: Final = 0.15
+"""Seconds that a better address has before the next one is tried, too."""
+
+SILENCE: Final = "no answer in time"
+"""What is said of a way on which nothing comes back, not even a refusal."""
+
+Where = str | tuple[Any, ...]
+"""The path of a unix socket, or a TCP address as `socket` takes it."""
+T = TypeVar("T")
+
+
+class RefusedError(Exception):
+    """The other side understood and said no."""
+
+    def __init__(self, reason: str, *, retry: bool) -> None:
+        super().__init__(reason)
+        self.retry = retry
+
+
+class HungUpError(ConnectError):
+    """The other side closed the connection instead of answering: it rejects our key, or it has just died."""
+
+
+class ScarceError(ConnectError):
+    """This process can open no socket now: it has too many files open, or the system has."""
+
+
+@dataclass
+class LinkCredentials:
+    """What proves membership. `token` is used where `credentials` is None.
+
+    When a cluster's secret changes, what follows from the one before is accepted, and tried, for a while.
+    """
+
+    door_key: bytes = field(repr=False)
+    token: bytes = field(default=b"", repr=False)
+    credentials: Credentials | None = None
+    earlier: LinkCredentials | None = None
+    """What proved membership before the last change."""
+    until: float = 0.0
+    """When that is good no more, by the monotonic clock."""
+
+    @classmethod
+    def of_token(cls, token: bytes) -> LinkCredentials:
+        """Return the gate of a run whose ranks share a token."""
+        return cls(hashlib.sha256(b"covey/1/token-door" + token).digest(), token)
+
+    def become(self, other: LinkCredentials) -> None:
+        """Prove membership as another gate does, from now on."""
+        self.door_key, self.token, self.credentials = other.door_key, other.token, other.credentials
+        self.earlier, self.until = other.earlier, other.until
+
+    def good(self) -> tuple[LinkCredentials, ...]:
+        """Return the gates that are good now, the one to prefer first."""
+        if self.earlier is not None and time.monotonic() >= self.until:
+            self.earlier = None
+        return (self,) if self.earlier is None else (self, self.earlier)
+
+    def door_keys(self) -> tuple[bytes, ...]:
+        """Return the keys with which the door is opened now."""
+        return tuple(gate.door_key for gate in self.good())
+
+    def of(self, said: bytes) -> LinkCredentials:
+        """Return the gate whose key made an answer that has passed the door; `said` is all that was said there."""
+        return next((gate for gate in self.good() if _opens(gate.door_key, said)), self)
+
+
+def _opens(key: bytes, said: bytes) -> bool:
+    try:
+        door.check(key, said[: door.CHALLENGE_BYTES], said[door.CHALLENGE_BYTES :])
+    except AuthError:
+        return False
+    return True
+
+
+async def connect(
+    where: Where,
+    gate: LinkCredentials,
+    purpose: door.Purpose,
+    *,
+    first: Callable[[], bytes] = bytes,
+    token: bytes = b"",
+    spares: bool = False,
+    within: float = GREETING_SECONDS,
+) -> tuple[socket.socket, bytes]:
+    """Connect and pass the door; return the socket and what was said there.
+
+    What `first` returns follows the answer at once, and the answer is bound to it; without it, to `token`. With
+    `spares`, no socket is opened if the process has few descriptors left: they are for what it has begun. What listens
+    there has to answer `within` so many seconds.
+
+    Raises:
+        ConnectError: nobody answers there (yet), or what answers is not covey; a ScarceError if this process can open
+            no socket.
+    """
+    loop = asyncio.get_running_loop()
+    sock: socket.socket | None = None
+    try:
+        sock = track(_new_socket(where, spares=spares))
+        async with asyncio.timeout(within):
+            await loop.sock_connect(sock, where)
+            no_delay(sock)
+            challenge = await receive_exactly(sock, door.CHALLENGE_BYTES)
+            following = first()
+            bound = door.bind(following or token or secrets.token_bytes(door.BOUND_BYTES))
+            answer = door.answer(gate.door_key, challenge, purpose, bound)
+            await loop.sock_sendall(sock, answer + following)
+            return sock, challenge + answer
+    except BaseException as error:
+        if sock is not None:
+            sock.close()
+        if isinstance(error, OSError) and not isinstance(error, ConnectError):  # TimeoutError, too
+            kind = ScarceError if is_exhausted(error) else ConnectError
+            raise kind(f"{spell(where)}: {explain(error) or SILENCE}") from error
+        raise
+
+
+async def dial(
+    where: Where,
+    gate: LinkCredentials,
+    hello: messages.Hello,
+    *,
+    spares: bool = False,
+    within: float = GREETING_SECONDS,
+) -> tuple[Link, messages.Welcome, bytes]:
+    """Open a link; return it, who answered, and the id that TLS proved (empty without TLS).
+
+    A node that hangs up may not have heard of a new secret: while the one before is good, it is tried, too. `spares`
+    and `within` are as for `connect`.
+
+    Raises:
+        ConnectError: nobody answers there (yet); a HungUpError if they might not accept our key, a ScarceError if this
+            process can open no socket.
+        AuthError: someone answers who is not of this run or cluster, or who rejects our certificate.
+        RefusedError: a member answered and said no.
+    """
+    *others, last = gate.good()
+    for each in others:
+        with contextlib.suppress(HungUpError):
+            return await _dial(where, each, hello, spares=spares, within=within)
+    return await _dial(where, last, hello, spares=spares, within=within)
+
+
+async def _dial(
+    where: Where, gate: LinkCredentials, hello: messages.Hello, *, spares: bool, within: float
+) -> tuple[Link, messages.Welcome, bytes]:
+    first: Callable[[], bytes]
+    if gate.credentials is not None:
+        from covey.net.keys.tls import Channel  # slow to load, and of no use to ranks of one host
+
+        channel = Channel(gate.credentials, dialled=True)
+        first = channel.shake
+    else:
+        first = bytes
+    sock, said = await connect(where, gate, door.Purpose.LINK, first=first, spares=spares, within=within)
+    link: Link | None = None
+    is_ours = True
+    try:
+        async with asyncio.timeout(GREETING_SECONDS):
+            if gate.credentials is not None:
+                is_ours = False
+                try:
+                    link, peer = await Link.dialled(sock, channel)
+                except ConnectError as error:
+                    raise HungUpError(f"{spell(where)} did not accept this cluster's secret") from error
+                link.send(messages.encode(hello))
+                answer = await link.receive()
+            else:
+                answer, peer = await _prove(sock, gate.token, said, hello, where), b""
+                is_ours = False
+                link = await Link.plain(sock)
+        match messages.decode_greeting(answer):
+            case messages.Welcome() as welcome:
+                if welcome.card.id != peer:
+                    raise AuthError(f"{spell(where)} poses as a node whose key it does not have")
+                return link, welcome, peer
+            case messages.Refusal(reason, retry):
+                raise RefusedError(reason, retry=retry)
+            case other:
+                raise RemoteProtocolError(f"{spell(where)} answered a hello with {type(other).__name__}")
+    except BaseException as error:
+        if is_ours:
+            sock.close()
+        elif link is not None:
+            link.abort()
+        if isinstance(error, OSError) and not isinstance(error, ConnectError):
+            raise ConnectError(f"{spell(where)}: {explain(error) or SILENCE}") from error
+        raise
+
+
+async def _prove(sock: socket.socket, token: bytes, said: bytes, hello: messages.Hello, where: Where) -> bytes:
+    body = messages.encode(hello)
+    await asyncio.get_running_loop().sock_sendall(sock, greeting.dial_proof(token, said, body) + frame(body))
+    try:
+        proof = await receive_exactly(sock, greeting.PROOF_BYTES)
+    except ConnectionError as error:
+        raise HungUpError(f"the rank at {spell(where)} did not accept this run's token") from error
+    answer = await _receive_frame(sock)
+    if not greeting.proofs_equal(proof, greeting.accept_proof(token, said, hello.nonce, answer)):
+        raise AuthError(f"the rank at {spell(where)} does not know this run's token")
+    return answer
+
+
+async def dial_any(
+    wheres: list[Where],
+    gate: LinkCredentials,
+    hello: messages.Hello,
+    allowance: DialLimits | None = None,
+    within: float = GREETING_SECONDS,
+) -> tuple[Link, messages.Welcome, bytes, Where]:
+    """Open a link to the first address that works; each has a short head start before the next.
+
+    With an `allowance` each waits for its turn, and takes no descriptor that the process may need itself; `within`: see
+    `connect`.
+
+    Raises:
+        What `dial` raises: of what was tried, what tells most.
+    """
+    opened, where = await _first_of(
+        wheres,
+        lambda where: _dial_in_turn(where, gate, hello, allowance, within),
+        lambda opened: opened[0].abort(),
+    )
+    return *opened, where
+
+
+async def connect_any(wheres: list[Where], gate: LinkCredentials, purpose: door.Purpose) -> socket.socket:
+    """Connect to the first address that works, and pass the door; each has a short head start before the next.
+
+    Raises:
+        ConnectError: there is no way.
+    """
+    opened, _ = await _first_of(wheres, lambda where: connect(where, gate, purpose), lambda opened: opened[0].close())
+    return opened[0]
+
+
+async def _first_of(
+    wheres: list[Where], open_one: Callable[[Where], Coroutine[Any, Any, T]], drop: Callable[[T], object]
+) -> tuple[T, Where]:
+    """Try addresses, each with a short head start; return what the first that works gave, and which that was.
+
+    What comes of the others is dropped. If none works, the error is raised that tells most.
+    """
+    if not wheres:
+        raise ConnectError("the peer has no address that can be dialled from here")
+    remaining, tasks, errors = list(wheres), list[asyncio.Future[T]](), list[BaseException]()
+    won: asyncio.Future[T] | None = None
+
+    def drop_late(task: asyncio.Future[T]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            drop(task.result())
+
+    try:
+        while won is None and (remaining or len(errors) < len(tasks)):
+            if remaining:
+                tasks.append(asyncio.ensure_future(open_one(remaining.pop(0))))
+            running = [task for task in tasks if not task.done()]
+            if running:
+                await asyncio.wait(
+                    running, timeout=HEAD_START if remaining else None, return_when=asyncio.FIRST_COMPLETED
+                )
+            errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+            won = next((task for task in tasks if task.done() and task.exception() is None), None)
+    finally:
+        for task in tasks:
+            if task is not won:
+                task.cancel()
+                task.add_done_callback(drop_late)
+    if won is None:
+        raise min(errors, key=_telling)
+    return won.result(), wheres[tasks.index(won)]
+
+
+async def _dial_in_turn(
+    where: Where, gate: LinkCredentials, hello: messages.Hello, allowance: DialLimits | None, within: float
+) -> tuple[Link, messages.Welcome, bytes]:
+    if allowance is None:
+        return await dial(where, gate, hello, within=within)
+    async with allowance.turn(where):
+        return await dial(where, gate, hello, spares=True, within=within)
+
+
+def _telling(error: BaseException) -> int:
+    kinds = (RefusedError, AuthError, HungUpError, ScarceError, ConnectError)
+    return next((place for place, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
+
+
+async def admit(
+    sock: socket.socket,
+    gate: LinkCredentials,
+    said: bytes,
+    judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
+) -> tuple[Link, messages.Hello, bytes] | None:
+    """Greet someone who passed the door; return the link, its Hello and proven id if it was welcomed, else None.
+
+    The socket is no longer the caller's. It is never closed while a transport has it: that would free its number for
+    others, whom the transport would then disturb.
+
+    `judge` decides about a proven Hello. Raises OSError, TimeoutError or a CoveyError for everyone else.
+    """
+    link: Link | None = None
+    is_ours = True
+    try:
+        async with asyncio.timeout(GREETING_SECONDS):
+            if (credentials := gate.of(said).credentials) is not None:
+                first = await _receive_hello(sock, door.bound(said))
+                is_ours = False
+                link, peer = await Link.accepted(sock, credentials, first)
+                hello = _as_hello(await link.receive())
+                answer = _judge(judge, hello, peer)
+                link.send(messages.encode(answer))
+            else:
+                hello, answer, peer = *await _check(sock, gate.token, said, judge), b""
+                is_ours = not isinstance(answer, messages.Welcome)
+                link = None if is_ours else await Link.plain(sock)
+        if isinstance(answer, messages.Welcome):
+            assert link is not None
+            return link, hello, peer
+        if link is not None:
+            link.close()
+        else:
+            sock.close()
+        return None
+    except BaseException:
+        if is_ours:
+            sock.close()
+        elif link is not None:
+            link.abort()
+        raise
+
+
+def _judge(
+    judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal], hello: messages.Hello, peer: bytes
+) -> messages.Welcome | messages.Refusal:
+    if hello.card.id != peer:
+        return messages.Refusal("your key does not fit the id you gave", retry=False)
+    return judge(hello, peer)
+
+
+async def _check(
+    sock: socket.socket,
+    token: bytes,
+    said: bytes,
+    judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
+) -> tuple[messages.Hello, messages.Welcome | messages.Refusal]:
+    proof = await receive_exactly(sock, greeting.PROOF_BYTES)
+    body = await _receive_frame(sock)
+    if not greeting.proofs_equal(proof, greeting.dial_proof(token, said, body)):
+        raise AuthError("someone connected who does not know this run's token")
+    hello = _as_hello(body)
+    answer = _judge(judge, hello, b"")
+    encoded = messages.encode(answer)
+    accepted = greeting.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
+    await asyncio.get_running_loop().sock_sendall(sock, accepted)
+    return hello, answer
+
+
+def _as_hello(body: bytes) -> messages.Hello:
+    hello = messages.decode_greeting(body)
+    if not isinstance(hello, messages.Hello):
+        raise RemoteProtocolError(f"a connection opened with {type(hello).__name__}")
+    return hello
+
+
+async def _receive_hello(sock: socket.socket, bound: bytes) -> bytes:
+    """Return a ClientHello, if it is the one that a connection is bound to; nothing looks at it before that is known.
+
+    Raises:
+        AuthError: it is another one.
+    """
+    from covey.net.keys.tls import RECORD_HEADER_BYTES, hello_bytes
+
+    header = await receive_exactly(sock, RECORD_HEADER_BYTES)
+    hello = header + await receive_exactly(sock, hello_bytes(header))
+    if not hmac.compare_digest(door.bind(hello), bound):
+        raise AuthError("someone passed on an answer to the door that was not meant for it")
+    return hello
+
+
+async def receive_exactly(sock: socket.socket, count: int) -> bytes:
+    """Receive `count` bytes and not one more: what follows may carry descriptors."""
+    loop = asyncio.get_running_loop()
+    data = bytearray()
+    while len(data) < count:
+        piece = await loop.sock_recv(sock, count - len(data))
+        if not piece:
+            raise ConnectionResetError("the connection ended in mid-greeting")
+        data += piece
+    return bytes(data)
+
+
+async def _receive_frame(sock: socket.socket) -> bytes:
+    length = frame_length(await receive_exactly(sock, LENGTH.size), GREETING_LIMIT)
+    return await receive_exactly(sock, length)
+
+
+def spell(where: Where) -> str:
+    """Return an address as people write it."""
+    if isinstance(where, str):
+        return printable(where)
+    return f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
+
+
+def _new_socket(where: Where, *, spares: bool) -> socket.socket:
+    family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    if spares and is_scarce(sock.fileno()):
+        sock.close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    sock.setblocking(False)
+    return sock
+
+
+def no_delay(sock: socket.socket) -> None:
+    """Send small things at once; to be said before anything else is."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,78 @@
+"""The link of a process with the keeper that started it, for as long as both live. On the control loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.base.text import printable
+from covey.runtime.links.handshake import RefusedError, dial
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.links.handshake import LinkCredentials
+    from covey.runtime.links.link import Link
+
+logger = logging.getLogger("covey")
+
+LONGEST_PAUSE: Final = 1.0
+"""Seconds between attempts to reach a keeper that does not answer."""
+
+
+class KeeperLink:
+    """Dials the keeper until it answers, and again when the link ends."""
+
+    def __init__(
+        self,
+        path: str,
+        gate: LinkCredentials,
+        card: messages.Card,
+        *,
+        on_message: Callable[[messages.Control], None],
+        on_up: Callable[[], None] = lambda: None,
+        on_down: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._path, self._gate, self._card = path, gate, card
+        self._on_up, self._on_down, self._on_message = on_up, on_down, on_message
+        self._link: Link | None = None
+        self._ended = asyncio.Event()
+        self.is_up = asyncio.Event()
+
+    def send(self, message: messages.Control) -> None:
+        """Tell the keeper, if it is there."""
+        if self._link is not None:
+            self._link.send(messages.encode(message))
+
+    async def keep(self) -> None:
+        """Hold the link until cancelled."""
+        pause = 0.01
+        while True:
+            try:
+                link, _, _ = await dial(self._path, self._gate, self._hello())
+            except (ConnectError, AuthError, RefusedError, TimeoutError):
+                await asyncio.sleep(pause)  # it may be starting, or be about to end with all of us
+                pause = min(LONGEST_PAUSE, 1.5 * pause)
+                continue
+            pause = 0.01
+            self._link = link
+            self._ended.clear()
+            try:
+                link.attach(lambda body: self._on_message(messages.decode_control(body)), self._ended.set)
+                self._on_up()
+                self.is_up.set()
+                await self._ended.wait()
+            finally:
+                self._link = None
+                self.is_up.clear()
+                link.abort()
+            if isinstance(link.error, CoveyError):
+                logger.warning("the keeper sent nonsense and is cut off: %s", printable(str(link.error)))
+            self._on_down()
+
+    def _hello(self) -> messages.Hello:
+        return messages.Hello(messages.VERSION, secrets.token_bytes(32), "kept", "", -1, 0, "", self._card)

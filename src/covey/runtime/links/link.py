@@ -1,0 +1,236 @@
+"""Links: authenticated connections that carry control messages in frames. On the control loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import AuthError, ConnectError, CoveyError
+from covey.net import tcp
+from covey.net.descriptors import track
+from covey.wire.frame import CONTROL_LIMIT, Framer, frame
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from covey.net.keys.tls import Channel, Credentials
+
+BACKLOG_LIMIT: Final = 1 << 20
+"""Bytes queued for a peer that does not read; beyond this, what is sent to it is dropped."""
+UNREAD_LIMIT: Final = 256
+"""Frames that may wait for an owner before the peer is kept from sending more."""
+HANDSHAKE_SECONDS: Final = 5.0
+
+
+class Link(asyncio.Protocol):
+    """One connection. Frames are kept until `attach` names who wants them, or `receive` takes them one by one."""
+
+    def __init__(self, sock: socket.socket, channel: Channel | None) -> None:
+        self.address = self.local_ip = self.remote_ip = ""
+        """The other end's address, and the addresses of both ends: for people."""
+        with contextlib.suppress(OSError, IndexError, TypeError):  # a unix socket has no such names
+            self.local_ip, self.remote_ip = plain_ip(sock.getsockname()[0]), plain_ip(sock.getpeername()[0])
+            self.address = f"{self.remote_ip}:{sock.getpeername()[1]}"
+        self.ended = asyncio.Event()
+        self._sock, self._channel = sock, channel
+        self._framer = Framer(CONTROL_LIMIT)
+        self._frames: collections.deque[bytes] = collections.deque()
+        self._arrived = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+        self._error: BaseException | None = None
+        self._on_frame: Callable[[bytes], None] | None = None
+        self._on_end: Callable[[], None] | None = None
+
+    @classmethod
+    async def plain(cls, sock: socket.socket) -> Link:
+        """Take over a connected socket whose other end has been proved already."""
+        return await cls(sock, None)._open()
+
+    @classmethod
+    async def dialled(cls, sock: socket.socket, channel: Channel) -> tuple[Link, bytes]:
+        """Finish the TLS handshake whose ClientHello `channel` made and was sent; return the id at the other end, too.
+
+        A dialler that gets this far is not accepted yet: only the peer's first frame tells. If this raises, the socket
+        is closed.
+
+        Raises:
+            AuthError: the other side is not of this cluster.
+            ConnectError: the connection broke.
+        """
+        return await cls._secured(sock, channel, b"")
+
+    @classmethod
+    async def accepted(cls, sock: socket.socket, credentials: Credentials, hello: bytes) -> tuple[Link, bytes]:
+        """Perform the TLS handshake with the dialler whose ClientHello this is. If this raises, the socket is closed.
+
+        Raises:
+            AuthError: the other side is not of this cluster.
+            ConnectError: the connection broke.
+        """
+        from covey.net.keys.tls import Channel  # slow to load, and of no use to ranks of one host
+
+        return await cls._secured(sock, Channel(credentials, dialled=False), hello)
+
+    @classmethod
+    async def _secured(cls, sock: socket.socket, channel: Channel, data: bytes) -> tuple[Link, bytes]:
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                await _shake_hands(sock, channel, data)
+            peer = channel.peer_id()
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                sock.send(channel.farewell())
+            sock.close()
+            if isinstance(error, OSError):
+                raise ConnectError(f"no TLS handshake: {error or 'no answer in time'}") from error
+            raise
+        return await cls(sock, channel)._open(), peer
+
+    async def _open(self) -> Link:
+        """Give the socket to a transport, which owns it from here on whatever happens."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.create_connection(lambda: self, sock=track(self._sock))
+        except BaseException:
+            self.abort()
+            raise
+        if self._channel is not None:
+            self.data_received(b"")  # what came with the end of the handshake
+        return self
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if isinstance(self._error, CoveyError):
+            return  # who talked nonsense is not listened to again
+        try:
+            if self._channel is not None:
+                data = self._channel.decrypt(data)
+            self._frames.extend(self._framer.feed(data))
+            self._deliver()
+        except CoveyError as error:
+            self._error = error
+            self._frames.clear()
+            self.abort()
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        if error is not None and self._error is None:
+            self._error = error
+            # A write failed, perhaps before the peer's last words were read: why it left.
+            with contextlib.suppress(OSError):
+                while data := self._sock.recv(1 << 16):
+                    self.data_received(data)
+        self._deliver()
+        self.ended.set()
+        self._arrived.set()
+        if self._on_end is not None:
+            self._on_end()
+
+    def _deliver(self) -> None:
+        if self._on_frame is not None:
+            while self._frames:
+                self._on_frame(self._frames.popleft())
+        elif self._frames:
+            self._arrived.set()
+            if len(self._frames) > UNREAD_LIMIT and self._transport is not None:
+                self._transport.pause_reading()
+
+    # What the owner calls
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something can still be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What broke the link, if it was not closed in order."""
+        return self._error
+
+    async def receive(self) -> bytes:
+        """Return the next frame; only before `attach`.
+
+        Raises:
+            AuthError: the other side rejected our certificate.
+            ConnectError: the link ended.
+        """
+        while not self._frames:
+            if self.ended.is_set():
+                if isinstance(self._error, AuthError):
+                    raise self._error
+                raise ConnectError(f"the connection ended in the greeting: {self._error or 'closed'}")
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._frames.popleft()
+
+    def attach(self, on_frame: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+        """Hand every frame from now on, and those that wait, to `on_frame`; `on_end` is called once, at the end.
+
+        A CoveyError from `on_frame` means that the peer talks nonsense, and cuts it off.
+        """
+        self._on_frame, self._on_end = on_frame, on_end
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self.data_received(b"")
+        if self.ended.is_set():
+            on_end()
+
+    def catch_up(self) -> None:
+        """Read what has arrived already, and hand it to who is attached: what a process said before it exited."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        with contextlib.suppress(OSError):
+            while data := self._sock.recv(1 << 16):
+                self.data_received(data)
+
+    def send(self, body: bytes) -> None:
+        """Send a frame. Returns at once; the dead are skipped, and those who do not read are not waited for."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size() > BACKLOG_LIMIT:
+            return
+        data = frame(body)
+        transport.write(data if self._channel is None else self._channel.encrypt(data))
+
+    def acknowledged_seconds_ago(self) -> float | None:
+        """Return when the other machine's kernel last acknowledged something; None where that cannot be known."""
+        known = tcp.acknowledgements(self._sock)
+        return None if known is None else known.seconds_ago
+
+    def close(self) -> None:
+        """Close once everything is sent."""
+        if self._transport is not None:
+            if self._channel is not None and not self._transport.is_closing():
+                self._transport.write(self._channel.farewell())
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def _shake_hands(sock: socket.socket, channel: Channel, data: bytes) -> None:
+    """Take a TLS handshake to its end; `data` is what has come of it, if anything has."""
+    loop = asyncio.get_running_loop()
+    while True:
+        if not data:
+            data = await loop.sock_recv(sock, 1 << 16)
+            if not data:
+                raise ConnectionResetError("closed by the other side")
+        if answer := channel.shake(data):
+            await loop.sock_sendall(sock, answer)
+        if channel.is_done:
+            return
+        data = b""
+
+
+def plain_ip(ip: str) -> str:
+    """Return an address without its scope, and an IPv4 one that came to an IPv6 socket as itself."""
+    return ip.partition("%")[0].removeprefix("::ffff:")

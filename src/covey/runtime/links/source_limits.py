@@ -1,0 +1,72 @@
+"""How often connections may come to the door from one source, whoever makes them. Nothing here listens.
+
+A source is an IPv4 address, or the 64 bits of an IPv6 address that name its network: a machine may use all addresses
+behind those. An address that a member has is a source of its own and is allowed more, so a crowd does not keep out the
+members, even on a network where all addresses begin alike. A connection that proves the key is given back to its
+source: what is counted are connections of strangers, and those that are still at the door.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+from typing import Final
+
+from covey.base.pace import Bucket, Buckets
+
+SOURCE_RATE: Final = 64.0
+SOURCE_BURST: Final = 256.0
+"""All processes of a large machine may come at once."""
+MEMBER_RATE: Final = 512.0
+MEMBER_BURST: Final = 1024.0
+TOTAL_RATE: Final = 256.0
+TOTAL_BURST: Final = 1024.0
+"""For all sources together that no member has."""
+
+
+class SourceLimits:
+    """Counts the connections that come to one entrance."""
+
+    def __init__(self) -> None:
+        self._strangers = Buckets(SOURCE_RATE, SOURCE_BURST)
+        self._members = Buckets(MEMBER_RATE, MEMBER_BURST)
+        self._all = Bucket(TOTAL_RATE, TOTAL_BURST)
+        self.refused = 0
+        """Connections that were too many."""
+
+    def come(self, ip: str, now: float, *, is_member: bool) -> Arrival | None:
+        """Count a connection from this address; return what it took, or None if it is one too many."""
+        taken = list[Bucket]()
+        wanted = (self._members.of(ip),) if is_member else (self._strangers.of(source_of(ip)), self._all)
+        for bucket in wanted:
+            if not bucket.take(now):
+                self.refused += 1
+                return None
+            taken.append(bucket)
+        return Arrival(tuple(taken))
+
+
+class Arrival:
+    """A connection that was counted."""
+
+    __slots__ = ("_taken",)
+
+    def __init__(self, taken: tuple[Bucket, ...]) -> None:
+        self._taken = taken
+
+    def proved_key(self) -> None:
+        """Take back that it was counted: it holds the key."""
+        for bucket in self._taken:
+            bucket.give_back()
+        self._taken = ()
+
+
+@functools.lru_cache(maxsize=1024)
+def source_of(ip: str) -> str:
+    """Return what connections from an address are counted under."""
+    if ":" not in ip:
+        return ip
+    try:
+        return str(ipaddress.IPv6Network((ip.partition("%")[0], 64), strict=False).network_address)
+    except ValueError:
+        return ip

@@ -1,0 +1,361 @@
+"""One generation of a run: its members, what they agree on, and the groups that live by it.
+
+Ranks of a generation are those of its first group. They stand for *seats*: numbers that processes keep for as long as
+they are in the run. Everything but `enroll`, `dismiss` and what only reads happens on the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import BusyError
+from covey.base.text import listed
+from covey.proto.ballot import first_record
+from covey.proto.views import is_quorum
+from covey.runtime import loop as control
+from covey.runtime.events import Event
+from covey.runtime.fault import Fault
+from covey.runtime.members.view_driver import ViewDriver, seats_of
+from covey.wire.membership import MAX_GROUPS, Bound, Seated, State, Successor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.base.errors import CoveyError
+    from covey.proto.changes import Quorum, QuorumLost, Waiting
+    from covey.runtime.collectives.atomic import AtomicOperations
+    from covey.runtime.members.node import Node
+    from covey.wire import messages
+    from covey.wire.membership import Record, View
+
+logger = logging.getLogger("covey")
+
+DISMISSED: Final = 256
+"""Closed groups of which the others are told in every view."""
+OPEN_GROUPS: Final = MAX_GROUPS - DISMISSED
+"""Groups that may be open at once; a member tells how far it is in each."""
+
+
+class Generation:
+    """The agreed members of a run, from its founding until the next one."""
+
+    def __init__(
+        self,
+        node: Node,
+        founded: messages.Founded,
+        *,
+        patience: float,
+        quorum: Quorum,
+        min_size: int = 1,
+        store: Callable[[Bound], None] | None = None,
+        record: Record | None = None,
+    ) -> None:
+        """Begin a generation in which this node has a place; `store` makes what it promises in it durable.
+
+        `record` is what it has promised there already, if it voted before it knew that it has a place.
+        """
+        self.node, self.founded = node, founded
+        self.number = founded.generation
+        self.seats = tuple(member.seat for member in founded.members)
+        """By rank."""
+        self.patience = patience
+        self.rank = self.seats.index(node.rank)
+        self._ranks = {seat: rank for rank, seat in enumerate(self.seats)}
+        self._lock = threading.Lock()
+        self._pacts: weakref.WeakValueDictionary[int, AtomicOperations] = weakref.WeakValueDictionary()
+        self._dismissed: dict[int, State] = {}
+        self._is_frozen = False
+        self._freeze_number = -1
+        self._waiting: set[int] = set()
+        self._states: dict[int, State] = {}
+        self.is_over = False
+        """This node is in no view of it any more."""
+        self.fault: Fault | None = None
+        """Why."""
+        self._left = threading.Event()
+        self._ended = threading.Event()
+        """A view says which generation follows, or this node is in no view any more."""
+        if record is None:
+            record = first_record(
+                seats_of(founded), founded.lineage, anchor=founded.tie_breaker, has_keeper=founded.is_kept
+            )
+        self.view = record.view
+        self.view_driver = ViewDriver(
+            self.number,
+            record,
+            self.rank,
+            founded.members[self.rank].card.life,
+            self,
+            has_keeper=founded.is_kept,
+            min_size=min_size,
+            quorum=quorum,
+            patience=patience,
+            store=None if store is None else functools.partial(self._keep, store),
+        )
+
+    def _keep(self, store: Callable[[Bound], None], record: Record) -> None:
+        store(Bound(self.number, record, self.founded.origin, self.founded.tie_breaker))
+
+    def open(self) -> None:
+        """Begin to agree with those there are links with. On the control loop."""
+        for rank, seat in enumerate(self.seats):
+            peer = self.node.peers.get(seat)
+            if peer is not None and peer.link is not None:
+                self.view_driver.link_up(rank, peer.life)
+        if self.node.history.keeper is not None and self.founded.is_kept:
+            self.view_driver.link_up(len(self.seats), b"")
+
+    def ranks_of(self, seats: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks of some seats."""
+        return tuple(self._ranks[seat] for seat in seats)
+
+    def rank_of(self, seat: int) -> int | None:
+        """Return the rank of a seat, if it has one here."""
+        return self._ranks.get(seat)
+
+    # Groups, on any thread
+
+    def enroll(self, atomic: AtomicOperations) -> None:
+        """Have a group take part in every view from now on."""
+        with self._lock:
+            if len(self._pacts) >= OPEN_GROUPS:
+                raise BusyError(f"{OPEN_GROUPS} groups that survive losses are open; close some")
+            self._pacts[atomic.group] = atomic
+            if self._is_frozen:
+                atomic.halt(-1)  # it has not begun anything, so nobody has to be told how far it is
+            elif atomic.attempt != self.view.number:
+                atomic.install(self.view)  # which came while the group was being made
+
+    def dismiss(self, group: int, state: State) -> None:
+        """A group was closed here. If others try to go on with it, the next view tells them."""
+        with self._lock:
+            if self._pacts.pop(group, None) is None:
+                return
+            self._remember(state)
+            is_awaited = group in self._waiting
+        if is_awaited:
+            control.soon(self.halted, group, -1, state)
+
+    def drop(self, group: int, ranks: tuple[int, ...]) -> None:
+        """A group was forgotten here without being closed."""
+        with self._lock:
+            if group not in self._dismissed:
+                self._remember(State(group, ranks, 0, gives_up=True))
+
+    def _remember(self, state: State) -> None:
+        self._dismissed[state.group] = state
+        while len(self._dismissed) > DISMISSED:
+            del self._dismissed[next(iter(self._dismissed))]
+
+    def leave(self, within: float, *, is_finished: bool = False) -> bool:
+        """Ask the others to go on without this node; tell whether they have agreed in time. Not on the control loop.
+
+        A program that `is_finished` gives the others a moment to finish, too: then all know that the run is over.
+        """
+        if not self._left.is_set():
+            control.soon(functools.partial(self.withdraw, is_finished=is_finished))
+        return self._left.wait(within)
+
+    def withdraw(self, *, is_finished: bool = False) -> None:
+        """Ask the others to go on without this node. On the control loop."""
+        if not self.is_over:
+            self.view_driver.leave(is_finished=is_finished)
+
+    def end_with(self, successor: Successor, within: float) -> Successor | None:
+        """Agree with the other members that `successor` follows; return it as it was agreed on.
+
+        Members that were lost on the way are not in it. None: this node is in no view any more, `fault` tells why, or
+        there was no agreement within so many seconds. Not on the control loop.
+        """
+        control.soon(self.view_driver.succeed, successor)
+        self._ended.wait(within)
+        return self.view.successor
+
+    # What the council decides
+
+    def send(self, place: int, message: messages.Control) -> None:
+        if place < len(self.seats):
+            self.node.send_vote(self.seats[place], message)
+        elif self.node.history.keeper is not None:
+            self.node.history.keeper.send(message)
+
+    def freeze(self, number: int) -> None:
+        with self._lock:
+            self._is_frozen = True
+            pacts = dict(self._pacts.items())
+            self._states = dict(self._dismissed)
+            self._waiting = set(pacts)
+        self._freeze_number = number
+        self._phase("freeze")
+        for group, atomic in pacts.items():
+            state = atomic.halt(number)
+            if state is not None:
+                self._collect(group, state)
+        self._tell_frozen()
+
+    def halted(self, group: int, number: int, state: State) -> None:
+        """A group that was being executed has stopped."""
+        if number in (-1, self._freeze_number):
+            self._collect(group, state)
+            self._tell_frozen()
+
+    def _collect(self, group: int, state: State) -> None:
+        with self._lock:
+            self._waiting.discard(group)
+            self._states[group] = state
+
+    def _tell_frozen(self) -> None:
+        if self._is_frozen and not self._waiting:
+            self.view_driver.frozen(self._freeze_number, self._states.values())
+
+    def installed(self, view: View, lost: tuple[int, ...]) -> None:
+        self._phase("agree")
+        with self._lock:
+            self.view, self._is_frozen = view, False
+            self._waiting.clear()
+            pacts = list(self._pacts.values())
+        if view.successor is not None:
+            self._ended.set()
+        if self.node.generation is not self:  # an earlier one, of which only votes are needed
+            for atomic in pacts:
+                atomic.install(view)
+            return
+        for rank in lost:
+            if self.view_driver.is_leaving(rank):
+                self.node.peers[self.seats[rank]].left = True
+            self.node.exclude(self.seats[rank])
+        self._tell_of(view, lost)
+        for atomic in pacts:
+            atomic.install(view)
+
+    def _tell_of(self, view: View, lost: tuple[int, ...]) -> None:
+        """Leave an event, and a line for people."""
+        have_left = all(self.node.peers[self.seats[rank]].left or self.view_driver.is_leaving(rank) for rank in lost)
+        names = tuple(self._name((rank,)) for rank in lost)
+        kind = "view" if not lost else "left" if have_left else "lost"
+        self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names))
+        if lost:
+            failures = [self.node.peers[self.seats[rank]].failure for rank in lost]
+            level = logging.INFO if have_left and not any(failures) else logging.WARNING
+            text = text_of_loss(names, failures, view.ranks, have_left=have_left, on_loss=self.node.config.on_loss)
+            logger.log(level, "%s: %s (view %d)", self.node.run, text, view.number)
+
+    def excluded(self, view: View) -> None:
+        if view.ranks:
+            what = f"the run goes on without this process since view {view.number} of generation {self.number}: it left"
+            rest = "or the others could not hear it; join the run again to be in its next generation"
+        else:
+            what = f"the run is over since view {view.number} of generation {self.number}: its members have left"
+            rest = "or could not be heard by a quorum of them"
+        self._end(Fault("GroupChangedError", f"{what}, {rest}"))
+        if not view.ranks and self.node.on_ended is not None and self.node.generation is self:
+            self.node.on_ended(self.founded.origin, view.is_finished)
+
+    def left_behind(self, number: int) -> None:
+        """The other members are in a later generation, without this node."""
+        if not self.is_over:
+            text = f"the run is in generation {number}, and this process in generation {self.number}: the others could "
+            self._end(Fault("GroupChangedError", f"{text}not hear it; join the run again to be in its next generation"))
+
+    def over(self) -> None:
+        """Other nodes say that the run is over."""
+        self._end(
+            Fault("GroupChangedError", "the run is over: a quorum of its members decided so without this process")
+        )
+
+    def seated(self) -> Seated:
+        """Return what to tell nodes that have a seat here and may not know."""
+        founded = self.founded
+        members = tuple(seats_of(founded))
+        return Seated(founded.origin, Successor(self.number, founded.lineage, members, founded.tie_breaker))
+
+    def waiting(self, effect: Waiting) -> None:
+        logger.warning("%s: waiting up to %.0f s for %s: without a quorum of the %d members, or half of them with the "
+                       "tie-breaker, %s, this process does not go on", self.node.run, effect.seconds,
+                       self._name(effect.missing), len(self.view.ranks), self._name((effect.tie_breaker,)))  # fmt: skip
+
+    def quorum_lost(self, effect: QuorumLost) -> None:
+        if self.founded.is_kept:
+            text = (
+                f"the keeper of this run (`covey run`) did not answer for {self.patience:g} s, and nobody else can say "
+                "who is in it; is it stopped? Continue it, or start the run anew"
+            )
+        else:
+            missing = self._name(effect.missing) or "Some of those who are here"
+            are_here = f"{len(effect.here)} of the {len(self.view.ranks)} members of view {self.view.number}"
+            if is_quorum(self.view, effect.here):
+                are_here = f"too few of the {len(effect.here)} members that seem to be here"
+            text = (
+                f"{are_here} answer, which is no quorum. {missing} did not answer within {self.patience:g} s. More "
+                f"than half must be here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the "
+                "missing ones again and join anew, give patience= more time, or pass quorum='any' if two halves may "
+                "go on apart"
+                + (f". min_size={self.node.history.floor} is a floor, too" if self.node.history.floor > 1 else "")
+            )
+        # Groups that end with their first loss need no view to go on.
+        self._end(Fault("QuorumLostError", text, effect.missing), only_pacts=True)
+
+    def failed(self, error: CoveyError) -> None:
+        self._end(Fault("ClosedError", f"this process cannot be in the run any more: {error}"))
+
+    def _end(self, fault: Fault, *, only_pacts: bool = False) -> None:
+        self.is_over, self.fault = True, fault
+        self._left.set()
+        self._ended.set()
+        self.node.expelled(self, fault, only_pacts=only_pacts)
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        members = self.founded.members
+        return ", ".join(f"rank {rank} ({members[rank].card.host_name or members[rank].card.name})" for rank in ranks)
+
+    # What happens
+
+    def disturbed(self, attempt: int, pause: float = 0.0) -> None:
+        """Something of an attempt failed; a view is asked for after a pause."""
+        if pause:
+            asyncio.get_running_loop().call_later(pause, self.disturbed, attempt)
+        elif not self.is_over and attempt == self.view.number:
+            self._phase("detect")
+            self.view_driver.disturbed(attempt)
+
+    def _phase(self, name: str) -> None:
+        if self.node.generation is self:
+            self.node.events.phase(name)
+
+    def forked(self) -> None:
+        """This process is a fork of the one that joined: nobody hears it."""
+        self._lock, self._left = threading.Lock(), threading.Event()  # another thread of the parent may have held them
+        self._ended = threading.Event()
+        self.is_over = True
+        self._left.set()
+        self._ended.set()
+
+    def close(self) -> None:
+        """Take no more part."""
+        self.is_over = True
+        self._left.set()
+        self._ended.set()
+        self.view_driver.close()
+
+
+def text_of_loss(
+    names: Sequence[str], failures: Sequence[str], rest: Sequence[int], *, have_left: bool, on_loss: str
+) -> str:
+    """Say which members are gone, how each ended as far as it said so itself, and what that means for the `rest`."""
+    quiet = [name for name, failure in zip(names, failures, strict=True) if not failure]
+    gone = [f"{name} failed with {failure}" for name, failure in zip(names, failures, strict=True) if failure]
+    if quiet:
+        how = ("have left" if quiet[1:] else "has left") if have_left else "are lost" if quiet[1:] else "is lost"
+        gone.insert(0, f"{listed(quiet)} {how}")
+    ranks = f"rank{'s' if rest[1:] else ''} {listed(rest)}"
+    if on_loss == "continue":
+        return f"{', '.join(gone)}; {ranks} go{'' if rest[1:] else 'es'} on"
+    if have_left and not any(failures):
+        return ", ".join(gone)  # in a group that ends with its first loss, members may leave at different times
+    return f"{', '.join(gone)}; the group ends with an error on {ranks}"

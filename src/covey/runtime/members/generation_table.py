@@ -1,0 +1,221 @@
+"""The generations of a run that this node has been in, and the keeper that votes in them. On the control loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.proto.changes import Quorum
+from covey.runtime.early_messages import EarlyMessages
+from covey.runtime.events import Event
+from covey.runtime.links.keeper_link import KeeperLink
+from covey.runtime.members.generation import Generation
+from covey.runtime.members.peers import Peer
+from covey.wire import membership as wire
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.members.node import Node
+    from covey.runtime.members.view_driver import ViewDriver
+    from covey.wire.membership import Bound, Record
+
+KEEPER_SECONDS: Final = 3.0
+"""How long a process waits to be known to its keeper, which takes those who are not for lost after a while."""
+
+
+class GenerationTable:
+    """What a node knows of its generations: the last one, and the one before for as long as somebody votes in it."""
+
+    def __init__(self, node: Node, *, keeper_path: str, floor: int, store: Callable[[Bound], None] | None) -> None:
+        """No view has fewer than `floor` members; `store` makes what this node has promised durable."""
+        self._node = node
+        self._keeper_path, self._store = keeper_path, store
+        self.floor = floor
+        self.current: Generation | None = None
+        self.keeper: KeeperLink | None = None
+        self._generations: dict[int, Generation] = {}
+        self._early: dict[int, EarlyMessages[messages.Agreeing]] = {}
+        """By seat: what was said of generations that this node has not founded yet."""
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what this node promises outlives its process."""
+        return self._store is not None
+
+    # Generations
+
+    def found_first(self, lineage: bytes, tie_breaker: int) -> None:
+        """Found the first generation of the run, of all its ranks; `lineage` tells it from others of that name."""
+        node = self._node
+        cards = [node.card if seat == node.rank else node.peers[seat].card() for seat in range(node.size)]
+        lives = b"".join(card.life for card in cards)
+        digest = hashlib.blake2b(lives, digest_size=16, key=node.run.encode()[:64]).digest()
+        members = tuple(messages.SeatedMember(seat, card) for seat, card in enumerate(cards))
+        is_kept = self.keeper is not None
+        origin = lineage or digest
+        config = node.config
+        self.found(messages.Founded(0, origin, is_kept, members, config.on_loss, config.patience, origin, tie_breaker))
+
+    def found(self, founded: messages.Founded, record: Record | None = None) -> Generation:
+        """Begin a generation; those of its members that waited outside sit down, and are told.
+
+        `record` is what this node has promised there already.
+        """
+        node = self._node
+        newcomers = []
+        seated = []
+        is_first = self.current is None
+        for member in founded.members:
+            if member.seat != node.rank and member.seat not in node.peers:
+                peer = node.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
+                peer.introduce(member.card)
+                peer.ready = True
+                newcomers.append(member)
+                newcomer = node.lobby.admit(member.card)
+                if newcomer is None and node.find_newcomer is not None:  # it was told by another member first
+                    newcomer = node.find_newcomer(member.card)
+                if newcomer is not None:
+                    newcomer.sit_down(peer)
+                    newcomer.send(founded)
+                    seated.append((newcomer, peer))
+        generation = self.current = self._generations[founded.generation] = Generation(
+            node, founded, patience=node.config.patience, quorum=Quorum(node.config.quorum), min_size=self.floor,
+            store=self._store, record=record,
+        )  # fmt: skip
+        for number in [number for number in self._generations if number < founded.generation - 1]:
+            self._generations.pop(number).close()
+        if self.keeper is not None:
+            self.keeper.send(founded)
+        node.watch_over(generation.seats)
+        ranks = tuple(map(founded.members.index, newcomers))
+        names = tuple(member.card.name for member in newcomers)
+        node.events.add(Event("joined" if ranks else "generation", time.time(), founded.generation, 0, ranks, names))
+        rank = generation.rank_of(node.rank)
+        cards = [member.card for member in founded.members]
+        came = cards if is_first else [member.card for member in newcomers]
+        node.audit.founded(founded.generation, -1 if rank is None else rank, cards, came, node.card)
+        generation.open()
+        if node.on_founded is not None:
+            node.on_founded(founded)
+        for newcomer, peer in seated:
+            newcomer.speak(peer)
+        early, self._early = self._early, {}
+        for seat, words in early.items():
+            for message in words.take():
+                self.agreeing(seat, message)
+        return generation
+
+    def agreeing(self, seat: int, message: messages.Agreeing) -> None:
+        """Take what a member, or a voter in its place, says about a view."""
+        number, body = message.generation, message.body
+        generation = self._generations.get(number)
+        if generation is None:
+            newest = max(self._generations, default=-1)
+            if newest < number <= newest + 2:
+                self._early.setdefault(seat, EarlyMessages()).keep(message, len(body))
+            return
+        place = generation.rank_of(seat)
+        if place is not None:
+            generation.view_driver.received(place, body)
+
+    def tell_of_seat(self, seat: int, send: Callable[[messages.Control], None]) -> None:
+        """Tell a node of which an earlier life is in the last generation about that seat, in which it may vote."""
+        generation = self.current
+        if generation is not None and generation.rank_of(seat) is not None and generation.number:
+            seated = wire.encode_membership(generation.seated())
+            send(messages.Agreeing(generation.number, seated))
+
+    # What councils have to know
+
+    def link_up(self, seat: int, life: bytes) -> None:
+        """There is a link with a process, or with who votes in its place."""
+        for view_driver, rank in self._councils(seat):
+            view_driver.link_up(rank, life)
+
+    def link_down(self, seat: int) -> None:
+        """There is none any more."""
+        for view_driver, rank in self._councils(seat):
+            view_driver.link_down(rank)
+
+    def judged(self, seat: int, *, is_dead: bool) -> None:
+        """A process was given up, or is trusted again."""
+        for view_driver, rank in self._councils(seat):
+            view_driver.judged(rank, is_dead=is_dead)
+
+    def vouched(self, seat: int) -> None:
+        """The keeper of a process says that it is alive, and not stopped."""
+        for generation in self._generations.values():
+            if not generation.founded.is_kept and (rank := generation.rank_of(seat)) is not None:
+                generation.view_driver.vouched(rank)
+
+    def _councils(self, seat: int) -> list[tuple[ViewDriver, int]]:
+        """Return the councils in which a process has a place, and the place."""
+        places = ((each.view_driver, each.rank_of(seat)) for each in self._generations.values())
+        return [(view_driver, rank) for view_driver, rank in places if rank is not None]
+
+    # The keeper
+
+    def meet_keeper(self) -> None:
+        """Hold a link with the keeper that started this process, if there is one."""
+        if self._keeper_path:
+            self.keeper = KeeperLink(
+                self._keeper_path,
+                self._node.gate,
+                self._node.card,
+                on_up=self._keeper_up,
+                on_down=self._keeper_down,
+                on_message=self._keeper_said,
+            )
+            self._node.spawn(self.keeper.keep())
+
+    async def await_keeper(self) -> None:
+        """Return when the keeper knows this process and its generation, or has not answered for a while."""
+        if self.keeper is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KEEPER_SECONDS):
+                    await self.keeper.is_up.wait()
+
+    def _keeper_up(self) -> None:
+        for _, generation in sorted(self._generations.items()):
+            if self.keeper is not None:
+                self.keeper.send(generation.founded)
+            if generation.founded.is_kept:
+                generation.view_driver.link_up(len(generation.seats), b"")
+
+    def _keeper_down(self) -> None:
+        for generation in self._generations.values():
+            if generation.founded.is_kept:
+                generation.view_driver.link_down(len(generation.seats))
+
+    def _keeper_said(self, message: messages.Control) -> None:
+        match message:
+            case messages.Vouch(processes):
+                self._node.vouched(self._node.card.keeper, processes)
+            case messages.Agreeing(number, body):
+                generation = self._generations.get(number)
+                if generation is not None and generation.founded.is_kept:
+                    generation.view_driver.received(len(generation.seats), body)
+            case _:
+                pass
+
+    def tell_keeper_of_survival(self) -> None:
+        """The program goes on after a loss although its groups end with one: the keeper must not stop the others."""
+        if self.keeper is not None and self.current is not None:
+            self.keeper.send(messages.surviving(self.current.founded))
+
+    # The end
+
+    def close(self) -> None:
+        """Nobody votes here from now on."""
+        for generation in self._generations.values():
+            generation.close()
+
+    def forked(self) -> None:
+        """This process is a fork of the one that joined."""
+        for generation in self._generations.values():
+            generation.forked()

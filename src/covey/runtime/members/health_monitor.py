@@ -1,0 +1,170 @@
+"""Watching over the other members: drives `proto.health`, and tells who should be given up. On the control loop.
+
+A pulled cable ends no connection, a stopped process answers nothing, a busy one answers late: somebody has to notice,
+and to tell them apart. Kernels of other machines acknowledge what we send as long as they run and can be reached; the
+keeper of a process says whether it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from covey.proto import health
+from covey.runtime.members.process_table import LOOK_CLOSELY_EVERY, LOOK_CLOSELY_SECONDS, ProcessStatus
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.members.node import Node
+    from covey.runtime.members.peers import Peer
+
+
+class HealthMonitor:
+    """Judges the other processes of a run."""
+
+    def __init__(
+        self,
+        node: Node,
+        lost: Callable[[int, str, health.Cause], None],
+        trusted: Callable[[int], None],
+        unheard: Callable[[int], None],
+    ) -> None:
+        """`lost(seat, reason, cause)` is called for one that should be given up, `trusted(seat)` when it is back.
+
+        `unheard(seat)` is called for one that is not heard on its link, and may be by another.
+        """
+        self._node, self._lost, self._trusted, self._unheard = node, lost, trusted, unheard
+        self._health = health.Health(node.host, time.monotonic())
+        self._pings: dict[int, tuple[int, float]] = {}
+        """By seat: the last one, and when it was sent."""
+        self._process_table: dict[int, ProcessStatus] = {}
+        """By seat: processes of this host, as the kernel sees them."""
+        self._watched: set[int] = set()
+        self._given_up: set[int] = set()
+        self._changed = asyncio.Event()
+
+    async def keep(self) -> None:
+        """Watch until cancelled."""
+        for peer in self._node.peers.values():
+            self.watch(peer)
+        while True:
+            self._changed.clear()
+            self._perform()
+            pause = self._health.next_deadline() - time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if pause == float("inf") else max(0.001, pause)):
+                    await self._changed.wait()
+            self._health.tick(time.monotonic())
+
+    def watch(self, peer: Peer) -> None:
+        """Begin to judge a peer, or trust it again in the next generation."""
+        if peer.rank in self._watched and peer.rank not in self._given_up:
+            return  # or every generation would begin with a ping of everybody to everybody
+        self._watched.add(peer.rank)
+        is_here = peer.contact is not None and peer.contact.host == self._node.host
+        if is_here and peer.pid and peer.life and peer.rank not in self._process_table:
+            self._process_table[peer.rank] = ProcessStatus(peer.life, peer.pid, time.monotonic())
+        if peer.contact is not None and not peer.excluded and not peer.left and peer.life:
+            self._health.watch(_id(peer.rank), peer.contact.host, time.monotonic())
+            if peer.link is not None:
+                self._health.link_up(_id(peer.rank), time.monotonic())
+            self._changed.set()
+
+    def link_up(self, peer: Peer) -> None:
+        """There is a new link with a peer."""
+        self._health.link_up(_id(peer.rank), time.monotonic())
+        self._changed.set()
+
+    def link_lost(self, seat: int) -> None:
+        """The link with a peer has ended; if it is on this host, its kernel knows whether it has, too."""
+        self._health.link_lost(_id(seat), time.monotonic())
+        self._changed.set()
+        if seat in self._process_table:
+            self._look(seat, time.monotonic() + LOOK_CLOSELY_SECONDS)
+
+    def _look(self, seat: int, until: float) -> None:
+        ward, now = self._process_table.get(seat), time.monotonic()
+        if ward is None or self._node.is_closing or self._node.peers[seat].link is not None:
+            return
+        ward.look(now)
+        if ward.state is health.Vouch.EXITED:
+            self._health.vouched(_id(seat), ward.state, now)
+            self._changed.set()
+        elif now < until:
+            asyncio.get_running_loop().call_later(LOOK_CLOSELY_EVERY, self._look, seat, until)
+
+    def heard(self, seat: int) -> None:
+        """A peer said something, whatever it was."""
+        self._health.heard(_id(seat), time.monotonic())
+        if seat in self._given_up:
+            self._changed.set()
+
+    def vouched(self, peer: Peer, value: int) -> None:
+        """The keeper of a peer says how its process is."""
+        with contextlib.suppress(ValueError):  # of a later version
+            self._health.vouched(_id(peer.rank), health.Vouch(value), time.monotonic())
+            self._changed.set()
+
+    def answered(self, seat: int, number: int) -> None:
+        """A peer answered a ping."""
+        sent, at = self._pings.pop(seat, (-1, 0.0))
+        if sent == number:
+            self._health.round_trip(_id(seat), time.monotonic() - at)
+
+    def is_unheard(self, seat: int) -> bool:
+        """Tell whether a peer is not heard on its link."""
+        return self._health.is_unheard(_id(seat))
+
+    def is_suspected(self, seat: int) -> bool:
+        """Tell whether a peer that is watched seems to be gone, or was given up."""
+        return self._health.is_suspected(_id(seat))
+
+    def forget(self, seat: int) -> None:
+        """There is nothing more to find out about a peer."""
+        self._health.forget(_id(seat))
+        self._process_table.pop(seat, None)
+        self._watched.discard(seat)
+        self._given_up.discard(seat)
+
+    def _perform(self) -> None:
+        for effect in self._health.effects():
+            seat = int.from_bytes(effect.peer, "big")
+            peer = self._node.peers[seat]
+            match effect:
+                case health.Ping():
+                    self._ping(peer)
+                case health.Dead(_, cause, reason):
+                    self._given_up.add(seat)
+                    reason = reason.replace(f"host {_host(peer)}", peer.host_name or "host")
+                    self._lost(seat, reason, cause)
+                case health.Unheard():
+                    self._unheard(seat)
+                case health.Trust() if seat in self._given_up:
+                    self._given_up.discard(seat)
+                    self._trusted(seat)
+                case _:
+                    pass
+
+    def _ping(self, peer: Peer) -> None:
+        if peer.link is None:
+            return
+        if peer.contact is not None and peer.contact.host != self._node.host:
+            age = peer.link.acknowledged_seconds_ago()
+            if age is not None:
+                self._health.acknowledged(_id(peer.rank), time.monotonic() - age)
+        number = secrets.randbits(32)
+        self._pings[peer.rank] = number, time.monotonic()
+        self._node.send(peer.rank, messages.Ping(number))
+
+
+def _id(seat: int) -> bytes:
+    return seat.to_bytes(4, "big")
+
+
+def _host(peer: Peer) -> str:
+    return peer.contact.host if peer.contact is not None else ""

@@ -1,0 +1,307 @@
+"""How the ranks of a launcher are linked with each other: at the start, again when a link ends, and with newcomers.
+
+The higher rank of a pair dials, until it is answered. Once every rank is linked with every other, and says so, the run
+is formed. On the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
+from covey.base.text import printable
+from covey.runtime import loop as control
+from covey.runtime.early_messages import EarlyMessages
+from covey.runtime.links.handshake import HungUpError, RefusedError, admit, dial_any
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    import socket
+
+    from covey.runtime.links.handshake import Where
+    from covey.runtime.links.link import Link
+    from covey.runtime.members.node import Node
+    from covey.runtime.members.peers import Peer
+
+logger = logging.getLogger("covey")
+
+HANG_UPS: Final = 5
+"""Times in a row that a rank is hung up on before it believes that its key is wrong, and that nobody died."""
+HANG_UP_SECONDS: Final = 1.0
+"""And for how long: a crowd at the door of rank 0 passes."""
+REDIAL_SECONDS: Final = 1.5
+"""How long dialling a rank again may take before it is tried anew: TCP repeats a lost first packet later than that."""
+
+
+class LauncherMesh:
+    """The links of one rank with the others."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._formed: asyncio.Future[None] | None = None
+        self._complaint: CoveyError | None = None
+        self._refusal = ""
+        self._tells_roster = node.rank == 0 and any(peer.contact is None for peer in node.peers.values())
+        """Ranks of one host know each other's sockets from the start."""
+
+    def form(self, timeout: float) -> None:
+        """Return once every rank is linked with every other and knows it.
+
+        Raises:
+            DeadlineError: some did not come in time; says which.
+            ConfigError: another rank has other settings.
+        """
+        control.make(self._form(within=timeout), discard=lambda _: self._node.close(), otherwise=self._node.close)
+
+    async def _form(self, *, within: float) -> None:
+        self._formed = asyncio.get_running_loop().create_future()
+        self._node.acceptor.on_link = self.greet
+        self._node.acceptor.open()
+        self._node.history.meet_keeper()
+        for peer in self._node.peers.values():
+            if peer.is_dialled and peer.contact is not None:
+                self._node.spawn(self.dial(peer))
+        self._node.spawn(self._tell_who_is_missing())
+        try:
+            async with asyncio.timeout(within):
+                await self._formed
+        except TimeoutError:
+            missing = ", ".join(map(str, self._missing()))
+            strangers = self._node.acceptor.about_strangers()
+            node = self._node
+            raise DeadlineError(
+                f"rank {node.rank} of {node.size} waited in {node.run} for rank {missing} until the timeout of "
+                f"{within:g} s ended. "
+                f"Is it running, and with the same job id or MASTER_ADDR and MASTER_PORT?{self._refusal}"
+                + (f" Here {strangers}." if strangers else ""),
+                late=tuple(self._missing()),
+            ) from None
+        await self._node.history.await_keeper()
+
+    def _missing(self) -> list[int]:
+        return [peer.rank for peer in self._node.peers.values() if not peer.ready]
+
+    async def _tell_who_is_missing(self) -> None:
+        for pause in (5.0, *(30.0,) * 1000):
+            await asyncio.sleep(pause)
+            if self._formed is None or self._formed.done():
+                return
+            logger.warning("rank %d of %d waits for rank %s of %s", self._node.rank, self._node.size,
+                           ", ".join(map(str, self._missing())), self._node.run)  # fmt: skip
+
+    def settle(self) -> None:
+        """Take the next step of forming that is possible now."""
+        if self._formed is None or self._formed.done():
+            return
+        if self._complaint is not None:
+            self._formed.set_exception(self._complaint)
+            return
+        linked = all(peer.link is not None or peer.ready for peer in self._node.peers.values())
+        if linked:
+            self._tell_ready()
+        if linked and not self._missing():
+            self._formed.set_result(None)
+            self._node.begin()
+
+    def _tell_ready(self) -> None:
+        """Tell those who have not heard it on their link that this rank is connected to everyone."""
+        for peer in self._node.peers.values():
+            if peer.link is not None and peer.link is not peer.told:
+                peer.told = peer.link
+                if self._tells_roster:
+                    self._node.send(peer.rank, self._roster())
+                self._node.send(peer.rank, messages.Ready())
+
+    def _roster(self) -> messages.Roster:
+        node = self._node
+        contacts = [node.card.contact, *(node.peers[rank].contact for rank in range(1, node.size))]
+        return messages.Roster(tuple(contact for contact in contacts if contact is not None))
+
+    async def dial(self, peer: Peer) -> None:
+        pause, hang_ups, hung_up_at = 0.005, 0, 0.0
+        while peer.link is None and not peer.ready and not self._node.is_closing:
+            try:
+                link, welcome, where = await self._call(peer)
+            except HungUpError as error:
+                hang_ups += 1
+                hung_up_at = hung_up_at or time.monotonic()
+                if hang_ups >= HANG_UPS and time.monotonic() - hung_up_at > HANG_UP_SECONDS:
+                    self._complain(AuthError(str(error)))
+                    return
+            except (ConnectError, TimeoutError):
+                hang_ups, hung_up_at = 0, 0.0  # not there yet
+            except RefusedError as error:
+                self._refusal = f" Rank {peer.rank} says: {printable(str(error))}."
+                if not error.retry:
+                    self._complain(ConfigError(f"rank {peer.rank} refused this rank: {printable(str(error))}"))
+                    return
+            except CoveyError as error:
+                self._complain(error)
+                return
+            else:
+                if problem := self._wrong_peer(peer, welcome):
+                    link.abort()
+                    self._complain(AuthError(problem))
+                    return
+                self._reached(peer, link, welcome, where)
+                return
+            await asyncio.sleep(pause)
+            pause = min(0.1, pause * 1.5)
+
+    async def _call(self, peer: Peer) -> tuple[Link, messages.Welcome, Where]:
+        link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.gate, self.hello())
+        return link, welcome, where
+
+    def _wrong_peer(self, peer: Peer, welcome: messages.Welcome) -> str:
+        """Return why who answered is not the one that was dialled, or not wanted, or nothing."""
+        if welcome.rank != peer.rank:  # somebody on the way led us to another
+            return f"rank {welcome.rank} answered where rank {peer.rank} was dialled"
+        objection = self._node.objection(welcome.card)
+        return f"rank {peer.rank} was refused: {objection}" if objection else ""
+
+    def _complain(self, error: CoveyError) -> None:
+        self._complaint = self._complaint or error
+        self.settle()
+
+    async def redial(self, peer: Peer) -> None:
+        """Link again with a process: a connection can end without either end.
+
+        If the others went on without it, it should hear so.
+        """
+        pause, until = 0.02, time.monotonic() + 2 * self._node.config.patience
+        while peer.link is None and not (peer.left or self._node.is_closing) and time.monotonic() < until:
+            with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
+                async with asyncio.timeout(REDIAL_SECONDS):
+                    link, welcome, where = await self._call(peer)
+                if messages.key_of(welcome.card) != (peer.id, peer.life):
+                    link.abort()
+                    return  # started anew: it comes by itself, as a newcomer
+                self._reached(peer, link, welcome, where)
+                return
+            await asyncio.sleep(pause)
+            pause = min(0.5, pause * 1.5)
+
+    async def dial_anew(self, peer: Peer, silent: Link) -> None:
+        """Link with a process by another way, while nothing is heard on the link there is."""
+        pause = 0.1
+        while peer.link is silent and self._node.is_unheard(peer.rank) and not self._node.is_closing:
+            with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
+                async with asyncio.timeout(REDIAL_SECONDS):
+                    link, welcome, where = await self._call(peer)
+                if messages.key_of(welcome.card) != (peer.id, peer.life) or peer.link is not silent:
+                    link.abort()
+                    return
+                self._reached(peer, link, welcome, where)
+                return
+            await asyncio.sleep(pause)
+            pause = min(1.0, 2 * pause)
+
+    def _reached(self, peer: Peer, link: Link, welcome: messages.Welcome, where: Where) -> None:
+        """A process that was dialled has answered, there."""
+        if not isinstance(where, str):
+            peer.way = where
+        self._node.linked(peer, link, welcome.card)
+
+    async def greet(self, sock: socket.socket, said: bytes) -> None:
+        admitted = await admit(sock, self._node.gate, said, self._judge)
+        if admitted is not None:
+            link, hello, _ = admitted
+            if hello.purpose == "newcomer":
+                self._node.lobby.knock(Latecomer(self._node, link, hello.card))
+            else:
+                self._node.linked(self._node.peers[hello.rank], link, hello.card)
+
+    def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
+        if hello.version != messages.VERSION:
+            reason = f"it speaks version {hello.version}, this rank {messages.VERSION}"
+            self._node.audit.refused("", f"version: {reason}", hello.card)
+            return messages.Refusal(reason, retry=False)
+        if objection := self._node.objection(hello.card):
+            self._node.audit.refused("", f"denied: {objection}", hello.card)
+            return messages.Refusal(objection, retry=False)
+        if hello.purpose == "newcomer" and hello.run == self._node.run:
+            return self._judge_newcomer(hello)
+        if hello.purpose != "rank":
+            return messages.Refusal(
+                f"{self._node.run} was started by a launcher, which gives out the ranks", retry=False
+            )
+        known = self._node.peers.get(hello.rank)
+        is_known = known is not None and (known.id, known.life) == messages.key_of(hello.card)
+        if known is not None and known.ready and is_known:
+            return messages.Welcome(self._node.rank, self._node.card)  # its last link has ended, here or there
+        for what, here, there in (
+            ("run", self._node.run, hello.run),
+            ("size", self._node.size, hello.size),
+            ("lanes", self._node.config.lanes, hello.lanes),
+            ("on_loss", self._node.config.on_loss, hello.on_loss),
+        ):
+            if here != there:
+                reason = f"{what} is {there!r} on rank {hello.rank} and {here!r} on rank {self._node.rank}"
+                self._complain(ConfigError(f"{reason}; start all ranks with the same settings"))
+                return messages.Refusal(reason, retry=False)
+        peer = self._node.peers.get(hello.rank)
+        if peer is None or peer.is_dialled:
+            return messages.Refusal(f"rank {hello.rank} has no business dialling rank {self._node.rank}", retry=False)
+        if peer.link is not None or peer.ready:
+            return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
+        return messages.Welcome(self._node.rank, self._node.card)
+
+    def hello(self) -> messages.Hello:
+        return messages.Hello(
+            version=messages.VERSION,
+            nonce=secrets.token_bytes(32),
+            purpose="rank",
+            run=self._node.run,
+            rank=self._node.rank,
+            size=self._node.size,
+            lanes=self._node.config.lanes,
+            card=self._node.card,
+            on_loss=self._node.config.on_loss,
+        )
+
+    def _judge_newcomer(self, hello: messages.Hello) -> messages.Welcome | messages.Refusal:
+        if self._node.generation is None:
+            return messages.Refusal("the run has not begun", retry=True)
+        config = self._node.config
+        for what, here, there in (("lanes", config.lanes, hello.lanes), ("on_loss", config.on_loss, hello.on_loss)):
+            if here != there:
+                return messages.Refusal(f"{what} is {there!r} there and {here!r} in the run", retry=False)
+        key = messages.key_of(hello.card)
+        if any((peer.id, peer.life) == key and not peer.gone for peer in self._node.peers.values()):
+            return messages.Refusal("you are a member", retry=True)
+        return messages.Welcome(self._node.rank, self._node.card)
+
+
+class Latecomer:
+    """A newcomer to a launcher's run, which has dialled this node."""
+
+    def __init__(self, node: Node, link: Link, card: messages.Card) -> None:
+        self._node, self.link, self._card = node, link, card
+        self._said: EarlyMessages[bytes] = EarlyMessages()
+        """By a newcomer that has not been given its seat here."""
+        link.attach(self._heard, lambda: node.lobby.go_away(self))
+
+    @property
+    def card(self) -> messages.Card:
+        return self._card
+
+    def send(self, message: messages.Control) -> None:
+        self.link.send(messages.encode(message))
+
+    def sit_down(self, peer: Peer) -> None:
+        self._node.linked(peer, self.link, self._card)
+
+    def speak(self, peer: Peer) -> None:
+        for body in self._said.take():
+            self._node.heard_frame(peer, body)
+
+    def turn_away(self) -> None:
+        self.link.abort()
+
+    def _heard(self, body: bytes) -> None:
+        self._said.keep(body, len(body))

@@ -1,0 +1,78 @@
+"""Trying another node's own addresses for it, when it asks: `covey doctor` wants to know by which it can be reached.
+
+A node tries only addresses that the asker advertises and has come from, by a link or by a probe that it has shown to be
+its own. So nobody has it look for open ports of a third machine. On the control loop.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base import pace
+from covey.base.errors import ConfigError
+from covey.net.discovery.interfaces import recent_interfaces
+from covey.runtime.links.link import plain_ip
+from covey.runtime.links.probe import Sounding, sound_each
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from covey.runtime.links.dial_limits import DialLimits
+    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.mesh.remote_node import RemoteNode
+
+RATE, BURST = 0.5, 3.0
+"""How often one key may have its addresses tried, a second and at once."""
+TOTAL_RATE, TOTAL_BURST = 4.0, 8.0
+"""The same for all keys together: a holder of the secret can make more."""
+NOT_TRIED: Final = "not tried: nothing has come from there"
+"""What is said of an address that may be another's than the asker's."""
+TOO_OFTEN: Final = "not tried: it was asked too often"
+
+
+class Reaching:
+    """What one node does about `Reach`."""
+
+    def __init__(
+        self,
+        seat: Endpoint,
+        pattern: str,
+        allowance: DialLimits,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        self._seat, self._pattern, self._allowance, self._spawn = seat, pattern, allowance, spawn
+        self._by_key = pace.Buckets(RATE, BURST)
+        self._total = pace.Bucket(TOTAL_RATE, TOTAL_BURST)
+
+    def asked(self, remote: RemoteNode, question: messages.Reach, linked_from: set[str]) -> None:
+        """Answer a question; `linked_from` are the addresses from which links with the asker's key come."""
+        now = time.monotonic()
+        if remote.is_probing or not self._by_key.take(remote.card.id, now) or not self._total.take(now):
+            _tell(remote, [Sounding(problem=TOO_OFTEN)] * len(question.addresses))
+            return
+        remote.is_probing = True
+        self._spawn(self._try(remote, question, linked_from))
+
+    async def _try(self, remote: RemoteNode, question: messages.Reach, linked_from: set[str]) -> None:
+        came_from = linked_from | self._seat.acceptor.probed_from(question.token)
+        advertised = remote.card.contact.addresses
+        port = advertised[0].port
+        own = {plain_ip(address.ip) for address in advertised} & came_from
+        tried = [each for each in question.addresses if each.port == port and plain_ip(each.ip) in own]
+        try:
+            interfaces = recent_interfaces(self._pattern)
+            same_host = remote.card.contact.host == self._seat.card.contact.host
+            found = await sound_each(tried, interfaces, self._seat.gate, self._allowance, same_host=same_host)
+        except (ConfigError, OSError) as error:
+            found = [Sounding(problem=str(error))] * len(tried)
+        finally:
+            remote.is_probing = False
+        results = dict(zip(tried, found, strict=True))
+        _tell(remote, [results.get(each, Sounding(problem=NOT_TRIED)) for each in question.addresses])
+
+
+def _tell(remote: RemoteNode, results: list[Sounding]) -> None:
+    round_trips = tuple(result.round_trip for result in results)
+    remote.send(messages.Reached(round_trips, tuple(result.problem for result in results)))

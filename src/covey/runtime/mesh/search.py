@@ -1,0 +1,133 @@
+"""Where nodes of a cluster may be: multicast, the folder of this host, and seeds. On the control loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.base import seeds
+from covey.base.errors import CoveyError
+from covey.net.discovery.host_registry import HostRegistry
+from covey.net.discovery.mdns import Beacon
+from covey.runtime.loop import aside
+from covey.runtime.mesh.endpoint import local_tag, numeric
+from covey.runtime.mesh.hints import Hint, Origin
+from covey.wire.messages import Address
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from covey.net.keys.clusters import Cluster
+    from covey.wire.messages import Card
+
+LOOK_SECONDS: Final = 0.2
+"""How often the folder of this host is looked at, while others are waited for."""
+SEED_SECONDS: Final = 1.0
+"""How often a seed that did not answer is tried again, at most."""
+
+
+class Search:
+    """Announces a node, and finds addresses at which others may be. All of them are hints: only a greeting tells."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        card: Card,
+        interfaces: str,
+        neighbours: HostRegistry,
+        *,
+        found: Callable[[Hint, Origin], None],
+        try_seed: Callable[[str, tuple[Address, ...]], Awaitable[None]],
+        needs_seeds: Callable[[], bool] = lambda: True,
+        announce: bool = True,
+    ) -> None:
+        """`found` gets hints as they come; `try_seed` dials a seed, while `needs_seeds()`.
+
+        Without `announce` it only looks.
+        """
+        self._port, self._socket = card.contact.addresses[0].port, card.contact.socket
+        self._seeds = cluster.seeds
+        self._found, self._try_seed, self._announces = found, try_seed, announce
+        self._needs_seeds = needs_seeds
+        self.beacon = Beacon(cluster.secret.derive("mdns"), self._port, interfaces, self._heard, announce=announce)
+        self._neighbours = {local_tag(cluster.secret): neighbours}
+        """By tag: where nodes of this host find each other. A new secret brings a new one."""
+        self.follow(cluster)
+        self.look_seconds = LOOK_SECONDS
+        self.problems: dict[str, str] = {}
+        """What keeps the search from working, by seed or `multicast`."""
+
+    def follow(self, cluster: Cluster) -> None:
+        """Look for nodes by the cluster's secret as it is now, and by the one before while that is good.
+
+        Raises:
+            ConfigError: a folder for nodes of this host cannot be made.
+        """
+        earlier = cluster.earlier(time.time())
+        known = (cluster.secret,) if earlier is None else (cluster.secret, earlier)
+        self.beacon.follow(tuple(secret.derive("mdns") for secret in known))
+        for tag in map(local_tag, known):
+            if tag not in self._neighbours:
+                self._neighbours[tag] = HostRegistry(tag)
+
+    async def run(self) -> None:
+        """Search until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._look_around_here())
+                group.create_task(self._announce())
+                for seed in self._seeds:
+                    group.create_task(self._keep_trying(seed))
+        finally:
+            for neighbours in self._neighbours.values():
+                neighbours.close()
+            await self.beacon.close()
+
+    def _heard(self, addresses: tuple[Address, ...], interface: str) -> None:
+        self._found(Hint(addresses, interface=interface), Origin.MULTICAST)
+
+    async def _announce(self) -> None:
+        try:
+            await self.beacon.start()
+        except (OSError, CoveyError) as error:  # the other ways still work, and `covey doctor` explains
+            self.problems["multicast"] = str(error)
+
+    async def _look_around_here(self) -> None:
+        announced: set[str] = set()
+        while True:
+            try:
+                for tag, neighbours in list(self._neighbours.items()):
+                    if self._announces and tag not in announced:
+                        neighbours.announce(self._port, self._socket)
+                        announced.add(tag)
+                    for neighbour in neighbours.others():
+                        here = Hint((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
+                        self._found(here, Origin.HOST)
+                self.problems.pop("this host", None)
+            except (OSError, CoveyError) as error:  # a full disk, no descriptor: the next look may work
+                self.problems["this host"] = str(error)
+            await asyncio.sleep(self.look_seconds)
+
+    async def _keep_trying(self, seed: str) -> None:
+        pause = 0.1
+        while True:
+            try:
+                if self._needs_seeds():
+                    addresses = await aside(parse_seed, seed)
+                    self.problems.pop(seed, None)
+                    await self._try_seed(seed, addresses)
+            except (OSError, CoveyError) as error:  # it may work the next time, and must not end the rest of the search
+                self.problems[seed] = str(error).removeprefix(f"{seed.partition(':')[0]}: ")
+            await asyncio.sleep(pause)
+            pause = min(SEED_SECONDS, pause * 2)
+
+
+def parse_seed(seed: str) -> tuple[Address, ...]:
+    """Return the addresses that a seed means.
+
+    Raises:
+        ConfigError: it is no seed.
+        ConnectError: there is no such host.
+    """
+    return numeric(*seeds.parse(seed))

@@ -1,0 +1,83 @@
+"""What a node of a cluster waits for, as it tells commands that ask: `covey doctor` and `covey status`.
+
+On the control loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from covey.wire.messages import MAX_MEMBERS, TROUBLES_LIMIT, Trouble, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from covey.proto.formation import Formation
+    from covey.runtime.members.node import Node
+    from covey.wire.formation import Terms
+
+
+def of_candidate(formation: Formation, terms: Terms, problems: Mapping[str, str], seeds: Sequence[str]) -> Wait | None:
+    """Return what a node waits for that is not in a run yet; None if it is about to be.
+
+    `problems` are those of its gathering, by seed, address or node.
+    """
+    cause, report = formation.waits_for(), formation.report()
+    if not cause:
+        return None
+    refused = dict(report.refused)
+    others = {where: why for where, why in problems.items() if where not in seeds and where not in refused}
+    return Wait(
+        cause=cause,
+        text=report.waiting,
+        program=terms.program,
+        size=terms.size,
+        min_size=terms.min_size,
+        max_size=terms.max_size,
+        version=terms.version,
+        lanes=terms.lanes,
+        on_loss=terms.on_loss,
+        here=report.here[:MAX_MEMBERS],
+        missing=report.awaited[:MAX_MEMBERS],
+        seeds=_troubles((seed, problems[seed]) for seed in seeds if seed in problems),
+        refused=_troubles(refused.items()),
+        problems=_troubles(others.items()),
+    )
+
+
+def of_member(node: Node) -> Wait | None:
+    """Return which members of its generation a node does not hear; None if it hears all of them."""
+    generation = node.generation
+    if generation is None or generation.is_over or node.is_closing:
+        return None
+    names = {member.seat: member.card.name for member in generation.founded.members}
+    ranks = {generation.rank_of(seat): seat for seat in names}
+    unheard = [
+        (rank, ranks[rank])
+        for rank in generation.view.ranks
+        if ranks.get(rank) in node.peers and _is_unheard(node, ranks[rank])
+    ]
+    if not unheard:
+        return None
+    said = ", ".join(f"rank {rank} ({names[seat]})" for rank, seat in unheard)
+    has_quorum = node.hears_quorum
+    needed = "" if has_quorum else "; the members that are heard are no quorum, so the run cannot go on without them"
+    return Wait(
+        cause="members" if has_quorum else "quorum",
+        text=f"{said} cannot be heard{needed}",
+        missing=tuple(names[seat] for _, seat in unheard),
+    )
+
+
+def _is_unheard(node: Node, seat: int) -> bool:
+    peer = node.peers[seat]
+    return not (peer.left or peer.excluded) and (peer.link is None or node.is_suspected(seat))
+
+
+def _troubles(found: Iterable[tuple[str, str]]) -> tuple[Trouble, ...]:
+    return tuple(Trouble(where, bare_reason(where, why)) for where, why in found)[:TROUBLES_LIMIT]
+
+
+def bare_reason(where: str, why: str) -> str:
+    """Return why a place was not reached, without naming the place again."""
+    return why.removeprefix("cannot be reached: ").removeprefix(f"{where}: ")

@@ -1,0 +1,120 @@
+"""One stream socket of a messenger, plain or sealed: moves bytes between it and the matcher, never blocking."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import select
+import socket
+import struct
+import termios
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from covey.net.lanes.sealed import SealedSocket
+    from covey.proto.matching import Matcher
+
+_CALLS_PER_TURN: Final = 4
+"""Send or receive calls before other lanes get their turn."""
+_LINGER_MS: Final = 5
+"""Milliseconds between looks at the kernel's send queue; nothing wakes us when it is empty."""
+
+
+class MessageLane:
+    """The connection to one peer. Its methods are called under the messenger's lock."""
+
+    def __init__(self, peer: int, sock: socket.socket | SealedSocket, matcher: Matcher) -> None:
+        self.peer, self.sock = peer, sock
+        self.descriptor = sock.fileno()
+        self._matcher = matcher
+        self._began_at = matcher.progress(peer)
+        self.is_ended = False
+        """Nothing may be read or written any more."""
+        self.is_blocked = False
+        """There is more to write than the kernel took; wait until the socket is writable."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it has carried anything, as far as this end can know."""
+        return self._matcher.progress(self.peer) > self._began_at
+
+    def undelivered_bytes(self) -> int:
+        """Return how many bytes the kernel holds for the peer; a unix socket hands them over when they are written."""
+        if self.sock.family == socket.AF_UNIX or self.sock.fileno() < 0:
+            return 0
+        return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
+
+    def flush(self) -> None:
+        """Write what the matcher has for this peer, as far as the kernel takes it; OSError if the lane is broken."""
+        for _ in range(_CALLS_PER_TURN):
+            if self.peer not in self._matcher.ready:
+                self.is_blocked = False
+                return
+            buffers = self._matcher.outgoing(self.peer)
+            try:
+                count = self.sock.sendmsg(buffers) if len(buffers) > 1 else self.sock.send(buffers[0])
+            except BlockingIOError:
+                break
+            self._matcher.sent(self.peer, count)
+        self.is_blocked = self.peer in self._matcher.ready
+
+    def read(self) -> bool:
+        """Read what is there; False at the end of the stream.
+
+        Raises:
+            OSError: the lane is broken.
+            RemoteProtocolError: the peer sent something else than messages.
+        """
+        calls = 0
+        while calls < _CALLS_PER_TURN or self._has_more():
+            calls += 1
+            buffers = self._matcher.incoming(self.peer)
+            try:
+                count = self.sock.recvmsg_into(buffers)[0] if len(buffers) > 1 else self.sock.recv_into(buffers[0])
+            except BlockingIOError:
+                return True
+            if not count:
+                return False
+            self._matcher.received(self.peer, count)
+            if count < sum(map(len, buffers)):
+                return True  # the kernel had no more
+        return True
+
+    def _has_more(self) -> bool:
+        """Whether bytes are here of which polling will not tell."""
+        return not isinstance(self.sock, socket.socket) and self.sock.pending
+
+    def read_rest(self) -> None:
+        """Read all that has arrived of a stream that can no longer be written."""
+        with contextlib.suppress(OSError):
+            while self.read() and _becomes_readable(self.sock, 0):
+                pass
+
+    def close(self, deadline: float) -> None:
+        """Say that nothing follows and close, without destroying what the peer has not read yet.
+
+        Closing a TCP socket with unread bytes, or getting bytes afterwards, resets the connection and throws away
+        what the kernel has not delivered. So read until the peer closes or has everything, or until `deadline`.
+        """
+        with contextlib.suppress(OSError, RemoteProtocolError):
+            self.sock.shutdown(socket.SHUT_WR)
+            while self._discard() and time.monotonic() < deadline and self.undelivered_bytes():
+                _becomes_readable(self.sock, _LINGER_MS)
+        self.is_ended = True
+        self.sock.close()
+
+    def _discard(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while self.sock.recv(1 << 16):
+                pass
+            return False
+        return True
+
+
+def _becomes_readable(sock: socket.socket | SealedSocket, milliseconds: int) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(milliseconds))

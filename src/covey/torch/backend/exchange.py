@@ -1,0 +1,231 @@
+"""Collectives that leave their results in memory which the caller has ready, as torch's do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.base.arithmetic import reduction
+from covey.base.dtypes import DTYPES
+from covey.base.errors import ConfigError, MismatchError
+from covey.plan import choose, direct
+from covey.runtime.buffers import Operand, readable, writable
+from covey.runtime.group import movements
+from covey.runtime.group.group import Group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.runtime.collectives.attempt import Attempt
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class TensorGroup(Group):
+    """A group whose ranks know the sizes of what they get.
+
+    With `on_loss="continue"` an output that a lost rank should have filled is an error on those who have it: torch has
+    no way to say that something is missing, and whoever reads the output would take what was there for the truth. The
+    group goes on.
+    """
+
+    def all_gather_into(
+        self, outs: Sequence[Any], x: Any, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Fill `outs[r]` with `x` of rank r; sizes may differ, but every rank has the same list of them."""
+        targets, own = self._targets(outs), readable(x)
+        _check_alike([targets[self.rank], own], "the own input and its place in the output")
+        _check_dtypes([own, *targets])
+        lengths = tuple(target.flat.size for target in targets)
+        call = self._call("all_gather", own.code, None, lengths=_compact(lengths))
+
+        def body(circle: Attempt) -> tuple[int, ...]:
+            blocks = circle.chosen([target.flat for target in targets])
+            blocks[circle.rank][...] = own.load()
+            plan = choose.all_gather(circle.rank, tuple(circle.chosen(lengths)), circle.lane_family, None)
+            circle.execute(plan, blocks)
+            return circle.ranks
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=self._stores(targets))
+
+    def gather_into(
+        self, outs: Sequence[Any] | None, x: Any, root: int, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Fill `outs[r]` of `root` with `x` of rank r; others pass None."""
+        root, own = self._check_rank(root, "root"), readable(x)
+        targets = self._targets(outs) if self.rank == root else []
+        _check_dtypes([own, *targets])
+        if targets:
+            _check_alike([targets[root], own], "the own input and its place in the output")
+        call = self._call("gather", own.code, None, root=root)
+
+        def body(circle: Attempt) -> tuple[int, ...]:
+            if targets:
+                blocks = circle.chosen([target.flat for target in targets])
+                blocks[circle.rank][...] = own.load()
+            else:
+                blocks = [self._engine.nothing] * circle.size
+                blocks[circle.rank] = own.load()
+            lengths = [block.size for block in blocks]
+            circle.execute(direct.gather(circle.rank, circle.position(root), lengths), blocks)
+            return circle.ranks
+
+        then = self._stores(targets)
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
+
+    def scatter_into(
+        self, out: Any, xs: Sequence[Any] | None, root: int, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Fill `out` of rank r with `xs[r]` of `root`; others pass None."""
+        root, target = self._check_rank(root, "root"), writable(out)
+        parts = self._list_of_operands(xs, "the list to scatter") if self.rank == root else []
+        _check_dtypes([target, *parts])
+        if parts:
+            _check_alike([target, parts[root]], "the output and the own part of the input")
+        call = self._call("scatter", target.code, None, root=root)
+
+        def body(circle: Attempt) -> None:
+            if parts:
+                blocks = circle.chosen([part.load() for part in parts])
+            else:
+                blocks = [self._engine.nothing] * circle.size
+                blocks[circle.rank] = target.flat
+            lengths = [block.size for block in blocks]
+            circle.execute(direct.scatter(circle.rank, circle.position(root), lengths), blocks)
+            if parts:
+                target.flat[...] = parts[root].flat  # only now: it may be where another rank's part was
+
+        def deliver(_: None) -> None:
+            target.store()
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver, root=root)
+
+    def all_to_all_into(
+        self, outs: Sequence[Any], ins: Sequence[Any], *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Fill `outs[r]` with what rank r has for this one; `ins[r]` is for rank r."""
+        targets, parts = self._targets(outs), self._list_of_operands(ins, "the list of inputs")
+        _check_dtypes([*parts, *targets])
+        _check_alike([targets[self.rank], parts[self.rank]], "what this rank has for itself and the room for it")
+        call = self._call("all_to_all", parts[0].code, None)
+
+        def body(circle: Attempt) -> tuple[int, ...]:
+            outgoing = circle.chosen([part.load() for part in parts])
+            incoming = circle.chosen([target.flat for target in targets])
+            incoming[circle.rank][...] = outgoing[circle.rank]
+            plan = direct.all_to_all(circle.rank, [block.size for block in outgoing], [room.size for room in incoming])
+            circle.execute(plan, [*outgoing, *incoming])
+            return circle.ranks
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=self._stores(targets))
+
+    def reduce_scatter_into(
+        self, out: Any, xs: Sequence[Any], op: str, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Fill `out` of rank r with the combination of `xs[r]` of all ranks."""
+        target, parts = writable(out), self._list_of_operands(xs, "the list to reduce")
+        _check_dtypes([target, *parts])
+        _check_alike([target, parts[self.rank]], "the output and the own part of the input")
+        rule = reduction(op, target.flat.dtype)
+        lengths = [part.flat.size for part in parts]
+        segment = max(1, choose.SEGMENT_BYTES // target.flat.itemsize)
+        call = self._call("reduce_scatter", target.code, None, op=op, lengths=_compact(tuple(lengths)))
+        # The parts are read to the end, so the result must not be made on top of them.
+        is_apart = not any(np.may_share_memory(target.flat, part.flat) for part in parts)
+
+        def body(circle: Attempt) -> Array | None:
+            blocks = [part.load() for part in parts]
+            result = target.flat if is_apart else np.empty_like(target.flat)
+            result[...] = blocks[self.rank]
+            plan = direct.reduce_scatter(circle.rank, circle.chosen(lengths), segment)
+            circle.execute(plan, [*circle.chosen(blocks), result], rule)
+            return None if is_apart else result
+
+        def deliver(result: Array | None) -> None:
+            if result is not None:
+                target.flat[...] = result
+            target.store()
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
+
+    def gather_pairs(
+        self,
+        indices: Any,
+        values: Any,
+        bounds: Sequence[int],
+        then: Callable[[list[tuple[Array, Array]]], None],
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Call `then` with the indices and values of every rank that is left, in the order of ranks.
+
+        `indices` has a column for each row of `values`; on other ranks both may have other numbers of them. Row r of
+        the indices is below `bounds[r]`.
+        """
+        keys, entries = readable(indices), readable(values)
+        call = self._call("all_gather", entries.code, None, sparse=True, rows=keys.shape[0], entry=entries.shape[1:])
+
+        def body(circle: Attempt) -> list[tuple[Array, Array]]:
+            ndims = (movements.Wanted(ndim=len(operand.shape)) for operand in (keys, entries))
+            columns, rows = (
+                movements.gather_all(circle, operand, wanted=wanted)
+                for operand, wanted in zip((keys, entries), ndims, strict=True)
+            )
+            for place, (where, what) in enumerate(zip(columns, rows, strict=True)):
+                if where.shape != (keys.shape[0], what.shape[0]) or what.shape[1:] != entries.shape[1:]:
+                    shapes = f"{list(where.shape)} and {list(what.shape)}"
+                    circle.reject(place, f"the indices and values of no sparse tensor: shapes {shapes}")
+                if (where < 0).any() or (where >= np.array(bounds)[:, None]).any():
+                    circle.reject(place, f"indices beyond the {list(bounds)} of the sparse tensor")
+            return list(zip(columns, rows, strict=True))
+
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
+
+    def recv_into(self, out: Any, src: int, tag: int, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Fill `out` with the next message from `src` with `tag`; return who sent it."""
+        target = writable(out)
+
+        def finish(message: Any) -> int:
+            if message.is_object:
+                raise MismatchError(f"rank {message.source} sent an object with tag {message.tag}, not a tensor")
+            target.store()
+            return int(message.source)
+
+        return self._recv(src, tag, target, finish, timeout, async_op)
+
+    def _targets(self, outs: Sequence[Any] | None) -> list[Operand]:
+        if outs is None or len(outs) != self.size:
+            got = "None" if outs is None else f"{len(outs)} tensors"
+            raise ConfigError(f"the output list must have a tensor for each of the {self.size} ranks, not {got}")
+        return [writable(out) for out in outs]
+
+    def _stores(self, targets: list[Operand]) -> Callable[[tuple[int, ...]], None]:
+        """Return what delivers the outputs, once it is known which ranks filled theirs."""
+
+        def store(ranks: tuple[int, ...]) -> None:
+            if targets and len(ranks) < self.size:
+                lost = next(rank for rank in range(self.size) if rank not in ranks)
+                raise self._engine.part_lost(lost)
+            for target in targets:
+                target.store()
+
+        return store
+
+
+def _compact(lengths: tuple[int, ...]) -> Any:
+    """Return lengths as a message to people should show them: once, where all are equal."""
+    return lengths[0] if len(set(lengths)) == 1 else lengths
+
+
+def _check_alike(operands: list[Operand], what: str) -> None:
+    if len({operand.flat.size for operand in operands}) > 1:
+        shapes = " and ".join(str(list(operand.shape)) for operand in operands)
+        raise ConfigError(f"{what} must have as many elements; they have shapes {shapes}")
+
+
+def _check_dtypes(operands: list[Operand]) -> None:
+    if len(found := {operand.code for operand in operands}) > 1:
+        names = sorted(DTYPES[code].name for code in found)
+        raise TypeError(f"tensors of one operation must have one dtype, not {', '.join(names)}")

@@ -1,0 +1,114 @@
+"""How the ranks of a process group meet on covey, with neither address nor rank: `init_method="covey://RUN"`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from torch.distributed.constants import default_pg_timeout
+
+from covey.base.config import split_list
+from covey.base.errors import ConfigError
+from covey.runtime.joining.bootstrap import join_as_asked, joined
+from covey.runtime.joining.torch_env import gloo_variables, own_variables
+from covey.torch import entry
+from covey.torch.backend.store import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from datetime import timedelta
+
+    from covey.runtime.group.group import Group
+    from covey.torch.backend.store import CoveyStore
+
+_PARAMETERS: Final[dict[str, Callable[[str], Any]]] = {
+    "cluster": str,
+    "size": int,
+    "min_size": int,
+    "max_size": int,
+    "timeout": float,
+    "seeds": split_list,
+    "interfaces": str,
+    "on_loss": str,
+}
+"""Those of `covey.join`, and what makes them of text."""
+
+
+def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[CoveyStore, int, int]]:
+    """Yield a store that all ranks share, this process's rank, and how many there are.
+
+    `covey://RUN?size=4` joins a run of the cluster. `covey://`, or `env://` under covey's launcher, takes the group
+    that this process has joined already, or joins the run that the launcher says; without one, the process is alone.
+    """
+    asked, rank, size = parse(url)
+    if asked.get("timeout") is None and timeout != default_pg_timeout:
+        asked["timeout"] = timeout.total_seconds()
+    before = joined()
+    group = before if before is not None and not asked.keys() - {"timeout"} else join_as_asked(asked)
+    # A launcher's run stays, so that the ranks can meet there again.
+    owns_run = group is not before and ("run" in asked or group.size == 1)
+    try:
+        if rank not in (None, group.rank) or size not in (None, group.size):
+            raise ConfigError(
+                f"covey gave this process rank {group.rank} of {group.size}, and init_process_group was told "
+                f"rank={rank}, world_size={size}; leave them out"
+            )
+        store = open_store(group, timeout, owns_run=owns_run)
+    except BaseException:
+        if owns_run:
+            group.close()
+        raise
+    _export(group)
+    yield store, group.rank, group.size
+    raise ConfigError("a process group cannot meet anew; destroy it, and call init_process_group again")
+
+
+def parse(url: str) -> tuple[dict[str, Any], int | None, int | None]:
+    """Return the arguments of `join` that an address asks for, and the rank and size that torch was told.
+
+    Raises:
+        ConfigError: there is something in it that nobody understands, or that contradicts itself.
+    """
+    parts = urlsplit(url)
+    asked: dict[str, Any] = {}
+    told: dict[str, int] = {}
+    for name, text in parse_qsl(parts.query, keep_blank_values=True):
+        if name in ("rank", "world_size"):
+            told |= {name: number} if (number := _value(url, name, text, int)) != -1 else {}
+        elif name not in _PARAMETERS:
+            raise ConfigError(f"{url}: there is no parameter {name!r}; there are {', '.join(_PARAMETERS)}")
+        elif name in asked:
+            raise ConfigError(f"{url}: {name} is there twice")
+        else:
+            asked[name] = _value(url, name, text, _PARAMETERS[name])
+    rank, size = told.get("rank"), told.get("world_size")
+    run = unquote(parts.netloc + parts.path).strip("/") if parts.scheme == entry.NAME else ""
+    if not run:
+        return asked, rank, size
+    if rank is not None:
+        raise ConfigError(f"{url}: the nodes of a run agree on their ranks; leave rank= out")
+    if size is not None and not asked.keys() & {"size", "min_size", "max_size"}:
+        asked["size"] = size
+    if size is not None and asked.get("size", size) != size:
+        raise ConfigError(f"{url}: world_size={size} and size={asked['size']} contradict each other; leave one out")
+    return {"run": run} | asked, None, size
+
+
+def _value(url: str, name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{url}: {name}={text!r} is not a number") from None
+
+
+def _export(group: Group) -> None:
+    """Tell the script who it is in the variables that scripts for torchrun read, but for where to meet.
+
+    Outside of covey's launcher RANK and WORLD_SIZE would be taken for another launcher's.
+    """
+    variables = own_variables(group)
+    if not entry.is_launched():
+        variables = {name: value for name, value in variables.items() if name.startswith("LOCAL_")}
+    os.environ |= variables | gloo_variables(group)
+    entry.exported.update(variables)

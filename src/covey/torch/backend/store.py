@@ -1,0 +1,145 @@
+"""A store of torch.distributed on covey's control plane: rank 0 keeps the entries, the others ask over their links."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+
+from covey.base.errors import DeadlineError
+from covey.runtime.members.store import BOARDS_LIMIT, open_board
+from covey.wire import board as wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from covey.runtime.group.group import Group
+    from covey.runtime.members.store import Desk
+
+_alive: Final[collections.deque[CoveyStore]] = collections.deque(maxlen=BOARDS_LIMIT)
+"""C++ holds a store without its Python half, which would be gone with the last reference from Python."""
+
+
+class StoreTimeoutError(DeadlineError, dist.DistStoreError):  # type: ignore[misc]  # torch is not followed
+    """A key did not come in time. It is what torch's own stores raise, and a DeadlineError."""
+
+
+def open_store(group: Group, timeout: timedelta, *, owns_run: bool = False) -> CoveyStore:
+    """Return a new store that all ranks of the group share; all of them call this.
+
+    Who `owns_run` leaves it when the process group that uses the store is destroyed.
+    """
+    store = CoveyStore(group, open_board(group, timeout.total_seconds()), owns_run=owns_run)
+    store.set_timeout(timeout)
+    _alive.append(store)
+    return store
+
+
+class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by the type checker
+    """Entries of a run. Any thread may use it; Ctrl-C and the loss of rank 0 end what waits.
+
+    What C++ calls comes in by other names than what Python calls, hence the pairs at the end.
+    """
+
+    def __init__(self, group: Group, desk: Desk, *, owns_run: bool) -> None:
+        super().__init__()
+        self._desk = desk
+        self.group, self.owns_run = group, owns_run
+        self._worlds = 0
+
+    def new_nonce(self) -> str:
+        """Return a name that is the same on all ranks, and another for each process group of all that uses this."""
+        self._worlds += 1
+        return f"{self._desk.board:016x}.{self._worlds}"
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set an entry."""
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several entries at once."""
+        self._ask(wire.Put(tuple((key, _bytes(value)) for key, value in zip(keys, values, strict=True))))
+
+    def get(self, key: str) -> bytes:
+        """Wait for an entry, and return its value."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for several entries, and return their values."""
+        return list(self._ask(wire.Get(tuple(keys))).values)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for several entries."""
+        self._ask(wire.Await(tuple(keys)), timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell whether all of these entries are there."""
+        return bool(self._ask(wire.Check(tuple(keys))).number)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 if it is not there; return the sum."""
+        return self._ask(wire.Add(key, amount)).number
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set an entry if it is as expected, or if it is not there and "" is expected; return what it is now."""
+        return self._ask(wire.Swap(key, _bytes(expected), _bytes(desired))).values[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add to the end of a value."""
+        self._ask(wire.Append(key, _bytes(value)))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove an entry; return whether it was there."""
+        return bool(self._ask(wire.Delete(key)).number)
+
+    def num_keys(self) -> int:
+        """Return how many entries there are."""
+        return self._ask(wire.Count()).number
+
+    def list_keys(self) -> list[str]:
+        """Return the keys of all entries."""
+        return [key.decode() for key in self._ask(wire.Names()).values]
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Add a value to the end of a queue."""
+        self._ask(wire.Push(key, _bytes(value)))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value of a queue; wait for one, unless told not to."""
+        values = self._ask(wire.Pop(key, block)).values
+        if not values:
+            raise dist.QueueEmptyError(f"the queue {key!r} is empty")
+        return values[0]
+
+    def queue_len(self, key: str) -> int:
+        """Return how many values are in a queue."""
+        return self._ask(wire.Length(key)).number
+
+    def has_extended_api(self) -> bool:
+        """There are append, multi_get and multi_set."""
+        return True
+
+    def clone(self) -> CoveyStore:
+        """Return itself: any thread may use it."""
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+    hasExtendedApi = has_extended_api  # noqa: N815
+
+    def _ask(self, question: wire.Question, timeout: timedelta | None = None) -> wire.Done:
+        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        try:
+            return self._desk.ask(question, seconds)
+        except DeadlineError:
+            what = type(question).__name__.lower()
+            keys = getattr(question, "keys", None) or (getattr(question, "key", ""),)
+            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            raise StoreTimeoutError(
+                f"{what}({shown}): not there within {seconds:g} s; did every rank come here, or did one fail before?"
+            ) from None
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,181 @@
+"""torch's handle of started operations, around covey's, and the threads that tell those who wait for its future."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from covey.torch.backend.devices import order, settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.work import Work
+
+IDLE_SECONDS: Final = 10.0
+"""How long a thread without work stays."""
+CLOSE_SECONDS: Final = 5.0
+"""How long callbacks that are running may take when a group is closed."""
+
+
+class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by the type checker
+    """The operations of one call, in issue order, and the tensors that they fill. Without any, it is done."""
+
+    def __init__(
+        self,
+        works: list[Work[Any]],
+        tensors: list[torch.Tensor],
+        notices: Notices,
+        contributors: list[int] | None = None,
+        source: int = -1,
+    ) -> None:
+        """`contributors` are ranks that what is done already was made from; `source` sent what was received."""
+        super().__init__()
+        self._works, self._tensors, self._notices = works, tensors, notices
+        self._contributors, self._source = contributors or [], source
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    @property
+    def contributors(self) -> list[int]:
+        """The ranks of the group whose input is in the result; once a collective is done.
+
+        With `on_loss="continue"`, ranks that were lost are not among them.
+        """
+        return [rank for rank in self._contributors if all(rank in work.contributors for work in self._works)]
+
+    def is_completed(self) -> bool:
+        """Tell whether it ended, well or not."""
+        return all(work.done() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Tell whether it ended well."""
+        return self.is_completed() and self._error() is None
+
+    def exception(self) -> BaseException | None:
+        """Return what ended it, if it has ended and something did."""
+        return self._error() if self.is_completed() else None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return once it ended well; raise what ended it. A timeout of 0 is none.
+
+        Tensors on a device may still be on their way there: the caller's stream waits for them, not the caller.
+        """
+        seconds = timeout.total_seconds()
+        until = time.monotonic() + seconds if seconds > 0 else None
+        for work in self._works:
+            work.wait(None if until is None else max(0.0, until - time.monotonic()))
+        order(self._tensors)
+        return True
+
+    def synchronize(self) -> None:
+        """Return once it ended well; raise what ended it."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors, once they are filled."""
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return who sent what a receive got."""
+        return int(self._works[0].wait()) if self._works else self._source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of the tensors.
+
+        C++ reads an exception that was set from Python as a value, and crashes; one that a callback raised it
+        understands. So the future that is given out is that of a callback.
+        """
+        if self._future is None:
+            raw: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = raw.then(_unwrapped)
+            if self.is_completed():
+                raw.set_result(self._outcome())
+            else:
+                self._works[-1].add_done_callback(lambda _: self._notices.call(lambda: raw.set_result(self._outcome())))
+        return self._future
+
+    def _outcome(self) -> list[torch.Tensor] | BaseException:
+        error = self._error()
+        if error is None:
+            settle(self._tensors)  # whoever is called back may be on any stream
+        return error or self._tensors
+
+    def _error(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+
+def _unwrapped(ended: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    outcome: list[torch.Tensor] | BaseException = ended.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+class Notices:
+    """Calls those who wait for futures, each on a thread that nobody else needs.
+
+    A callback may wait for other operations, and so for their callbacks: there must always be another thread. All of
+    them have ended before the interpreter does, which otherwise aborts in the middle of one.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[Callable[[], None]] = []
+        self._idle = 0
+        self._threads: set[threading.Thread] = set()
+        self._is_closing = False
+        self._process = os.getpid()
+
+    def call(self, notice: Callable[[], None]) -> None:
+        """Call `notice`, soon, on a thread that is free; here, once the threads have ended, and in a fork."""
+        if self._process != os.getpid():  # the threads are not here, and one of them may have held the lock
+            notice()
+            return
+        with self._changed:
+            if not self._is_closing:
+                self._waiting.append(notice)
+                if self._idle >= len(self._waiting):
+                    self._changed.notify()
+                    return
+                thread = threading.Thread(target=self._serve, name="covey-torch-notice", daemon=True)
+                self._threads.add(thread)
+                thread.start()
+                return
+        notice()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                if not self._waiting and not self._is_closing:
+                    self._changed.wait(IDLE_SECONDS)
+                self._idle -= 1
+                if not self._waiting:
+                    self._threads.discard(threading.current_thread())
+                    return
+                notice = self._waiting.pop(0)
+            notice()
+            del notice  # it may hold large tensors; do not keep them while waiting for the next
+
+    def close(self) -> None:
+        """Let all that wait be called, and the threads end. Closing twice is fine."""
+        if self._process != os.getpid():
+            return
+        deadline = time.monotonic() + CLOSE_SECONDS
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))

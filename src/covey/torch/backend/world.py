@@ -1,0 +1,168 @@
+"""All ranks of `init_process_group`: one run of covey, which the groups that torch makes of them share."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.base.config import group_config
+from covey.base.errors import ConfigError
+from covey.net.discovery.host_rendezvous import host_token, meeting_folder
+from covey.net.temporary import temporary_folder
+from covey.runtime.environment import Place, find_place
+from covey.runtime.joining.bootstrap import join, join_at, joined
+from covey.runtime.joining.torch_env import free_port
+from covey.torch.backend import devices
+from covey.torch.backend.exchange import TensorGroup
+from covey.torch.backend.store import CoveyStore
+from covey.torch.entry import is_launched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.runtime.group.group import Group
+
+
+class World:
+    """A run of covey, or a part of one, that process groups are in."""
+
+    def __init__(self, top: Group, nonce: str, *, owns_run: bool, ranks: Sequence[int] | None = None) -> None:
+        """`nonce` is the same on all ranks, and new for each world. Who `owns_run` leaves it at the end.
+
+        `ranks` are those of the run that the world's ranks are, in their order; all of them if not given.
+        """
+        self._top, self._nonce, self._owns_run = top, nonce, owns_run
+        self._ranks = range(top.size) if ranks is None else ranks
+        self._made: Counter[tuple[Any, ...]] = Counter()
+        self._closers: list[Callable[[], None]] = []
+        with (
+            contextlib.nullcontext(top) if ranks is None else self.group("devices", list(range(len(ranks)))) as members
+        ):
+            self.has_devices = bool(members.all_reduce(int(devices.any_here()), op="max"))
+            """Whether tensors of some rank may be on a device; all ranks know the same."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was made here yet."""
+        return not self._closers
+
+    def group(self, name: str, ranks: list[int]) -> TensorGroup:
+        """Return a group of these ranks of the world; each of them makes it, as often and by the same name."""
+        parent = self._top._engine
+        self._made[name, *ranks] += 1
+        words = f"torch/{self._nonce}/{name}/{ranks}/{self._made[name, *ranks]}"
+        members = tuple(parent.members[self._ranks[rank]] for rank in ranks)
+        return TensorGroup(parent.beside(words, members, name), local_rank=self._top.local_rank)
+
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Call `closer` before the run is left, unless it is forgotten before."""
+        self._closers.append(closer)
+
+    def forget(self, closer: Callable[[], None]) -> None:
+        """What `closer` closes is closed."""
+        with contextlib.suppress(ValueError):
+            self._closers.remove(closer)
+
+    def close(self) -> None:
+        """Close what was made here, newest first, and leave the run. Closing twice is fine."""
+        atexit.unregister(self.close)
+        closers, self._closers = self._closers, []
+        for closer in reversed(closers):
+            closer()
+        if self._owns_run:
+            self._top.close()
+
+
+_lock = threading.Lock()
+_world: World | None = None
+"""That of torch's default group, if it is covey's; groups of some of its ranks are in the same run."""
+_worlds: Counter[tuple[int, ...]] = Counter()
+"""How many there have been of the same ranks, none for all: stores outlive them, and remember what they said."""
+
+
+def world_of(store: Any, rank: int, size: int, timeout: float, ranks: list[int]) -> World:
+    """Return the world of a process group; `ranks` are those of the default group, none for that group itself.
+
+    Where the default group is another backend's, each group of covey's is a world of its own.
+    """
+    global _world
+    with _lock:
+        if _world is not None:
+            return _world
+        _worlds[tuple(ranks)] += 1
+        world = _meet(store, f"covey/{_worlds[tuple(ranks)]}/", rank, size, timeout, ranks)
+        atexit.register(world.close)  # before the group of all ranks, which registered first, is closed
+        if not ranks:
+            _world = world
+        return world
+
+
+def close_world(world: World) -> None:
+    """Close the groups of a world, and leave the run: its first group is destroyed, or the program ends."""
+    global _world
+    with _lock:
+        _world = None if world is _world else _world
+    world.close()
+
+
+def _meet(store: Any, prefix: str, rank: int, size: int, timeout: float, ranks: list[int]) -> World:
+    """Use the run that the store is of; or the one that covey's launcher says; or meet through torch's store."""
+    if isinstance(ours := _innermost(store), CoveyStore) and not ranks:
+        _check_place(ours.group, rank, size)
+        return World(ours.group, ours.new_nonce(), owns_run=ours.owns_run)
+    if rank == 0:
+        store.set(prefix + "nonce", f"{secrets.token_hex(8)} {free_port()}")
+    nonce, port = store.get(prefix + "nonce").decode().split()
+    if is_launched() or isinstance(ours, CoveyStore):
+        top = ours.group if isinstance(ours, CoveyStore) else joined() or join()
+        if ranks:
+            return World(top, nonce, owns_run=False, ranks=ranks)
+        _check_place(top, rank, size)
+        return World(top, nonce, owns_run=False)
+    name = f"torch-{nonce}"
+    place = Place(rank=rank, size=size, name=name)
+    if size > 1:
+        store.set(f"{prefix}host/{rank}", host_token(Path(temporary_folder())))
+        hosts = [store.get(f"{prefix}host/{other}") for other in range(size)]
+        here = [other for other in range(size) if hosts[other] == hosts[rank]]
+        place = replace(place, local_rank=here.index(rank), local_size=len(here))
+        if len(here) == size:
+            place = replace(place, folder=str(meeting_folder(name)))
+        else:
+            place = replace(place, master=(_master(store, rank, size), int(port) - 1))
+    return World(join_at(place, group_config(os.environ), timeout=timeout), nonce, owns_run=True)
+
+
+def _check_place(top: Group, rank: int, size: int) -> None:
+    if (top.rank, top.size) != (rank, size):
+        raise ConfigError(
+            f"covey gave this process rank {top.rank} of {top.size}, and init_process_group was told rank {rank} "
+            f"of {size}; leave rank= and world_size= out"
+        )
+
+
+def _innermost(store: Any) -> Any:
+    """Return the store that others only put a prefix on."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _master(store: Any, rank: int, size: int) -> str:
+    """Return the address of rank 0's host: torchrun says it, or it is where torch's store is."""
+    place = find_place(os.environ)
+    if place.master is not None and (place.rank, place.size) == (rank, size):
+        return place.master[0]
+    if host := getattr(_innermost(store), "host", ""):
+        return str(host)
+    raise ConfigError(
+        "the ranks are on several hosts, and nothing says where rank 0 is: start them with torchrun, or set "
+        "MASTER_ADDR and MASTER_PORT, or use init_method='tcp://HOST:PORT' with the address of rank 0's host"
+    )

@@ -1,0 +1,458 @@
+"""Checkpoints that are there whole or not at all: torch.distributed.checkpoint, made atomic.
+
+    FOLDER/step-0000000200/
+        manifest.json        step, size of every file and its BLAKE2b; its own too
+        structure.pickle     all that is not a tensor, and where the tensors go
+        .metadata, __0_0.distcp ...   the tensors, as torch.distributed.checkpoint writes them
+
+A checkpoint is written under a name that begins with a dot, brought to the disk, and renamed. Its structure is a
+pickle: load only what you trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import threading
+import warnings
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from covey.base.errors import ConfigError, CoveyError, DeadlineError, Remedy
+from covey.torch.training.structure import holder_of, parameters_by_state, put_together, slots, state_of, take_apart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
+
+APART_SECONDS = 300.0
+"""How long a save in the background waits for the other ranks."""
+MANIFEST, STRUCTURE = "manifest.json", "structure.pickle"
+NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
+"""A step, and the how manieth checkpoint of that step it is; the highest counts."""
+
+
+class CheckpointError(CoveyError):
+    """A checkpoint could not be written, or is not what was written; `files` are the damaged ones."""
+
+    remedy = Remedy.STOP
+
+    def __init__(self, message: str, *, files: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.files = files
+
+
+class Saving:
+    """A save that may still be going on."""
+
+    def __init__(self, future: Future[Path]) -> None:
+        self._future, self._asked = future, False
+
+    def done(self) -> bool:
+        """Return whether the save is over, well or badly."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Return the folder of the checkpoint once it is complete.
+
+        Raises:
+            DeadlineError: not within `timeout` seconds; it goes on.
+            CheckpointError, OSError: it was not written.
+        """
+        try:
+            error = self._future.exception(timeout)
+        except TimeoutError:
+            raise DeadlineError(f"the checkpoint is still being written after the timeout of {timeout} s") from None
+        self._asked = True
+        if error is not None:
+            raise error
+        return self._future.result()
+
+    def settle(self) -> None:
+        """Wait until it is over; raise why it failed if nobody asked yet."""
+        if not (self._asked and self._future.done()):
+            self.wait()
+
+
+def save(
+    state: dict[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    step: int,
+    keep: int | None = 3,
+    process_group: Any = None,
+    async_: bool = False,
+) -> Saving:
+    """Save `state` as the checkpoint of `step` in `folder`, and remove all but the `keep` latest (None: keep all).
+
+    `state` holds modules, optimizers, samplers and whatever else has a `state_dict`, and tensors and plain values in
+    dicts, lists and tuples. All ranks of the group call this, with one folder that all of them see. Sharded tensors
+    (DTensors) are written by those who hold them; of all else one copy is written, so it must be the same on every
+    rank. Without a process group this process saves alone.
+
+    `async_` returns as soon as the state is copied to host memory; a thread writes it, over a group of its own, and
+    the process does not end before that. The next save waits for it, and raises its error if a rank did not ask for it.
+
+    What fails on one rank is raised on all of them, and what was written until then is removed.
+
+    Raises:
+        ConfigError: the state cannot be saved, or the ranks do not see the same folder.
+        CheckpointError, OSError: it could not be written. Earlier checkpoints are as they were.
+        PeerLostError: a rank was lost meanwhile. So they are then.
+    """
+    ranks = _Ranks(process_group)
+    frozen, tensors = b"", dict[str, Any]()
+
+    def freeze() -> None:
+        nonlocal frozen, tensors
+        _settle_last()
+        if step < 0 or (keep is not None and keep < 1):
+            raise ConfigError(f"step={step}, keep={keep}: a step is 0 or more, and 1 or more are kept")
+        structure, tensors = take_apart({key: state_of(value) for key, value in state.items()})
+        frozen = _pickled(structure)
+        if async_:
+            tensors = BlockingAsyncStager().stage(tensors)
+
+    ranks.each(freeze)
+    future: Future[Path] = Future()
+    if not async_:
+        future.set_result(_write(frozen, tensors, Path(folder), step, keep, ranks))
+        return Saving(future)
+    apart = ranks.apart()
+
+    def work() -> None:
+        try:
+            future.set_result(_write(frozen, tensors, Path(folder), step, keep, apart))
+        except BaseException as error:
+            future.set_exception(error)
+
+    global _last
+    _last = Saving(future)
+    threading.Thread(target=work, name="covey-save").start()
+    return _last
+
+
+def load(
+    state: dict[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    process_group: Any = None,
+) -> int:
+    """Load the entries of `state` from the checkpoint of `step`, or the latest, and return its step.
+
+    What has a `load_state_dict` gets it called; other entries of `state` are replaced. Tensors are loaded in place
+    where their shape allows it, sharded as they are here: it does not matter how many ranks saved them. Optimizers
+    need not have made a step. Every file is checked first, each by one of the ranks.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it lacks an entry.
+        CheckpointError: files are damaged; says which.
+    """
+    ranks, home = _Ranks(process_group), Path(folder)
+    number, name = ranks.first(lambda: _find(home, step))
+    path = home / name
+    wrong = [line for found in ranks.each(lambda: _verify(path, ranks.rank, ranks.size)) for line in found]
+    if wrong:
+        others = [other for other in steps(home) if other != number]
+        raise CheckpointError(
+            f"{path} is damaged: {', '.join(f'{file} {what}' for file, what in wrong)}; other steps here: {others}",
+            files=tuple(file for file, _ in wrong),
+        )
+    structure: dict[str, Any] = pickle.loads((path / STRUCTURE).read_bytes())
+    if missing := sorted(state.keys() - structure.keys()):
+        raise ConfigError(f"{path} has no {', '.join(missing)}; it has {', '.join(sorted(structure))}")
+    _, present = take_apart({key: state_of(value) for key, value in state.items()})
+    owners = parameters_by_state(state)
+    reader = dcp.FileSystemReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, torch.Tensor] = {}
+    for key in slots({key: structure[key] for key in state}):
+        size, dtype = saved[key].size, saved[key].properties.dtype
+        owner = owners.get(key.rpartition(".")[0])
+        if key in present and present[key].shape == size:
+            tensors[key] = present[key]
+        elif owner is not None and owner.shape == size:
+            tensors[key] = torch.empty_like(owner, dtype=dtype, requires_grad=False)
+        else:
+            tensors[key] = torch.empty(size, dtype=dtype)
+    with ranks.as_torch_wants(f"{path} could not be loaded") as arguments:
+        dcp.load(tensors, storage_reader=reader, **arguments)
+    for key, value in state.items():
+        holder, whole = holder_of(value), put_together(structure[key], tensors)
+        if hasattr(holder, "load_state_dict"):
+            holder.load_state_dict(whole)
+        else:
+            state[key] = whole
+    return number
+
+
+def steps(folder: str | os.PathLike[str]) -> list[int]:
+    """Return the steps of the complete checkpoints in `folder`, lowest first."""
+    return sorted(_complete(Path(folder)))
+
+
+def latest(folder: str | os.PathLike[str]) -> int | None:
+    """Return the highest step that has a complete checkpoint in `folder`, if any."""
+    return max(steps(folder), default=None)
+
+
+_last: Saving | None = None
+"""The asynchronous save that was begun last, until the next one has looked at it."""
+_apart: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""For each group that saved asynchronously, a second group of the same ranks."""
+
+
+def _settle_last() -> None:
+    global _last
+    if _last is not None:
+        last, _last = _last, None
+        last.settle()
+
+
+def _pickled(structure: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps(structure)
+    except Exception as error:  # a reduction of somebody's own class may raise anything
+        raise ConfigError(f"{_unpicklable_in(structure)} of the state cannot be saved: {error}") from error
+
+
+def _unpicklable_in(structure: dict[str, Any]) -> str:
+    for name, value in structure.items():
+        try:
+            pickle.dumps(value)
+        except Exception:
+            return name
+    return "something"
+
+
+class _Ranks:
+    """Those who save or load together: the ranks of a process group, or this process alone."""
+
+    def __init__(self, group: Any) -> None:
+        self._alone = not (dist.is_available() and dist.is_initialized())
+        self._group = None if self._alone else group or dist.group.WORLD
+        self.rank = 0 if self._alone else dist.get_rank(self._group)
+        self.size = 1 if self._alone else dist.get_world_size(self._group)
+
+    def each(self, action: Callable[[], T]) -> list[T]:
+        """Return what `action` returns on each rank; raise on all of them what it raises on one."""
+        outcome: tuple[T | None, Exception | None]
+        try:
+            outcome = action(), None
+        except Exception as error:
+            if self._alone:
+                raise
+            outcome = None, _portable(error)
+        outcomes = [outcome] * self.size
+        if not self._alone:
+            dist.all_gather_object(outcomes, outcome, group=self._group)
+        for rank, (_, failure) in enumerate(outcomes):
+            if failure is not None:
+                failure.add_note(f"raised on rank {rank}")
+                raise failure
+        return [value for value, _ in outcomes]  # type: ignore[misc]
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Return on every rank what `action` returns on the first, or raise what it raises there."""
+        return self.each(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def apart(self) -> _Ranks:
+        """Return the same ranks with a group of their own, whose operations may mix with those of the caller."""
+        if self._alone:
+            return self
+        if self._group not in _apart:
+            backend = "gloo" if dist.get_backend(self._group) == "nccl" else None  # what is saved is in host memory
+            ranks = dist.get_process_group_ranks(self._group)
+            # torch names a group of all ranks by a number that all of them count alike. That of some is named by its
+            # ranks and how many groups this one is in: they may disagree, and then this timeout says so.
+            is_whole = len(ranks) == dist.get_world_size()
+            _apart[self._group] = dist.new_group(
+                None if is_whole else ranks,
+                timeout=timedelta(seconds=APART_SECONDS),
+                backend=backend,
+                use_local_synchronization=not is_whole,
+            )
+        return _Ranks(_apart[self._group])
+
+    @contextlib.contextmanager
+    def as_torch_wants(self, failure: str) -> Iterator[dict[str, Any]]:
+        """Give the arguments that say who takes part, and raise what torch raises as an Exception with its reasons."""
+        with warnings.catch_warnings() if self._alone else contextlib.nullcontext():
+            if self._alone:  # torch would say so
+                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            try:
+                yield {"process_group": self._group, "no_dist": self._alone}
+            except CheckpointException as error:
+                reasons = [f"rank {rank}: {reason[0]!r}" for rank, reason in sorted(error.failures.items())]
+                raise CheckpointError(f"{failure}: {'; '.join(reasons)}") from error
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that other ranks can be told of: this one, or one with its words if it does not travel."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _write(structure: bytes, tensors: dict[str, Any], folder: Path, step: int, keep: int | None, ranks: _Ranks) -> Path:
+    """Write a checkpoint, and return its folder; if that fails on a rank, leave nothing of it."""
+    try:
+        return _write_hidden(structure, tensors, folder, step, keep, ranks)
+    except BaseException:
+        if ranks.rank == 0:
+            for rest in folder.glob(".step-*"):
+                shutil.rmtree(rest, ignore_errors=True)
+        raise
+
+
+def _write_hidden(
+    structure: bytes, tensors: dict[str, Any], folder: Path, step: int, keep: int | None, ranks: _Ranks
+) -> Path:
+    """Write a checkpoint under a hidden name, bring it to the disk and rename it; return its folder."""
+
+    def begin() -> str:
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            _sync(folder.parent)
+        for rest in folder.glob(".step-*"):  # of a save or a removal that was cut short
+            shutil.rmtree(rest)
+        version = max((v for s, v, _ in _names(folder) if s == step), default=-1) + 1
+        name = f"step-{step:010d}" + (f".{version}" if version else "")
+        (folder / f".{name}").mkdir()
+        (folder / f".{name}" / STRUCTURE).write_bytes(structure)
+        return name
+
+    def check_own() -> dict[str, tuple[int, str]]:
+        mine = f"__{ranks.rank}_"  # as torch names the files of a rank
+        names = [file.name for file in hidden.iterdir()]
+        return {
+            name: _fingerprint(hidden / name, sync=True)
+            for name in sorted(names)
+            if name.startswith(mine) or (ranks.rank == 0 and not name.startswith("__"))
+        }
+
+    def end() -> None:
+        for file, (size, _) in files.items():
+            if not (hidden / file).is_file() or (hidden / file).stat().st_size != size:
+                raise ConfigError(
+                    f"{file} was written but is not in {hidden} here; give a folder that all ranks share, "
+                    "such as one on a network file system"
+                )
+        _write_manifest(hidden, step, files)
+        _sync(hidden)
+        hidden.rename(folder / name)
+        _sync(folder)
+        _remove_old(folder, step, keep)
+
+    name = ranks.first(begin)
+    hidden = folder / f".{name}"
+    with ranks.as_torch_wants(f"the checkpoint of step {step} could not be written") as arguments:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(hidden, sync_files=False), **arguments)
+    files = {file: print_ for own in ranks.each(check_own) for file, print_ in own.items()}
+    ranks.first(end)
+    return folder / name
+
+
+def _remove_old(folder: Path, step: int, keep: int | None) -> None:
+    """Remove replaced checkpoints and all but the `keep` highest steps; never that of `step`, just written."""
+    complete = _complete(folder)
+    kept = {*(sorted(complete) if keep is None else sorted(complete)[-keep:]), step}
+    for number, _, name in _names(folder):
+        if number not in kept or complete.get(number, name) != name:
+            (folder / name).rename(folder / f".{name}.old")  # half removed must not look complete
+            shutil.rmtree(folder / f".{name}.old")
+
+
+def _names(folder: Path) -> list[tuple[int, int, str]]:
+    """Return step, version and name of every checkpoint's folder, in order."""
+    if not folder.is_dir():
+        return []
+    found = [match for name in os.listdir(folder) if (match := NAME.fullmatch(name))]
+    return sorted((int(match[1]), int(match[2] or 0), match[0]) for match in found)
+
+
+def _complete(folder: Path) -> dict[int, str]:
+    """Return the names of the complete checkpoints by step."""
+    return {step: name for step, _, name in _names(folder) if (folder / name / MANIFEST).is_file()}
+
+
+def _find(folder: Path, step: int | None) -> tuple[int, str]:
+    complete = _complete(folder)
+    if not complete:
+        raise ConfigError(f"no checkpoint in {folder.absolute()}")
+    wanted = max(complete) if step is None else step
+    if wanted not in complete:
+        raise ConfigError(f"no checkpoint of step {wanted} in {folder.absolute()}; there are {sorted(complete)}")
+    return wanted, complete[wanted]
+
+
+def _write_manifest(folder: Path, step: int, files: dict[str, tuple[int, str]]) -> None:
+    manifest = {
+        "step": step,
+        "files": {name: {"bytes": size, "blake2b": digest} for name, (size, digest) in files.items()},
+    }
+    path = folder / MANIFEST
+    path.write_text(json.dumps(manifest | {"blake2b": _digest_of(manifest)}, indent=1))
+    _sync(path)
+
+
+def _verify(folder: Path, rank: int, size: int) -> list[tuple[str, str]]:
+    """Return the damaged files among those that fall to this rank, each with what is wrong."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        digest, files = manifest.pop("blake2b"), sorted(manifest["files"].items())
+        intact = digest == _digest_of(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        return [(MANIFEST, "is not what was written")] if rank == 0 else []
+    wrong = []
+    for name, saved in files[rank::size]:
+        path = folder / name
+        if not path.is_file():
+            wrong.append((name, "is missing"))
+        elif path.stat().st_size != saved["bytes"]:
+            wrong.append((name, f"has {path.stat().st_size} bytes instead of {saved['bytes']}"))
+        elif _fingerprint(path)[1] != saved["blake2b"]:
+            wrong.append((name, "is not what was written"))
+    return wrong
+
+
+def _fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
+    """Return size and digest of a file, and bring it to the disk if asked to."""
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+        return file.tell(), digest
+
+
+def _digest_of(manifest: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

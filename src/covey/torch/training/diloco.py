@@ -1,0 +1,262 @@
+"""DiLoCo: many inner steps alone, then one outer step on the average of how far everyone went.
+
+Douillard et al., "DiLoCo" (arXiv 2311.08105) and "Streaming DiLoCo" (arXiv 2501.18512).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from covey.base.errors import ConfigError
+from covey.torch.backend.lost import gather_rows, there
+from covey.torch.training.codec import pack_int8, unpack_int8
+from covey.torch.training.local_sgd import (
+    copy_from_first,
+    flat,
+    parameters_of,
+    parts,
+    strangers,
+    trained_by,
+    which_train,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class DiLoCo:
+    """Takes an outer step for the parameters of `model` after every `every` steps of `inner`.
+
+        diloco = DiLoCo(model, inner, every=32)
+        ...
+        inner.step()
+        diloco.step()
+
+    The outer gradient is the mean over the ranks of where the parameters were after the last outer step minus where
+    they are now. `outer` is an optimizer of the same parameters, by default `SGD(lr=0.7, momentum=0.9,
+    nesterov=True)`. All ranks begin with rank 0's parameters, the frozen ones too.
+
+    `fragments`: the parameters are cut into so many parts of about equal size, and each has its outer step at its own
+    moment within the `every` steps, so that the network carries a little often rather than everything at once.
+
+    `overlap`: the inner steps go on while outer gradients travel. A fragment's outer step is taken when the next one
+    sets out (`every / fragments` steps later), and the inner steps made meanwhile are kept: they are put on top of it.
+    Call `finish()` after the last step.
+
+    `compress="int8"` sends one byte an element, rounded to a scale of its block; what rounding took away is added to
+    the next outer gradient. Every rank then sends its row to every other, which beats an all-reduce of float32 in
+    groups of up to seven.
+
+    Between outer steps the parameters, and always the remainders of rounding, are each rank's own: to resume with the
+    same numbers each rank saves its model, optimizers and `state_dict()` for itself.
+
+    Raises:
+        ConfigError: the numbers make no sense, an optimizer has parameters that `model` has not, or one is sharded.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner: torch.optim.Optimizer,
+        outer: torch.optim.Optimizer | None = None,
+        *,
+        every: int,
+        fragments: int = 1,
+        overlap: bool = False,
+        process_group: Any = None,
+        compress: Literal["int8"] | None = None,
+    ) -> None:
+        if compress not in (None, "int8"):
+            raise ConfigError(f"compress={compress!r}: outer gradients go as they are (None) or as 'int8'")
+        self._parameters = trained_by(inner, model)
+        self._model, self._inner, self._trains = model, inner, which_train(inner)
+        names = list(self._parameters)
+        if not 1 <= fragments <= min(every, len(names)):
+            raise ConfigError(
+                f"fragments={fragments}, every={every}, {len(names)} parameters: "
+                "need 1 <= fragments <= every, and a parameter for each fragment"
+            )
+        self.outer = outer or torch.optim.SGD(self._parameters.values(), lr=0.7, momentum=0.9, nesterov=True)
+        """The outer optimizer: give it a schedule if you like."""
+        held = {id(parameter) for parameter in parameters_of(self.outer)}
+        lacking = [name for name, parameter in self._parameters.items() if id(parameter) not in held]
+        others = strangers(parameters_of(self.outer), self._parameters.values())
+        if lacking or others:
+            raise ConfigError(
+                "the outer optimizer must have exactly the parameters that the inner one trains; "
+                f"it lacks {', '.join(lacking) or 'none'}, and has {others or 'none'} besides"
+            )
+        self._group, self._overlap, self._compress = process_group, overlap, compress
+        self._every, self._steps = every, 0
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        self._fragments = [names[start:end] for start, end in _cuts(sizes, fragments)]
+        copy_from_first(model, process_group)
+        self._anchors = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._remainders: dict[int, torch.Tensor] = {}
+        self._flying: _Flight | None = None
+
+    def step(self) -> bool:
+        """Count one inner step; return whether an outer step was taken after it.
+
+        Raises:
+            ConfigError: other parameters are trained now than at the start; says which.
+        """
+        if which_train(self._inner) != self._trains and (changes := self._changes()):
+            raise ConfigError(f"{changes} since DiLoCo was made; make a new one")
+        self._steps += 1
+        fragment = self._due()
+        if fragment is None:
+            return False
+        landed = self._land()
+        self._launch(fragment)
+        if self._overlap:
+            return landed
+        return self._land()
+
+    def finish(self) -> bool:
+        """Take the outer step whose gradient is still on its way, if there is one; return whether there was."""
+        return self._land()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a new DiLoCo needs to go on; waits for an outer gradient on its way, and keeps it there."""
+        flight = self._flying
+        return {
+            "steps": self._steps,
+            "fragments": self._fragments,
+            "anchors": {name: anchor.clone() for name, anchor in self._anchors.items()},
+            "outer": self.outer.state_dict(),
+            "remainders": {fragment: remainder.clone() for fragment, remainder in self._remainders.items()},
+            "flying": None
+            if flight is None
+            else {"fragment": flight.fragment, "left": flight.left.clone(), "mean": flight.mean().clone()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of a DiLoCo of the same model and settings; the model's own state is loaded apart.
+
+        Raises:
+            ConfigError: it is of other parameters, or they are cut into other fragments.
+        """
+        if state["fragments"] != self._fragments:
+            count = sum(map(len, state["fragments"]))
+            raise ConfigError(
+                f"the state is of {count} parameters in {len(state['fragments'])} fragments, "
+                f"here are {len(self._parameters)} in {len(self._fragments)}; they must be the same"
+            )
+        if self._flying is not None:  # it belongs to the past
+            self._flying.mean()
+            self._flying = None
+        self._steps = state["steps"]
+        for name, anchor in self._anchors.items():
+            anchor.copy_(state["anchors"][name])
+        self.outer.load_state_dict(state["outer"])
+        self._remainders = {fragment: row.clone() for fragment, row in state["remainders"].items()}
+        if (flying := state["flying"]) is not None:
+            self._flying = _Flight(flying["fragment"], flying["left"].clone(), None, flying["mean"].clone())
+
+    def _changes(self) -> str:
+        """Return in words which parameters are no longer trained, and which are now."""
+        held = [parameter for parameter in parameters_of(self._inner) if parameter.requires_grad]
+        ids = {id(parameter) for parameter in held}
+        trained = [name for name, parameter in self._model.named_parameters() if id(parameter) in ids]
+        frozen = [name for name in self._parameters if name not in trained]
+        added = [name for name in trained if name not in self._parameters]
+        if others := strangers(held, self._model.parameters()):
+            added.append(f"{others} that are not the model's")
+        changes = {"frozen": frozen, "thawed or added": added}
+        return ", and ".join(f"{', '.join(names)} was {what}" for what, names in changes.items() if names)
+
+    def _due(self) -> int | None:
+        """Return the fragment whose turn it is after this step: the k-th of n at the (k + 1) / n of every period."""
+        count = len(self._fragments)
+        for fragment in range(count):
+            if (self._steps - (fragment + 1) * self._every // count) % self._every == 0:
+                return fragment
+        return None
+
+    def _launch(self, fragment: int) -> None:
+        """Send how far this rank went in `fragment` on its way to the others."""
+        names = self._fragments[fragment]
+        left = flat([self._parameters[name] for name in names])
+        gone = flat([self._anchors[name] for name in names]) - left
+        if self._compress is None:
+            work = dist.all_reduce(gone, group=self._group, async_op=True)
+            self._flying = _Flight(fragment, left, work, gone, self._group)
+            return
+        if fragment in self._remainders:
+            gone += self._remainders[fragment]
+        packed = pack_int8(gone)
+        self._remainders[fragment] = gone - unpack_int8(packed, gone)
+        rows, work = gather_rows(packed, self._group)
+        self._flying = _Flight(fragment, left, work, rows, self._group)
+
+    def _land(self) -> bool:
+        """Take the outer step of the fragment on its way, and put the inner steps made meanwhile on top of it."""
+        flight, self._flying = self._flying, None
+        if flight is None:
+            return False
+        names = self._fragments[flight.fragment]
+        parameters = [self._parameters[name] for name in names]
+        with torch.no_grad():
+            since = flat(parameters) - flight.left
+            for name, gradient in zip(names, parts(flight.mean(), parameters), strict=True):
+                self._parameters[name].copy_(self._anchors[name])
+                self._anchors[name].copy_(gradient)  # lent to the outer step; it becomes the anchor again below
+            self._outer_step(names)
+            for name, extra in zip(names, parts(since, parameters), strict=True):
+                self._anchors[name].copy_(self._parameters[name])
+                self._parameters[name].add_(extra)
+        return True
+
+    def _outer_step(self, names: Sequence[str]) -> None:
+        """Let the outer optimizer see the gradients of these parameters only, and leave the inner gradients alone."""
+        kept = {name: parameter.grad for name, parameter in self._parameters.items()}
+        try:
+            for name, parameter in self._parameters.items():
+                parameter.grad = self._anchors[name] if name in names else None
+            self.outer.step()
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.grad = kept[name]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """An outer gradient on its way."""
+
+    fragment: int
+    left: torch.Tensor
+    """Where this rank's parameters were when it set out."""
+    work: Any
+    """What torch gave us to wait for; None once it has been waited for."""
+    sent: torch.Tensor
+    """Becomes the sum of all ranks, or what each of them packed; and then the mean."""
+    group: Any = None
+
+    def mean(self) -> torch.Tensor:
+        """Wait, and return the mean outer gradient."""
+        if self.work is not None:
+            self.work.wait()
+            total = self.sent
+            if total.dtype == torch.uint8:
+                total = sum((unpack_int8(row, self.left) for row in self.sent), torch.zeros_like(self.left))
+            self.sent, self.work = total / there(self.work, self.group), None
+        return self.sent
+
+
+def _cuts(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Cut a list into `count` runs of about equal weight, none of them empty."""
+    cuts, start, left = [], 0, sum(sizes)
+    for remaining in range(count, 0, -1):
+        end, weight = start + 1, sizes[start]
+        # Take one more while that brings the run nearer to its share, and each later run keeps one.
+        while len(sizes) - end >= remaining and (remaining == 1 or weight + sizes[end] / 2 <= left / remaining):
+            weight += sizes[end]
+            end += 1
+        cuts.append((start, end))
+        start, left = end, left - weight
+    return cuts

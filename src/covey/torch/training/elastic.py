@@ -1,0 +1,310 @@
+"""The elastic training loop in one object: who trains may change, what is trained on does not."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from covey.base.errors import ConfigError, GroupChangedError
+from covey.runtime.joining.generations import generations
+from covey.torch.training.balance import Pace, by_speed, even
+from covey.torch.training.handover import hand_over, share_buffers
+from covey.torch.training.local_sgd import parts, trained_by, which_train
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping, Sequence
+
+    from covey.runtime.group.group import Group
+    from covey.torch.training.sampler import ElasticSampler
+
+
+class Elastic:
+    """Yields this rank's share of one global batch after the other, while ranks come and go.
+
+        elastic = Elastic(model=model, optimizer=optimizer, sampler=ElasticSampler(len(data)), batch=256, epochs=3)
+        for indices in elastic:
+            loss = loss_fn(model(data[indices]), targets[indices])  # the mean over these samples
+            loss.backward()
+            elastic.step()
+
+    `batch` is what all ranks together train on in a step, so the optimisation does not depend on how many they are;
+    `step()` makes every gradient the mean over all of it. The gradients of a rank that is lost in a step are not in the
+    result: its samples are given out again, so that each sample is trained on once an epoch. A share may be empty, near
+    the end of an epoch: that rank steps too, and its gradients are not looked at. A parameter without a gradient counts
+    as zero where another rank has one, and stays without where nobody has.
+
+    The ranks are those of `covey.generations(run, **options)`, which also tells what SIGTERM does. Newcomers, and a
+    process that the others went on without, get parameters, buffers, `optimizer`, `scheduler` (stepped after every
+    step), sampler, and `extra`: named objects with `state_dict` and `load_state_dict`, which must be equal on all ranks
+    between steps. Buffers are each rank's own; the lowest rank's are given to all when a generation begins, and at the
+    end. A newcomer seeds torch's generators from the seed of the run (rank 0's `torch.initial_seed()`), the generation
+    and its rank; others keep theirs. So ranks draw different numbers, and the same history draws the same. If all are
+    lost that have the state, the run begins anew with what its processes hold: load a checkpoint before the loop.
+
+    `balance` makes shares follow the speed of the ranks, measured from the moment a share is given out to `step()`.
+
+    Gradients may be accumulated: call backward() several times, for losses that add up to the mean over `indices`. To
+    clip them, call `sync()` first: it averages, and `step()` then does the rest.
+
+    Raises:
+        ConfigError: the optimizer trains parameters that are not the model's, or one is sharded or complex; or the
+            numbers make no sense.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sampler: ElasticSampler,
+        batch: int,
+        epochs: int = 1,
+        scheduler: Any = None,
+        run: str | None = None,
+        balance: bool = False,
+        extra: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if batch < 1 or epochs < 0:
+            raise ConfigError(f"batch={batch}, epochs={epochs}: give a batch of 1 or more, and epochs from 0 up")
+        own = {"elastic": self, "optimizer": optimizer, "scheduler": scheduler}
+        if taken := sorted({"model", *own} & (extra or {}).keys()):
+            raise ConfigError(f"extra has {', '.join(taken)}, which Elastic hands over itself; use other names")
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or isinstance(
+            optimizer, torch.optim.LBFGS
+        ):
+            raise ConfigError(
+                f"{type(optimizer).__name__} with {type(scheduler).__name__}: Elastic calls step() of both without "
+                "arguments; step a scheduler that wants a loss yourself, and hand it over in extra="
+            )
+        self._parts = {name: part for name, part in {**own, **(extra or {})}.items() if part is not None}
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._parameters, self._trains = trained_by(optimizer, model), which_train(optimizer)
+        self._sampler, self._batch, self._epochs = sampler, batch, epochs
+        self._run, self._options, self._is_balanced = run, options, balance
+        self._seed, self._samples, self._lost = torch.initial_seed(), 0, 0
+        self._pace = Pace()
+        self._group: Group | None = None
+        self._row: _Row
+        self._working: Sequence[int] = ()
+        """The ranks that get shares: those who were there in the last step. All ranks agree on them."""
+        self._speeds: list[float] = []
+        self._out: _Out | None = None
+        self._is_outside = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        groups = cast("Generator[Group]", generations(self._run, **self._options))
+        with contextlib.closing(groups):
+            for group in groups:
+                with contextlib.suppress(GroupChangedError):  # the next group is one that takes this process in again
+                    self._enter(group)
+                    yield from self._shares(group)
+                    if self.done:
+                        share_buffers(group, self._model)
+                        return
+
+    # Where we are
+
+    @property
+    def group(self) -> Group:
+        """The group of the present generation."""
+        if self._group is None:
+            raise ConfigError("there is no group before the loop over Elastic has begun")
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the present generation."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the present generation began with."""
+        return self.group.size
+
+    @property
+    def generation(self) -> int:
+        return self.group.generation
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the lowest rank that is left: the one to print, and to save checkpoints."""
+        return self.rank == min(self._working)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch: `step()` at the end of an epoch turns it."""
+        return self._sampler.epoch
+
+    @property
+    def samples(self) -> int:
+        """How many samples were trained on so far, by all ranks, over all epochs."""
+        return self._samples
+
+    @property
+    def lost(self) -> int:
+        """How many samples were given out again because the rank that had them was lost."""
+        return self._lost
+
+    @property
+    def done(self) -> bool:
+        """Whether all epochs are over; a loop that ends before was asked to leave."""
+        return self._sampler.epoch >= self._epochs
+
+    # A step
+
+    def sync(self) -> None:
+        """Average the gradients over the samples of all ranks; the `step()` that follows does not do it again."""
+        out = self._out
+        if out is None:
+            raise ConfigError("there is no batch to step for: call step() once for each share that the loop gives out")
+        if out.is_synced:
+            return
+        if self._trains != (trains := which_train(self._optimizer)):  # somebody thawed a layer, or added one
+            self._parameters, self._trains = trained_by(self._optimizer, self._model), trains
+            self._row = self._new_row()
+        own = len(out.shares[self.rank])
+        self._row.load(own / out.total)
+        self._pace.measure(own, time.perf_counter() - out.given_at)
+        if self._is_balanced:
+            self._row.speeds[self.rank] = self._pace.speed
+        try:
+            self.group.all_reduce(self._row.memory)
+        except GroupChangedError:
+            out.is_synced = self._is_outside = True  # the others go on; the loop takes this process in again
+            return
+        self._working = self.group.contributors
+        lost = [i for rank, share in enumerate(out.shares) if rank not in self._working for i in share]
+        out.trained = out.total - len(lost)
+        self._sampler.give_back(lost)
+        self._samples, self._lost = self._samples + out.trained, self._lost + len(lost)
+        if out.trained:
+            self._row.store(out.total / out.trained)
+        self._speeds, out.is_synced = self._row.speeds.tolist(), True
+
+    def step(self) -> bool:
+        """Take a step of the optimizer on the average gradients, and clear them; return whether one was taken.
+
+        None is taken if no sample was left to train on, or this process was cut off from the others.
+        """
+        self.sync()
+        out, self._out = self._out, None
+        assert out is not None
+        if out.trained:
+            self._optimizer.step()
+            if self._scheduler is not None:
+                self._scheduler.step()
+        self._optimizer.zero_grad()
+        if not self._sampler.remaining and not self._is_outside:
+            self._sampler.next_epoch()
+        return out.trained > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the training is; for a checkpoint, beside the states of model, optimizer and the rest."""
+        return {
+            "samples": self._samples,
+            "lost": self._lost,
+            "seed": self._seed,
+            "sampler": self._sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; before the loop, on rank 0 at least, whose state is given to all."""
+        self._samples, self._lost, self._seed = state["samples"], state["lost"], state["seed"]
+        self._sampler.load_state_dict(state["sampler"])
+
+    # A generation
+
+    def _enter(self, group: Group) -> None:
+        self._group, self._out, self._is_outside = group, None, False
+        self._working, self._speeds = range(group.size), []
+        self._row = self._new_row()
+        hand_over(group, self._model, self._parts)
+        share_buffers(group, self._model)
+        if group._is_fresh and (group.generation or group.rank):  # a run of one is a plain loop, with its own numbers
+            words = f"{self._seed} {group.generation} {group.rank}".encode()
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1)
+
+    def _new_row(self) -> _Row:
+        return _Row(self._parameters, self.size if self._is_balanced else 0)
+
+    def _shares(self, group: Group) -> Iterator[list[int]]:
+        """Yield this rank's shares up to the end of the generation, which all ranks see after the same step."""
+        while not (self.done or self._is_outside or group.change_pending):
+            shares = self._sampler.deal(self._counts(group.size))
+            if not any(shares):
+                self._sampler.next_epoch()
+                continue
+            self._out = _Out(shares, time.perf_counter())
+            yield shares[group.rank]
+            if self._out is not None:
+                raise ConfigError("step() was not called for the last share; every rank does, also for an empty one")
+
+    def _counts(self, size: int) -> list[int]:
+        if self._speeds:
+            counts = by_speed(self._batch, [self._speeds[rank] for rank in self._working])
+        else:
+            counts = even(self._batch, len(self._working))
+        by_rank = dict(zip(self._working, counts, strict=True))
+        return [by_rank.get(rank, 0) for rank in range(size)]
+
+
+@dataclass(slots=True)
+class _Out:
+    """A global batch that was given out."""
+
+    shares: list[list[int]]
+    """By rank."""
+    given_at: float
+    is_synced: bool = False
+    trained: int = 0
+    """How many of its samples are in the average."""
+
+    @property
+    def total(self) -> int:
+        return sum(map(len, self.shares))
+
+
+class _Row:
+    """All that the ranks exchange in a step, in one row, so that it is of the same ranks as a whole."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], places: int) -> None:
+        """`places` is for how many ranks' speeds there is room."""
+        self._parameters = parameters
+        tensors = list(parameters.values())
+        numbers = sum(tensor.numel() for tensor in tensors)
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+        row = torch.zeros(numbers + len(tensors) + places, dtype=torch.float64 if wide else torch.float32)
+        gradients, self._counts, self.speeds = row.split([numbers, len(tensors), places])
+        self._gradients = parts(gradients, tensors)
+        self.memory = row.numpy()
+
+    def load(self, weight: float) -> None:
+        """Put the gradients in, times `weight`: this rank's part of the whole batch."""
+        has_any = []
+        for (name, parameter), room in zip(self._parameters.items(), self._gradients, strict=True):
+            gradient = parameter.grad
+            has_any.append(gradient is not None and weight > 0)
+            if gradient is None or not weight:
+                room.zero_()  # the mean over no samples may be anything
+            elif gradient.is_sparse:
+                raise ConfigError(f"the gradient of {name} is sparse; Elastic averages dense ones: sparse=False")
+            else:
+                room.copy_(gradient.detach()).mul_(weight)
+        self._counts.copy_(torch.tensor(has_any))
+        self.speeds.zero_()
+
+    def store(self, factor: float) -> None:
+        """Give every parameter that has a gradient on some rank the sum, times `factor`."""
+        for parameter, total, count in zip(
+            self._parameters.values(), self._gradients, self._counts.tolist(), strict=True
+        ):
+            if count:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(total.mul_(factor))
