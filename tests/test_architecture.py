@@ -29,6 +29,24 @@ BELOW = {
 }
 """What each layer may import besides itself; "covey" is the package's public face."""
 
+ROOMS = {
+    "runtime": {
+        "links": set(),
+        "members": {"links"},
+        "messages": {"members", "links"},
+        "collectives": {"messages", "members", "links"},
+        "group": {"collectives", "messages", "members", "links"},
+        "mesh": {"members", "links"},
+        "joining": {"group", "collectives", "messages", "mesh", "members", "links"},
+        "keeper": {"joining", "group", "collectives", "messages", "mesh", "members", "links"},
+    },
+    "net": {"lanes": set(), "discovery": set(), "keys": set()},
+    "torch": {"backend": set(), "training": {"backend"}},
+}
+"""The rooms of a layer, and which others each may import, for types too. All may import the layer's own modules."""
+FACES = {"covey.torch", "covey.torch.entry"}
+"""What lies in a layer itself and imports its rooms."""
+
 PURE = {"base", "wire", "plan", "proto"}
 """Layers without I/O, threads or clocks: time is an argument, randomness a random.Random."""
 IMPURE = {
@@ -114,8 +132,29 @@ def test_each_layer_uses_only_the_libraries_it_is_known_for(path: Path) -> None:
             assert top in THIRD_PARTY.get(layer, set()), f"{path}:{node.lineno} imports {name}"
 
 
-def test_every_layer_is_in_the_diagram() -> None:
+def test_every_layer_and_room_is_in_the_diagram() -> None:
     assert {layer_of(path) for path in FILES} <= set(BELOW)
+    for layer, rooms in ROOMS.items():
+        assert {path.name for path in (SRC / layer).iterdir() if (path / "__init__.py").exists()} == set(rooms)
+
+
+def room_of(module: str) -> tuple[str, str]:
+    """Return the layer and the room that a module is in; the room is empty for what lies in the layer itself."""
+    layer, room, *_ = [*module.split(".")[1:], "", ""]
+    return layer, room if room in ROOMS.get(layer, {}) else ""
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if layer_of(path) in ROOMS], ids=lambda path: str(path.relative_to(SRC))
+)
+def test_rooms_import_only_rooms_below_them(path: Path) -> None:
+    module = ".".join(["covey", *path.relative_to(SRC).with_suffix("").parts]).removesuffix(".__init__")
+    layer, room = room_of(module)
+    for name, node in imports(path):
+        other_layer, other = room_of(name)
+        if name.split(".")[0] == "covey" and other_layer == layer and other not in ("", room) and module not in FACES:
+            assert room, f"{path}:{node.lineno} is in no room and imports {name}"
+            assert other in ROOMS[layer][room], f"{path}:{node.lineno} imports {name}"
 
 
 def test_the_walk_sees_every_way_to_import() -> None:

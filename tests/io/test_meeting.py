@@ -293,7 +293,10 @@ def test_a_connection_of_another_user_is_refused() -> None:
 
 
 def test_the_host_token_is_the_same_in_another_process_and_says_nothing() -> None:
-    code = "from covey.net.discovery.host_rendezvous import host_token; from pathlib import Path; print(host_token(Path('/')), flush=True)"
+    code = (
+        "from covey.net.discovery.host_rendezvous import host_token; from pathlib import Path\n"
+        "print(host_token(Path('/')), flush=True)"
+    )
     with other_process(code) as process:
         assert process.stdout.readline().strip() == host_token(Path("/"))
     assert socket.gethostname() not in host_token(Path("/"))

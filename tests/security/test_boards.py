@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tests.security.attackers import DEADLINE, call_on_loop, new_cluster, until
 from tests.security.company import SURVIVING, Company, node_of, say
 
-from covey.runtime.members.store import open_board
+from covey.runtime.group.store import open_group_store
 from covey.wire import board, messages
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def test_a_board_listens_at_no_port() -> None:
             group.barrier()
             together()
             together()
-            desk = open_board(group)
+            desk = open_group_store(group)
             if group.rank == 0:
                 desk.ask(board.Put((("key", b"value"),)), DEADLINE)
             found = desk.ask(board.Get(("key",)), DEADLINE).values[0]
@@ -78,7 +78,7 @@ def test_a_board_gives_back_bytes_as_they_are() -> None:
     data = pickle.dumps(Opened())
 
     def work(group: Group) -> bytes:
-        desk = open_board(group)
+        desk = open_group_store(group)
         if group.rank == 1:
             desk.ask(board.Put((("key", data),)), DEADLINE)
         return desk.ask(board.Get(("key",)), DEADLINE).values[0]
@@ -98,7 +98,7 @@ def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
         def work(group: Group) -> Any:
             node, generation = node_of(group), group._engine.generation
             assert generation is not None
-            desk = open_board(group)
+            desk = open_group_store(group)
             desk.ask(board.Add("count", 1), DEADLINE)
             group.barrier()
             answers: list[Any] = []

@@ -1,1 +1,4 @@
-"""TODO."""
+"""Keys and what is signed with them: clusters, node identities, TLS contexts, charters, new secrets.
+
+Imports only `covey.net` itself. Used by `runtime` and commands.
+"""

@@ -1,8 +1,8 @@
 """The keeper's ear and voice: it learns who its processes are, sees in the kernel how they are, and tells others.
 
-A `KeeperService` is for a run of this host alone: its processes come to a socket. It costs next to nothing until the first of
-them comes: what is needed from then on takes longer to load than many a script takes to run, so a thread that sleeps at
-the socket loads it then. A `ClusterKeeperService` goes into the cluster itself, to speak for its processes to other hosts.
+A `KeeperService` serves a run of this host alone: its processes connect to a socket. Until the first one connects, a
+thread sleeps at the socket. Only then does it load what it needs, which takes longer than many a script takes to run.
+A `ClusterKeeperService` is a node of the cluster, and tells other hosts about its processes.
 """
 
 from __future__ import annotations

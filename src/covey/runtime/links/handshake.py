@@ -1,6 +1,6 @@
 """Opening and accepting connections: the door first, then a greeting, on the control loop.
 
-A `LinkCredentials` is what the nodes of a run share: the key of the door, and either a token (one host, or insecure) or TLS.
+`LinkCredentials` are what the nodes of a run share: the key of the door, and a token (one host, or insecure) or TLS.
 """
 
 from __future__ import annotations

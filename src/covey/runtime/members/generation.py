@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import BusyError
 from covey.base.text import listed
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from covey.base.errors import CoveyError
     from covey.proto.changes import Quorum, QuorumLost, Waiting
-    from covey.runtime.collectives.atomic import AtomicOperations
     from covey.runtime.members.node import Node
     from covey.wire import messages
     from covey.wire.membership import Record, View
@@ -40,6 +39,24 @@ DISMISSED: Final = 256
 """Closed groups of which the others are told in every view."""
 OPEN_GROUPS: Final = MAX_GROUPS - DISMISSED
 """Groups that may be open at once; a member tells how far it is in each."""
+
+
+class Freezable(Protocol):
+    """The operations of one group that survives losses, as far as views stop them and let them go on."""
+
+    @property
+    def group(self) -> int:
+        """The id of the group."""
+
+    @property
+    def attempt(self) -> int:
+        """The number of the view that the operations run in."""
+
+    def halt(self, number: int) -> State | None:
+        """Stop the current operation for the view `number`; return how far it is, None if that takes a while."""
+
+    def install(self, view: View) -> None:
+        """Go on in this view."""
 
 
 class Generation:
@@ -68,7 +85,7 @@ class Generation:
         self.rank = self.seats.index(node.rank)
         self._ranks = {seat: rank for rank, seat in enumerate(self.seats)}
         self._lock = threading.Lock()
-        self._pacts: weakref.WeakValueDictionary[int, AtomicOperations] = weakref.WeakValueDictionary()
+        self._groups: weakref.WeakValueDictionary[int, Freezable] = weakref.WeakValueDictionary()
         self._dismissed: dict[int, State] = {}
         self._is_frozen = False
         self._freeze_number = -1
@@ -121,21 +138,21 @@ class Generation:
 
     # Groups, on any thread
 
-    def enroll(self, atomic: AtomicOperations) -> None:
+    def enroll(self, operations: Freezable) -> None:
         """Have a group take part in every view from now on."""
         with self._lock:
-            if len(self._pacts) >= OPEN_GROUPS:
+            if len(self._groups) >= OPEN_GROUPS:
                 raise BusyError(f"{OPEN_GROUPS} groups that survive losses are open; close some")
-            self._pacts[atomic.group] = atomic
+            self._groups[operations.group] = operations
             if self._is_frozen:
-                atomic.halt(-1)  # it has not begun anything, so nobody has to be told how far it is
-            elif atomic.attempt != self.view.number:
-                atomic.install(self.view)  # which came while the group was being made
+                operations.halt(-1)  # it has not begun anything, so nobody has to be told how far it is
+            elif operations.attempt != self.view.number:
+                operations.install(self.view)  # which came while the group was being made
 
     def dismiss(self, group: int, state: State) -> None:
         """A group was closed here. If others try to go on with it, the next view tells them."""
         with self._lock:
-            if self._pacts.pop(group, None) is None:
+            if self._groups.pop(group, None) is None:
                 return
             self._remember(state)
             is_awaited = group in self._waiting
@@ -188,13 +205,13 @@ class Generation:
     def freeze(self, number: int) -> None:
         with self._lock:
             self._is_frozen = True
-            pacts = dict(self._pacts.items())
+            groups = dict(self._groups.items())
             self._states = dict(self._dismissed)
-            self._waiting = set(pacts)
+            self._waiting = set(groups)
         self._freeze_number = number
         self._phase("freeze")
-        for group, atomic in pacts.items():
-            state = atomic.halt(number)
+        for group, operations in groups.items():
+            state = operations.halt(number)
             if state is not None:
                 self._collect(group, state)
         self._tell_frozen()
@@ -219,20 +236,20 @@ class Generation:
         with self._lock:
             self.view, self._is_frozen = view, False
             self._waiting.clear()
-            pacts = list(self._pacts.values())
+            groups = list(self._groups.values())
         if view.successor is not None:
             self._ended.set()
         if self.node.generation is not self:  # an earlier one, of which only votes are needed
-            for atomic in pacts:
-                atomic.install(view)
+            for operations in groups:
+                operations.install(view)
             return
         for rank in lost:
             if self.view_driver.is_leaving(rank):
                 self.node.peers[self.seats[rank]].left = True
             self.node.exclude(self.seats[rank])
         self._tell_of(view, lost)
-        for atomic in pacts:
-            atomic.install(view)
+        for operations in groups:
+            operations.install(view)
 
     def _tell_of(self, view: View, lost: tuple[int, ...]) -> None:
         """Leave an event, and a line for people."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from covey.wire import board as wire
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from covey.runtime.group.group import Group
     from covey.runtime.members.node import Node
 
 BOARDS_LIMIT: Final = 8
@@ -229,19 +227,3 @@ def _check(question: wire.Question) -> None:
         ) from None
     if len(body) > wire.BODY_LIMIT:
         raise ConfigError(f"a store takes {wire.BODY_LIMIT} bytes at a time, not {len(body)}; use several calls")
-
-
-def open_board(group: Group, timeout: float | None = None) -> Desk:
-    """Return the way to a new board that rank 0 keeps for all ranks of the group, which all call this."""
-    node = group._engine.node
-    number = secrets.randbits(62)
-    if node is None:
-        alone = Stores(None)
-        alone.keep(number)
-        return Desk(alone, number, 0)
-    if group.rank == 0:
-        control.soon(node.boards.keep, number)
-    number = group.broadcast_object(number, type=int, timeout=timeout)
-    if not 0 <= number < 1 << 62:
-        raise RemoteProtocolError(f"rank 0 named board {number}, and boards have 62 bits")
-    return Desk(node.boards, number, group._engine.members[0])

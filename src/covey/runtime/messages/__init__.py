@@ -1,1 +1,4 @@
-"""TODO."""
+"""Point-to-point messages of a group: tags, acknowledged streams, and sockets that are replaced when they break.
+
+Imports `members`. Used by `collectives` and `group`. Runs on the threads that call, and on one thread per group.
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
 from covey.runtime import loop as control
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     import asyncio
     import socket
 
+    from covey.base.config import GroupConfig
+    from covey.base.errors import CoveyError
     from covey.runtime.bell import Bell
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.members.node import Node
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
 
@@ -23,16 +25,49 @@ ASK_SECONDS: Final = 1.0
 """How often a lane that does not come is asked for again."""
 
 
+class MessageOwner(Protocol):
+    """What the messages of a group need of the group."""
+
+    id: int
+    name: str
+    rank: int
+    size: int
+    config: GroupConfig
+    node: Node | None
+    members: tuple[int, ...]
+    ranks_by_member: dict[int, int]
+    may_spin: bool
+
+    @property
+    def is_freed(self) -> bool: ...
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    @property
+    def has_failed(self) -> bool: ...
+
+    def require_open(self) -> None: ...
+
+    def fault_error(self) -> CoveyError | None: ...
+
+    def lost_error(self, peer: int) -> CoveyError: ...
+
+    def told(self, error: BaseException) -> None: ...
+
+    def name_ranks(self, ranks: tuple[int, ...]) -> str: ...
+
+
 class MessageRouting:
     """The messenger of a group on this rank, which is there once it is needed."""
 
-    def __init__(self, engine: Engine, bell: Bell) -> None:
-        self._owner, self._bell = weakref.ref(engine), bell  # groups that are dropped go at once
+    def __init__(self, owner: MessageOwner, bell: Bell) -> None:
+        self._owner, self._bell = weakref.ref(owner), bell  # groups that are dropped go at once
         self._messenger: Messenger | None = None
         self.lock = threading.Lock()
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> MessageOwner:
         engine = self._owner()
         assert engine is not None
         return engine

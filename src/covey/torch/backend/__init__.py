@@ -1,1 +1,4 @@
-"""TODO."""
+"""What torch.distributed calls: the process group, its store, rendezvous, and tensors on devices.
+
+Imports `covey.runtime`. Used by torch, through `covey.torch.entry`.
+"""

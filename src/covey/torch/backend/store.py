@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from covey.base.errors import DeadlineError
-from covey.runtime.members.store import BOARDS_LIMIT, open_board
+from covey.runtime.group.store import open_group_store
+from covey.runtime.members.store import BOARDS_LIMIT
 from covey.wire import board as wire
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def open_store(group: Group, timeout: timedelta, *, owns_run: bool = False) -> C
 
     Who `owns_run` leaves it when the process group that uses the store is destroyed.
     """
-    store = CoveyStore(group, open_board(group, timeout.total_seconds()), owns_run=owns_run)
+    store = CoveyStore(group, open_group_store(group, timeout.total_seconds()), owns_run=owns_run)
     store.set_timeout(timeout)
     _alive.append(store)
     return store
