@@ -81,7 +81,7 @@ def test_a_message_that_comes_to_a_group_just_after_it_was_closed_is_refused_at_
     def work(group: covey.Group) -> str:
         pair = group.split(color=0)
         assert pair is not None
-        post, name = pair._engine.post, ""
+        post, name = pair._engine.routing, ""
         if group.rank == 0:
             post.messenger()
             pair.close()
@@ -331,7 +331,7 @@ def test_a_loss_that_only_a_finished_send_met_is_told_to_every_later_call() -> N
             with pytest.raises(ZeroDivisionError), group:
                 raise ZeroDivisionError("no cake")
             return []
-        current = group._engine.post._current()
+        current = group._engine.routing._current()
         assert current is not None
         current._lanes[1].sock.shutdown(socket.SHUT_RDWR)  # as a reset does that comes before the news
         group.send(np.arange(3), dst=1)  # it is ours once it is copied

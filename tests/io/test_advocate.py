@@ -24,7 +24,7 @@ from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime.keeper.service import ClusterKeeperService
-from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.mesh import Mesh
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
@@ -87,11 +87,11 @@ async def add(
     stack: contextlib.AsyncExitStack, cluster: Cluster, *, announce: bool = True, host: str = "", **changes: Any
 ) -> Node:
     """Open a node with some things on its card, until the test is over."""
-    seat = cluster_seat(cluster, CONFIG, run="r", ports=(0,), identity=NodeIdentity.ephemeral())
-    stack.callback(seat.on_close)
-    contact = msgspec.structs.replace(seat.card.contact, host=host or seat.card.contact.host)
-    card = msgspec.structs.replace(seat.card, contact=contact, **changes)
-    node = Node(cluster, CONFIG, replace(seat, card=card), announce=announce)
+    endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(0,), identity=NodeIdentity.ephemeral())
+    stack.callback(endpoint.on_close)
+    contact = msgspec.structs.replace(endpoint.card.contact, host=host or endpoint.card.contact.host)
+    card = msgspec.structs.replace(endpoint.card, contact=contact, **changes)
+    node = Node(cluster, CONFIG, replace(endpoint, card=card), announce=announce)
     stack.push_async_callback(node.close)
     await node.open()
     return node

@@ -149,7 +149,7 @@ class Crew:
         self._groups[rank] = self._threads.submit(join_at, place, config, timeout=DEADLINE)
 
     @property
-    def gate(self) -> LinkCredentials:
+    def credentials(self) -> LinkCredentials:
         return LinkCredentials.of_token(self.token)
 
     def doors(self, rank: int) -> list[Address]:
@@ -236,22 +236,22 @@ def read_challenge(sock: socket.socket) -> bytes:
     return data
 
 
-def pass_the_door(sock: socket.socket, gate: LinkCredentials, purpose: door.Purpose) -> bytes:
+def pass_the_door(sock: socket.socket, credentials: LinkCredentials, purpose: door.Purpose) -> bytes:
     """Answer the challenge; return what was said at the door."""
     challenge = read_challenge(sock)
-    answer = door.answer(gate.door_key, challenge, purpose, secrets.token_bytes(door.BOUND_BYTES))
+    answer = door.answer(credentials.door_key, challenge, purpose, secrets.token_bytes(door.BOUND_BYTES))
     send(sock, answer)
     return challenge + answer
 
 
 def introduce(
-    address: Address, gate: LinkCredentials, who: messages.Hello, *, token: bytes | None = None
+    address: Address, credentials: LinkCredentials, who: messages.Hello, *, token: bytes | None = None
 ) -> tuple[bytes, messages.Greeting | None]:
     """Go through the door and the greeting; return what was sent after it, and the answer if there was one."""
     with connect(address) as sock:
-        said = pass_the_door(sock, gate, door.Purpose.LINK)
+        said = pass_the_door(sock, credentials, door.Purpose.LINK)
         body = messages.encode(who)
-        sent = greeting.dial_proof(token if token is not None else gate.token, said, body) + frame.frame(body)
+        sent = greeting.dial_proof(token if token is not None else credentials.token, said, body) + frame.frame(body)
         send(sock, sent)
         end(sock)
         answer = read(sock)
@@ -272,7 +272,7 @@ RUBBISH = (
 )
 
 
-def bother(address: Address, gate: LinkCredentials) -> None:
+def bother(address: Address, credentials: LinkCredentials) -> None:
     """Come with rubbish at the door and behind it, without the key, and with answers to another challenge."""
     for rubbish in RUBBISH:
         with connect(address) as sock:
@@ -281,26 +281,26 @@ def bother(address: Address, gate: LinkCredentials) -> None:
             assert len(read(sock)) <= door.CHALLENGE_BYTES  # nothing beyond the challenge
         for purpose in (door.Purpose.LINK, door.Purpose.LANE):
             with connect(address) as sock:
-                pass_the_door(sock, gate, purpose)
+                pass_the_door(sock, credentials, purpose)
                 send(sock, rubbish)
                 end(sock)
                 assert read(sock) == b""  # nobody who has proved nothing gets an answer
     other = LinkCredentials.of_token(secrets.token_bytes(32))
     assert introduce(address, other, hello())[1] is None
-    assert introduce(address, gate, hello(), token=other.token)[1] is None
+    assert introduce(address, credentials, hello(), token=other.token)[1] is None
     with connect(address) as sock:
-        replayed = door.answer(gate.door_key, bytes(16), door.Purpose.LINK, bytes(door.BOUND_BYTES))
+        replayed = door.answer(credentials.door_key, bytes(16), door.Purpose.LINK, bytes(door.BOUND_BYTES))
         read_challenge(sock)
         send(sock, replayed)
         assert read(sock) == b""
-    greeted, answer = introduce(address, gate, hello(version=99))
+    greeted, answer = introduce(address, credentials, hello(version=99))
     assert isinstance(answer, messages.Refusal)
     with connect(address) as sock:
-        pass_the_door(sock, gate, door.Purpose.LINK)
+        pass_the_door(sock, credentials, door.Purpose.LINK)
         send(sock, greeted)  # proved for what was said at another door
         assert read(sock) == b""
     with connect(address) as sock:
-        pass_the_door(sock, gate, door.Purpose.LANE)
+        pass_the_door(sock, credentials, door.Purpose.LANE)
         send(sock, secrets.token_bytes(lanes.LANE_BYTES) + b"\0" + secrets.token_bytes(greeting.PROOF_BYTES))
         assert read(sock) == b""
 
@@ -313,7 +313,7 @@ def test_a_group_forms_while_strangers_crowd_its_doors(crew: Crew, strangers: co
     crew.start(0)
     doors = crew.doors(0)
     for where in doors:
-        bother(where, crew.gate)
+        bother(where, crew.credentials)
         for _ in range(300):
             strangers.enter_context(connect(where))
     began = time.monotonic()
@@ -332,7 +332,7 @@ def test_a_group_works_and_opens_lanes_while_strangers_crowd_its_doors(
     descriptors, resident = count_descriptors(), resident_bytes()
     for rank in range(2):
         for where in crew.doors(rank):
-            bother(where, crew.gate)
+            bother(where, crew.credentials)
             for number in range(300):
                 sock = strangers.enter_context(connect(where))
                 send(sock, secrets.token_bytes(number % 40))
@@ -341,7 +341,7 @@ def test_a_group_works_and_opens_lanes_while_strangers_crowd_its_doors(
     for rank in range(2):
         for where in crew.doors(rank):
             time.sleep(4 * len(RUBBISH) / SOURCE_RATE)  # so many the door answers again after a crowd
-            bother(where, crew.gate)
+            bother(where, crew.credentials)
     strangers.close()
     assert resident_bytes() - resident < 32 << 20
     assert 1 <= sum("connections away" in record.getMessage() for record in caplog.records) <= 2 * 2
@@ -365,7 +365,7 @@ def test_those_who_hold_the_key_and_say_no_more_are_forgotten_in_time(
     for where in crew.doors(0):
         for number, purpose in enumerate((door.Purpose.LINK, door.Purpose.LANE) * 20):
             sock = strangers.enter_context(connect(where))
-            pass_the_door(sock, crew.gate, purpose)
+            pass_the_door(sock, crew.credentials, purpose)
             send(sock, bytes(number))
     assert crew.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
     acceptor = next(node.acceptor for node in list(node_module._nodes) if node.rank == 0)
@@ -391,7 +391,7 @@ def test_those_who_know_the_token_but_are_someone_else_are_refused(crew: Crew) -
             hello(**right, run="another"),
             hello(**right, card=card(id=b"i" * 32)),
         ):
-            answer = introduce(where, crew.gate, who)[1]
+            answer = introduce(where, crew.credentials, who)[1]
             assert isinstance(answer, messages.Refusal), (who, answer)
     assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
     assert crew.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2

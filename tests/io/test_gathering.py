@@ -25,7 +25,7 @@ from covey.net.keys.tls import Credentials
 from covey.proto.formation import Formed
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.mesh import joiner as candidate_module
-from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.follower import Outcome
 from covey.runtime.mesh.hints import Hint
 from covey.runtime.mesh.joiner import Joiner
@@ -71,12 +71,12 @@ class Crew:
     ) -> Any:
         """Open a node: a candidate if there are `terms`, else a visitor."""
         identity = identity if identity is not None else NodeIdentity.ephemeral()
-        seat = cluster_seat(cluster, CONFIG, run="r", ports=(0,), identity=identity)
+        endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(0,), identity=identity)
         made: Mesh
         if "terms" in node:
-            made = Joiner(cluster, CONFIG, seat, node["terms"])
+            made = Joiner(cluster, CONFIG, endpoint, node["terms"])
         else:
-            made = Mesh(cluster, CONFIG, seat, announce=announce)
+            made = Mesh(cluster, CONFIG, endpoint, announce=announce)
         self.nodes.append(made)
         await made.open()
         return made
@@ -84,7 +84,7 @@ class Crew:
     async def close(self) -> None:
         for node in self.nodes:
             await node.close()
-            node.seat.on_close()
+            node.endpoint.on_close()
 
 
 def run(work: Callable[[Crew], Coroutine[Any, Any, None]]) -> None:
@@ -233,12 +233,12 @@ def test_a_seed_that_does_not_answer_is_named_and_found_later() -> None:
         gone = await crew.add(cluster)
         seed, port = seed_of(gone), gone.card.contact.addresses[0].port
         await gone.close()
-        gone.seat.on_close()
+        gone.endpoint.on_close()
         one = await crew.add(replace(cluster, seeds=(seed,)))
         await until(lambda: seed in one.problems())
         assert one.problems()[seed].startswith(f"cannot be reached: {seed}: ")
-        seat = cluster_seat(cluster, CONFIG, run="r", ports=(port,), identity=NodeIdentity.ephemeral())
-        back = Mesh(cluster, CONFIG, seat, announce=False)
+        endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(port,), identity=NodeIdentity.ephemeral())
+        back = Mesh(cluster, CONFIG, endpoint, announce=False)
         crew.nodes.append(back)
         await back.open()
         await until(lambda: know_each_other(one, back))
@@ -257,7 +257,7 @@ def test_a_visitor_that_has_left_is_not_looked_for_and_no_problem() -> None:
         there = Hint(visitor.card.contact.addresses)
         await until(lambda: len(waiting._visitors) == 1)
         await visitor.close()
-        visitor.seat.on_close()
+        visitor.endpoint.on_close()
         await until(lambda: len(waiting._visitors) == 0)
         assert waiting._follower._hints.due(time.monotonic() + 1000, 100, lambda _hint: False) == []
         for hint in (here, there):  # as if an announcement of it came late
@@ -373,19 +373,19 @@ def test_a_later_life_takes_over_from_one_that_does_not_answer_any_more() -> Non
     run(work)
 
 
-def hello_of(gathering: Mesh, identity: NodeIdentity) -> messages.Hello:
-    card = msgspec.structs.replace(gathering.card, id=identity.id, life=identity.life, name=identity.name)
-    return msgspec.structs.replace(gathering._hello(), card=card)
+def hello_of(mesh: Mesh, identity: NodeIdentity) -> messages.Hello:
+    card = msgspec.structs.replace(mesh.card, id=identity.id, life=identity.life, name=identity.name)
+    return msgspec.structs.replace(mesh._hello(), card=card)
 
 
 def gate_of(cluster: Cluster, identity: NodeIdentity) -> LinkCredentials:
     return LinkCredentials(
-        cluster.secret.derive("door"), credentials=Credentials(cluster.secret.derive("node-ca"), identity.private)
+        cluster.secret.derive("door"), tls=Credentials(cluster.secret.derive("node-ca"), identity.private)
     )
 
 
-def where_of(gathering: Mesh) -> tuple[str, int]:
-    return "127.0.0.1", gathering.card.contact.addresses[0].port
+def where_of(mesh: Mesh) -> tuple[str, int]:
+    return "127.0.0.1", mesh.card.contact.addresses[0].port
 
 
 @pytest.mark.parametrize(
@@ -493,17 +493,17 @@ def test_gossip_about_nobody_and_about_ourselves_does_no_harm() -> None:
 def test_a_visitor_meets_candidates_asks_how_things_stand_and_takes_part_in_nothing() -> None:
     async def work(crew: Crew) -> None:
         cluster = new_cluster()
-        candidate = await crew.add(cluster, terms=TERMS)
-        visitor = await crew.add(replace(cluster, seeds=(seed_of(candidate),)))
-        await until(lambda: visitor.met and candidate._visitors)
-        remote: RemoteNode = visitor.met[candidate.card.id]
+        joiner = await crew.add(cluster, terms=TERMS)
+        visitor = await crew.add(replace(cluster, seeds=(seed_of(joiner),)))
+        await until(lambda: visitor.met and joiner._visitors)
+        remote: RemoteNode = visitor.met[joiner.card.id]
         assert remote.purpose == "candidate"
         told = await remote.ask(messages.Ask(), 5.0)
         assert isinstance(told, messages.Tell)
         assert (told.run, told.state, told.leader, told.peers) == ("r", "joining", b"", ())
-        assert candidate.met == {}
+        assert joiner.met == {}
         await visitor.close()
-        await until(lambda: not candidate._visitors)
+        await until(lambda: not joiner._visitors)
 
     run(work)
 

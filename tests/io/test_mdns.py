@@ -299,9 +299,9 @@ def test_silence_on_one_network_is_not_hidden_by_talk_on_another(lan: Lan) -> No
 
 
 def test_an_interface_that_comes_later_is_used_and_one_that_goes_is_forgotten(lan: Lan) -> None:
-    laptop, desk = lan.host("laptop", checks_duplicates=True), lan.host("desk")
-    lan.plug(desk, "eth0", "br0", "10.9.0.2/24")
-    late, early = lan.start(laptop), lan.start(desk)
+    laptop, client = lan.host("laptop", checks_duplicates=True), lan.host("desk")
+    lan.plug(client, "eth0", "br0", "10.9.0.2/24")
+    late, early = lan.start(laptop), lan.start(client)
     lan.plug(laptop, "wlan0", "br0", "10.9.0.1/24")
     assert late.next("found", port=early.port)["connected"] == "10.9.0.2"
     assert early.next("found", port=late.port)["connected"] == "10.9.0.1"

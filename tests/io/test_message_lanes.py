@@ -118,7 +118,7 @@ def test_both_ends_come_to_use_the_same_connection_whoever_breaks_and_asks(lanes
     def body(group: Group) -> list[int]:
         rng, others = random.Random(group.rank), [rank for rank in range(group.size) if rank != group.rank]
         group.barrier()
-        messenger = group._engine.post.messenger()
+        messenger = group._engine.routing.messenger()
         node, engine = group._engine.node, group._engine
         assert node is not None
         got: dict[int, list[int]] = {rank: [] for rank in others}

@@ -51,13 +51,13 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def neighbour(port: int = 0, tag: str = TAG) -> Iterator[HostRegistry]:
-    neighbours = HostRegistry(tag)
+    host_registry = HostRegistry(tag)
     try:
         if port:
-            neighbours.announce(port, f"/tmp/{port}.sock")
-        yield neighbours
+            host_registry.announce(port, f"/tmp/{port}.sock")
+        yield host_registry
     finally:
-        neighbours.close()
+        host_registry.close()
 
 
 @contextlib.contextmanager
@@ -74,8 +74,8 @@ def process(port: int, code: str = "") -> Iterator[subprocess.Popen[str]]:
         node.communicate(timeout=DEADLINE)
 
 
-def ports(neighbours: HostRegistry) -> list[int]:
-    return sorted(other.port for other in neighbours.others())
+def ports(host_registry: HostRegistry) -> list[int]:
+    return sorted(other.port for other in host_registry.others())
 
 
 def test_each_sees_the_others_but_not_itself() -> None:

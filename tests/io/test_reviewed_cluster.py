@@ -21,7 +21,7 @@ from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
 from covey.runtime.links.acceptor import Acceptor
-from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.joiner import Joiner
 from covey.runtime.mesh.search import Search
 from covey.wire import door, messages
@@ -70,8 +70,8 @@ def test_a_seed_that_cannot_be_tried_now_ends_neither_the_search_nor_the_announc
 
     async def work() -> None:
         cluster = Cluster(new_cluster().secret, seeds=("127.0.0.1:9",))
-        seat = cluster_seat(cluster, CONFIG, run="r", ports=(0,), identity=NodeIdentity.ephemeral())
-        assert seat.neighbours is not None
+        endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(0,), identity=NodeIdentity.ephemeral())
+        assert endpoint.host_registry is not None
         troubles: list[Exception] = [ConfigError("nothing matches that is up"), OSError(24, "Too many open files")]
         tried_again = asyncio.Event()
 
@@ -82,9 +82,9 @@ def test_a_seed_that_cannot_be_tried_now_ends_neither_the_search_nor_the_announc
 
         search = Search(
             cluster,
-            seat.card,
+            endpoint.card,
             "lo",
-            seat.neighbours,
+            endpoint.host_registry,
             found=lambda _addresses, same_host=False: None,
             try_seed=try_seed,
         )
@@ -92,12 +92,12 @@ def test_a_seed_that_cannot_be_tried_now_ends_neither_the_search_nor_the_announc
         try:
             async with asyncio.timeout(5):
                 await tried_again.wait()
-            assert is_there(seat.card.contact.socket)
+            assert is_there(endpoint.card.contact.socket)
         finally:
             searching.cancel()
             await asyncio.gather(searching, return_exceptions=True)
-            await seat.acceptor.close()
-            seat.on_close()
+            await endpoint.acceptor.close()
+            endpoint.on_close()
 
     asyncio.run(work())
 
@@ -110,8 +110,8 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
         nodes = []
         try:
             for _ in range(2):
-                seat = cluster_seat(cluster, CONFIG, run="r", ports=(0,), identity=NodeIdentity.ephemeral())
-                nodes.append(Joiner(cluster, CONFIG, seat, TERMS))
+                endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(0,), identity=NodeIdentity.ephemeral())
+                nodes.append(Joiner(cluster, CONFIG, endpoint, TERMS))
             smaller, larger = sorted(nodes, key=lambda node: node.card.id)
             for node in nodes:
                 await node.open()
@@ -132,7 +132,7 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
         finally:
             for node in nodes:
                 await node.close()
-                node.seat.on_close()
+                node.endpoint.on_close()
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE):

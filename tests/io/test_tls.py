@@ -330,22 +330,22 @@ def hello_of(card: messages.Card) -> messages.Hello:
 def gate_of(
     private: Ed25519PrivateKey, secret: ClusterSecret = SECRET, door: ClusterSecret | None = None
 ) -> LinkCredentials:
-    return LinkCredentials((door or secret).derive("door"), credentials=credentials(private, secret))
+    return LinkCredentials((door or secret).derive("door"), tls=credentials(private, secret))
 
 
 @contextlib.asynccontextmanager
 async def host(
-    gate: LinkCredentials, welcome: messages.Greeting, greeted: list[Any] | None = None
+    credentials: LinkCredentials, welcome: messages.Greeting, greeted: list[Any] | None = None
 ) -> AsyncIterator[tuple[str, int]]:
     """A node that answers every Hello with `welcome`; keeps what became of each greeting."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
-    acceptor = Acceptor([listener], gate.door_key, "test")
+    acceptor = Acceptor([listener], credentials.door_key, "test")
     links: list[Link] = []
 
     async def on_link(sock: socket.socket, said: bytes) -> None:
         try:
-            admitted = await admit(sock, gate, said, lambda _hello, _id: welcome)  # type: ignore[return-value,arg-type]
+            admitted = await admit(sock, credentials, said, lambda _hello, _id: welcome)  # type: ignore[return-value,arg-type]
         except (CoveyError, OSError) as error:
             if greeted is not None:
                 greeted.append(error)
@@ -435,11 +435,11 @@ def test_a_cold_handshake_takes_less_than_ten_milliseconds() -> None:
     """Door, TLS and Hello on loopback; by comparison with a plain exchange, because machines are noisy."""
 
     async def work() -> tuple[float, float]:
-        gate, hello = gate_of(ONE), hello_of(card_of(ONE))
+        credentials, hello = gate_of(ONE), hello_of(card_of(ONE))
         async with host(gate_of(TWO), messages.Welcome(-1, card_of(TWO), "visitor")) as where:
 
             async def whole() -> None:
-                await hang_up((await dial(where, gate, hello))[0])
+                await hang_up((await dial(where, credentials, hello))[0])
 
             async def plain() -> None:
                 """Connect, and read what the acceptor says first: one turn of both ends' loop, and no cryptography."""

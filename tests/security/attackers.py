@@ -26,7 +26,7 @@ from covey.runtime import loop as control
 from covey.runtime.environment import ClusterOptions, WantedRun
 from covey.runtime.joining.cluster_join import join_run
 from covey.runtime.members.node import Node
-from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.joiner import Joiner
 from covey.testing.proxy import Proxy
 from covey.wire import door, frame, messages
@@ -76,29 +76,29 @@ def until(condition: Callable[[], Any], within: float = DEADLINE - 1) -> None:
 class Victim:
     """A node of a cluster, in this process, that waits for others to come."""
 
-    def __init__(self, cluster: Cluster, seat: Endpoint, node: Mesh, address: tuple[str, int]) -> None:
-        self.cluster, self.seat, self.node, self.address = cluster, seat, node, address
+    def __init__(self, cluster: Cluster, endpoint: Endpoint, node: Mesh, address: tuple[str, int]) -> None:
+        self.cluster, self.endpoint, self.node, self.address = cluster, endpoint, node, address
 
     @property
     def acceptor(self) -> Any:
-        return self.seat.acceptor
+        return self.endpoint.acceptor
 
 
 @contextlib.contextmanager
 def victim(cluster: Cluster, identity: NodeIdentity | None = None, run: str = "run") -> Iterator[Victim]:
     """A candidate of a run, listening and looking around on loopback."""
     identity = identity or NodeIdentity.ephemeral()
-    seat = cluster_seat(cluster, LOOPBACK, run=run, ports=(0,), identity=identity)
+    endpoint = cluster_endpoint(cluster, LOOPBACK, run=run, ports=(0,), identity=identity)
     try:
         terms = Terms(run, "program", None, 2, None, f"{messages.VERSION}", "secure")
-        node = call_on_loop(Joiner, cluster, LOOPBACK, seat, terms)
+        node = call_on_loop(Joiner, cluster, LOOPBACK, endpoint, terms)
         try:
             on_loop(node.open())
-            yield Victim(cluster, seat, node, ("127.0.0.1", seat.card.contact.addresses[0].port))
+            yield Victim(cluster, endpoint, node, ("127.0.0.1", endpoint.card.contact.addresses[0].port))
         finally:
             on_loop(node.close())
     finally:
-        seat.on_close()
+        endpoint.on_close()
 
 
 # Connections of an attacker's own

@@ -36,7 +36,7 @@ class Participant:
     def __init__(self, company: Company, function: Callable[..., Any], identity: NodeIdentity, *, elastic: bool):
         self._company, self._function, self._is_elastic = company, function, elastic
         self.identity = identity
-        self.seat: Endpoint
+        self.endpoint: Endpoint
         self._is_seated = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
@@ -45,15 +45,15 @@ class Participant:
         assert self._is_seated.wait(DEADLINE)
 
     @property
-    def candidate(self) -> Joiner:
-        found = self.seat.acceptor.on_link.__self__  # type: ignore[union-attr]
+    def joiner(self) -> Joiner:
+        found = self.endpoint.acceptor.on_link.__self__  # type: ignore[union-attr]
         return found  # type: ignore[no-any-return]
 
     @property
     def prey(self) -> Victim:
         """What an insider attacks."""
-        address = ("127.0.0.1", self.seat.card.contact.addresses[0].port)
-        return Victim(self._company.cluster, self.seat, None, address)  # type: ignore[arg-type]
+        address = ("127.0.0.1", self.endpoint.card.contact.addresses[0].port)
+        return Victim(self._company.cluster, self.endpoint, None, address)  # type: ignore[arg-type]
 
     @property
     def is_alive(self) -> bool:
@@ -66,8 +66,8 @@ class Participant:
             raise self._error
         return self._value
 
-    def seated(self, seat: Endpoint) -> None:
-        self.seat = seat
+    def seated(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
         self._is_seated.set()
 
     def _main(self) -> None:
@@ -135,15 +135,15 @@ class Company:
         )  # fmt: skip
 
     def __enter__(self) -> Company:
-        take = joining.cluster_seat
+        take = joining.cluster_endpoint
 
         def seat_of_this_thread(*args: Any, **options: Any) -> Endpoint:
             participant = self.local.participant
-            seat = take(*args, **{**options, "identity": participant.identity, "ports": (0,)})
-            participant.seated(seat)
-            return seat
+            endpoint = take(*args, **{**options, "identity": participant.identity, "ports": (0,)})
+            participant.seated(endpoint)
+            return endpoint
 
-        self._undo.enter_context(mock.patch.object(joining, "cluster_seat", seat_of_this_thread))
+        self._undo.enter_context(mock.patch.object(joining, "cluster_endpoint", seat_of_this_thread))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -55,10 +55,10 @@ def test_a_board_listens_at_no_port() -> None:
             group.barrier()
             together()
             together()
-            desk = open_group_store(group)
+            client = open_group_store(group)
             if group.rank == 0:
-                desk.ask(board.Put((("key", b"value"),)), DEADLINE)
-            found = desk.ask(board.Get(("key",)), DEADLINE).values[0]
+                client.ask(board.Put((("key", b"value"),)), DEADLINE)
+            found = client.ask(board.Get(("key",)), DEADLINE).values[0]
             together()
             together()
             return found
@@ -78,10 +78,10 @@ def test_a_board_gives_back_bytes_as_they_are() -> None:
     data = pickle.dumps(Opened())
 
     def work(group: Group) -> bytes:
-        desk = open_group_store(group)
+        client = open_group_store(group)
         if group.rank == 1:
-            desk.ask(board.Put((("key", data),)), DEADLINE)
-        return desk.ask(board.Get(("key",)), DEADLINE).values[0]
+            client.ask(board.Put((("key", data),)), DEADLINE)
+        return client.ask(board.Get(("key",)), DEADLINE).values[0]
 
     with Company(new_cluster(), size=2) as company:
         nodes = [company.start(work) for _ in range(2)]
@@ -98,17 +98,17 @@ def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
         def work(group: Group) -> Any:
             node, generation = node_of(group), group._engine.generation
             assert generation is not None
-            desk = open_group_store(group)
-            desk.ask(board.Add("count", 1), DEADLINE)
+            client = open_group_store(group)
+            client.ask(board.Add("count", 1), DEADLINE)
             group.barrier()
             answers: list[Any] = []
-            heard = node.boards.heard
+            heard = node.stores.heard
 
             def listen(seat: int, posting: messages.Posting) -> None:
                 answers.append(board.decode_body(posting.body))
                 heard(seat, posting)
 
-            call_on_loop(setattr, node.boards, "heard", listen)
+            call_on_loop(setattr, node.stores, "heard", listen)
             pongs: list[int] = []
             take = node.heard
 
@@ -125,15 +125,15 @@ def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
             together()
             if group.rank == 2:
                 for question in (board.Add("count", 100), board.Get(("count",)), board.Put((("key", b"poison"),))):
-                    say(group, 0, messages.Posting(desk.board, secrets.randbits(40), board.encode_body(question)))
+                    say(group, 0, messages.Posting(client.board, secrets.randbits(40), board.encode_body(question)))
                 say(group, 0, messages.Ping(1 << 50))
                 until(lambda: 1 << 50 in pongs)
                 together()
                 together()
                 return answers
             together()
-            count = desk.ask(board.Add("count", 0), DEADLINE).number
-            known = desk.ask(board.Check(("key",)), DEADLINE).number
+            count = client.ask(board.Add("count", 0), DEADLINE).number
+            known = client.ask(board.Check(("key",)), DEADLINE).number
             together()
             return count, known
 

@@ -19,7 +19,7 @@ from tests.security.attackers import new_cluster
 
 from covey.base import text
 from covey.base.errors import AuthError, ConfigError, RemoteProtocolError
-from covey.net.discovery import host_registry as neighbours
+from covey.net.discovery import host_registry as host_registry
 from covey.net.discovery import sieve
 from covey.net.discovery.host_registry import HostRegistry
 from covey.net.discovery.interfaces import to_dial, usable_interfaces
@@ -292,7 +292,7 @@ def test_any_secret_is_taken_or_refused_for_a_reason(secret: str | bytes) -> Non
 def test_a_neighbours_file_is_read_or_passed_over(data: bytes) -> None:
     reader = object.__new__(HostRegistry)
     reader._host = "host"
-    found = reader._parse(f"host-1{neighbours._SUFFIX}", data)
+    found = reader._parse(f"host-1{host_registry._SUFFIX}", data)
     assert found is None or 0 < found.port < 65536
 
 

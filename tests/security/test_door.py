@@ -110,7 +110,7 @@ def test_an_answer_opens_one_door_once(prey: Victim) -> None:
 
 def test_a_recorded_exchange_replayed_gets_no_answer(prey: Victim) -> None:
     with Proxy(prey.address) as proxy:
-        relayed = type(prey)(prey.cluster, prey.seat, prey.node, proxy.address)
+        relayed = type(prey)(prey.cluster, prey.endpoint, prey.node, proxy.address)
         with Insider(relayed, purpose="visitor") as honest:
             honest.ping()
         assert len(proxy.recorded(0, Way.TO_TARGET)) > 1000

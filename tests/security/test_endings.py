@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def origin_of(participant: Participant) -> bytes:
-    return call_on_loop(lambda: participant.candidate._node.generation.founded.origin)  # type: ignore[union-attr]
+    return call_on_loop(lambda: participant.joiner._node.generation.founded.origin)  # type: ignore[union-attr]
 
 
 def claims(lineage: bytes, insider: Insider, terms: formation.Terms, members: list[NodeIdentity]) -> list[Any]:
@@ -56,8 +56,8 @@ def test_no_node_outside_of_a_run_can_say_that_it_is_over(purpose: str) -> None:
             together()
             together()
             total = group.all_reduce(np.arange(3) + group.rank).tolist()
-            candidate = node_of(group).acceptor.on_link.__self__  # type: ignore[union-attr]
-            return total, candidate.records.lineages().ended
+            joiner = node_of(group).acceptor.on_link.__self__  # type: ignore[union-attr]
+            return total, joiner.records.lineages().ended
 
         nodes = [company.start(work, first), company.start(work, second)]
         together()
@@ -97,8 +97,8 @@ def test_a_member_alone_cannot_say_that_the_run_is_over() -> None:
                 return None
             finally:
                 together()
-            candidate = node_of(group).acceptor.on_link.__self__  # type: ignore[union-attr]
-            assert candidate.records.lineages().ended == ()
+            joiner = node_of(group).acceptor.on_link.__self__  # type: ignore[union-attr]
+            assert joiner.records.lineages().ended == ()
             return total, group.contributors
 
         nodes = [company.start(work) for _ in range(3)]
@@ -170,8 +170,8 @@ def kept() -> Iterator[Kept]:
     service = ClusterKeeperService(cluster, LOOPBACK)
     service.start()
     try:
-        until(lambda: service._seat is not None)
-        seat, cluster_keeper = service._seat, service._cluster_keeper
+        until(lambda: service._endpoint is not None)
+        seat, cluster_keeper = service._endpoint, service._cluster_keeper
         assert seat is not None
         assert cluster_keeper is not None
         address = ("127.0.0.1", seat.card.contact.addresses[0].port)
@@ -268,7 +268,7 @@ def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_ta
         with Insider(nodes[watcher.id].prey, keeper, purpose="keeper") as speaker:
             speaker.say(messages.Vouch(((owner.life, int(Vouch.EXITED)),)))
             speaker.ping()
-            node = call_on_loop(lambda: nodes[watcher.id].candidate._node)
+            node = call_on_loop(lambda: nodes[watcher.id].joiner._node)
             until(lambda: node.generation.view.number > 0)
             together()
             together()

@@ -46,7 +46,7 @@ from covey.runtime import loop as control
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import GREETING_SECONDS, LinkCredentials, RefusedError, dial
 from covey.runtime.members.node import Node
-from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.testing.proxy import Proxy, Way
 from covey.wire import door, frame, messages
 
@@ -244,12 +244,12 @@ def launched(
     cluster: Any, rank: int, size: int, contacts: dict[int, messages.Contact] | None = None
 ) -> tuple[Node, tuple[str, int]]:
     """A rank that a launcher started on several hosts, with the cluster's secret."""
-    seat = cluster_seat(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
+    endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     node = Node(
-        rank=rank, size=size, run="run", gate=seat.gate, card=seat.card, config=LOOPBACK, acceptor=seat.acceptor,
-        contacts=contacts or {}, objection=seat.objection, on_close=seat.on_close,
+        rank=rank, size=size, run="run", credentials=endpoint.credentials, card=endpoint.card, config=LOOPBACK,
+        acceptor=endpoint.acceptor, contacts=contacts or {}, objection=endpoint.objection, on_close=endpoint.on_close,
     )  # fmt: skip
-    return node, ("127.0.0.1", seat.card.contact.addresses[0].port)
+    return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
 
 
 @contextlib.contextmanager
@@ -389,10 +389,10 @@ def accept_with(context: ssl.SSLContext, answer: Callable[[messages.Hello], Any]
 
 def greet(address: tuple[str, int], cluster: Any) -> Any:
     identity = NodeIdentity.ephemeral()
-    gate = LinkCredentials(
-        cluster.secret.derive("door"), credentials=Credentials(cluster.secret.derive("node-ca"), identity.private)
+    credentials = LinkCredentials(
+        cluster.secret.derive("door"), tls=Credentials(cluster.secret.derive("node-ca"), identity.private)
     )
-    link, welcome, peer = on_loop(dial(address, gate, hello(identity)))
+    link, welcome, peer = on_loop(dial(address, credentials, hello(identity)))
     call_on_loop(link.abort)
     return welcome, peer
 
@@ -441,9 +441,9 @@ def test_a_caller_with_the_wrong_secret_learns_so(prey: Victim) -> None:
 
 def test_a_refused_caller_is_told_why(prey: Victim) -> None:
     identity, secret = NodeIdentity.ephemeral(), prey.cluster.secret
-    gate = LinkCredentials(secret.derive("door"), credentials=Credentials(secret.derive("node-ca"), identity.private))
+    credentials = LinkCredentials(secret.derive("door"), tls=Credentials(secret.derive("node-ca"), identity.private))
     with pytest.raises(RefusedError, match="version"):
-        on_loop(dial(prey.address, gate, hello(identity, version=9)))
+        on_loop(dial(prey.address, credentials, hello(identity, version=9)))
 
 
 # Who stands between two nodes

@@ -24,7 +24,7 @@ from tests.security.company import SURVIVING, Company, here
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.net.keys.identity import NodeIdentity
-from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.joiner import Joiner
 from covey.wire import messages
 from covey.wire.formation import Phase, Terms
@@ -42,16 +42,16 @@ PAIR = Terms("run", "program", 2, 2, 2, f"{messages.VERSION}", "secure")
 def joining(size: int) -> Iterator[Victim]:
     """A node in the middle of `join(size=...)`."""
     cluster = new_cluster()
-    seat = cluster_seat(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
+    endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     try:
-        node = call_on_loop(Joiner, cluster, LOOPBACK, seat, terms_of(size))
+        node = call_on_loop(Joiner, cluster, LOOPBACK, endpoint, terms_of(size))
         try:
             on_loop(node.open())
-            yield Victim(cluster, seat, node, ("127.0.0.1", seat.card.contact.addresses[0].port))
+            yield Victim(cluster, endpoint, node, ("127.0.0.1", endpoint.card.contact.addresses[0].port))
         finally:
             on_loop(node.close())
     finally:
-        seat.on_close()
+        endpoint.on_close()
 
 
 def terms_of(size: int, **changes: Any) -> Terms:
@@ -61,7 +61,8 @@ def terms_of(size: int, **changes: Any) -> Terms:
 def founded(members: list[messages.Card], *, seats: list[int] | None = None, **changes: Any) -> messages.Founded:
     """Return a generation that is in order, but for the changes."""
     seated = tuple(
-        messages.SeatedMember(seat, card) for seat, card in zip(seats or range(len(members)), members, strict=True)
+        messages.SeatedMember(endpoint, card)
+        for endpoint, card in zip(seats or range(len(members)), members, strict=True)
     )
     values = {"generation": 1, "lineage": LINEAGE, "is_kept": False, "members": seated, "origin": LINEAGE} | changes
     known = messages.Founded.__struct_fields__

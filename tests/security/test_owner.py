@@ -40,7 +40,7 @@ class Owned:
         """Wait until the node goes by what the file says, and come to it with that secret from now on."""
         saved = clusters.load("prey")
         until(lambda: self.prey.node.cluster.secret == saved.secret)
-        self.prey = Victim(saved, self.prey.seat, self.prey.node, self.prey.address)
+        self.prey = Victim(saved, self.prey.endpoint, self.prey.node, self.prey.address)
 
     def send(self, message: messages.NewSecret) -> str:
         """Send a new secret as a visitor with a fresh key that holds the secret; return the answer."""

@@ -93,9 +93,9 @@ CLAIMS: dict[str, list[int]] = {
 def liar(claim: list[int]) -> Callable[..., Any]:
     """Return what describes arrays on the hostile rank."""
 
-    def metas(circle: Any, operands: dict[int, Operand]) -> Any:
-        rows = describe(circle, operands)
-        if circle.engine.rank == HOSTILE:
+    def metas(attempt: Any, operands: dict[int, Operand]) -> Any:
+        rows = describe(attempt, operands)
+        if attempt.engine.rank == HOSTILE:
             for row in operands:
                 rows[row] = 0
                 rows[row, : len(claim)] = claim
@@ -411,7 +411,7 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
 
     def body(group: Group) -> None:
         if group.rank == HOSTILE:
-            messenger = group._engine.post.messenger()
+            messenger = group._engine.routing.messenger()
             messenger._open(0, time.monotonic() + 5)
             with messenger._lock:
                 header = wire.Header(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))

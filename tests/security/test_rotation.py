@@ -61,7 +61,7 @@ def changed(prey: Victim, grace: int = 600) -> Cluster:
 
 def with_secret(prey: Victim, cluster: Cluster) -> Victim:
     """Return the same node, as one sees it that holds another secret."""
-    return Victim(cluster, prey.seat, prey.node, prey.address)
+    return Victim(cluster, prey.endpoint, prey.node, prey.address)
 
 
 def probes(prey: Victim, cluster: Cluster) -> bool:
@@ -83,7 +83,7 @@ def test_links_stay_and_both_secrets_are_good_until_the_grace_is_over(prey: Vict
                 assert isinstance(other.greeting, messages.Welcome)
                 other.ping()
         clusters.update("prey", lambda now: replace(now, previous_until=time.time() - 1))
-        until(lambda: prey.seat.gate.good() == (prey.seat.gate,))
+        until(lambda: prey.endpoint.credentials.good() == (prey.endpoint.credentials,))
         with pytest.raises(BROKEN):
             Insider(prey)
         assert not probes(prey, prey.cluster)
@@ -95,7 +95,7 @@ def test_links_stay_and_both_secrets_are_good_until_the_grace_is_over(prey: Vict
 
 def test_without_a_grace_the_old_secret_is_refused_at_once(prey: Victim) -> None:
     after = changed(prey, grace=0)
-    until(lambda: prey.seat.gate.good() == (prey.seat.gate,))
+    until(lambda: prey.endpoint.credentials.good() == (prey.endpoint.credentials,))
     with pytest.raises(BROKEN):
         Insider(prey)
     with Insider(with_secret(prey, after)) as other:
@@ -104,7 +104,7 @@ def test_without_a_grace_the_old_secret_is_refused_at_once(prey: Victim) -> None
 
 def test_the_grace_ends_by_itself(prey: Victim) -> None:
     changed(prey, grace=2)
-    until(lambda: prey.seat.gate.good() == (prey.seat.gate,))
+    until(lambda: prey.endpoint.credentials.good() == (prey.endpoint.credentials,))
     with pytest.raises(BROKEN):
         Insider(prey)
 
@@ -131,9 +131,9 @@ def test_two_nodes_find_each_other_when_one_knows_only_the_new_secret(prey: Vict
 def test_lanes_to_a_node_that_has_not_heard_of_a_new_secret_are_opened_with_the_one_before() -> None:
     """One end of each pair dials the lanes: first that one has heard, then the other."""
 
-    def heard_of_another(gate: LinkCredentials) -> None:
-        before = LinkCredentials(gate.door_key, credentials=gate.credentials)
-        gate.become(LinkCredentials(secrets.token_bytes(32), credentials=gate.credentials, earlier=before,
+    def heard_of_another(credentials: LinkCredentials) -> None:
+        before = LinkCredentials(credentials.door_key, tls=credentials.tls)
+        credentials.become(LinkCredentials(secrets.token_bytes(32), tls=credentials.tls, earlier=before,
                          until=time.monotonic() + 600))  # fmt: skip
 
     for dialler_has_heard in (True, False):
@@ -143,7 +143,7 @@ def test_lanes_to_a_node_that_has_not_heard_of_a_new_secret_are_opened_with_the_
             node = group._engine.node
             assert node is not None
             if node.peers[1 - group.rank].is_dialled is dialler_has_heard:
-                call_on_loop(heard_of_another, node.gate)
+                call_on_loop(heard_of_another, node.credentials)
             group.barrier()
             part = group.split(0)
             assert part is not None

@@ -23,7 +23,7 @@ from covey.base.errors import CoveyError
 from covey.net.keys import clusters
 from covey.net.keys.identity import NodeIdentity, id_text, node_name
 from covey.runtime.environment import ClusterOptions
-from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.testing.netns import Lan, require_namespaces
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret, encode_join_code
@@ -136,15 +136,15 @@ def test_forged_resets_are_a_lost_peer_for_everyone_at_once() -> None:
 def test_no_text_that_an_object_makes_of_itself_has_a_secret_in_it() -> None:
     cluster, identity = new_cluster(), NodeIdentity.ephemeral()
     lane_secret = secrets.token_bytes(32)
-    seat = cluster_seat(cluster, LOOPBACK, run="run", ports=(0,), identity=identity)
+    endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=identity)
     try:
         shown = {
             "ClusterSecret": cluster.secret,
             "Cluster": cluster,
             "ClusterOptions": ClusterOptions("prey", cluster.secret.key.hex()),
             "NodeIdentity": identity,
-            "Gate": seat.gate,
-            "Seat": seat,
+            "Gate": endpoint.credentials,
+            "Seat": endpoint,
             "NewSecret": messages.NewSecret(cluster.secret.key, 1, 600, bytes(64)),
             "Offer": messages.Offer(bytes(16), lane_secret, 0, "collectives", "secure", 0, 1),
         }
@@ -157,8 +157,8 @@ def test_no_text_that_an_object_makes_of_itself_has_a_secret_in_it() -> None:
         ]
         assert telling == []
     finally:
-        seat.on_close()
-        for listener in seat.acceptor._listeners:
+        endpoint.on_close()
+        for listener in endpoint.acceptor._listeners:
             listener.close()
 
 

@@ -129,7 +129,7 @@ class Scene:
     def links(self, rank: int, other: int) -> list[Link]:
         """Return the links of one rank with another."""
         id = self.node(other).card.id
-        return call_on_loop(lambda: list(self.prey(rank).candidate.met[id].links))
+        return call_on_loop(lambda: list(self.prey(rank).joiner.met[id].links))
 
     def tell(self, rank: int, *votes: membership.Membership) -> None:
         """Let the liar say these to a rank, one right after the other."""
@@ -499,7 +499,7 @@ def test_a_member_can_cost_all_others_their_places_and_none_of_them_takes_the_ru
     for rank in HONEST:
         scene.tell(rank, Decided(scene.follows(LIAR)))
     until(lambda: all(scene.generation(rank).is_over for rank in HONEST))
-    known = [call_on_loop(scene.prey(rank).candidate.records.lineages) for rank in HONEST]
+    known = [call_on_loop(scene.prey(rank).joiner.records.lineages) for rank in HONEST]
     assert [(len(each.open), each.ended) for each in known] == [(1, ())] * 2
     outcome = scene.outcome()
     assert [type(outcome[rank][0]) for rank in HONEST] == [GroupChangedError] * 2

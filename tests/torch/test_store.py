@@ -22,7 +22,7 @@ from covey.net.discovery.host_rendezvous import meeting_folder
 from covey.runtime import loop as control
 from covey.runtime.environment import Place
 from covey.runtime.joining.bootstrap import join_at
-from covey.runtime.members.store import Desk
+from covey.runtime.members.store import StoreClient
 from covey.torch.backend.store import CoveyStore, open_store
 from covey.wire import board as wire
 from covey.wire import messages
@@ -230,7 +230,7 @@ def break_links(rank: int, size: int, path: str) -> None:
             for thread in (waits, pops):
                 thread.start()
             until = time.monotonic() + 30
-            while len([asked for asked in list(node.boards._asked.values()) if asked.is_sent]) < 2:
+            while len([asked for asked in list(node.stores._asked.values()) if asked.is_sent]) < 2:
                 assert time.monotonic() < until
                 time.sleep(0.01)
             link = node.peers[0].link
@@ -254,7 +254,7 @@ def talk_nonsense(rank: int, size: int, path: str) -> None:
     with store_of(rank, size, path) as (group, store):
         engine = group._engine
         assert engine.node is not None
-        stranger = Desk(engine.node.boards, 4711, engine.members[0])
+        stranger = StoreClient(engine.node.stores, 4711, engine.members[0])
         with pytest.raises(ConfigError, match="closed"):
             stranger.ask(wire.Count(), 30)
         store.barrier("here", size)

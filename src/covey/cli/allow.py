@@ -137,7 +137,7 @@ def _waiting(found: Cluster, *, quiet: bool) -> list[messages.Waiting]:
         for answer in visit.ask_all(cards, messages.Ask(), ASK_SECONDS):
             if isinstance(answer, messages.Tell):
                 waiting |= {each.id: each for each in answer.waiting}
-        waiting |= {each.id: each for each in visit.gathering.rules.waiting()}
+        waiting |= {each.id: each for each in visit.mesh.rules.waiting()}
     denied, allowed = charter.lists(found)
     answered = denied | found.denied | (allowed or frozenset())
     return [each for each in waiting.values() if each.id not in answered]

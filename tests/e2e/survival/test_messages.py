@@ -180,7 +180,7 @@ def talk_over_broken_connections(on_loss: str, sizes: list[int], cuts: int, cuts
         for thread in threads:
             thread.start()
         if cuts_own:
-            messenger = group._engine.post.messenger()
+            messenger = group._engine.routing.messenger()
             for _ in range(cuts):
                 enough.wait(0.02)
                 for lane in list(messenger._lanes.values()):

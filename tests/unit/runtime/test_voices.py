@@ -67,13 +67,13 @@ SPEECH = st.lists(
 
 @given(SPEECH)
 def test_every_shown_line_has_one_speaker_and_nothing_is_lost(speech: list[tuple[int, bytes, bool]]) -> None:
-    voices = two_voices()
+    streams = two_voices()
     shown = b""
     for rank, text, pause in speech:
-        shown += voices[rank].hear(text, now=0.0)
+        shown += streams[rank].hear(text, now=0.0)
         if pause:
-            shown += voices[rank].hush()
-    shown += voices[0].end() + voices[1].end()
+            shown += streams[rank].hush()
+    shown += streams[0].end() + streams[1].end()
     lines = shown.splitlines(keepends=True)
     assert all(line.startswith((b"[0] ", b"[1] ")) and line.endswith(b"\n") for line in lines)
     for rank in range(2):

@@ -18,7 +18,7 @@ from covey.net.discovery import host_rendezvous as meeting
 from covey.net.lanes import ring
 from covey.proto import health, matching, message, message_stream, views
 from covey.proto import membership as agreement
-from covey.runtime.collectives import attempt as circle
+from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import handshake as greet
 from covey.runtime.members import lanes
 from covey.runtime.members import store as boards
@@ -131,7 +131,7 @@ def test_the_header_of_a_transfer_has_the_documented_bytes() -> None:
     flags = [row[1] for row in rows].index(next(row[1] for row in rows if row[1].startswith("flags")))
     assert sum(sizes[:flags]) == header.FLAGS_AT
     assert f"{header.CHANGE_PENDING}: CHANGE_PENDING" in rows[flags][1]
-    assert f"Phase {circle.COMMIT_PHASE} is the commit barrier" in WORDS
+    assert f"Phase {attempt.COMMIT_PHASE} is the commit barrier" in WORDS
 
 
 def test_every_frame_of_messages_is_listed_with_its_kind() -> None:

@@ -101,14 +101,14 @@ class Search:
             control.soon(ear.close)
 
     def _examine(self, visit: Visit, ear: Ear) -> None:
-        gathering = visit.gathering
-        observations = gathering.search.beacon.observed()
-        knocking = control.start(self._knock(gathering, ear, observations))
-        trying_seeds = control.start(self._try_seeds(gathering))
+        mesh = visit.mesh
+        observations = mesh.search.beacon.observed()
+        knocking = control.start(self._knock(mesh, ear, observations))
+        trying_seeds = control.start(self._try_seeds(mesh))
         cards = visit.everyone()[:MOST_EXAMINED]
-        trying = [control.start(self._try_ways(gathering, card)) for card in cards]
+        trying = [control.start(self._try_ways(mesh, card)) for card in cards]
         stories = visit.ask_all(cards, messages.Ask(), PROBE_SECONDS)
-        ours = gathering.card.contact
+        ours = mesh.card.contact
         for attempt in trying:  # they try what they have seen us come from
             attempt.result(PROBE_SECONDS + LATE_SECONDS)
         elsewhere = [card for card in cards if card.contact.host != ours.host]  # on this machine all of them work
@@ -116,20 +116,20 @@ class Search:
         answers = {card.id: answer for card, answer in zip(elsewhere, replies, strict=True)}
         nodes = []
         for card, attempt, story in zip(cards, trying, stories, strict=True):
-            remote = gathering.met.get(card.id)
+            remote = mesh.met.get(card.id)
             if remote is not None and remote.link is not None:  # or it has gone meanwhile
                 soundings = attempt.result()
-                node = self._describe(remote, gathering, soundings, self._found_by(card, gathering, ear))
+                node = self._describe(remote, mesh, soundings, self._found_by(card, mesh, ear))
                 node = _with_ways_back(node, ours.addresses, answers[card.id]) if card.id in answers else node
                 nodes.append((_with_story(node, story), remote.way or _quickest(soundings)))
         self._tell("measuring throughput")
-        self.nodes = tuple(self._measure(gathering, node, way) for node, way in nodes)
+        self.nodes = tuple(self._measure(mesh, node, way) for node, way in nodes)
         closed = knocking.result(PROBE_SECONDS + LATE_SECONDS)
         self.interfaces = look_at_interfaces(self._config.interfaces, observations, ear)
-        problems, hung_up = control.run(_problems(gathering), LATE_SECONDS)
+        problems, hung_up = control.run(_problems(mesh), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
-        if (neighbours := gathering.seat.neighbours) is not None:
-            self.other_processes = tuple(sorted({each.pid for each in neighbours.of_other_clusters()}))
+        if (host_registry := mesh.endpoint.host_registry) is not None:
+            self.other_processes = tuple(sorted({each.pid for each in host_registry.of_other_clusters()}))
         self.host_problem = problems.pop("this host", "")
         tried = trying_seeds.result(2 * PROBE_SECONDS + LATE_SECONDS)
         self.seeds = tuple(
@@ -145,7 +145,7 @@ class Search:
         self.refusals = {who: why for who, why in others.items() if not why.startswith(NO_WAY)}
         self.unreachable = {who: why for who, why in others.items() if who not in self.refusals} | closed
 
-    async def _try_seeds(self, gathering: Mesh) -> dict[str, str]:
+    async def _try_seeds(self, mesh: Mesh) -> dict[str, str]:
         """Return why no node answers at each seed, or "": a visitor that has met a node tries its seeds no more."""
 
         async def try_one(seed: str) -> str:
@@ -153,7 +153,7 @@ class Search:
                 async with asyncio.timeout(PROBE_SECONDS):
                     addresses = await aside(parse_seed, seed)
                 is_here = any(each.ip in ("127.0.0.1", "::1") for each in addresses)
-                found = await sound_each(addresses, self._own, gathering.seat.gate, same_host=is_here)
+                found = await sound_each(addresses, self._own, mesh.endpoint.credentials, same_host=is_here)
             except (OSError, CoveyError) as error:  # TimeoutError, too
                 return str(error) or SILENCE
             return "" if any(each.round_trip >= 0 for each in found) else found[0].problem if found else SILENCE
@@ -161,20 +161,20 @@ class Search:
         problems = await asyncio.gather(*map(try_one, self._seeds))
         return dict(zip(self._seeds, problems, strict=True))
 
-    async def _try_ways(self, gathering: Mesh, card: messages.Card) -> list[Sounding]:
-        is_here = card.contact.host == gathering.card.contact.host
-        gate, addresses = gathering.seat.gate, card.contact.addresses
-        return await sound_each(addresses, self._own, gate, same_host=is_here, token=self._token)
+    async def _try_ways(self, mesh: Mesh, card: messages.Card) -> list[Sounding]:
+        is_here = card.contact.host == mesh.card.contact.host
+        credentials, addresses = mesh.endpoint.credentials, card.contact.addresses
+        return await sound_each(addresses, self._own, credentials, same_host=is_here, token=self._token)
 
-    def _found_by(self, card: messages.Card, gathering: Mesh, ear: Ear) -> tuple[str, ...]:
+    def _found_by(self, card: messages.Card, mesh: Mesh, ear: Ear) -> tuple[str, ...]:
         addresses = {address.ip for address in card.contact.addresses}
-        found_by = ["same host"] * (card.contact.host == gathering.card.contact.host)
+        found_by = ["same host"] * (card.contact.host == mesh.card.contact.host)
         found_by += ["multicast"] * any(addresses & heard.speakers.keys() for heard in ear.heard.values())
         found_by += ["seed"] * any(_is_at(seed, addresses) for seed in self._seeds)
         return tuple(found_by or ["others"])
 
     def _describe(
-        self, remote: RemoteNode, gathering: Mesh, soundings: list[Sounding], found_by: tuple[str, ...]
+        self, remote: RemoteNode, mesh: Mesh, soundings: list[Sounding], found_by: tuple[str, ...]
     ) -> MetNode:
         card, link = remote.card, remote.link
         assert link is not None
@@ -190,7 +190,7 @@ class Search:
             pid=card.pid,
             version=card.version,
             purpose=remote.purpose,
-            is_here=card.contact.host == gathering.card.contact.host,
+            is_here=card.contact.host == mesh.card.contact.host,
             found_by=found_by,
             addresses=tuple(address.ip for address in card.contact.addresses),
             ways_there=ways,
@@ -201,20 +201,20 @@ class Search:
             clock_offset=remote.clock_offset,
         )
 
-    def _measure(self, gathering: Mesh, node: MetNode, way: Where | None) -> MetNode:
+    def _measure(self, mesh: Mesh, node: MetNode, way: Where | None) -> MetNode:
         """Measure one way at a time, while the others are idle, as long as there is time."""
         seconds = LONG_FLOW_SECONDS if node.round_trip > LONG_ROUND_TRIP else FLOW_SECONDS
         if way is None or self._until - time.monotonic() < seconds:
             return node
-        flow = throughput(way, gathering.seat.gate, FLOW_BYTES, seconds)
+        flow = throughput(way, mesh.endpoint.credentials, FLOW_BYTES, seconds)
         return replace(node, bytes_per_second=control.run(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
 
-    async def _knock(self, gathering: Mesh, ear: Ear, observations: Iterable[Observation]) -> dict[str, str]:
+    async def _knock(self, mesh: Mesh, ear: Ear, observations: Iterable[Observation]) -> dict[str, str]:
         """Return the machines that announce nodes, ours as far as we know, and whose ports give no sign of life.
 
         The search itself waits longer for those than we have time.
         """
-        known = {address.ip for remote in gathering.met.values() for address in remote.card.contact.addresses}
+        known = {address.ip for remote in mesh.met.values() for address in remote.card.contact.addresses}
         known |= {address.ip for each in observations for address in each.foreign}
         indices = {interface.name: interface.index for interface in self._own}
         silent = {
@@ -225,7 +225,7 @@ class Search:
         }
         ports = (*PORTS[:MOST_KNOCKS], PORTS[-1])
         knocks = {
-            ip: [sound((ip, port, 0, index) if ":" in ip else (ip, port), gathering.seat.gate) for port in ports]
+            ip: [sound((ip, port, 0, index) if ":" in ip else (ip, port), mesh.endpoint.credentials) for port in ports]
             for ip, index in itertools.islice(silent.items(), MOST_SILENT)
         }
         answers = await asyncio.gather(*(asyncio.gather(*each) for each in knocks.values()))
@@ -289,8 +289,8 @@ def look_at_interfaces(
     return tuple(networks)
 
 
-async def _problems(gathering: Mesh) -> tuple[dict[str, str], set[str]]:
-    return gathering.problems(), set(gathering.hung_up)
+async def _problems(mesh: Mesh) -> tuple[dict[str, str], set[str]]:
+    return mesh.problems(), set(mesh.hung_up)
 
 
 def _quickest(soundings: list[Sounding]) -> Where | None:

@@ -87,8 +87,8 @@ def take(visit: Visit) -> Picture:
     """Ask every node how things stand, and put it together."""
     seen = visit.members()
     answers = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
-    gathering = visit.gathering
-    return picture(gathering.cluster.name, seen, answers, dict(gathering.refusals))
+    mesh = visit.mesh
+    return picture(mesh.cluster.name, seen, answers, dict(mesh.refusals))
 
 
 def _watch(visit: Visit, console: Console, *, as_json: bool) -> None:

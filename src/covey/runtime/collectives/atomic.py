@@ -48,7 +48,7 @@ class AtomicOperations:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._bell = Bell(descriptors)
-        self._kept = UndoBuffer()
+        self._undo = UndoBuffer()
         self._is_executing = False
         self._halt_number = -1
         self._told: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -59,7 +59,7 @@ class AtomicOperations:
         self._reason: Fault | None = None
         """Why somebody gave up."""
         self._commit = Commit(engine.id, self._ranks_of, self._ranks_of[engine.rank], generation.view)
-        self.circle = self._new_circle(engine)
+        self.attempt = self._new_circle(engine)
 
     @property
     def _engine(self) -> Engine:
@@ -68,7 +68,7 @@ class AtomicOperations:
         return engine
 
     @property
-    def attempt(self) -> int:
+    def view_number(self) -> int:
         """The number of the view in which operations are tried."""
         return self._commit.attempt
 
@@ -85,7 +85,7 @@ class AtomicOperations:
     def _new_circle(self, engine: Engine) -> Attempt:
         live = set(self._commit.live)
         ranks = tuple(rank for rank, place in enumerate(self._ranks_of) if place in live)
-        return Attempt(engine, self._commit.attempt, ranks, self._bell, self._kept)
+        return Attempt(engine, self._commit.attempt, ranks, self._bell, self._undo)
 
     # The thread that runs an operation
 
@@ -109,10 +109,10 @@ class AtomicOperations:
                 if type(step) is Run:
                     if self._strikes:
                         engine.check_deadline(self._trouble)
-                    self._kept.restore()
+                    self._undo.restore()
                     step, result = self._attempt(engine, step, body)
                 elif type(step) is Returned:
-                    self._kept.forget()
+                    self._undo.forget()
                     self._strikes = 0
                     engine.returned(self._ranks(step.contributors))
                     if isinstance(result, DisagreedError):
@@ -125,7 +125,7 @@ class AtomicOperations:
                     engine.end(self._revocation(engine))
                     engine.check()
         except BaseException:
-            self._kept.restore()
+            self._undo.restore()
             self._stop_executing()
             raise
 
@@ -137,23 +137,23 @@ class AtomicOperations:
 
     def _attempt(self, engine: Engine, run: Run, body: Callable[[Attempt], Any]) -> tuple[Step | None, Any]:
         """Try once; return what came of it, None if a view has to tell, and the result as far as there is one."""
-        circle, result = self.circle, None
-        circle.begin(knows_change=engine.knows_change)
+        attempt, result = self.attempt, None
+        attempt.begin(knows_change=engine.knows_change)
         try:
             try:
-                result = body(circle)
+                result = body(attempt)
             except DisagreedError as disagreement:
                 result = disagreement
             with self._lock:
                 if not self._commit.completed(run.attempt):
                     raise HaltedError
-            if circle.size > 1:
-                circle.commit()
+            if attempt.size > 1:
+                attempt.commit()
         except HaltedError:
             self._stop_executing()
             return None, result
         with self._lock:
-            step = self._commit.passed(run.attempt, circle.knows_change)
+            step = self._commit.passed(run.attempt, attempt.knows_change)
             self._rest()
             return step, result
 
@@ -184,14 +184,14 @@ class AtomicOperations:
             number, self._halt_number = self._halt_number, -1
             control.soon(self._generation.halted, self.group, number, self._commit.freeze())
 
-    def disturbed(self, circle: Attempt, trouble: str) -> None:
+    def disturbed(self, attempt: Attempt, trouble: str) -> None:
         """A lane of an attempt broke, which may be nobody's death: ask for a view, and wait for it.
 
         If that happens again and again, every view is asked for a little later.
         """
         self._strikes, self._trouble = self._strikes + 1, trouble
         pause = 0.0 if self._strikes == 1 else min(MOST_PAUSE_SECONDS, 0.01 * 2 ** min(self._strikes, 20))
-        control.soon(self._generation.disturbed, circle.attempt, pause)
+        control.soon(self._generation.disturbed, attempt.number, pause)
         raise HaltedError
 
     def give_up(self, fault: Fault, differs_at: int = 0) -> None:
@@ -205,7 +205,7 @@ class AtomicOperations:
                 self._commit.disagree()
             else:
                 self._commit.give_up()
-            self.circle.is_stopped = True
+            self.attempt.is_stopped = True
             attempt = self._commit.attempt
         self._bell.ring()
         control.soon(self._generation.disturbed, attempt)
@@ -225,7 +225,7 @@ class AtomicOperations:
                     self._step = None  # nobody has begun it, and nobody may
                 return self._commit.freeze()
             self._halt_number = number
-            self.circle.is_stopped = True
+            self.attempt.is_stopped = True
         self._bell.ring()
         if self._node is not None:
             over = ClosedError("a view is being agreed on")
@@ -246,8 +246,8 @@ class AtomicOperations:
                 control.soon(engine.fail, Fault("MismatchError", f"{error}: the ranks called different things"))
             # None: the operation is over, by this view or by one whose word was not fetched yet.
             self._step = step if step is not None else self._step
-            self.circle.close()
-            self.circle = self._new_circle(engine)
+            self.attempt.close()
+            self.attempt = self._new_circle(engine)
             self._bell.hush()
             if self._commit.gives_up and not self._commit.is_revoked:
                 control.soon(self._generation.disturbed, view.number)  # the wish came too late for this view
@@ -262,7 +262,7 @@ class AtomicOperations:
 
     def wake(self) -> None:
         """The group has failed: let whoever waits see it."""
-        self.circle.is_stopped = True
+        self.attempt.is_stopped = True
         self._bell.ring()
         with self._lock:
             self._changed.notify_all()
@@ -273,7 +273,7 @@ class AtomicOperations:
             self._commit.give_up()
             state = self._commit.freeze()
         self._generation.dismiss(self.group, state)
-        self.circle.close()
+        self.attempt.close()
         self._bell.close()
 
     def forked(self) -> None:

@@ -59,16 +59,16 @@ class Attempt:
     """The ranks of one attempt."""
 
     def __init__(
-        self, engine: Engine, attempt: int, ranks: tuple[int, ...], bell: Bell, kept: UndoBuffer | None
+        self, engine: Engine, number: int, ranks: tuple[int, ...], bell: Bell, undo: UndoBuffer | None
     ) -> None:
         """`ranks` of the group, in its order; `bell` wakes the one who sleeps; `kept` saves what is overwritten."""
         self._engine = weakref.ref(engine)  # which owns us: groups that are dropped go at once
-        self.attempt, self.ranks = attempt, ranks
+        self.number, self.ranks = number, ranks
         self.rank, self.size = ranks.index(engine.rank), len(ranks)
         """The place of this member in the circle, and of how many."""
         self.prepared: dict[Any, Any] = {}
         """What repeated calls share."""
-        self.kept = kept
+        self.undo = undo
         self.polls: dict[tuple[int, ...], select.poll] = {}
         self.wake_fd = -1
         self.is_stopped = self.knows_change = False
@@ -101,13 +101,13 @@ class Attempt:
         """Carry out one plan of the current operation; with `keeps`, the buffers are an argument of the user's."""
         phase = self._phase
         self._phase = phase + 1
-        kept = self.kept if keeps else None
-        if kept is not None:
-            kept.make_room(buffers)
+        undo = self.undo if keeps else None
+        if undo is not None:
+            undo.make_room(buffers)
         engine = self.engine
         prefix = self._prefixes.get((engine.call.fingerprint, phase)) or self._prefix(engine, phase)
         engine.quiet.run(
-            execute, plan, buffers, reduction, self.size, prefix, engine.sequence, self, engine.may_spin, kept
+            execute, plan, buffers, reduction, self.size, prefix, engine.sequence, self, engine.may_spin, undo
         )
 
     def commit(self) -> None:
@@ -121,7 +121,7 @@ class Attempt:
         call = engine.call
         if len(self._prefixes) > CACHED_PREFIXES:
             self._prefixes.clear()
-        fields = (call.operation, call.dtype, phase, self.attempt, 0, engine.id, call.fingerprint)
+        fields = (call.operation, call.dtype, phase, self.number, 0, engine.id, call.fingerprint)
         prefix = self._prefixes[call.fingerprint, phase] = PREFIX.pack(MAGIC, *fields)
         return prefix
 
@@ -172,7 +172,7 @@ class Attempt:
             self.check()
             try:
                 lane: Lane = engine.node.lanes.open(
-                    engine.id, engine.members[rank], "collectives", LANE_SECONDS, self.attempt
+                    engine.id, engine.members[rank], "collectives", LANE_SECONDS, self.number
                 )
             except DeadlineError:
                 self.stalled(since, (peer,))

@@ -135,7 +135,7 @@ class Engine:
         self.may_spin = same_host <= cores
         self._descriptors: list[int] = []
         self._bell = Bell(self._descriptors)
-        self.post = MessageRouting(self, self._bell)
+        self.routing = MessageRouting(self, self._bell)
         """What sends and receives this group's messages."""
         self._atomic: AtomicOperations | None = None
         self._dropped = weakref.finalize(
@@ -151,7 +151,7 @@ class Engine:
             if generation.fault is not None:
                 self.end(generation.fault)
         else:
-            self._circle = Attempt(self, 0, tuple(self.ranks), self._bell, None)
+            self._attempt = Attempt(self, 0, tuple(self.ranks), self._bell, None)
         if node is not None:
             node.register(group_id, self)
             for peer in self._peers():  # who went before anyone could tell this group
@@ -172,9 +172,9 @@ class Engine:
         )
 
     @property
-    def circle(self) -> Attempt:
+    def attempt(self) -> Attempt:
         """Those who carry out operations now."""
-        return self._circle if self._atomic is None else self._atomic.circle
+        return self._attempt if self._atomic is None else self._atomic.attempt
 
     @property
     def survives(self) -> bool:
@@ -185,7 +185,7 @@ class Engine:
     def live(self) -> tuple[int, ...]:
         """The ranks that have not been lost."""
         if self._atomic is not None:
-            return self._atomic.circle.ranks
+            return self._atomic.attempt.ranks
         peers = self.node.peers if self.node is not None else {}
         return tuple(rank for rank, seat in enumerate(self.members) if seat not in peers or not peers[seat].gone)
 
@@ -234,8 +234,8 @@ class Engine:
 
     def lane_kinds(self) -> dict[int, str]:
         """Return the kind of lane to each other rank: what it is if it is open, else what it will be."""
-        opened = self.circle.open_kinds()
-        return {rank: opened.get(rank) or self.lane_kind(rank) for rank in self.circle.ranks if rank != self.rank}
+        opened = self.attempt.open_kinds()
+        return {rank: opened.get(rank) or self.lane_kind(rank) for rank in self.attempt.ranks if rank != self.rank}
 
     # Issuing
 
@@ -295,10 +295,10 @@ class Engine:
             if self._atomic is not None:
                 result = self._atomic.perform(body, root)
             else:
-                circle, carries = self._circle, call.operation in CARRIERS
-                circle.begin(knows_change=carries and self.knows_change)
-                result = body(circle)
-                self._is_pending |= carries and circle.knows_change
+                attempt, carries = self._attempt, call.operation in CARRIERS
+                attempt.begin(knows_change=carries and self.knows_change)
+                result = body(attempt)
+                self._is_pending |= carries and attempt.knows_change
                 self._returned = sequence
         except DisagreedError as disagreement:
             self.end(Fault("MismatchError", str(disagreement)))
@@ -399,20 +399,20 @@ class Engine:
         if self._fault is not None:
             raise self._error(self.call.text, self.sequence)
 
-    def stalled(self, circle: Attempt, since: float, waiting_for: tuple[int, ...]) -> float:
+    def stalled(self, attempt: Attempt, since: float, waiting_for: tuple[int, ...]) -> float:
         """Nothing moved since `since`; say so where it helps, raise if time is up, return when to call again."""
         now = time.monotonic()
         if now >= self._deadline:
             self.stalls.call(self.sequence)  # once more: who could not answer before may do so now, and is not to blame
             self.await_news(ANSWER_SECONDS, lambda: self.has_failed)
-            circle.check()
+            attempt.check()
             late = self.stalls.late(waiting_for)
             text = (
                 f"{self._what()} did not finish within the timeout of {self._timeout:g} s; "
                 f"{self.name_ranks(late)} {self.stalls.excuse(late)}"
             )
             self.fail(Fault("DeadlineError", text, late))
-            circle.check()
+            attempt.check()
         if not self._announced and now >= since + ANNOUNCE_SECONDS:
             self._announced = True
             self.stalls.call(self.sequence)
@@ -429,10 +429,10 @@ class Engine:
         moments = (self._deadline, self._warn_at, since + ANNOUNCE_SECONDS)
         return min(moments[:2] if self._announced else moments)
 
-    def lane_closed(self, circle: Attempt, peer: int, error: LaneClosedError | ConnectError) -> None:
+    def lane_closed(self, attempt: Attempt, peer: int, error: LaneClosedError | ConnectError) -> None:
         """The lane to a rank ended; raise what ended it."""
         if self._atomic is not None:
-            self._atomic.disturbed(circle, f"the lane to {self.name_ranks((peer,))}: {error}")
+            self._atomic.disturbed(attempt, f"the lane to {self.name_ranks((peer,))}: {error}")
         self._suspicion.note(Fault("PeerLostError", self._why_closed(peer, str(error)), (peer,)))
         self.check()
 
@@ -464,20 +464,20 @@ class Engine:
             poll.poll(1e3 * LOOK_SECONDS)
             looks -= 1
 
-    def wrong_header(self, circle: Attempt, peer: int, expected: bytes, header: bytes) -> None:
+    def wrong_header(self, attempt: Attempt, peer: int, expected: bytes, header: bytes) -> None:
         """A rank sent another transfer than the plan says; raise what went wrong."""
         try:
             theirs, ours = unpack(header), unpack(expected)
         except RemoteProtocolError as error:
             self.fail(Fault("RemoteProtocolError", f"rank {peer} sent {error}", (peer,)))
-            circle.check()
+            attempt.check()
             raise
         self.stalls.call(min(theirs.sequence, ours.sequence))
-        self.await_news(COMPARE_SECONDS, lambda: self.has_failed or circle.is_stopped)
+        self.await_news(COMPARE_SECONDS, lambda: self.has_failed or attempt.is_stopped)
         self.stalls.recognise(peer, theirs, None, is_here=False)  # it may be gone, or slow to answer
         if self.stalls.compare_known():
-            self.await_news(COMPARE_SECONDS, lambda: self.has_failed or (self.survives and circle.is_stopped))
-        circle.check()
+            self.await_news(COMPARE_SECONDS, lambda: self.has_failed or (self.survives and attempt.is_stopped))
+        attempt.check()
         operation = OPERATIONS[theirs.operation] if theirs.operation < len(OPERATIONS) else "something else"
         text = (
             f"in group {self.name!r}, rank {self.rank} is in {self.call.text} as its operation {ours.sequence}, but "
@@ -485,13 +485,13 @@ class Engine:
         )
         is_same = theirs.sequence == ours.sequence
         self.fail(Fault("MismatchError", text, (peer,)), differs_at=ours.sequence if is_same else 0)
-        circle.check()
+        attempt.check()
 
-    def reject(self, circle: Attempt, kind: str, rank: int, what: str) -> NoReturn:
+    def reject(self, attempt: Attempt, kind: str, rank: int, what: str) -> NoReturn:
         """End the group because of what a rank sent, with an error of this kind; raise it."""
         fault = Fault(kind, f"{self.name_ranks((rank,))} sent {what} (in {self._what()})", (rank,))
         self.fail(fault)
-        circle.check()
+        attempt.check()
         raise RemoteProtocolError(fault.text)  # if the group ended otherwise
 
     # Faults
@@ -525,7 +525,7 @@ class Engine:
             if fault.kind == "PeerLostError" and self.stalls.is_comparing:
                 return  # that ends the group, too, and tells more
             self._fault = fault
-        self.circle.is_stopped = True
+        self.attempt.is_stopped = True
         self._bell.ring()
         if self._atomic is not None:
             self._atomic.wake()
@@ -622,7 +622,7 @@ class Engine:
     def peer_gone(self, peer: int, *, left: bool) -> None:
         rank = self.ranks_by_member.get(peer)
         if rank is not None and self._atomic is not None:
-            self.post.peer_lost(rank)
+            self.routing.peer_lost(rank)
         elif rank is not None and not left:
             other = self.node.peers[peer] if self.node is not None else None
             why = f"is gone: {other.reason}" if other is not None and other.reason else "is gone"
@@ -636,13 +636,13 @@ class Engine:
         if not self._is_performing:
             self._suspicion.settle()
             return
-        self.circle.is_stopped = True
+        self.attempt.is_stopped = True
         self._bell.ring()
         if self.node is not None:
             self.node.lanes.abandon(lambda key: key.group == self.id, ClosedError(fault.text))
 
     def lane_arrived(self, peer: int, purpose: str, lane: Any) -> bool:
-        return purpose == "messages" and self.post.lane_arrived(self.ranks_by_member[peer], lane)
+        return purpose == "messages" and self.routing.lane_arrived(self.ranks_by_member[peer], lane)
 
     def forked(self) -> None:
         self._issuing, self._is_issuing = threading.RLock(), False
@@ -657,7 +657,7 @@ class Engine:
         self._freed = threading.Event()
         if self._closed:  # by a thread that this process does not have
             self._freed.set()
-        for work in self._backlog.forked() + self.post.forked():
+        for work in self._backlog.forked() + self.routing.forked():
             if not work.done():
                 work.forked(ClosedError(text))
 
@@ -665,7 +665,7 @@ class Engine:
 
     def close(self) -> None:
         """Free lanes, thread and descriptors. Closing twice is fine: the second waits for the first, if it can."""
-        with self.post.lock:  # no messenger is made from here on
+        with self.routing.lock:  # no messenger is made from here on
             is_first, self._closed = not self._closed, True
             if is_first:
                 self._closer = threading.get_ident()
@@ -675,12 +675,12 @@ class Engine:
             finally:
                 self._freed.set()
         elif not (
-            self._closer == threading.get_ident() or self._backlog.is_on_this_thread or self.post.is_driven_here
+            self._closer == threading.get_ident() or self._backlog.is_on_this_thread or self.routing.is_driven_here
         ):  # these are in a callback that the other thread waits for
             self._freed.wait(CLOSE_SECONDS)
 
     def _close(self) -> None:
-        self.post.close(time.monotonic() + FLUSH_SECONDS)
+        self.routing.close(time.monotonic() + FLUSH_SECONDS)
         if self._backlog.unfinished or self._is_issuing:
             text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"
             fault = Fault("ClosedError", text, (self.rank,))
@@ -693,7 +693,7 @@ class Engine:
             self._issuing.release()
         if self._atomic is not None:
             self._atomic.close()
-        self.circle.close()
+        self.attempt.close()
         self._dropped.detach()
         if self.node is not None:
             if self._atomic is None:

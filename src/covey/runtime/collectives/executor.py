@@ -66,14 +66,14 @@ def execute(
     sequence: int,
     watch: Watch,
     spin: bool,
-    kept: UndoBuffer | None = None,
+    undo: UndoBuffer | None = None,
 ) -> None:
     """Carry out `plan` on `buffers` (one-dimensional, contiguous); `prefix` starts all headers.
 
     What is overwritten is saved in `kept`, if there is one.
     """
     sends, recvs = plan
-    saves = first_writes(plan) if kept is not None else None
+    saves = first_writes(plan) if undo is not None else None
     send_count, recv_count = len(sends), len(recvs)
     sent = applied = 0
     out: Outgoing | None = None
@@ -118,7 +118,7 @@ def execute(
             target = buffers[index][start:stop]
             nbytes = target.nbytes
             header = prefix + SUFFIX.pack(sequence, move, nbytes)
-            saver = kept if saves is not None and saves[applied] else None
+            saver = undo if saves is not None and saves[applied] else None
             if action & REDUCE and after <= sent:
                 incoming = _Reducing(header, watch, peer, target, reduction, action, contributors, after > 0, saver)
             else:
@@ -172,7 +172,7 @@ def execute(
 class _Reducing(Incoming):
     """Combines what arrives, piece by piece, into `target`."""
 
-    __slots__ = ("_average", "_collected", "_combine", "_contributors", "_is_left", "_kept", "_target")
+    __slots__ = ("_average", "_collected", "_combine", "_contributors", "_is_left", "_target", "_undo")
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _Reducing(Incoming):
         action: int,
         contributors: int,
         whole: bool,
-        kept: UndoBuffer | None = None,
+        undo: UndoBuffer | None = None,
     ) -> None:
         """`whole` collects all pieces and combines them in one call; `kept` saves what is there before.
 
@@ -201,7 +201,7 @@ class _Reducing(Incoming):
         self._average = reduction.average if reduction.divides and action & FINAL else None
         self._contributors = contributors
         self._collected: Array | None = target if whole else None
-        self._kept = kept
+        self._undo = undo
 
     def absorb(self, offset: int, piece: Array) -> None:
         """Combine a piece that starts `offset` bytes into the transfer."""
@@ -220,8 +220,8 @@ class _Reducing(Incoming):
                 mine, piece = target, self._collected
             else:
                 mine = target[start:stop]
-        if self._kept is not None:
-            self._kept.save(mine)
+        if self._undo is not None:
+            self._undo.save(mine)
         left, right = (piece, mine) if self._is_left else (mine, piece)
         if self._average is not None:
             self._average(left, right, mine, self._contributors)

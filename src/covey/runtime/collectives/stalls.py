@@ -140,7 +140,7 @@ class StallDiagnosis:
     def late(self, waiting_for: tuple[int, ...]) -> tuple[int, ...]:
         """Return who keeps the current operation waiting: those who never came to it, or else those it waits for."""
         engine = self._engine
-        return self.call_log.late(engine.sequence, engine.circle.ranks, engine.rank) or tuple(sorted(set(waiting_for)))
+        return self.call_log.late(engine.sequence, engine.attempt.ranks, engine.rank) or tuple(sorted(set(waiting_for)))
 
     def excuse(self, late: tuple[int, ...]) -> str:
         """Say why the current operation waits for the ranks that `late` returned."""
@@ -210,7 +210,7 @@ class StallDiagnosis:
 
     def _tell(self, engine: Engine, *, is_last: bool) -> None:
         """End the group with what all ranks called, once that is known or nothing more will be."""
-        sequence, ranks = self._compared, engine.circle.ranks
+        sequence, ranks = self._compared, engine.attempt.ranks
         if not self._is_told and (is_last or self.call_log.heard_all(sequence, ranks, engine.rank)):
             story = self.call_log.story(sequence, ranks, engine.rank)
             text = f"ranks of group {engine.name!r} called different things as operation {sequence}: {story}"

@@ -46,7 +46,7 @@ class Exchange:
     def __init__(self, group: Group, exchange: int, deadline: float) -> None:
         """`exchange` is the same on all ranks and another for each exchange, or else late messages are mistaken."""
         self._engine, self._deadline = group._engine, deadline
-        self._messenger = self._engine.post.messenger()
+        self._messenger = self._engine.routing.messenger()
         self._tag = RESERVED_TAGS | (exchange % (1 << 30)) << 32
         self._over: queue.SimpleQueue[tuple[int, int, Work[Any] | PeerLostError]] = queue.SimpleQueue()
         self._works: set[Work[Any]] = set()

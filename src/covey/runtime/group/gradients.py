@@ -86,19 +86,19 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
         raise ConfigError(f"sync_gradients: the names take {len(data)} bytes; up to {LIST_BYTES} are allowed")
     digest, listed = _digest(data), _byte_operand(data)
 
-    def body(circle: Attempt) -> None:
-        digests = np.empty((circle.size, 16), np.uint8)
-        digests[circle.rank] = digest
-        circle.execute(choose.all_gather(circle.rank, (16,) * circle.size, "stream", "direct"), list(digests))
+    def body(attempt: Attempt) -> None:
+        digests = np.empty((attempt.size, 16), np.uint8)
+        digests[attempt.rank] = digest
+        attempt.execute(choose.all_gather(attempt.rank, (16,) * attempt.size, "stream", "direct"), list(digests))
         if (digests == digest).all():
             return
-        texts = movements.gather_all(circle, listed, wanted=movements.Wanted(ndim=1, most_bytes=LIST_BYTES))
+        texts = movements.gather_all(attempt, listed, wanted=movements.Wanted(ndim=1, most_bytes=LIST_BYTES))
         for place, text in enumerate(texts):
             if not np.array_equal(_digest(text.tobytes()), digests[place]):
-                circle.reject(place, "a list of names that is not the one it announced")
+                attempt.reject(place, "a list of names that is not the one it announced")
         lists = {
             rank: text.tobytes().decode(errors="replace").split("\n")
-            for rank, text in zip(circle.ranks, texts, strict=True)
+            for rank, text in zip(attempt.ranks, texts, strict=True)
         }
         first = next(at for at in range(max(map(len, lists.values())) + 1) if len({*_at(lists, at).values()}) > 1)
         said = "; ".join(
@@ -107,7 +107,7 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
         story = (
             f"sync_gradients: the arrays differ between ranks, first at number {first} in the order of names: {said}"
         )
-        circle.disagree(MismatchError(story))
+        attempt.disagree(MismatchError(story))
 
     group._engine.run(call, body, timeout=timeout, async_op=False)
 

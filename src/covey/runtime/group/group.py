@@ -161,9 +161,9 @@ class Group(Reductions, Moves, Messages):
         call = self._call("split", None, None)
         operand = readable(choice)
 
-        def body(circle: Attempt) -> tuple[dict[int, Array], int]:
-            gathered = movements.gather_all(circle, operand, wanted=movements.Wanted(shape=operand.shape))
-            return dict(zip(circle.ranks, gathered, strict=True)), circle.engine.sequence
+        def body(attempt: Attempt) -> tuple[dict[int, Array], int]:
+            gathered = movements.gather_all(attempt, operand, wanted=movements.Wanted(shape=operand.shape))
+            return dict(zip(attempt.ranks, gathered, strict=True)), attempt.engine.sequence
 
         choices, sequence = self._engine.run(call, body, timeout=timeout, async_op=False)
         if color is None:

@@ -137,7 +137,7 @@ class Messages(Issuer):
         return self._finish_message(work, deadline, async_op)
 
     def _finish_message(self, work: Work[Any], deadline: float, async_op: bool) -> Any:
-        messenger = self._engine.post.messenger()
+        messenger = self._engine.routing.messenger()
         if async_op:
             messenger.progress_in_background(work, deadline)
             return work
@@ -148,4 +148,4 @@ class Messages(Issuer):
         engine.require_open()
         limit = engine.config.timeout if timeout is None else check_timeout(timeout)
         with explained("messages cannot be sent or received"):
-            return engine.post.messenger(), time.monotonic() + limit
+            return engine.routing.messenger(), time.monotonic() + limit

@@ -46,131 +46,131 @@ ENCODED: Final = Wanted(code=BYTES, ndim=1)
 
 
 def gather_all(
-    circle: Attempt, operand: Operand, algorithm: str | None = None, *, wanted: Wanted = ANYTHING
+    attempt: Attempt, operand: Operand, algorithm: str | None = None, *, wanted: Wanted = ANYTHING
 ) -> list[Array]:
     """Return everyone's array, by place in the circle; all have the dtype of `operand`."""
     operand.load()
     wanted = wanted._replace(code=operand.code)
-    metas = _metas(circle, {circle.rank: operand})
-    circle.execute(direct.all_gather(circle.rank, [META_WORDS] * circle.size), list(metas))
-    alike = (metas == metas[circle.rank]).all(axis=1)  # as a rule all of them, which need no further look
+    metas = _metas(attempt, {attempt.rank: operand})
+    attempt.execute(direct.all_gather(attempt.rank, [META_WORDS] * attempt.size), list(metas))
+    alike = (metas == metas[attempt.rank]).all(axis=1)  # as a rule all of them, which need no further look
     arrays = [
-        np.empty(operand.shape, operand.flat.dtype) if alike[place] else _room(circle, place, meta, wanted)
+        np.empty(operand.shape, operand.flat.dtype) if alike[place] else _room(attempt, place, meta, wanted)
         for place, meta in enumerate(metas)
     ]
-    arrays[circle.rank][...] = operand.flat.reshape(operand.shape)
+    arrays[attempt.rank][...] = operand.flat.reshape(operand.shape)
     blocks = [_bytes(array) for array in arrays]
     lengths = tuple(block.size for block in blocks)
-    circle.execute(choose.all_gather(circle.rank, lengths, circle.lane_family, algorithm), blocks)
+    attempt.execute(choose.all_gather(attempt.rank, lengths, attempt.lane_family, algorithm), blocks)
     return arrays
 
 
-def gather(circle: Attempt, operand: Operand, root: int, *, wanted: Wanted = ANYTHING) -> list[Array] | None:
+def gather(attempt: Attempt, operand: Operand, root: int, *, wanted: Wanted = ANYTHING) -> list[Array] | None:
     """Return everyone's array, by place, at the place `root`; all have the dtype of `operand`."""
     operand.load()
     wanted = wanted._replace(code=operand.code)
-    metas = _metas(circle, {circle.rank: operand})
-    circle.execute(direct.gather(circle.rank, root, [META_WORDS] * circle.size), list(metas))
-    if circle.rank == root:
-        arrays = [_room(circle, place, meta, wanted) for place, meta in enumerate(metas)]
+    metas = _metas(attempt, {attempt.rank: operand})
+    attempt.execute(direct.gather(attempt.rank, root, [META_WORDS] * attempt.size), list(metas))
+    if attempt.rank == root:
+        arrays = [_room(attempt, place, meta, wanted) for place, meta in enumerate(metas)]
         arrays[root][...] = operand.flat.reshape(operand.shape)
         blocks = [_bytes(array) for array in arrays]
     else:
         arrays = None
-        blocks = [_NOTHING] * circle.size
-        blocks[circle.rank] = _bytes(operand.flat)
-    circle.execute(direct.gather(circle.rank, root, [block.size for block in blocks]), blocks)
+        blocks = [_NOTHING] * attempt.size
+        blocks[attempt.rank] = _bytes(operand.flat)
+    attempt.execute(direct.gather(attempt.rank, root, [block.size for block in blocks]), blocks)
     return arrays
 
 
-def scatter(circle: Attempt, operands: list[Operand] | None, root: int, *, wanted: Wanted = ANYTHING) -> Array:
+def scatter(attempt: Attempt, operands: list[Operand] | None, root: int, *, wanted: Wanted = ANYTHING) -> Array:
     """Return this rank's of the arrays that `root` has."""
-    me = circle.rank
+    me = attempt.rank
     for operand in operands or ():
         operand.load()
-    metas = _metas(circle, dict(enumerate(operands or ())))
-    circle.execute(direct.scatter(me, root, [META_WORDS] * circle.size), list(metas))
-    mine = _room(circle, root, metas[me], wanted)
+    metas = _metas(attempt, dict(enumerate(operands or ())))
+    attempt.execute(direct.scatter(me, root, [META_WORDS] * attempt.size), list(metas))
+    mine = _room(attempt, root, metas[me], wanted)
     if operands is not None:
         blocks = [_bytes(operand.flat) for operand in operands]
         mine[...] = operands[me].flat.reshape(operands[me].shape)
     else:
-        blocks = [_NOTHING] * circle.size
+        blocks = [_NOTHING] * attempt.size
         blocks[me] = _bytes(mine)
-    circle.execute(direct.scatter(me, root, [block.size for block in blocks]), blocks)
+    attempt.execute(direct.scatter(me, root, [block.size for block in blocks]), blocks)
     return mine
 
 
-def exchange_all(circle: Attempt, operands: list[Operand]) -> list[Array]:
+def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
     """Give each rank one array and return what each gave to this one."""
-    me = circle.rank
+    me = attempt.rank
     for operand in operands:
         operand.load()
-    out_metas = _metas(circle, dict(enumerate(operands)))
+    out_metas = _metas(attempt, dict(enumerate(operands)))
     in_metas = np.zeros_like(out_metas)
     in_metas[me] = out_metas[me]
-    fixed = [META_WORDS] * circle.size
-    circle.execute(direct.all_to_all(me, fixed, fixed), [*out_metas, *in_metas])
-    arrays = [_room(circle, place, meta, ANYTHING) for place, meta in enumerate(in_metas)]
+    fixed = [META_WORDS] * attempt.size
+    attempt.execute(direct.all_to_all(me, fixed, fixed), [*out_metas, *in_metas])
+    arrays = [_room(attempt, place, meta, ANYTHING) for place, meta in enumerate(in_metas)]
     arrays[me][...] = operands[me].flat.reshape(operands[me].shape)
     outgoing = [_bytes(operand.flat) for operand in operands]
     incoming = [_bytes(array) for array in arrays]
     plan = direct.all_to_all(me, [block.size for block in outgoing], [block.size for block in incoming])
-    circle.execute(plan, [*outgoing, *incoming])
+    attempt.execute(plan, [*outgoing, *incoming])
     return arrays
 
 
-def broadcast_bytes(circle: Attempt, data: bytes, root: int) -> bytes:
+def broadcast_bytes(attempt: Attempt, data: bytes, root: int) -> bytes:
     """Return `data` of `root`, whose length only it knows."""
     length = np.array([len(data)], np.uint64)
-    circle.execute(choose.broadcast(circle.rank, circle.size, root, 1, 8, "tree"), [length])
-    if circle.rank == root:
+    attempt.execute(choose.broadcast(attempt.rank, attempt.size, root, 1, 8, "tree"), [length])
+    if attempt.rank == root:
         payload = np.frombuffer(data, np.uint8)
     else:
-        payload = _allocated(circle, root, BYTES, (int(length[0]),))
-    plan = choose.broadcast(circle.rank, circle.size, root, payload.size, 1, None)
-    circle.execute(plan, [payload])
+        payload = _allocated(attempt, root, BYTES, (int(length[0]),))
+    plan = choose.broadcast(attempt.rank, attempt.size, root, payload.size, 1, None)
+    attempt.execute(plan, [payload])
     return payload.tobytes()
 
 
-def _metas(circle: Attempt, operands: dict[int, Operand]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _metas(attempt: Attempt, operands: dict[int, Operand]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Return a row for each rank; those of `operands` say their dtype and shape."""
-    metas = np.zeros((circle.size, META_WORDS), np.uint64)
+    metas = np.zeros((attempt.size, META_WORDS), np.uint64)
     for rank, operand in operands.items():
         metas[rank, :2] = operand.code, len(operand.shape)
         metas[rank, 2 : 2 + len(operand.shape)] = operand.shape
     return metas
 
 
-def _room(circle: Attempt, place: int, meta: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
+def _room(attempt: Attempt, place: int, meta: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
     """Return room for the array that a rank describes in a row; end the group if it cannot be."""
     code, ndim = int(meta[0]), int(meta[1])
     if code >= len(DTYPES) or ndim > MAX_NDIM or meta[2 + ndim :].any():
-        circle.reject(place, f"the description of no array: dtype {code}, {ndim} dimensions")
+        attempt.reject(place, f"the description of no array: dtype {code}, {ndim} dimensions")
     shape = tuple(map(int, meta[2 : 2 + ndim]))
     if wanted.code not in (None, code) or wanted.ndim not in (None, ndim) or wanted.shape not in (None, shape):
-        circle.reject(place, f"{DTYPES[code].name}{list(shape)}, which has no place in this operation")
-    if wanted.most_bytes is not None and _size(circle, place, code, shape) > wanted.most_bytes:
-        circle.reject(place, f"{DTYPES[code].name}{list(shape)}, and up to {wanted.most_bytes} bytes are allowed")
-    return _allocated(circle, place, code, shape)
+        attempt.reject(place, f"{DTYPES[code].name}{list(shape)}, which has no place in this operation")
+    if wanted.most_bytes is not None and _size(attempt, place, code, shape) > wanted.most_bytes:
+        attempt.reject(place, f"{DTYPES[code].name}{list(shape)}, and up to {wanted.most_bytes} bytes are allowed")
+    return _allocated(attempt, place, code, shape)
 
 
-def _size(circle: Attempt, place: int, code: int, shape: tuple[int, ...]) -> int:
+def _size(attempt: Attempt, place: int, code: int, shape: tuple[int, ...]) -> int:
     try:
         return array_bytes(code, shape)
     except RemoteProtocolError as error:
-        circle.reject(place, f"the description of no array: {error}")
+        attempt.reject(place, f"the description of no array: {error}")
 
 
-def _allocated(circle: Attempt, place: int, code: int, shape: tuple[int, ...]) -> Array:
+def _allocated(attempt: Attempt, place: int, code: int, shape: tuple[int, ...]) -> Array:
     """Return memory for what a rank is about to send; end the group if there is none."""
-    nbytes = _size(circle, place, code, shape)
+    nbytes = _size(attempt, place, code, shape)
     try:
         if nbytes <= PHYSICAL_BYTES:  # more can only be a mistake, and the kernel might promise it all the same
             return np.empty(shape, DTYPES[code])
     except MemoryError:
         pass
-    circle.disagree_with(place, f"{DTYPES[code].name}{list(shape)}, and there is no memory for {nbytes} bytes")
+    attempt.disagree_with(place, f"{DTYPES[code].name}{list(shape)}, and there is no memory for {nbytes} bytes")
 
 
 def _bytes(array: Array) -> Array:

@@ -43,9 +43,9 @@ class Moves(Issuer):
         choose.broadcast(self.rank, self.size, root, size, itemsize, algorithm)
         call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
 
-        def body(circle: Attempt) -> Any:
-            plan = choose.broadcast(circle.rank, circle.size, circle.position(root), size, itemsize, algorithm)
-            circle.execute(plan, [operand.load()], keeps=operand.is_own)
+        def body(attempt: Attempt) -> Any:
+            plan = choose.broadcast(attempt.rank, attempt.size, attempt.position(root), size, itemsize, algorithm)
+            attempt.execute(plan, [operand.load()], keeps=operand.is_own)
             return x
 
         then = operand.deliver if self.rank != root else None
@@ -71,7 +71,7 @@ class Moves(Issuer):
             call = self._call("all_gather", operand.code, None, algorithm=algorithm)
             return self._engine.run(
                 call,
-                lambda circle: circle.by_rank(movements.gather_all(circle, operand, algorithm)),
+                lambda attempt: attempt.by_rank(movements.gather_all(attempt, operand, algorithm)),
                 timeout=timeout,
                 async_op=async_op,
             )
@@ -84,16 +84,16 @@ class Moves(Issuer):
         call = self._call("all_gather", operand.code, operand.shape, out=True, algorithm=algorithm)
         choose.all_gather(self.rank, (operand.flat.size,) * self.size, "ring", algorithm)
 
-        def body(circle: Attempt) -> Any:
-            blocks = circle.chosen(list(rows.load().reshape(self.size, operand.flat.size)))
+        def body(attempt: Attempt) -> Any:
+            blocks = attempt.chosen(list(rows.load().reshape(self.size, operand.flat.size)))
             mine = operand.load()
-            if circle.kept is not None and rows.is_own:
-                circle.kept.make_room((rows.flat,))
-                circle.kept.save(blocks[circle.rank])
-            blocks[circle.rank][...] = mine
-            lengths = (operand.flat.size,) * circle.size
-            plan = choose.all_gather(circle.rank, lengths, circle.lane_family, algorithm)
-            circle.execute(plan, blocks, keeps=rows.is_own)
+            if attempt.undo is not None and rows.is_own:
+                attempt.undo.make_room((rows.flat,))
+                attempt.undo.save(blocks[attempt.rank])
+            blocks[attempt.rank][...] = mine
+            lengths = (operand.flat.size,) * attempt.size
+            plan = choose.all_gather(attempt.rank, lengths, attempt.lane_family, algorithm)
+            attempt.execute(plan, blocks, keeps=rows.is_own)
             return out
 
         then = rows.deliver
@@ -105,7 +105,7 @@ class Moves(Issuer):
         operand = readable(x)
         call = self._call("gather", operand.code, None, root=root)
         return self._engine.run(
-            call, lambda circle: _gathered(circle, operand, root), timeout=timeout, async_op=async_op, root=root
+            call, lambda attempt: _gathered(attempt, operand, root), timeout=timeout, async_op=async_op, root=root
         )
 
     def scatter(
@@ -116,7 +116,7 @@ class Moves(Issuer):
         operands = self._list_of_operands(xs, "xs") if self.rank == root else None
         call = self._call("scatter", None, None, root=root)
         return self._engine.run(
-            call, lambda circle: _scattered(circle, operands, root), timeout=timeout, async_op=async_op, root=root
+            call, lambda attempt: _scattered(attempt, operands, root), timeout=timeout, async_op=async_op, root=root
         )
 
     def all_to_all(self, xs: Sequence[Any], *, timeout: float | None = None, async_op: bool = False) -> Any:
@@ -125,7 +125,7 @@ class Moves(Issuer):
         call = self._call("all_to_all", None, None)
         return self._engine.run(
             call,
-            lambda circle: circle.by_rank(movements.exchange_all(circle, circle.chosen(operands))),
+            lambda attempt: attempt.by_rank(movements.exchange_all(attempt, attempt.chosen(operands))),
             timeout=timeout,
             async_op=async_op,
         )
@@ -134,8 +134,8 @@ class Moves(Issuer):
         """Return once every rank has come here."""
         call = self._call("barrier", None, None)
 
-        def body(circle: Attempt) -> None:
-            circle.execute(barrier.dissemination(circle.rank, circle.size), [self._engine.nothing])
+        def body(attempt: Attempt) -> None:
+            attempt.execute(barrier.dissemination(attempt.rank, attempt.size), [self._engine.nothing])
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
 
@@ -165,7 +165,7 @@ class Moves(Issuer):
 
         return self._run_object(
             call,
-            lambda circle: movements.broadcast_bytes(circle, data, circle.position(root)),
+            lambda attempt: movements.broadcast_bytes(attempt, data, attempt.position(root)),
             failures,
             type,
             allow_pickle,
@@ -202,7 +202,7 @@ class Moves(Issuer):
         wanted = movements.ENCODED._replace(most_bytes=most_bytes)
         return self._run_object(
             call,
-            lambda circle: circle.by_rank(movements.gather_all(circle, operand, wanted=wanted)),
+            lambda attempt: attempt.by_rank(movements.gather_all(attempt, operand, wanted=wanted)),
             failures,
             type,
             allow_pickle,
@@ -227,7 +227,7 @@ class Moves(Issuer):
         call = self._call("gather_object", None, None, root=root)
         return self._run_object(
             call,
-            lambda circle: _gathered(circle, operand, root, movements.ENCODED),
+            lambda attempt: _gathered(attempt, operand, root, movements.ENCODED),
             failures,
             type,
             allow_pickle,
@@ -257,7 +257,7 @@ class Moves(Issuer):
         call = self._call("scatter_object", None, None, root=root)
         return self._run_object(
             call,
-            lambda circle: _scattered(circle, operands, root, movements.ENCODED).tobytes(),
+            lambda attempt: _scattered(attempt, operands, root, movements.ENCODED).tobytes(),
             failures,
             type,
             allow_pickle,
@@ -294,17 +294,17 @@ class Moves(Issuer):
 
 
 def _gathered(
-    circle: Attempt, operand: Operand, root: int, wanted: movements.Wanted = movements.ANYTHING
+    attempt: Attempt, operand: Operand, root: int, wanted: movements.Wanted = movements.ANYTHING
 ) -> list[Any] | None:
-    arrays = movements.gather(circle, operand, circle.position(root), wanted=wanted)
-    return arrays if arrays is None else circle.by_rank(arrays)
+    arrays = movements.gather(attempt, operand, attempt.position(root), wanted=wanted)
+    return arrays if arrays is None else attempt.by_rank(arrays)
 
 
 def _scattered(
-    circle: Attempt, operands: list[Operand] | None, root: int, wanted: movements.Wanted = movements.ANYTHING
+    attempt: Attempt, operands: list[Operand] | None, root: int, wanted: movements.Wanted = movements.ANYTHING
 ) -> Array:
-    mine = None if operands is None else circle.chosen(operands)
-    return movements.scatter(circle, mine, circle.position(root), wanted=wanted)
+    mine = None if operands is None else attempt.chosen(operands)
+    return movements.scatter(attempt, mine, attempt.position(root), wanted=wanted)
 
 
 def _byte_operand(data: bytes) -> Operand:

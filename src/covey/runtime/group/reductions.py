@@ -66,17 +66,17 @@ class Reductions(Issuer):
         if weight is not None:
             _check_weight(op, weight)
 
-        def body(circle: Attempt) -> Any:
-            prepared = circle.prepared.get(key)
+        def body(attempt: Attempt) -> Any:
+            prepared = attempt.prepared.get(key)
             if prepared is None:
-                prepared = _prepared_all_reduce(circle, flat, key)
+                prepared = _prepared_all_reduce(attempt, flat, key)
             plan, rule = prepared
             if operand is not None:
                 operand.load()
-            if weight is not None and not _weigh(circle, flat, weight):
+            if weight is not None and not _weigh(attempt, flat, weight):
                 return None  # every rank finds the same, so the group can go on
             # What was weighed is kept already, and what is not contiguous is loaded again.
-            circle.execute(plan, (flat,), rule, keeps=weight is None and (operand is None or operand.is_own))
+            attempt.execute(plan, (flat,), rule, keeps=weight is None and (operand is None or operand.is_own))
             return x
 
         then = None
@@ -88,7 +88,7 @@ class Reductions(Issuer):
         """Return what repeated calls with arrays like this one are called; raise if they cannot work."""
         _, shape, op, algorithm, is_plain = key
         reduction(op, flat.dtype)
-        _prepared_all_reduce(self._engine.circle, flat, key)
+        _prepared_all_reduce(self._engine.attempt, flat, key)
         if len(self._calls) > CACHED_CALLS:
             self._calls.clear()
         call = make_call(
@@ -114,13 +114,13 @@ class Reductions(Issuer):
         choose.reduce(self.rank, self.size, root, operand.flat.size, operand.flat.itemsize, algorithm)
         call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
 
-        def body(circle: Attempt) -> Any:
-            size, place = operand.flat.size, circle.position(root)
-            plan = choose.reduce(circle.rank, circle.size, place, size, operand.flat.itemsize, algorithm)
+        def body(attempt: Attempt) -> Any:
+            size, place = operand.flat.size, attempt.position(root)
+            plan = choose.reduce(attempt.rank, attempt.size, place, size, operand.flat.itemsize, algorithm)
             # A rank that passes others' contributions on combines them in memory of its own.
-            is_root = circle.rank == place
+            is_root = attempt.rank == place
             flat = operand.load() if is_root or not plan.recvs else operand.load().copy()
-            circle.execute(plan, [flat], rule, keeps=is_root and operand.is_own)
+            attempt.execute(plan, [flat], rule, keeps=is_root and operand.is_own)
             return x
 
         then = operand.deliver if self.rank == root else None
@@ -152,12 +152,12 @@ class Reductions(Issuer):
             "reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares)
         )
 
-        def body(circle: Attempt) -> Any:
+        def body(attempt: Attempt) -> Any:
             operand.load()
             parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
             result = parts[self.rank].copy()
-            plan = direct.reduce_scatter(circle.rank, circle.chosen(lengths), segment)
-            circle.execute(plan, [*circle.chosen(parts), result], rule)
+            plan = direct.reduce_scatter(attempt.rank, attempt.chosen(lengths), segment)
+            attempt.execute(plan, [*attempt.chosen(parts), result], rule)
             return result.reshape(shares[self.rank], *operand.shape[1:])
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
@@ -177,15 +177,15 @@ class Reductions(Issuer):
         rule = reduction(op, operand.flat.dtype)
         call = self._call(name, operand.code, operand.shape, op=op)
 
-        def body(circle: Attempt) -> Any:
+        def body(attempt: Attempt) -> Any:
             operand.load()
             if name == "scan":
                 result = operand.flat.copy()
-                plan, buffers = doubling.scan(circle.rank, circle.size, result.size), [result]
+                plan, buffers = doubling.scan(attempt.rank, attempt.size, result.size), [result]
             else:
                 result = np.full_like(operand.flat, identity(op, operand.flat.dtype))
-                plan, buffers = doubling.exscan(circle.rank, circle.size, result.size), [operand.flat, result]
-            circle.execute(plan, buffers, rule)
+                plan, buffers = doubling.exscan(attempt.rank, attempt.size, result.size), [operand.flat, result]
+            attempt.execute(plan, buffers, rule)
             return result.reshape(operand.shape)
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
@@ -210,28 +210,28 @@ def _check_weight(op: str, weight: float) -> None:
         raise ConfigError(f"weight={weight!r} must be a number from 0 up")
 
 
-def _prepared_all_reduce(circle: Attempt, flat: Array, key: tuple[Any, ...]) -> tuple[Plan, Reduction]:
+def _prepared_all_reduce(attempt: Attempt, flat: Array, key: tuple[Any, ...]) -> tuple[Plan, Reduction]:
     """Return what repeated calls with arrays like this one share in this circle."""
     dtype, _, op, algorithm, is_plain = key
-    plan = choose.all_reduce(circle.rank, circle.size, flat.size, flat.itemsize, circle.lane_family, algorithm)
+    plan = choose.all_reduce(attempt.rank, attempt.size, flat.size, flat.itemsize, attempt.lane_family, algorithm)
     # Shares add up to the mean by themselves.
     prepared = plan, reduction(op if is_plain else "sum", dtype)
-    if len(circle.prepared) > CACHED_CALLS:
-        circle.prepared.clear()
-    circle.prepared[key] = prepared
+    if len(attempt.prepared) > CACHED_CALLS:
+        attempt.prepared.clear()
+    attempt.prepared[key] = prepared
     return prepared
 
 
-def _weigh(circle: Attempt, flat: Array, weight: float) -> bool:
+def _weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
     """Scale this rank's contribution by its share of the total weight; tell whether there is any weight."""
     total = np.array([weight], np.float64)
-    plan = choose.all_reduce(circle.rank, circle.size, 1, 8, circle.lane_family, "doubling")
-    circle.execute(plan, [total], reduction("sum", total.dtype))
+    plan = choose.all_reduce(attempt.rank, attempt.size, 1, 8, attempt.lane_family, "doubling")
+    attempt.execute(plan, [total], reduction("sum", total.dtype))
     if not 0 < total[0] < np.inf:
         return False
-    if circle.kept is not None:
-        circle.kept.make_room((flat,))
-        circle.kept.save(flat)
+    if attempt.undo is not None:
+        attempt.undo.make_room((flat,))
+        attempt.undo.save(flat)
     share = weight / total[0]
     if not share:  # what counts for nothing may be nan or infinite
         flat[...] = 0

@@ -47,7 +47,7 @@ class Assembly:
         """Return a group of those who are left, and the last operation of the old one that returned on all of them."""
         engine = self._group._engine
         if engine.node is not None:
-            control.soon(engine.node.history.tell_keeper_of_survival)
+            control.soon(engine.node.generation_table.tell_keeper_of_survival)
         returned = self._of_group().all_gather(np.array([engine.last_returned]), timeout=timeout)
         numbers = _numbers(returned)
         return survivors(self._group, list(numbers), self._engine.sequence), min(numbers.values())

@@ -219,61 +219,61 @@ def join_at(
         return Group(Engine(None, 0, (0,), place.name, config), local_rank=place.local_rank)
     from covey.runtime.members.node import Node
 
-    seat = _take_seat(place, config, options or ClusterOptions())
+    endpoint = _open_endpoint(place, config, options or ClusterOptions())
     if place.is_restarted:
-        return _join_late(place, config, seat, YEAR_SECONDS if is_elastic else wait)
+        return _join_late(place, config, endpoint, YEAR_SECONDS if is_elastic else wait)
     try:
         node = Node(
             rank=place.rank,
             size=place.size,
             run=place.name,
             config=config,
-            gate=seat.gate,
-            card=seat.card,
-            acceptor=seat.acceptor,
-            audit=seat.audit,
-            contacts=seat.contacts,
-            objection=seat.objection,
+            credentials=endpoint.credentials,
+            card=endpoint.card,
+            acceptor=endpoint.acceptor,
+            audit=endpoint.audit,
+            contacts=endpoint.contacts,
+            objection=endpoint.objection,
             keeper=place.keeper,
-            on_close=seat.on_close,
+            on_close=endpoint.on_close,
         )
     except BaseException:
-        seat.leave()
+        endpoint.leave()
         raise
     node.form(wait)
     return group_of(node, place.local_rank)
 
 
-def _join_late(place: Place, config: GroupConfig, seat: Endpoint, wait: float) -> Group:
+def _join_late(place: Place, config: GroupConfig, endpoint: Endpoint, wait: float) -> Group:
     """Return the group of the next generation of a run that goes on."""
     from covey.runtime import loop as control
     from covey.runtime.joining.newcomer import Newcomer
     from covey.runtime.members.node import Node
 
     async def wait_for_a_seat() -> Node:
-        newcomer = Newcomer(place, config, seat)
+        newcomer = Newcomer(place, config, endpoint)
         try:
             return await newcomer.become_a_node(wait)
         except BaseException:
             await newcomer.close()
             raise
 
-    node = control.make(wait_for_a_seat(), discard=Node.close, otherwise=seat.leave)
+    node = control.make(wait_for_a_seat(), discard=Node.close, otherwise=endpoint.leave)
     try:
-        control.start(node.history.await_keeper()).result()
+        control.start(node.generation_table.await_keeper()).result()
     except BaseException:
         node.close()
         raise
     return group_of(node, place.local_rank)
 
 
-def _take_seat(place: Place, config: GroupConfig, options: ClusterOptions) -> Endpoint:
-    from covey.runtime.mesh import endpoint as seat
+def _open_endpoint(place: Place, config: GroupConfig, options: ClusterOptions) -> Endpoint:
+    from covey.runtime.mesh import endpoint as endpoint
 
     if place.folder:
-        return seat.folder_seat(place, config)
+        return endpoint.folder_seat(place, config)
     if config.insecure:
-        return seat.insecure_seat(place)
+        return endpoint.insecure_seat(place)
     assert place.master is not None
     try:
         cluster = options.find(os.environ)
@@ -283,7 +283,7 @@ def _take_seat(place: Place, config: GroupConfig, options: ClusterOptions) -> En
             f"machine in clear text: {error}. On a network you trust, insecure=True, --insecure or COVEY_INSECURE=1 "
             "allows it."
         ) from error
-    return seat.launched_seat(place, config, cluster)
+    return endpoint.launched_seat(place, config, cluster)
 
 
 def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
@@ -296,7 +296,7 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     def leave(is_finished: bool) -> None:
         # The other members must take this neither for a crash nor for the wish that the group ends; and if all of them
         # leave, the machines of a cluster have to know that the run is over.
-        is_agreed = node.config.on_loss == "continue" or node.history.is_durable
+        is_agreed = node.config.on_loss == "continue" or node.generation_table.is_durable
         if is_agreed and node.generation is generation and generation is not None:
             generation.leave(LEAVE_SECONDS, is_finished=is_finished and not node.rival)
 

@@ -15,7 +15,7 @@ from covey.runtime.group.group import Group
 from covey.runtime.joining.bootstrap import group_of
 from covey.runtime.joining.torch_env import export_torch_env
 from covey.runtime.members.node import Node
-from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.joiner import Joiner
 from covey.wire import messages
 from covey.wire.formation import Terms
@@ -53,7 +53,7 @@ def join_run(
         return _ready(Group(Engine(None, 0, (0,), wanted.name, config), local_rank=0), None)
     cluster = options.find(os.environ)
     ports = ports_from(os.environ.get("COVEY_PORT", ""))
-    seat = cluster_seat(cluster, config, run=wanted.name, ports=ports, tie_breaker=wanted.tie_breaker)
+    endpoint = cluster_endpoint(cluster, config, run=wanted.name, ports=ports, tie_breaker=wanted.tie_breaker)
     abandoned = frozenset(wanted.abandoned)
     if wanted.is_new and not is_returning:
         abandoned |= forget_lineages(cluster.tag, wanted.name)
@@ -69,10 +69,10 @@ def join_run(
     )
 
     async def gather() -> Node:
-        candidate = Joiner(
+        joiner = Joiner(
             cluster,
             config,
-            seat,
+            endpoint,
             terms,
             is_elastic=is_elastic,
             is_returning=is_returning,
@@ -81,13 +81,13 @@ def join_run(
         )
         # A generation may lose members below the size that the next one waits for.
         return await _become_a_node(
-            candidate, terms, config, seat, wanted.timeout, floor=1 if is_elastic else wanted.floor
+            joiner, terms, config, endpoint, wanted.timeout, floor=1 if is_elastic else wanted.floor
         )
 
     node = control.make(
         gather(),
         discard=Node.close,
-        otherwise=seat.leave,
+        otherwise=endpoint.leave,
     )
     return _ready(group_of(node, local_rank=_local_rank(node)), node)
 
@@ -104,37 +104,37 @@ def _ready(group: Group, node: Node | None) -> Group:
 
 
 async def _become_a_node(
-    candidate: Joiner, terms: Terms, config: GroupConfig, seat: Endpoint, asked: float, *, floor: int
+    joiner: Joiner, terms: Terms, config: GroupConfig, endpoint: Endpoint, asked: float, *, floor: int
 ) -> Node:
     """Return the node of an agreed run."""
     try:
-        await candidate.open()
-        formed = await candidate.form(asked)
+        await joiner.open()
+        formed = await joiner.form(asked)
         if isinstance(formed, messages.Founded):
             seats = {messages.key_of(member.card): member.seat for member in formed.members}
         else:
             seats = {(member.id, member.life): rank for rank, member in enumerate(formed.view)}
         node = Node(
-            rank=seats[messages.key_of(candidate.card)],
+            rank=seats[messages.key_of(joiner.card)],
             size=len(seats),
             run=terms.run,
-            gate=seat.gate,
-            card=candidate.card,
+            credentials=endpoint.credentials,
+            card=joiner.card,
             config=config,
-            acceptor=seat.acceptor,
-            audit=seat.audit,
+            acceptor=endpoint.acceptor,
+            audit=endpoint.audit,
             contacts={},
             floor=floor,
-            store=candidate.records.write,
-            companions=(candidate,),
-            on_close=seat.on_close,
+            store=joiner.records.write,
+            companions=(joiner,),
+            on_close=endpoint.on_close,
             seats=tuple(seats.values()),
             links_come=True,
         )
-        candidate.carry_on(node, candidate.seated(seats), formed)
+        joiner.carry_on(node, joiner.seated(seats), formed)
         return node
     except BaseException:
-        await candidate.close()
+        await joiner.close()
         raise
 
 

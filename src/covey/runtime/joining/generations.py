@@ -330,7 +330,7 @@ def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
     """Return the group of a generation that was agreed on in the group of the last."""
 
     async def found() -> None:
-        node.history.found(founded)
+        node.generation_table.found(founded)
 
     before = group._engine.generation
     control.start(found()).result(bootstrap.FOUND_SECONDS)

@@ -43,8 +43,8 @@ OVER_SECONDS: Final = 3.0
 class Newcomer:
     """Knocks, waits, and becomes a node."""
 
-    def __init__(self, place: Place, config: GroupConfig, seat: Endpoint) -> None:
-        self._place, self._config, self._seat = place, config, seat
+    def __init__(self, place: Place, config: GroupConfig, endpoint: Endpoint) -> None:
+        self._place, self._config, self._endpoint = place, config, endpoint
         self._links: dict[Key, tuple[Link, messages.Card, bool]] = {}
         """By id and life: the link, whose it is, and whether we dialled it."""
         self._fellows: set[Key] = set()
@@ -59,10 +59,11 @@ class Newcomer:
         Raises:
             DeadlineError: there was none in time.
         """
-        self._seat.acceptor.on_link = self._greet
-        self._seat.acceptor.open()
+        self._endpoint.acceptor.on_link = self._greet
+        self._endpoint.acceptor.open()
         tasks = [
-            asyncio.ensure_future(self._knock(contact.socket, slot)) for slot, contact in self._seat.contacts.items()
+            asyncio.ensure_future(self._knock(contact.socket, slot))
+            for slot, contact in self._endpoint.contacts.items()
         ]
         tasks.append(asyncio.ensure_future(self._say_what_is_waited_for()))
         if self._place.keeper:
@@ -85,7 +86,7 @@ class Newcomer:
 
     async def close(self) -> None:
         """Go away."""
-        await self._seat.acceptor.close()
+        await self._endpoint.acceptor.close()
         for link, _, _ in self._links.values():
             link.abort()
 
@@ -95,7 +96,7 @@ class Newcomer:
         while True:
             with contextlib.suppress(CoveyError, TimeoutError, OSError):
                 try:
-                    link, welcome, _ = await dial(path, self._seat.gate, self._hello())
+                    link, welcome, _ = await dial(path, self._endpoint.credentials, self._hello())
                 except RefusedError as error:
                     if not error.retry and not self._founded.done():
                         text = f"the run does not take this process in: {printable(str(error))}"
@@ -111,13 +112,13 @@ class Newcomer:
             pause = min(LONGEST_PAUSE, 1.5 * pause)
 
     async def _greet(self, sock: socket.socket, said: bytes) -> None:
-        admitted = await admit(sock, self._seat.gate, said, self._judge)
+        admitted = await admit(sock, self._endpoint.credentials, said, self._judge)
         if admitted is not None:
             self._hold(admitted[0], admitted[1].card, is_dialled=False, is_fellow=True)
 
     def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
         if hello.purpose == "newcomer" and hello.run == self._place.name:
-            return messages.Welcome(-1, self._seat.card, "newcomer")
+            return messages.Welcome(-1, self._endpoint.card, "newcomer")
         return messages.Refusal("this process waits for a place in the run", retry=True)
 
     def _hello(self) -> messages.Hello:
@@ -129,7 +130,7 @@ class Newcomer:
             self._place.rank,
             self._place.size,
             self._config.lanes,
-            self._seat.card,
+            self._endpoint.card,
             self._config.on_loss,
         )
 
@@ -154,7 +155,7 @@ class Newcomer:
 
     def _take_seat(self, founded: messages.Founded) -> None:
         """Be in a generation, if it has a seat for this process."""
-        mine = messages.key_of(self._seat.card)
+        mine = messages.key_of(self._endpoint.card)
         if any(messages.key_of(member.card) == mine for member in founded.members) and not self._founded.done():
             self._founded.set_result(founded)
 
@@ -187,7 +188,7 @@ class Newcomer:
             elif isinstance(message, messages.Goodbye):
                 self._end()
 
-        await KeeperLink(path, self._seat.gate, self._seat.card, on_message=hear).keep()
+        await KeeperLink(path, self._endpoint.credentials, self._endpoint.card, on_message=hear).keep()
 
     async def _say_what_is_waited_for(self) -> None:
         began = time.monotonic()
@@ -198,20 +199,20 @@ class Newcomer:
                            self._place.name, waited, self._members)  # fmt: skip
 
     def _sit_down(self, founded: messages.Founded) -> Node:
-        mine = messages.key_of(self._seat.card)
+        mine = messages.key_of(self._endpoint.card)
         me = next(member for member in founded.members if messages.key_of(member.card) == mine)
         node = Node(
             rank=me.seat,
             size=len(founded.members),
             run=self._place.name,
-            gate=self._seat.gate,
-            card=self._seat.card,
+            credentials=self._endpoint.credentials,
+            card=self._endpoint.card,
             config=self._config,
-            acceptor=self._seat.acceptor,
-            audit=self._seat.audit,
+            acceptor=self._endpoint.acceptor,
+            audit=self._endpoint.audit,
             contacts={member.seat: member.card.contact for member in founded.members},
             keeper=self._place.keeper,
-            on_close=self._seat.on_close,
+            on_close=self._endpoint.on_close,
             seats=tuple(member.seat for member in founded.members),
         )
         for member in founded.members:

@@ -33,8 +33,8 @@ class ClusterKeeper(Mesh):
 
     purpose = "keeper"
 
-    def __init__(self, cluster: Cluster, config: GroupConfig, seat: Endpoint) -> None:
-        super().__init__(cluster, config, seat, announce=False)
+    def __init__(self, cluster: Cluster, config: GroupConfig, endpoint: Endpoint) -> None:
+        super().__init__(cluster, config, endpoint, announce=False)
         self.survives: bool | None = False
         """Whether the run goes on when somebody is lost; None if only one of its own could say, and has not yet. May be
         read on any thread."""

@@ -81,10 +81,10 @@ class LocalKeeper:
         """Take ownership of the listener."""
         self.survives: bool | None = None
         """Whether the run goes on when somebody is lost; None until a member has said. May be read on any thread."""
-        self._gate = LinkCredentials.of_token(token)
+        self._credentials = LinkCredentials.of_token(token)
         contact = messages.Contact(host_token(Path(folder)), (), keeper_path(folder))
         self._card = messages.Card(b"", secrets.token_bytes(LIFE_BYTES), "keeper", "", os.getpid(), contact)
-        self._acceptor = Acceptor([listener], self._gate.door_key, "the keeper")
+        self._acceptor = Acceptor([listener], self._credentials.door_key, "the keeper")
         self._acceptor.on_link = self._greet
         self._process_table = ProcessTable()
         self.rounds = Rounds(self._process_table, self._vouch, self._judge_all)
@@ -126,7 +126,7 @@ class LocalKeeper:
     # Processes that come and go.
 
     async def _greet(self, sock: socket.socket, said: bytes) -> None:
-        admitted = await admit(sock, self._gate, said, self._judge)
+        admitted = await admit(sock, self._credentials, said, self._judge)
         if admitted is not None:
             link, hello, _ = admitted
             if self._is_closing:

@@ -150,7 +150,7 @@ class ClusterKeeperService:
         """What the nodes that it speaks for say on their cards."""
         self._lock = threading.Lock()
         self._is_closed = False
-        self._seat: Endpoint | None = None
+        self._endpoint: Endpoint | None = None
         self._cluster_keeper: ClusterKeeper | None = None
 
     def start(self) -> None:
@@ -198,23 +198,23 @@ class ClusterKeeperService:
         """Speak for nobody any more. From any thread; closing twice is fine."""
         with self._lock:
             self._is_closed = True
-            seat, self._seat = self._seat, None
-            if seat is not None and self._cluster_keeper is not None:
+            endpoint, self._endpoint = self._endpoint, None
+            if endpoint is not None and self._cluster_keeper is not None:
                 from covey.runtime import loop as control
 
                 with contextlib.suppress(TimeoutError):
                     control.start(self._cluster_keeper.close()).result(LOOP_SECONDS)
-                seat.leave()
+                endpoint.leave()
 
     def _open(self) -> None:
         import logging
 
         from covey.runtime import loop as control
         from covey.runtime.keeper.cluster_keeper import ClusterKeeper
-        from covey.runtime.mesh.endpoint import cluster_seat
+        from covey.runtime.mesh.endpoint import cluster_endpoint
 
-        async def open_one(seat: Endpoint) -> ClusterKeeper:
-            cluster_keeper = ClusterKeeper(self._cluster, self._config, seat)
+        async def open_one(endpoint: Endpoint) -> ClusterKeeper:
+            cluster_keeper = ClusterKeeper(self._cluster, self._config, endpoint)
             await cluster_keeper.open()
             return cluster_keeper
 
@@ -222,15 +222,15 @@ class ClusterKeeperService:
             if self._is_closed:
                 return
             try:
-                seat = cluster_seat(
+                endpoint = cluster_endpoint(
                     self._cluster, self._config, run="", ports=PORTS[::-1], identity=self._identity, has_lanes=False
                 )
-                undo.callback(seat.leave)
-                self._cluster_keeper = control.run(open_one(seat), LOOP_SECONDS)
+                undo.callback(endpoint.leave)
+                self._cluster_keeper = control.run(open_one(endpoint), LOOP_SECONDS)
             except (CoveyError, OSError) as error:  # TimeoutError, too
                 logging.getLogger("covey").info("no keeper in cluster %r: %s", self._cluster.name, error)
             else:
-                self._seat = seat
+                self._endpoint = endpoint
                 undo.pop_all()
 
 

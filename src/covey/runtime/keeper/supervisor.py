@@ -54,7 +54,7 @@ class _Pipe(NamedTuple):
 
     source: IO[bytes]
     target: int
-    voice: OutputStream
+    stream: OutputStream
 
 
 class _Command(NamedTuple):
@@ -118,8 +118,8 @@ class _Supervisor:
                     self._relay(key.data)
             self._tend()
             for pipe in self._pipes():
-                if pipe.voice.show_at is not None and pipe.voice.show_at <= now:
-                    self._write(pipe.target, pipe.voice.hush())
+                if pipe.stream.show_at is not None and pipe.stream.show_at <= now:
+                    self._write(pipe.target, pipe.stream.hush())
             for rank in [rank for rank, at in self._waiting.items() if at <= now]:
                 self._start_again(rank)
         self._run.stop()
@@ -144,8 +144,8 @@ class _Supervisor:
             os.set_blocking(source.fileno(), False)
             coloured = os.isatty(target) and not os.environ.get("NO_COLOR")
             label = functools.partial(self._run.label, rank, process)
-            voice = OutputStream(rank, cursor, coloured=coloured, label=label)
-            self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, voice))
+            stream = OutputStream(rank, cursor, coloured=coloured, label=label)
+            self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, stream))
 
     def _start_again(self, rank: int) -> None:
         is_over = self._is_over(rank)
@@ -165,7 +165,7 @@ class _Supervisor:
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _hush_times(self) -> list[float]:
-        return [pipe.voice.show_at for pipe in self._pipes() if pipe.voice.show_at is not None]
+        return [pipe.stream.show_at for pipe in self._pipes() if pipe.stream.show_at is not None]
 
     def _patience(self, *times: float) -> float | None:
         """Return how long nothing is to be done, before any of these times too; None: for ever."""
@@ -178,10 +178,10 @@ class _Supervisor:
         """Read once and pass it on; False at the end."""
         data = os.read(pipe.source.fileno(), LINE_LIMIT_BYTES)
         if data:
-            self._write(pipe.target, pipe.voice.hear(data, now=time.monotonic()))
+            self._write(pipe.target, pipe.stream.hear(data, now=time.monotonic()))
         else:
             self._selector.unregister(pipe.source)
-            self._write(pipe.target, pipe.voice.end())
+            self._write(pipe.target, pipe.stream.end())
         return bool(data)
 
     def _drain(self, pipe: _Pipe) -> None:
@@ -190,7 +190,7 @@ class _Supervisor:
             for _ in range(64):  # more than a pipe holds; a descendant that escaped may go on writing for ever
                 if not self._relay(pipe):
                     return
-        self._write(pipe.target, pipe.voice.end())
+        self._write(pipe.target, pipe.stream.end())
 
     def _tend(self) -> None:
         """React to signals, to ranks that ended, and to the clock."""

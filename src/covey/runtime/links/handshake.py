@@ -61,14 +61,14 @@ class ScarceError(ConnectError):
 
 @dataclass
 class LinkCredentials:
-    """What proves membership. `token` is used where `credentials` is None.
+    """What proves membership. `token` is used where `tls` is None.
 
     When a cluster's secret changes, what follows from the one before is accepted, and tried, for a while.
     """
 
     door_key: bytes = field(repr=False)
     token: bytes = field(default=b"", repr=False)
-    credentials: Credentials | None = None
+    tls: Credentials | None = None
     earlier: LinkCredentials | None = None
     """What proved membership before the last change."""
     until: float = 0.0
@@ -81,7 +81,7 @@ class LinkCredentials:
 
     def become(self, other: LinkCredentials) -> None:
         """Prove membership as another gate does, from now on."""
-        self.door_key, self.token, self.credentials = other.door_key, other.token, other.credentials
+        self.door_key, self.token, self.tls = other.door_key, other.token, other.tls
         self.earlier, self.until = other.earlier, other.until
 
     def good(self) -> tuple[LinkCredentials, ...]:
@@ -92,11 +92,11 @@ class LinkCredentials:
 
     def door_keys(self) -> tuple[bytes, ...]:
         """Return the keys with which the door is opened now."""
-        return tuple(gate.door_key for gate in self.good())
+        return tuple(credentials.door_key for credentials in self.good())
 
     def of(self, said: bytes) -> LinkCredentials:
         """Return the gate whose key made an answer that has passed the door; `said` is all that was said there."""
-        return next((gate for gate in self.good() if _opens(gate.door_key, said)), self)
+        return next((credentials for credentials in self.good() if _opens(credentials.door_key, said)), self)
 
 
 def _opens(key: bytes, said: bytes) -> bool:
@@ -109,7 +109,7 @@ def _opens(key: bytes, said: bytes) -> bool:
 
 async def connect(
     where: Where,
-    gate: LinkCredentials,
+    credentials: LinkCredentials,
     purpose: door.Purpose,
     *,
     first: Callable[[], bytes] = bytes,
@@ -137,7 +137,7 @@ async def connect(
             challenge = await receive_exactly(sock, door.CHALLENGE_BYTES)
             following = first()
             bound = door.bind(following or token or secrets.token_bytes(door.BOUND_BYTES))
-            answer = door.answer(gate.door_key, challenge, purpose, bound)
+            answer = door.answer(credentials.door_key, challenge, purpose, bound)
             await loop.sock_sendall(sock, answer + following)
             return sock, challenge + answer
     except BaseException as error:
@@ -151,7 +151,7 @@ async def connect(
 
 async def dial(
     where: Where,
-    gate: LinkCredentials,
+    credentials: LinkCredentials,
     hello: messages.Hello,
     *,
     spares: bool = False,
@@ -168,7 +168,7 @@ async def dial(
         AuthError: someone answers who is not of this run or cluster, or who rejects our certificate.
         RefusedError: a member answered and said no.
     """
-    *others, last = gate.good()
+    *others, last = credentials.good()
     for each in others:
         with contextlib.suppress(HungUpError):
             return await _dial(where, each, hello, spares=spares, within=within)
@@ -176,22 +176,22 @@ async def dial(
 
 
 async def _dial(
-    where: Where, gate: LinkCredentials, hello: messages.Hello, *, spares: bool, within: float
+    where: Where, credentials: LinkCredentials, hello: messages.Hello, *, spares: bool, within: float
 ) -> tuple[Link, messages.Welcome, bytes]:
     first: Callable[[], bytes]
-    if gate.credentials is not None:
+    if credentials.tls is not None:
         from covey.net.keys.tls import Channel  # slow to load, and of no use to ranks of one host
 
-        channel = Channel(gate.credentials, dialled=True)
+        channel = Channel(credentials.tls, dialled=True)
         first = channel.shake
     else:
         first = bytes
-    sock, said = await connect(where, gate, door.Purpose.LINK, first=first, spares=spares, within=within)
+    sock, said = await connect(where, credentials, door.Purpose.LINK, first=first, spares=spares, within=within)
     link: Link | None = None
     is_ours = True
     try:
         async with asyncio.timeout(GREETING_SECONDS):
-            if gate.credentials is not None:
+            if credentials.tls is not None:
                 is_ours = False
                 try:
                     link, peer = await Link.dialled(sock, channel)
@@ -200,7 +200,7 @@ async def _dial(
                 link.send(messages.encode(hello))
                 answer = await link.receive()
             else:
-                answer, peer = await _prove(sock, gate.token, said, hello, where), b""
+                answer, peer = await _prove(sock, credentials.token, said, hello, where), b""
                 is_ours = False
                 link = await Link.plain(sock)
         match messages.decode_greeting(answer):
@@ -237,7 +237,7 @@ async def _prove(sock: socket.socket, token: bytes, said: bytes, hello: messages
 
 async def dial_any(
     wheres: list[Where],
-    gate: LinkCredentials,
+    credentials: LinkCredentials,
     hello: messages.Hello,
     allowance: DialLimits | None = None,
     within: float = GREETING_SECONDS,
@@ -252,19 +252,21 @@ async def dial_any(
     """
     opened, where = await _first_of(
         wheres,
-        lambda where: _dial_in_turn(where, gate, hello, allowance, within),
+        lambda where: _dial_in_turn(where, credentials, hello, allowance, within),
         lambda opened: opened[0].abort(),
     )
     return *opened, where
 
 
-async def connect_any(wheres: list[Where], gate: LinkCredentials, purpose: door.Purpose) -> socket.socket:
+async def connect_any(wheres: list[Where], credentials: LinkCredentials, purpose: door.Purpose) -> socket.socket:
     """Connect to the first address that works, and pass the door; each has a short head start before the next.
 
     Raises:
         ConnectError: there is no way.
     """
-    opened, _ = await _first_of(wheres, lambda where: connect(where, gate, purpose), lambda opened: opened[0].close())
+    opened, _ = await _first_of(
+        wheres, lambda where: connect(where, credentials, purpose), lambda opened: opened[0].close()
+    )
     return opened[0]
 
 
@@ -306,12 +308,12 @@ async def _first_of(
 
 
 async def _dial_in_turn(
-    where: Where, gate: LinkCredentials, hello: messages.Hello, allowance: DialLimits | None, within: float
+    where: Where, credentials: LinkCredentials, hello: messages.Hello, allowance: DialLimits | None, within: float
 ) -> tuple[Link, messages.Welcome, bytes]:
     if allowance is None:
-        return await dial(where, gate, hello, within=within)
+        return await dial(where, credentials, hello, within=within)
     async with allowance.turn(where):
-        return await dial(where, gate, hello, spares=True, within=within)
+        return await dial(where, credentials, hello, spares=True, within=within)
 
 
 def _telling(error: BaseException) -> int:
@@ -321,7 +323,7 @@ def _telling(error: BaseException) -> int:
 
 async def admit(
     sock: socket.socket,
-    gate: LinkCredentials,
+    credentials: LinkCredentials,
     said: bytes,
     judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
 ) -> tuple[Link, messages.Hello, bytes] | None:
@@ -336,15 +338,15 @@ async def admit(
     is_ours = True
     try:
         async with asyncio.timeout(GREETING_SECONDS):
-            if (credentials := gate.of(said).credentials) is not None:
+            if (tls := credentials.of(said).tls) is not None:
                 first = await _receive_hello(sock, door.bound(said))
                 is_ours = False
-                link, peer = await Link.accepted(sock, credentials, first)
+                link, peer = await Link.accepted(sock, tls, first)
                 hello = _as_hello(await link.receive())
                 answer = _judge(judge, hello, peer)
                 link.send(messages.encode(answer))
             else:
-                hello, answer, peer = *await _check(sock, gate.token, said, judge), b""
+                hello, answer, peer = *await _check(sock, credentials.token, said, judge), b""
                 is_ours = not isinstance(answer, messages.Welcome)
                 link = None if is_ours else await Link.plain(sock)
         if isinstance(answer, messages.Welcome):

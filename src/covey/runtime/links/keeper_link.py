@@ -30,14 +30,14 @@ class KeeperLink:
     def __init__(
         self,
         path: str,
-        gate: LinkCredentials,
+        credentials: LinkCredentials,
         card: messages.Card,
         *,
         on_message: Callable[[messages.Control], None],
         on_up: Callable[[], None] = lambda: None,
         on_down: Callable[[], None] = lambda: None,
     ) -> None:
-        self._path, self._gate, self._card = path, gate, card
+        self._path, self._credentials, self._card = path, credentials, card
         self._on_up, self._on_down, self._on_message = on_up, on_down, on_message
         self._link: Link | None = None
         self._ended = asyncio.Event()
@@ -53,7 +53,7 @@ class KeeperLink:
         pause = 0.01
         while True:
             try:
-                link, _, _ = await dial(self._path, self._gate, self._hello())
+                link, _, _ = await dial(self._path, self._credentials, self._hello())
             except (ConnectError, AuthError, RefusedError, TimeoutError):
                 await asyncio.sleep(pause)  # it may be starting, or be about to end with all of us
                 pause = min(LONGEST_PAUSE, 1.5 * pause)

@@ -58,7 +58,7 @@ class Sounding:
 
 
 async def sound(
-    way: Where, gate: LinkCredentials, allowance: DialLimits | None = None, *, token: bytes = b""
+    way: Where, credentials: LinkCredentials, allowance: DialLimits | None = None, *, token: bytes = b""
 ) -> Sounding:
     """Connect to a node and send it some words, which it sends back; with an `allowance`, when there is a turn for it.
 
@@ -66,23 +66,23 @@ async def sound(
     """
     if allowance is not None:
         async with allowance.turn(way):
-            return await _sound(way, gate, token, spares=True)
-    return await _sound(way, gate, token, spares=False)
+            return await _sound(way, credentials, token, spares=True)
+    return await _sound(way, credentials, token, spares=False)
 
 
-async def _sound(way: Where, gate: LinkCredentials, token: bytes, *, spares: bool) -> Sounding:
+async def _sound(way: Where, credentials: LinkCredentials, token: bytes, *, spares: bool) -> Sounding:
     """Try a way with each secret of the cluster that is good now: a node may not have heard of the new one."""
-    for each in gate.good():
+    for each in credentials.good():
         found = await _sound_with(way, each, token, spares=spares)
         if found.round_trip >= 0:
             break
     return found
 
 
-async def _sound_with(way: Where, gate: LinkCredentials, token: bytes, *, spares: bool) -> Sounding:
+async def _sound_with(way: Where, credentials: LinkCredentials, token: bytes, *, spares: bool) -> Sounding:
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            sock, _ = await connect(way, gate, door.Purpose.PROBE, token=token, spares=spares)
+            sock, _ = await connect(way, credentials, door.Purpose.PROBE, token=token, spares=spares)
             with sock:
                 loop = asyncio.get_running_loop()
                 quickest = float("inf")
@@ -103,7 +103,7 @@ async def _sound_with(way: Where, gate: LinkCredentials, token: bytes, *, spares
 async def sound_each(
     addresses: Iterable[Address],
     own: Sequence[Interface],
-    gate: LinkCredentials,
+    credentials: LinkCredentials,
     allowance: DialLimits | None = None,
     *,
     same_host: bool = False,
@@ -114,7 +114,7 @@ async def sound_each(
     async def try_one(address: Address) -> Sounding:
         is_loopback = same_host and address.ip in ("127.0.0.1", "::1")
         ways = [(address.ip, address.port)] if is_loopback else to_dial(own, (address,), same_host=False)
-        results = await asyncio.gather(*(sound(way, gate, allowance, token=token) for way in ways))
+        results = await asyncio.gather(*(sound(way, credentials, allowance, token=token) for way in ways))
         working = [result for result in results if result.round_trip >= 0]
         if working:
             return min(working, key=lambda result: result.round_trip)
@@ -124,10 +124,10 @@ async def sound_each(
 
 
 async def best_way(
-    ways: Sequence[Where], gate: LinkCredentials, known: Where | None, allowance: DialLimits | None = None
+    ways: Sequence[Where], credentials: LinkCredentials, known: Where | None, allowance: DialLimits | None = None
 ) -> tuple[Where | None, float]:
     """Probe all ways at once; return the shortest, or `known` unless one is clearly shorter, and its round trip."""
-    results = await asyncio.gather(*(sound(way, gate, allowance) for way in ways))
+    results = await asyncio.gather(*(sound(way, credentials, allowance) for way in ways))
     times = {way: result.round_trip for way, result in zip(ways, results, strict=True) if result.round_trip >= 0}
     if not times:
         return known, -1.0
@@ -137,7 +137,7 @@ async def best_way(
     return best, times[best]
 
 
-async def throughput(way: Where, gate: LinkCredentials, nbytes: int, seconds: float) -> float:
+async def throughput(way: Where, credentials: LinkCredentials, nbytes: int, seconds: float) -> float:
     """Return the bytes per second that get through by this way, sending `nbytes` for at most `seconds`; 0 if none.
 
     Pieces follow one another without waiting for the other side to confirm them, and only the second half of the time
@@ -145,7 +145,7 @@ async def throughput(way: Where, gate: LinkCredentials, nbytes: int, seconds: fl
     """
     with contextlib.suppress(OSError, ConnectError, TimeoutError):
         async with asyncio.timeout(PROBE_SECONDS):
-            sock, _ = await connect(way, gate, door.Purpose.PROBE)
+            sock, _ = await connect(way, credentials, door.Purpose.PROBE)
         with sock:
             flow = _Flow(sock)
             sending = asyncio.ensure_future(flow.send(nbytes))

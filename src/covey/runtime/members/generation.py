@@ -49,7 +49,7 @@ class Freezable(Protocol):
         """The id of the group."""
 
     @property
-    def attempt(self) -> int:
+    def view_number(self) -> int:
         """The number of the view that the operations run in."""
 
     def halt(self, number: int) -> State | None:
@@ -125,7 +125,7 @@ class Generation:
             peer = self.node.peers.get(seat)
             if peer is not None and peer.link is not None:
                 self.view_driver.link_up(rank, peer.life)
-        if self.node.history.keeper is not None and self.founded.is_kept:
+        if self.node.generation_table.keeper is not None and self.founded.is_kept:
             self.view_driver.link_up(len(self.seats), b"")
 
     def ranks_of(self, seats: Sequence[int]) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class Generation:
             self._groups[operations.group] = operations
             if self._is_frozen:
                 operations.halt(-1)  # it has not begun anything, so nobody has to be told how far it is
-            elif operations.attempt != self.view.number:
+            elif operations.view_number != self.view.number:
                 operations.install(self.view)  # which came while the group was being made
 
     def dismiss(self, group: int, state: State) -> None:
@@ -199,8 +199,8 @@ class Generation:
     def send(self, place: int, message: messages.Control) -> None:
         if place < len(self.seats):
             self.node.send_vote(self.seats[place], message)
-        elif self.node.history.keeper is not None:
-            self.node.history.keeper.send(message)
+        elif self.node.generation_table.keeper is not None:
+            self.node.generation_table.keeper.send(message)
 
     def freeze(self, number: int) -> None:
         with self._lock:
@@ -313,7 +313,11 @@ class Generation:
                 f"than half must be here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the "
                 "missing ones again and join anew, give patience= more time, or pass quorum='any' if two halves may "
                 "go on apart"
-                + (f". min_size={self.node.history.floor} is a floor, too" if self.node.history.floor > 1 else "")
+                + (
+                    f". min_size={self.node.generation_table.floor} is a floor, too"
+                    if self.node.generation_table.floor > 1
+                    else ""
+                )
             )
         # Groups that end with their first loss need no view to go on.
         self._end(Fault("QuorumLostError", text, effect.missing), only_pacts=True)

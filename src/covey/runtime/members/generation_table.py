@@ -165,7 +165,7 @@ class GenerationTable:
         if self._keeper_path:
             self.keeper = KeeperLink(
                 self._keeper_path,
-                self._node.gate,
+                self._node.credentials,
                 self._node.card,
                 on_up=self._keeper_up,
                 on_down=self._keeper_down,

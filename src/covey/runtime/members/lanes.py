@@ -123,7 +123,7 @@ class Lanes:
         forced = self._node.config.lanes
         contact = self._node.peers[peer].contact
         here = contact is not None and contact.host == self._node.host
-        in_clear = here or self._node.gate.credentials is None  # without TLS between hosts, the user has allowed it
+        in_clear = here or self._node.credentials.tls is None  # without TLS between hosts, the user has allowed it
         if forced in ("memory", "secure") or (forced in ("shm", "unix") and here) or (forced == "tcp" and in_clear):
             return forced
         if forced in ("shm", "unix"):
@@ -442,19 +442,19 @@ class Lanes:
 
         A peer that hangs up may not have heard of the cluster's new secret: the one before is tried while it is good.
         """
-        *others, last = self._node.gate.good()
-        for gate in others:
+        *others, last = self._node.credentials.good()
+        for credentials in others:
             with contextlib.suppress(ConnectError):
-                return await self._connect_stream(peer, offer, stream, gate)
+                return await self._connect_stream(peer, offer, stream, credentials)
         return await self._connect_stream(peer, offer, stream, last)
 
     async def _connect_stream(
-        self, peer: Peer, offer: messages.Offer, stream: int, gate: LinkCredentials
+        self, peer: Peer, offer: messages.Offer, stream: int, credentials: LinkCredentials
     ) -> socket.socket:
         ways = self._node.ways_to(peer, offer.kind)
         if not ways:
             raise ConfigError(f"rank {peer.rank} has no address that can be dialled from here")
-        sock = await connect_any(ways, gate, door.Purpose.LANE)
+        sock = await connect_any(ways, credentials, door.Purpose.LANE)
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 proof = greeting.lane_proof(offer.secret, b"dial", offer.lane, stream)

@@ -62,7 +62,7 @@ class LauncherMesh:
         self._formed = asyncio.get_running_loop().create_future()
         self._node.acceptor.on_link = self.greet
         self._node.acceptor.open()
-        self._node.history.meet_keeper()
+        self._node.generation_table.meet_keeper()
         for peer in self._node.peers.values():
             if peer.is_dialled and peer.contact is not None:
                 self._node.spawn(self.dial(peer))
@@ -81,7 +81,7 @@ class LauncherMesh:
                 + (f" Here {strangers}." if strangers else ""),
                 late=tuple(self._missing()),
             ) from None
-        await self._node.history.await_keeper()
+        await self._node.generation_table.await_keeper()
 
     def _missing(self) -> list[int]:
         return [peer.rank for peer in self._node.peers.values() if not peer.ready]
@@ -154,7 +154,7 @@ class LauncherMesh:
             pause = min(0.1, pause * 1.5)
 
     async def _call(self, peer: Peer) -> tuple[Link, messages.Welcome, Where]:
-        link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.gate, self.hello())
+        link, welcome, _, where = await dial_any(self._node.ways_to(peer), self._node.credentials, self.hello())
         return link, welcome, where
 
     def _wrong_peer(self, peer: Peer, welcome: messages.Welcome) -> str:
@@ -208,7 +208,7 @@ class LauncherMesh:
         self._node.linked(peer, link, welcome.card)
 
     async def greet(self, sock: socket.socket, said: bytes) -> None:
-        admitted = await admit(sock, self._node.gate, said, self._judge)
+        admitted = await admit(sock, self._node.credentials, said, self._judge)
         if admitted is not None:
             link, hello, _ = admitted
             if hello.purpose == "newcomer":

@@ -100,7 +100,7 @@ class Node:
         rank: int,
         size: int,
         run: str,
-        gate: LinkCredentials,
+        credentials: LinkCredentials,
         card: messages.Card,
         config: GroupConfig,
         acceptor: Acceptor,
@@ -122,7 +122,7 @@ class Node:
         not the first. `links_come`: somebody else finds the others, and hands the links over.
         """
         self.rank, self.size, self.run, self.config = rank, size, run, config
-        self.gate, self.card = gate, card
+        self.credentials, self.card = credentials, card
         self.objection = objection
         """Tells why a node may not be in the cluster, or nothing."""
         self.host = card.contact.host
@@ -139,12 +139,12 @@ class Node:
         """Of groups that do not exist here yet: what ranks called that have closed them already."""
         self._groups: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self.lanes = Lanes(self)
-        self.boards = Stores(self)
+        self.stores = Stores(self)
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._health_monitor: HealthMonitor | None = None
         self.events = Events()
-        self.history = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
+        self.generation_table = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
         self.lobby = Lobby()
         self.is_elastic = False
         """Whether the program goes from generation to generation."""
@@ -198,27 +198,27 @@ class Node:
         if self._health_monitor is not None:
             self._health_monitor.link_up(peer)
         self.lanes.link_up(peer.rank)
-        self.boards.link_up(peer.rank)
-        self.history.link_up(peer.rank, peer.life)
+        self.stores.link_up(peer.rank)
+        self.generation_table.link_up(peer.rank, peer.life)
 
     def exchanged(self, seat: int) -> None:
         """Another link with a process is in use: what was said on the last one may be lost."""
         self.lanes.link_lost(seat)
-        self.boards.link_down(seat)
+        self.stores.link_down(seat)
         self.relinked(self.peers[seat])
 
     def voter_up(self, seat: int, life: bytes, vote: Callable[[messages.Control], None]) -> None:
         """A node was started anew: it is no member any more, but it votes."""
         self.peers[seat].vote = vote
-        self.history.tell_of_seat(seat, vote)
-        self.history.link_up(seat, life)
+        self.generation_table.tell_of_seat(seat, vote)
+        self.generation_table.link_up(seat, life)
 
     def voter_down(self, seat: int) -> None:
         """A node that was started anew is gone again."""
         peer = self.peers[seat]
         peer.vote = None
         if peer.link is None:
-            self.history.link_down(seat)
+            self.generation_table.link_down(seat)
 
     def heard_frame(self, peer: Peer, body: bytes) -> None:
         """Take what came over the link with a process."""
@@ -287,7 +287,7 @@ class Node:
     @property
     def generation(self) -> Generation | None:
         """The last that this node was in."""
-        return self.history.current
+        return self.generation_table.current
 
     @property
     def hears_quorum(self) -> bool:
@@ -299,7 +299,7 @@ class Node:
         """The run is formed: watch over the others, and found its first generation."""
         self._health_monitor = HealthMonitor(self, self._silent, self._trusted, self._unheard)
         if self.size <= messages.MAX_MEMBERS:
-            self.history.found_first(lineage, tie_breaker)
+            self.generation_table.found_first(lineage, tie_breaker)
         self.spawn(self._health_monitor.keep())
 
     def seat_member(self, member: messages.SeatedMember, link: Link | None, *, is_dialled: bool) -> None:
@@ -316,9 +316,9 @@ class Node:
         """Take this node's seat in a generation of a run that goes on; `record` is what it has promised there."""
         if self.forming is not None:
             self.acceptor.on_link = self.forming.greet
-        self.history.meet_keeper()
+        self.generation_table.meet_keeper()
         self._health_monitor = HealthMonitor(self, self._silent, self._trusted, self._unheard)
-        self.history.found(founded, record)
+        self.generation_table.found(founded, record)
         self.spawn(self._health_monitor.keep())
 
     def watch_over(self, seats: Iterable[int]) -> None:
@@ -379,7 +379,7 @@ class Node:
             if life in own and self._health_monitor is not None:
                 self._health_monitor.vouched(own[life], value)
                 if value == Vouch.BUSY:
-                    self.history.vouched(own[life].rank)
+                    self.generation_table.vouched(own[life].rank)
 
     def noticed(self, rank: int) -> None:
         """A rank of the run said something."""
@@ -408,7 +408,7 @@ class Node:
         self.events.phase("detect")
         if peer.link is not None:
             peer.link.catch_up()
-        self.history.judged(seat, is_dead=True)
+        self.generation_table.judged(seat, is_dead=True)
         if self.config.on_loss == "raise" and not peer.left:
             logger.warning("rank %d is given up: %s", seat, reason)
         if cause is Cause.EXITED and peer.link is not None:
@@ -441,7 +441,7 @@ class Node:
 
     def _trusted(self, seat: int) -> None:
         self.peers[seat].reason = ""
-        self.history.judged(seat, is_dead=False)
+        self.generation_table.judged(seat, is_dead=False)
 
     def exclude(self, seat: int) -> None:
         """The members go on without a process: it may live, but what it says about their work is not heard."""
@@ -467,7 +467,7 @@ class Node:
             self.audit.note("left" if peer.left else "lost", peer.card(), reason=reason, generation=number, once=True)
         peer.gone = True
         self.lanes.abandon(lambda key: key.peer == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
-        self.boards.peer_gone(peer.rank)
+        self.stores.peer_gone(peer.rank)
         for group in self.groups():
             group.peer_gone(peer.rank, left=peer.left)
 
@@ -494,7 +494,7 @@ class Node:
             case messages.Failing(reason):
                 peer.failure = reason
             case messages.Agreeing():
-                self.history.agreeing(rank, message)
+                self.generation_table.agreeing(rank, message)
             case messages.Ping(number):
                 self.send(rank, messages.Pong(number, time.time()))
             case messages.Pong(number, _):
@@ -509,7 +509,7 @@ class Node:
             case messages.NoLane(group, purpose, reason, attempt):
                 self.lanes.refused(lane_key(group, rank, purpose, attempt), reason)
             case messages.Posting():
-                self.boards.heard(rank, message)
+                self.stores.heard(rank, message)
             case messages.Announce() | messages.Position() | messages.Revoke() | messages.Calls():
                 member = self._groups.get(message.group)
                 if member is not None:
@@ -541,10 +541,10 @@ class Node:
             return
         self.events.phase("detect")
         self.lanes.link_lost(rank)
-        self.boards.link_down(rank)
+        self.stores.link_down(rank)
         if self._health_monitor is not None:
             self._health_monitor.link_lost(rank)
-        self.history.link_down(rank)
+        self.generation_table.link_down(rank)
         if self.config.on_loss == "raise" or self.generation is None:
             self._give_up(peer)
         if self.generation is not None and peer.is_dialled and not peer.left and self.forming is not None:
@@ -557,9 +557,9 @@ class Node:
         contact = peer.contact
         assert contact is not None
         same_host = contact.host == self.host
-        by_socket = kind in ("shm", "unix", "memory") or (not kind and self.gate.credentials is None)
+        by_socket = kind in ("shm", "unix", "memory") or (not kind and self.credentials.tls is None)
         # In a cluster a path is only taken from others if it lies where all nodes of this user on this host listen.
-        is_ours = self.gate.credentials is None or self._is_nodes_socket(contact.socket)
+        is_ours = self.credentials.tls is None or self._is_nodes_socket(contact.socket)
         if by_socket and same_host and contact.socket and is_ours:
             return [contact.socket]
         from covey.net.discovery.interfaces import recent_interfaces, to_dial  # of no use to ranks that share memory
@@ -603,8 +603,8 @@ class Node:
 
     async def _close(self) -> None:
         self._note_end()
-        if self.history.keeper is not None:
-            self.history.keeper.send(messages.Goodbye())
+        if self.generation_table.keeper is not None:
+            self.generation_table.keeper.send(messages.Goodbye())
         links = [peer.link for peer in self.peers.values() if peer.link is not None]
         for link in links:
             link.send(messages.encode(messages.Goodbye()))
@@ -614,8 +614,8 @@ class Node:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.lanes.stop_expecting()
-        self.boards.close()
-        self.history.close()
+        self.stores.close()
+        self.generation_table.close()
         for companion in self._companions:
             await companion.close()
         for newcomer in self.lobby:
@@ -643,7 +643,7 @@ class Node:
         self._lock, self._is_closed = threading.Lock(), threading.Event()  # others of the parent may have held them
         self._is_closed.set()
         self.events.forked()
-        self.history.forked()
+        self.generation_table.forked()
         for group in self.groups():
             group.forked()
 

@@ -25,7 +25,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from covey.runtime.members.node import Node
 
-BOARDS_LIMIT: Final = 8
+STORES_LIMIT: Final = 8
 """Stores that a process keeps; the oldest goes when there is one more."""
 ASK_AGAIN_SECONDS: Final = 10.0
 """After so long a question is repeated, if that does no harm: one link may have followed another unnoticed."""
@@ -62,7 +62,7 @@ class Stores:
     def keep(self, board: int) -> None:
         """Begin a board."""
         self._kept[board] = Board()
-        while len(self._kept) > BOARDS_LIMIT:
+        while len(self._kept) > STORES_LIMIT:
             del self._kept[next(iter(self._kept))]
 
     def ask(self, number: int, asked: _Asked) -> None:
@@ -175,13 +175,13 @@ class Stores:
             self._node.send(seat, messages.Posting(board, number, wire.encode_body(body)))
 
 
-class Desk:
+class StoreClient:
     """One process's way to one board, for any thread."""
 
     _numbers = itertools.count()
 
-    def __init__(self, boards: Stores, board: int, keeper: int) -> None:
-        self._boards, self._keeper = boards, keeper
+    def __init__(self, stores: Stores, board: int, keeper: int) -> None:
+        self._stores, self._keeper = stores, keeper
         self.board = board
         """The board's number, which is the same on all ranks and on no other board."""
 
@@ -201,7 +201,7 @@ class Desk:
         is_repeatable = isinstance(question, wire.REPEATABLE)
         try:
             while True:
-                control.soon(self._boards.ask, number, asked)
+                control.soon(self._stores.ask, number, asked)
                 left = max(0.0, until - time.monotonic())
                 try:
                     return asked.outcome.result(min(left, ASK_AGAIN_SECONDS) if is_repeatable else left)
@@ -211,7 +211,7 @@ class Desk:
                     if time.monotonic() >= until:
                         raise DeadlineError(f"no answer within the timeout of {timeout:g} s") from None
         except BaseException:  # Ctrl-C, too
-            control.soon(self._boards.withdraw, number)
+            control.soon(self._stores.withdraw, number)
             raise
 
 

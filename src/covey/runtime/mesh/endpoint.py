@@ -53,13 +53,13 @@ LEAVE_SECONDS: Final = 2.0
 class Endpoint:
     """A node's own half of every link: what it proves itself with, who it is, and where it listens."""
 
-    gate: LinkCredentials
+    credentials: LinkCredentials
     card: Card
     acceptor: Acceptor
     contacts: Mapping[int, Contact]
     """The ranks that it knows how to reach from the start."""
     on_close: Callable[[], None]
-    neighbours: HostRegistry | None = None
+    host_registry: HostRegistry | None = None
     """In a cluster: its nodes on this host."""
     objection: Callable[[Card], str] = lambda _card: ""
     """Tells why a node may not be in the cluster, or nothing."""
@@ -87,14 +87,14 @@ def folder_seat(place: Place, config: GroupConfig) -> Endpoint:
             listeners.append(tcp)
             addresses = (Address("127.0.0.1", tcp.getsockname()[1], "lo"),)
         host = host_token(folder)
-        gate = LinkCredentials.of_token(meeting.token)
+        credentials = LinkCredentials.of_token(meeting.token)
     except BaseException:
         meeting.leave()
         raise
     return Endpoint(
-        gate=gate,
+        credentials=credentials,
         card=_anonymous_card(Contact(host, addresses, str(meeting.path))),
-        acceptor=Acceptor(listeners, gate.door_key, place.name),
+        acceptor=Acceptor(listeners, credentials.door_key, place.name),
         contacts={
             rank: Contact(host, (), str(socket_path(folder, rank))) for rank in range(place.size) if rank != place.rank
         },
@@ -117,22 +117,22 @@ def insecure_seat(place: Place) -> Endpoint:
         local.listen(BACKLOG)
         local.setblocking(False)
         # Nothing secret is shared: this only keeps different runs apart.
-        gate = LinkCredentials.of_token(f"insecure/{place.name}".encode())
+        credentials = LinkCredentials.of_token(f"insecure/{place.name}".encode())
         address = Address(*listener.getsockname()[:2])
         card = _anonymous_card(Contact(host_token(Path(folder.path).parent), (address,), path))
-        acceptor = Acceptor([listener, local], gate.door_key, place.name)
+        acceptor = Acceptor([listener, local], credentials.door_key, place.name)
         release = undo.pop_all().close
-    return Endpoint(gate, card, acceptor, _rank_zero(place), release)
+    return Endpoint(credentials, card, acceptor, _rank_zero(place), release)
 
 
 def launched_seat(place: Place, config: GroupConfig, cluster: Cluster) -> Endpoint:
     """Listen where ranks on other hosts can come, with the cluster's secret; rank 0 knows them all."""
     assert place.master is not None
     port = place.master[1] + PORT_OFFSET if place.rank == 0 else 0
-    return cluster_seat(cluster, config, run=place.name, ports=(port,), contacts=_rank_zero(place))
+    return cluster_endpoint(cluster, config, run=place.name, ports=(port,), contacts=_rank_zero(place))
 
 
-def cluster_seat(
+def cluster_endpoint(
     cluster: Cluster,
     config: GroupConfig,
     *,
@@ -168,15 +168,15 @@ def cluster_seat(
         own = identity if identity is not None else NodeIdentity.acquire()
         undo.callback(own.release)
         listener = undo.enter_context(_listen_everywhere(ports))
-        neighbours = HostRegistry(local_tag(cluster.secret))
-        undo.callback(neighbours.close)
+        host_registry = HostRegistry(local_tag(cluster.secret))
+        undo.callback(host_registry.close)
         listeners, path = [listener], ""
         if has_lanes:
-            local, path = neighbours.listen(BACKLOG)
+            local, path = host_registry.listen(BACKLOG)
             listeners.append(undo.enter_context(local))
         port = listener.getsockname()[1]
         addresses = advertised(usable, port) or (Address("127.0.0.1", port, "lo"),)
-        gate = _gate_of(cluster, own)
+        credentials = _gate_of(cluster, own)
         host = host_token(Path(temporary_folder()))
         contact = Contact(host, addresses, path)
         breaks_ties = tie_breaker in ("here", own.name, _host_name()) if tie_breaker else False
@@ -199,8 +199,8 @@ def cluster_seat(
             plain = plain_ip(ip)
             return plain in loopbacks or not config.interfaces or pattern.allows(describe(plain), plain)
 
-        acceptor = Acceptor(listeners, gate.door_key, run, allows=allows)
-        acceptor.door_keys = gate.door_keys
+        acceptor = Acceptor(listeners, credentials.door_key, run, allows=allows)
+        acceptor.door_keys = credentials.door_keys
         audit = SILENT if is_visit else Auditor(cluster.name, run)
         acceptor.on_refused = audit.refused_connection
         keep_a_spare()  # what a member promises is written down before it is said
@@ -208,9 +208,9 @@ def cluster_seat(
     keeps_out = functools.partial(_objection, cluster, own.name)
 
     def follow(changed: Cluster) -> None:
-        gate.become(_gate_of(changed, own))
+        credentials.become(_gate_of(changed, own))
 
-    return Endpoint(gate, card, acceptor, contacts or {}, release, neighbours, keeps_out, follow, audit)
+    return Endpoint(credentials, card, acceptor, contacts or {}, release, host_registry, keeps_out, follow, audit)
 
 
 def _gate_of(cluster: Cluster, own: NodeIdentity) -> LinkCredentials:
@@ -218,12 +218,12 @@ def _gate_of(cluster: Cluster, own: NodeIdentity) -> LinkCredentials:
     from covey.net.keys.tls import Credentials
 
     def of(secret: ClusterSecret) -> LinkCredentials:
-        return LinkCredentials(secret.derive("door"), credentials=Credentials(secret.derive("node-ca"), own.private))
+        return LinkCredentials(secret.derive("door"), tls=Credentials(secret.derive("node-ca"), own.private))
 
-    gate, now = of(cluster.secret), time.time()
+    credentials, now = of(cluster.secret), time.time()
     if (earlier := cluster.earlier(now)) is not None:
-        gate.earlier, gate.until = of(earlier), time.monotonic() + cluster.previous_until - now
-    return gate
+        credentials.earlier, credentials.until = of(earlier), time.monotonic() + cluster.previous_until - now
+    return credentials
 
 
 def _objection(cluster: Cluster, here: str, card: Card) -> str:

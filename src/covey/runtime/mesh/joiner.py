@@ -66,7 +66,7 @@ class Joiner(Mesh):
         self,
         cluster: Cluster,
         config: GroupConfig,
-        seat: Endpoint,
+        endpoint: Endpoint,
         terms: forming.Terms,
         *,
         is_elastic: bool = False,
@@ -80,7 +80,7 @@ class Joiner(Mesh):
         `is_returning` was in the run before, or waited for it. The first view spans at least `min_hosts` machines.
         `abandoned` are lineages that a person gave up.
         """
-        super().__init__(cluster, config, seat)
+        super().__init__(cluster, config, endpoint)
         self.run = terms.run
         self._terms, self._is_elastic = terms, is_elastic
         self._founded: asyncio.Future[messages.Founded] = asyncio.get_running_loop().create_future()
@@ -236,7 +236,7 @@ class Joiner(Mesh):
             self._keep_for_later(remote, message)
             self._pump()
         elif remote.votes_for >= 0:
-            self._node.history.agreeing(remote.votes_for, message)
+            self._node.generation_table.agreeing(remote.votes_for, message)
         else:
             self._tell_where_the_run_is(remote, message.generation)
             self._keep_for_later(remote, message)  # it may be a newcomer that heard of its seat before this node did
@@ -477,7 +477,7 @@ class Joiner(Mesh):
         waiting, refused = self._waiting_for()
         if (more := len(refused) - TOLD_LIMIT) > 0:
             refused = [*refused[:TOLD_LIMIT], f"and {more} more"]
-        if strangers := self.seat.acceptor.about_strangers():
+        if strangers := self.endpoint.acceptor.about_strangers():
             refused.append(strangers)
         return printable(f"{waiting}; refused: {'; '.join(refused)}" if refused else waiting, SITUATION_LIMIT)
 
@@ -614,24 +614,24 @@ class _Waiting:
     """Someone who waits for the next generation."""
 
     def __init__(self, node: Node, remote: RemoteNode) -> None:
-        self._node, self._someone = node, remote
+        self._node, self._remote = node, remote
 
     @property
     def card(self) -> messages.Card:
-        return self._someone.card
+        return self._remote.card
 
     def send(self, message: messages.Control) -> None:
-        self._someone.send(message)
+        self._remote.send(message)
 
     def sit_down(self, peer: Peer) -> None:
-        self._someone.rank = peer.rank
-        _tell_how_to_reach(peer, self._someone)
+        self._remote.rank = peer.rank
+        _tell_how_to_reach(peer, self._remote)
 
     def turn_away(self) -> None:
         """Its link ends with all others."""
 
     def speak(self, peer: Peer) -> None:
-        said, self._someone.early = self._someone.early, []
+        said, self._remote.early = self._remote.early, []
         for message in said:
             self._node.heard(peer.rank, message)
 

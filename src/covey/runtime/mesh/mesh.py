@@ -94,11 +94,11 @@ class Mesh:
     purpose = "visitor"
     run = ""
 
-    def __init__(self, cluster: Cluster, config: GroupConfig, seat: Endpoint, *, announce: bool = True) -> None:
+    def __init__(self, cluster: Cluster, config: GroupConfig, endpoint: Endpoint, *, announce: bool = True) -> None:
         """Take a seat. Without `announce`, the others are found but do not find us."""
-        self.config, self.seat = config, seat
-        self.card, self.audit = seat.card, seat.audit
-        self.rules = Rules(cluster, seat.card.name, self._rules_changed, self.spawn)
+        self.config, self.endpoint = config, endpoint
+        self.card, self.audit = endpoint.card, endpoint.audit
+        self.rules = Rules(cluster, endpoint.card.name, self._rules_changed, self.spawn)
         self.met: dict[bytes, RemoteNode] = {}
         """By node id: those who take part in something; to a visitor, everyone."""
         self.refusals: dict[str, str] = {}
@@ -109,12 +109,12 @@ class Mesh:
         self.hung_up: dict[str, float] = {}
         """Seeds that hang up on us at the door, and since when."""
         self._follower = Follower(self._dial_hint, self._is_met, self.spawn)
-        assert seat.neighbours is not None
+        assert endpoint.host_registry is not None
         self.search = Search(
             cluster,
             self.card,
             config.interfaces,
-            seat.neighbours,
+            endpoint.host_registry,
             found=self._follower.found,
             try_seed=self._dial_seed,
             needs_seeds=lambda: not self.met,
@@ -127,9 +127,9 @@ class Mesh:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._allowance = DialLimits()
         self._news = pace.Buckets(1 / TOLD_AGAIN_SECONDS, 1.0)
-        self._reaching = Reaching(seat, config.interfaces, self._allowance, self.spawn)
+        self._reaching = Reaching(endpoint, config.interfaces, self._allowance, self.spawn)
         self.is_closing = False
-        seat.acceptor.on_link = self._greet
+        endpoint.acceptor.on_link = self._greet
 
     @property
     def cluster(self) -> Cluster:
@@ -138,7 +138,7 @@ class Mesh:
 
     async def open(self) -> None:
         """Start to listen, to announce and to look around."""
-        self.seat.acceptor.open()
+        self.endpoint.acceptor.open()
         self.spawn(self.search.run())
         self.spawn(self._keep_addresses_true())
         self.spawn(self._follower.keep_following())
@@ -234,7 +234,7 @@ class Mesh:
             is_here = same_host or any(_is_loopback(address.ip) for address in addresses)
             ways = self._ways(addresses, is_here, interface)
             within = NEAR_SECONDS if interface else GREETING_SECONDS
-            link, welcome, _, way = await dial_any(ways, self.seat.gate, self._hello(), allowance, within)
+            link, welcome, _, way = await dial_any(ways, self.endpoint.credentials, self._hello(), allowance, within)
         except HungUpError as error:
             self._failed(where, str(error), addresses)
             self.audit.note_paced("rejected", where, address=where, reason=f"secret: {error}")
@@ -285,7 +285,7 @@ class Mesh:
 
     async def _greet(self, sock: socket.socket, said: bytes) -> None:
         judge = functools.partial(self._judge, source=remote_ip(sock))
-        admitted = await admit(sock, self.seat.gate, said, judge)
+        admitted = await admit(sock, self.endpoint.credentials, said, judge)
         if admitted is not None:
             link, hello, _ = admitted
             if messages.key_of(hello.card) == messages.key_of(self.card):
@@ -436,7 +436,7 @@ class Mesh:
 
     def _know_members(self) -> None:
         links = (link for remote in self.met.values() for link in remote.links)
-        self.seat.acceptor.member_ips = {link.remote_ip for link in links}
+        self.endpoint.acceptor.member_ips = {link.remote_ip for link in links}
 
     async def _remember(self, card: messages.Card) -> None:
         """Write down whom we met, so that people can name them in `covey deny`."""
@@ -536,7 +536,7 @@ class Mesh:
         contact = remote.card.contact
         try:
             ways = self._ways(contact.addresses, contact.host == self.card.contact.host, "")
-            way, round_trip = await best_way(ways, self.seat.gate, known, self._allowance)
+            way, round_trip = await best_way(ways, self.endpoint.credentials, known, self._allowance)
             if way is not None:
                 remote.way, remote.round_trip = way, round_trip
         except (ConfigError, OSError) as error:  # the way that is known works
@@ -631,7 +631,7 @@ class Mesh:
 
     def _with_counts(self, tell: messages.Tell) -> messages.Tell:
         """Add what this node's door has seen, and which charter it goes by."""
-        acceptor = self.seat.acceptor
+        acceptor = self.endpoint.acceptor
         serial = self.rules.charter.serial if self.rules.charter is not None else 0
         return messages.counted(tell, acceptor.turned_away, acceptor.arrivals.refused, serial, self.rules.waiting())
 
@@ -687,7 +687,7 @@ class Mesh:
 
     def _follow_secret(self) -> None:
         """Use the cluster's secret as it is now for new connections; those that stand go on."""
-        self.seat.follow(self.cluster)
+        self.endpoint.follow(self.cluster)
         try:
             self.search.follow(self.cluster)
         except CoveyError as error:
@@ -723,7 +723,7 @@ class Mesh:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.seat.acceptor.close()
+        await self.endpoint.acceptor.close()
         links = [link for remote in (*self.met.values(), *self._visitors) for link in remote.links]
         for link in links:
             link.close()

@@ -37,12 +37,12 @@ class Reaching:
 
     def __init__(
         self,
-        seat: Endpoint,
+        endpoint: Endpoint,
         pattern: str,
         allowance: DialLimits,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
-        self._seat, self._pattern, self._allowance, self._spawn = seat, pattern, allowance, spawn
+        self._endpoint, self._pattern, self._allowance, self._spawn = endpoint, pattern, allowance, spawn
         self._by_key = pace.Buckets(RATE, BURST)
         self._total = pace.Bucket(TOTAL_RATE, TOTAL_BURST)
 
@@ -56,15 +56,17 @@ class Reaching:
         self._spawn(self._try(remote, question, linked_from))
 
     async def _try(self, remote: RemoteNode, question: messages.Reach, linked_from: set[str]) -> None:
-        came_from = linked_from | self._seat.acceptor.probed_from(question.token)
+        came_from = linked_from | self._endpoint.acceptor.probed_from(question.token)
         advertised = remote.card.contact.addresses
         port = advertised[0].port
         own = {plain_ip(address.ip) for address in advertised} & came_from
         tried = [each for each in question.addresses if each.port == port and plain_ip(each.ip) in own]
         try:
             interfaces = recent_interfaces(self._pattern)
-            same_host = remote.card.contact.host == self._seat.card.contact.host
-            found = await sound_each(tried, interfaces, self._seat.gate, self._allowance, same_host=same_host)
+            same_host = remote.card.contact.host == self._endpoint.card.contact.host
+            found = await sound_each(
+                tried, interfaces, self._endpoint.credentials, self._allowance, same_host=same_host
+            )
         except (ConfigError, OSError) as error:
             found = [Sounding(problem=str(error))] * len(tried)
         finally:

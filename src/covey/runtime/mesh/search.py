@@ -35,7 +35,7 @@ class Search:
         cluster: Cluster,
         card: Card,
         interfaces: str,
-        neighbours: HostRegistry,
+        host_registry: HostRegistry,
         *,
         found: Callable[[Hint, Origin], None],
         try_seed: Callable[[str, tuple[Address, ...]], Awaitable[None]],
@@ -51,7 +51,7 @@ class Search:
         self._found, self._try_seed, self._announces = found, try_seed, announce
         self._needs_seeds = needs_seeds
         self.beacon = Beacon(cluster.secret.derive("mdns"), self._port, interfaces, self._heard, announce=announce)
-        self._neighbours = {local_tag(cluster.secret): neighbours}
+        self._host_registry = {local_tag(cluster.secret): host_registry}
         """By tag: where nodes of this host find each other. A new secret brings a new one."""
         self.follow(cluster)
         self.look_seconds = LOOK_SECONDS
@@ -68,8 +68,8 @@ class Search:
         known = (cluster.secret,) if earlier is None else (cluster.secret, earlier)
         self.beacon.follow(tuple(secret.derive("mdns") for secret in known))
         for tag in map(local_tag, known):
-            if tag not in self._neighbours:
-                self._neighbours[tag] = HostRegistry(tag)
+            if tag not in self._host_registry:
+                self._host_registry[tag] = HostRegistry(tag)
 
     async def run(self) -> None:
         """Search until cancelled."""
@@ -80,8 +80,8 @@ class Search:
                 for seed in self._seeds:
                     group.create_task(self._keep_trying(seed))
         finally:
-            for neighbours in self._neighbours.values():
-                neighbours.close()
+            for host_registry in self._host_registry.values():
+                host_registry.close()
             await self.beacon.close()
 
     def _heard(self, addresses: tuple[Address, ...], interface: str) -> None:
@@ -97,11 +97,11 @@ class Search:
         announced: set[str] = set()
         while True:
             try:
-                for tag, neighbours in list(self._neighbours.items()):
+                for tag, host_registry in list(self._host_registry.items()):
                     if self._announces and tag not in announced:
-                        neighbours.announce(self._port, self._socket)
+                        host_registry.announce(self._port, self._socket)
                         announced.add(tag)
-                    for neighbour in neighbours.others():
+                    for neighbour in host_registry.others():
                         here = Hint((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
                         self._found(here, Origin.HOST)
                 self.problems.pop("this host", None)

@@ -14,7 +14,7 @@ from covey.base.config import PORTS
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
 from covey.net.keys.identity import NodeIdentity, short_id
 from covey.runtime import loop as control
-from covey.runtime.mesh.endpoint import cluster_seat
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.mesh import Mesh
 from covey.wire import messages
 
@@ -46,23 +46,23 @@ def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) ->
     """
     # From the end: the first ports are where a seed without a port is looked for.
     own, ports = NodeIdentity.passing(), PORTS[::-1]
-    seat = cluster_seat(cluster, config, run="", ports=ports, identity=own, has_lanes=False, is_visit=True)
+    endpoint = cluster_endpoint(cluster, config, run="", ports=ports, identity=own, has_lanes=False, is_visit=True)
     try:
-        gathering = control.run(_open(cluster, config, seat, announce=announce), LOOP_SECONDS)
+        mesh = control.run(_open(cluster, config, endpoint, announce=announce), LOOP_SECONDS)
         try:
-            yield Visit(gathering)
+            yield Visit(mesh)
         finally:
             with contextlib.suppress(TimeoutError):
-                control.run(gathering.close(), LOOP_SECONDS)
+                control.run(mesh.close(), LOOP_SECONDS)
     finally:
-        seat.leave()
+        endpoint.leave()
 
 
 class Visit:
     """Those who are in a cluster, as a visitor meets them."""
 
-    def __init__(self, gathering: Mesh) -> None:
-        self.gathering = gathering
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         """Lives on the control loop."""
 
     def look(self, seconds: float, until: Callable[[Visit], bool] = lambda _visit: False) -> None:
@@ -84,7 +84,7 @@ class Visit:
 
         async def look() -> list[messages.PeerState]:
             members = (each for each in self._by_name() if each.purpose != "visitor" and each.link is not None)
-            return [self.gathering.peer_state(each) for each in members]
+            return [self.mesh.peer_state(each) for each in members]
 
         return control.run(look(), LOOP_SECONDS)
 
@@ -119,13 +119,13 @@ class Visit:
         return control.run(ask(), within + LOOP_SECONDS)
 
     def _by_name(self) -> list[RemoteNode]:
-        return sorted(self.gathering.met.values(), key=lambda remote: (remote.card.name, remote.card.id))
+        return sorted(self.mesh.met.values(), key=lambda remote: (remote.card.name, remote.card.id))
 
     async def _ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
         who = f"{card.name} ({short_id(card.id)})"
         deadline = time.monotonic() + within
         while (left := deadline - time.monotonic()) > 0:
-            remote = self.gathering.met.get(card.id)
+            remote = self.mesh.met.get(card.id)
             if remote is None or remote.card.life != card.life:
                 raise ConnectError(f"{who} has gone")
             answer = await _answer(remote, question, left)
@@ -147,7 +147,7 @@ async def _answer(remote: RemoteNode, question: messages.Question, within: float
         asking.cancel()
 
 
-async def _open(cluster: Cluster, config: GroupConfig, seat: Endpoint, *, announce: bool) -> Mesh:
-    gathering = Mesh(cluster, config, seat, announce=announce)
-    await gathering.open()
-    return gathering
+async def _open(cluster: Cluster, config: GroupConfig, endpoint: Endpoint, *, announce: bool) -> Mesh:
+    mesh = Mesh(cluster, config, endpoint, announce=announce)
+    await mesh.open()
+    return mesh

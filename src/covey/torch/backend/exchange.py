@@ -40,12 +40,12 @@ class TensorGroup(Group):
         lengths = tuple(target.flat.size for target in targets)
         call = self._call("all_gather", own.code, None, lengths=_compact(lengths))
 
-        def body(circle: Attempt) -> tuple[int, ...]:
-            blocks = circle.chosen([target.flat for target in targets])
-            blocks[circle.rank][...] = own.load()
-            plan = choose.all_gather(circle.rank, tuple(circle.chosen(lengths)), circle.lane_family, None)
-            circle.execute(plan, blocks)
-            return circle.ranks
+        def body(attempt: Attempt) -> tuple[int, ...]:
+            blocks = attempt.chosen([target.flat for target in targets])
+            blocks[attempt.rank][...] = own.load()
+            plan = choose.all_gather(attempt.rank, tuple(attempt.chosen(lengths)), attempt.lane_family, None)
+            attempt.execute(plan, blocks)
+            return attempt.ranks
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=self._stores(targets))
 
@@ -60,16 +60,16 @@ class TensorGroup(Group):
             _check_alike([targets[root], own], "the own input and its place in the output")
         call = self._call("gather", own.code, None, root=root)
 
-        def body(circle: Attempt) -> tuple[int, ...]:
+        def body(attempt: Attempt) -> tuple[int, ...]:
             if targets:
-                blocks = circle.chosen([target.flat for target in targets])
-                blocks[circle.rank][...] = own.load()
+                blocks = attempt.chosen([target.flat for target in targets])
+                blocks[attempt.rank][...] = own.load()
             else:
-                blocks = [self._engine.nothing] * circle.size
-                blocks[circle.rank] = own.load()
+                blocks = [self._engine.nothing] * attempt.size
+                blocks[attempt.rank] = own.load()
             lengths = [block.size for block in blocks]
-            circle.execute(direct.gather(circle.rank, circle.position(root), lengths), blocks)
-            return circle.ranks
+            attempt.execute(direct.gather(attempt.rank, attempt.position(root), lengths), blocks)
+            return attempt.ranks
 
         then = self._stores(targets)
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
@@ -85,14 +85,14 @@ class TensorGroup(Group):
             _check_alike([target, parts[root]], "the output and the own part of the input")
         call = self._call("scatter", target.code, None, root=root)
 
-        def body(circle: Attempt) -> None:
+        def body(attempt: Attempt) -> None:
             if parts:
-                blocks = circle.chosen([part.load() for part in parts])
+                blocks = attempt.chosen([part.load() for part in parts])
             else:
-                blocks = [self._engine.nothing] * circle.size
-                blocks[circle.rank] = target.flat
+                blocks = [self._engine.nothing] * attempt.size
+                blocks[attempt.rank] = target.flat
             lengths = [block.size for block in blocks]
-            circle.execute(direct.scatter(circle.rank, circle.position(root), lengths), blocks)
+            attempt.execute(direct.scatter(attempt.rank, attempt.position(root), lengths), blocks)
             if parts:
                 target.flat[...] = parts[root].flat  # only now: it may be where another rank's part was
 
@@ -110,13 +110,13 @@ class TensorGroup(Group):
         _check_alike([targets[self.rank], parts[self.rank]], "what this rank has for itself and the room for it")
         call = self._call("all_to_all", parts[0].code, None)
 
-        def body(circle: Attempt) -> tuple[int, ...]:
-            outgoing = circle.chosen([part.load() for part in parts])
-            incoming = circle.chosen([target.flat for target in targets])
-            incoming[circle.rank][...] = outgoing[circle.rank]
-            plan = direct.all_to_all(circle.rank, [block.size for block in outgoing], [room.size for room in incoming])
-            circle.execute(plan, [*outgoing, *incoming])
-            return circle.ranks
+        def body(attempt: Attempt) -> tuple[int, ...]:
+            outgoing = attempt.chosen([part.load() for part in parts])
+            incoming = attempt.chosen([target.flat for target in targets])
+            incoming[attempt.rank][...] = outgoing[attempt.rank]
+            plan = direct.all_to_all(attempt.rank, [block.size for block in outgoing], [room.size for room in incoming])
+            attempt.execute(plan, [*outgoing, *incoming])
+            return attempt.ranks
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=self._stores(targets))
 
@@ -134,12 +134,12 @@ class TensorGroup(Group):
         # The parts are read to the end, so the result must not be made on top of them.
         is_apart = not any(np.may_share_memory(target.flat, part.flat) for part in parts)
 
-        def body(circle: Attempt) -> Array | None:
+        def body(attempt: Attempt) -> Array | None:
             blocks = [part.load() for part in parts]
             result = target.flat if is_apart else np.empty_like(target.flat)
             result[...] = blocks[self.rank]
-            plan = direct.reduce_scatter(circle.rank, circle.chosen(lengths), segment)
-            circle.execute(plan, [*circle.chosen(blocks), result], rule)
+            plan = direct.reduce_scatter(attempt.rank, attempt.chosen(lengths), segment)
+            attempt.execute(plan, [*attempt.chosen(blocks), result], rule)
             return None if is_apart else result
 
         def deliver(result: Array | None) -> None:
@@ -167,18 +167,18 @@ class TensorGroup(Group):
         keys, entries = readable(indices), readable(values)
         call = self._call("all_gather", entries.code, None, sparse=True, rows=keys.shape[0], entry=entries.shape[1:])
 
-        def body(circle: Attempt) -> list[tuple[Array, Array]]:
+        def body(attempt: Attempt) -> list[tuple[Array, Array]]:
             ndims = (movements.Wanted(ndim=len(operand.shape)) for operand in (keys, entries))
             columns, rows = (
-                movements.gather_all(circle, operand, wanted=wanted)
+                movements.gather_all(attempt, operand, wanted=wanted)
                 for operand, wanted in zip((keys, entries), ndims, strict=True)
             )
             for place, (where, what) in enumerate(zip(columns, rows, strict=True)):
                 if where.shape != (keys.shape[0], what.shape[0]) or what.shape[1:] != entries.shape[1:]:
                     shapes = f"{list(where.shape)} and {list(what.shape)}"
-                    circle.reject(place, f"the indices and values of no sparse tensor: shapes {shapes}")
+                    attempt.reject(place, f"the indices and values of no sparse tensor: shapes {shapes}")
                 if (where < 0).any() or (where >= np.array(bounds)[:, None]).any():
-                    circle.reject(place, f"indices beyond the {list(bounds)} of the sparse tensor")
+                    attempt.reject(place, f"indices beyond the {list(bounds)} of the sparse tensor")
             return list(zip(columns, rows, strict=True))
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from covey.base.errors import DeadlineError
 from covey.runtime.group.store import open_group_store
-from covey.runtime.members.store import BOARDS_LIMIT
+from covey.runtime.members.store import STORES_LIMIT
 from covey.wire import board as wire
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from covey.runtime.group.group import Group
-    from covey.runtime.members.store import Desk
+    from covey.runtime.members.store import StoreClient
 
-_alive: Final[collections.deque[CoveyStore]] = collections.deque(maxlen=BOARDS_LIMIT)
+_alive: Final[collections.deque[CoveyStore]] = collections.deque(maxlen=STORES_LIMIT)
 """C++ holds a store without its Python half, which would be gone with the last reference from Python."""
 
 
@@ -44,16 +44,16 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
     What C++ calls comes in by other names than what Python calls, hence the pairs at the end.
     """
 
-    def __init__(self, group: Group, desk: Desk, *, owns_run: bool) -> None:
+    def __init__(self, group: Group, client: StoreClient, *, owns_run: bool) -> None:
         super().__init__()
-        self._desk = desk
+        self._client = client
         self.group, self.owns_run = group, owns_run
         self._worlds = 0
 
     def new_nonce(self) -> str:
         """Return a name that is the same on all ranks, and another for each process group of all that uses this."""
         self._worlds += 1
-        return f"{self._desk.board:016x}.{self._worlds}"
+        return f"{self._client.board:016x}.{self._worlds}"
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set an entry."""
@@ -132,7 +132,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
     def _ask(self, question: wire.Question, timeout: timedelta | None = None) -> wire.Done:
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
         try:
-            return self._desk.ask(question, seconds)
+            return self._client.ask(question, seconds)
         except DeadlineError:
             what = type(question).__name__.lower()
             keys = getattr(question, "keys", None) or (getattr(question, "key", ""),)
