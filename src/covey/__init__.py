@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from covey.base.version import __version__ as __version__
-from covey.runtime import tracebacks
 
 if TYPE_CHECKING:
     from covey.base.errors import (
@@ -79,9 +78,6 @@ _HOMES = {
     "load_state": "covey.runtime.group.saved",
 }
 """Where names live that are not errors. They are loaded on first use: the command line needs few of them."""
-
-
-tracebacks.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,10 @@ from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
 from covey.net.descriptors import explained
 from covey.net.lanes import shm
+from covey.runtime import tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, Place, find_place, find_run, launcher_wait, restarts
 from covey.runtime.group.group import Group
-from covey.runtime.tracebacks import name_wait
 from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
     """
     if unknown := asked.keys() - {*_OF_RUN, *_OF_GROUP, *_OF_CLUSTER, "op_timeout"}:
         raise TypeError(f"join has no argument {min(unknown)!r}")
+    tracebacks.install()
     _take_secret()
     settings = {name: asked.get(name) for name in _OF_GROUP}
     config = group_config(os.environ, timeout=asked.get("op_timeout"), **settings)
@@ -161,7 +162,7 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
             raise ConfigError("a group is open with other settings; close it before you join with new ones")
         return _joined[1]
     except KeyboardInterrupt as interrupt:
-        name_wait(interrupt, f"run {wanted.name!r}" if wanted is not None else "the other ranks")
+        tracebacks.name_wait(interrupt, f"run {wanted.name!r}" if wanted is not None else "the other ranks")
         raise
     finally:
         _joining.release()
@@ -209,6 +210,7 @@ def join_at(
     is_elastic: bool = False,
 ) -> Group:
     """Return the group of the run in which this process has `place`."""
+    tracebacks.install()
     config = config if config is not None else group_config(os.environ)
     wait = launcher_wait(os.environ, timeout)
     if config.lanes == "shm" and not shm.usable():

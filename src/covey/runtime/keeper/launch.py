@@ -77,6 +77,7 @@ def launch(
     """
     if on_loss not in (None, "raise", "continue"):
         raise ConfigError(f"on_loss={on_loss!r} must be 'raise' or 'continue'")
+    tracebacks.install()
     call = _pickle_call(fn, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     children: list[_Child] = []
