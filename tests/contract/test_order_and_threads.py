@@ -13,6 +13,7 @@ import pytest
 from tests.contract.values import LANES, combined, everyone, same, values
 
 from covey import BusyError, ClosedError, ConfigError, CoveyError, DeadlineError
+from covey.runtime.group.internals import engine_of
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def test_a_second_thread_in_the_same_group_is_an_error_and_not_a_race() -> None:
         thread = threading.Thread(target=lambda: results.append(group.all_reduce(1)))
         thread.start()
         deadline = time.monotonic() + PATIENCE
-        while not group._engine._is_issuing and time.monotonic() < deadline:
+        while not engine_of(group).is_issuing and time.monotonic() < deadline:
             time.sleep(0.001)
         with pytest.raises(BusyError, match="another thread"):
             group.barrier()

@@ -310,7 +310,7 @@ def test_another_user_can_neither_join_a_group_nor_keep_it_from_working(job: Job
     code = """
 import sys, json, covey, numpy as np
 with covey.join() as group:
-    node = group._engine.node
+    node = engine_of(group).node
     addresses = [(address.ip, address.port) for address in node.card.contact.addresses]
     print(json.dumps([addresses, node.card.contact.socket]) + "\\n", end="", flush=True)
     sys.stdin.readline()

@@ -25,6 +25,7 @@ from covey.base.config import GroupConfig
 from covey.net.discovery.host_rendezvous import TOKEN_BYTES
 from covey.runtime import loop as control
 from covey.runtime.environment import Place
+from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.joining.generations import _Generations
 from covey.runtime.members import node as nodes
@@ -81,7 +82,7 @@ def test_a_message_that_comes_to_a_group_just_after_it_was_closed_is_refused_at_
     def work(group: covey.Group) -> str:
         pair = group.split(color=0)
         assert pair is not None
-        post, name = pair._engine.routing, ""
+        post, name = engine_of(pair).routing, ""
         if group.rank == 0:
             post.messenger()
             pair.close()
@@ -136,9 +137,9 @@ def test_two_threads_that_close_a_group_lose_none_of_its_messages(lanes: str) ->
                 group.send(np.full(1 << 13, number, np.float64), dst=1, async_op=True)  # accepted at once
             other = threading.Thread(target=group.close)
             other.start()
-            until(lambda: group._engine.is_closed)
+            until(lambda: engine_of(group).is_closed)
             group.close()
-            assert group._engine.is_freed
+            assert engine_of(group).is_freed
             other.join(10.0)
             return count
         time.sleep(0.5)  # more than the kernel takes is still to be sent
@@ -309,7 +310,7 @@ def test_a_group_that_is_dropped_takes_its_thread_for_messages_with_it(monkeypat
         until(coming.done)
         second = int(coming.wait()[4])
         group.barrier()
-        dropped = weakref.ref(pair._engine)
+        dropped = weakref.ref(engine_of(pair))
         del pair, coming
         until(lambda: gc.collect() >= 0 and dropped() is None)
         group.barrier()
@@ -331,12 +332,12 @@ def test_a_loss_that_only_a_finished_send_met_is_told_to_every_later_call() -> N
             with pytest.raises(ZeroDivisionError), group:
                 raise ZeroDivisionError("no cake")
             return []
-        current = group._engine.routing._current()
+        current = engine_of(group).routing._current()
         assert current is not None
         current._lanes[1].sock.shutdown(socket.SHUT_RDWR)  # as a reset does that comes before the news
         group.send(np.arange(3), dst=1)  # it is ours once it is copied
         leave.set()
-        until(lambda: group._engine.is_over)
+        until(lambda: engine_of(group).is_over)
         said = []
         for _ in range(2):
             with pytest.raises(covey.CoveyError) as caught:
@@ -349,7 +350,7 @@ def test_a_loss_that_only_a_finished_send_met_is_told_to_every_later_call() -> N
 
 def test_a_thread_that_was_interrupted_as_it_began_an_operation_can_begin_another_and_close_the_group() -> None:
     def work(group: covey.Group) -> tuple[float, float]:
-        group._engine._issuing.acquire()  # Ctrl-C came right after this, before anything that would release it
+        engine_of(group)._issuing.acquire()  # Ctrl-C came right after this, before anything that would release it
         total = float(group.all_reduce(group.rank + 1.0))
         began = time.monotonic()
         group.close()

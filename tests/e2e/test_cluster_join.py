@@ -40,7 +40,7 @@ with covey.join(**json.loads(os.environ.pop("TEST_JOIN"))) as group:
 WORK = """
     x = np.arange(50_001, dtype=np.float64) * (group.rank + 1)
     group.all_reduce(x)
-    node = group._engine.node
+    node = engine_of(group).node
     report = dict(
         place=[group.rank, group.local_rank, group.size], sums=[float(x[1]), float(x[-1])], lanes=group.lanes(),
         pid=os.getpid(), pids=group.all_gather_object(os.getpid()), ids=group.all_gather_object(node.card.id.hex()),

@@ -20,6 +20,7 @@ from tests.e2e.ranks import LANES, Ranks, attempt, await_go, run_ranks, say
 
 import covey
 from covey.runtime import loop as control
+from covey.runtime.group.internals import engine_of
 from covey.testing import run_threads
 
 pytestmark = pytest.mark.slow
@@ -188,9 +189,9 @@ def test_a_rank_killed_while_others_wait_to_join_may_come_again(lanes: str) -> N
 def wait_for_the_stopped(victim: int, timeout: float) -> Any:
     """Wait for a rank that stops: in mid-transfer, in an operation it never enters, for a message."""
     os.environ.pop("COVEY_KEEPER", None)  # who would tell of the stop before the deadline
-    import covey.runtime.collectives.engine
+    import covey.runtime.collectives.operation
 
-    covey.runtime.collectives.engine.WARN_SECONDS = 0.6
+    covey.runtime.collectives.operation.WARN_SECONDS = 0.6
     with covey.join() as group:
         groups = {name: group.split(0) for name in ("transfer", "barrier", "recv", "first recv", "ring")}
         x = np.arange(1 << 20, dtype=np.float32) + group.rank
@@ -402,7 +403,7 @@ def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_no
             pair.send(np.arange(5), dst=0)
             group.barrier()
             return 4
-        engine = pair._engine
+        engine = engine_of(pair)
         arrived = engine.lane_arrived
 
         def hear_of_it(*args: Any) -> None:

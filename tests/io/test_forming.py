@@ -11,6 +11,7 @@ import pytest
 
 from covey.proto.health import Cause, Vouch
 from covey.runtime import loop as control
+from covey.runtime.group.internals import engine_of
 from covey.runtime.members.node import Node
 from covey.testing.threads import run_threads
 from covey.wire import messages
@@ -49,7 +50,7 @@ def test_the_word_of_a_keeper_reaches_those_who_agree_on_views() -> None:
     """In a cluster members decide: they have to know who is vouched for."""
 
     def work(group: covey.Group) -> float:
-        node, generation = group._engine.node, group._engine.generation
+        node, generation = engine_of(group).node, engine_of(group).generation
         assert node is not None
         assert generation is not None
         group.barrier()
@@ -73,7 +74,7 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
     is_heard = threading.Event()
 
     def work(group: covey.Group) -> None:
-        node = group._engine.node
+        node = engine_of(group).node
         assert node is not None
         nodes[group.rank] = node
         group.barrier()
@@ -92,7 +93,7 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
 
         try:
             assert control.start(hear_both_at_once()).result(10)
-            assert group._engine.fault_error() is None, "taken for a loss"
+            assert engine_of(group).failure.message_error() is None, "taken for a loss"
         finally:
             is_heard.set()
 

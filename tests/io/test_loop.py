@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.runtime import loop as control
+from covey.runtime.group.internals import engine_of
 from covey.runtime.members.node import CLOSE_SECONDS
 from covey.testing import run_threads
 
@@ -114,7 +115,7 @@ def test_a_group_that_the_garbage_collector_closes_on_the_loop_does_not_hold_it_
         group.barrier()
         took = control.start(close(group)).result(20)
         deadline = time.monotonic() + 20
-        node = group._engine.node
+        node = engine_of(group).node
         assert node is not None
         while not node._is_closed.is_set():
             assert time.monotonic() < deadline

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.security.attackers import DEADLINE, LOOPBACK, Detour, call_on_loop, new_cluster, run_nodes, until
 
+from covey.runtime.group.internals import engine_of
 from covey.runtime.members.epochs import Epochs
 from covey.runtime.members.lanes import LaneKey
 from covey.runtime.members.node import Node
@@ -56,7 +57,7 @@ def test_a_lane_that_fell_silent_without_a_sign_is_replaced_when_the_link_is(det
     turn = threading.Barrier(2, timeout=DEADLINE)
 
     def rank_main(group: Group) -> Any:
-        node, peer = group._engine.node, 1 - group.rank
+        node, peer = engine_of(group).node, 1 - group.rank
         assert node is not None
         group.barrier()
         detour.fresh()
@@ -84,7 +85,7 @@ def test_a_lane_that_fell_silent_without_a_sign_is_replaced_when_the_link_is(det
 
 def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
     def rank_main(group: Group) -> list[str]:
-        node, peer = group._engine.node, 1 - group.rank
+        node, peer = engine_of(group).node, 1 - group.rank
         assert node is not None
         group.send(np.ones(1), dst=peer)
         group.recv(src=peer)
@@ -95,10 +96,10 @@ def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
             call_on_loop(
                 setattr, node.lanes, "refused", lambda key, reason: (heard.append(reason), refused(key, reason))
             )
-            opened = node.lanes._epochs._opened[LaneKey(group._engine.id, peer, "messages")]
+            opened = node.lanes._epochs._opened[LaneKey(engine_of(group).id, peer, "messages")]
             for epoch in range(opened + 1):
                 offer = messages.Offer(
-                    bytes(15) + bytes((epoch,)), bytes(32), group._engine.id, "messages", "secure", 0, 1, epoch
+                    bytes(15) + bytes((epoch,)), bytes(32), engine_of(group).id, "messages", "secure", 0, 1, epoch
                 )
                 call_on_loop(node.send, peer, offer)
             until(lambda: len(heard) == opened + 1)
@@ -118,8 +119,8 @@ def test_both_ends_come_to_use_the_same_connection_whoever_breaks_and_asks(lanes
     def body(group: Group) -> list[int]:
         rng, others = random.Random(group.rank), [rank for rank in range(group.size) if rank != group.rank]
         group.barrier()
-        messenger = group._engine.routing.messenger()
-        node, engine = group._engine.node, group._engine
+        messenger = engine_of(group).routing.messenger()
+        node, engine = engine_of(group).node, engine_of(group)
         assert node is not None
         got: dict[int, list[int]] = {rank: [] for rank in others}
 

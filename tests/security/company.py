@@ -13,6 +13,7 @@ from tests.security.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_o
 from covey.base.errors import ClosedError
 from covey.net.keys.identity import NodeIdentity
 from covey.runtime.environment import ClusterOptions, WantedRun
+from covey.runtime.group.internals import engine_of
 from covey.runtime.joining import cluster_join as joining
 from covey.runtime.joining import generations
 from covey.wire import formation, messages
@@ -172,7 +173,7 @@ class _Elastic(generations._Generations):
 
 
 def node_of(group: Group) -> Node:
-    node = group._engine.node
+    node = engine_of(group).node
     assert node is not None
     return node
 
@@ -187,7 +188,7 @@ def ids_of(group: Group) -> list[bytes]:
 def say(group: Group, rank: int, message: messages.Control) -> None:
     """Let the node of a group send whatever it likes to another rank, and return when it is sent."""
     node = node_of(group)
-    call_on_loop(node.send, group._engine.members[rank], message)
+    call_on_loop(node.send, engine_of(group).members[rank], message)
 
 
 def here(insider: Insider, terms: formation.Terms, hears: tuple[bytes, ...], **fields: Any) -> messages.Forming:

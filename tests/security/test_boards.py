@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tests.security.attackers import DEADLINE, call_on_loop, new_cluster, until
 from tests.security.company import SURVIVING, Company, node_of, say
 
+from covey.runtime.group.internals import engine_of
 from covey.runtime.group.store import open_group_store
 from covey.wire import board, messages
 
@@ -96,7 +97,7 @@ def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
         together = company.steps(3)
 
         def work(group: Group) -> Any:
-            node, generation = node_of(group), group._engine.generation
+            node, generation = node_of(group), engine_of(group).generation
             assert generation is not None
             client = open_group_store(group)
             client.ask(board.Add("count", 1), DEADLINE)

@@ -15,6 +15,7 @@ from tests.security.company import SURVIVING, Company, Participant, here, node_o
 from covey.base.errors import GroupChangedError
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
+from covey.runtime.group.internals import engine_of
 from covey.runtime.keeper.service import ClusterKeeperService
 from covey.wire import formation, membership, messages
 from covey.wire.lineage import Ending
@@ -78,7 +79,7 @@ def test_a_member_alone_cannot_say_that_the_run_is_over() -> None:
 
         def work(group: Group) -> Any:
             group.barrier()
-            generation = group._engine.generation
+            generation = engine_of(group).generation
             assert generation is not None
             if group.rank == 2:
                 lineage, view = generation.founded.origin, generation.view
@@ -116,7 +117,7 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
 
         def work(group: Group) -> Any:
             group.barrier()
-            node, generation = node_of(group), group._engine.generation
+            node, generation = node_of(group), engine_of(group).generation
             assert generation is not None
             if group.rank == 2:
                 call_on_loop(generation.withdraw)

@@ -18,6 +18,7 @@ from tests.security.company import node_of
 from covey.base.dtypes import dtype_code
 from covey.base.errors import CoveyError, PeerLostError
 from covey.runtime import loop as control
+from covey.runtime.group.internals import engine_of
 from covey.wire import message_header as wire
 from covey.wire import messages
 
@@ -33,7 +34,7 @@ POISON = np.full(5, 666.0)
 
 def leave_secretly(group: Group) -> None:
     """Have the others go on without this process, which stays linked with them."""
-    generation = group._engine.generation
+    generation = engine_of(group).generation
     assert generation is not None
     control.soon(generation.withdraw)
     until(lambda: generation.is_over)
@@ -103,7 +104,7 @@ def test_an_excluded_member_gets_no_message_and_no_lane(has_lanes: bool) -> None
         return lost.value.rank, got, group.recv(src=1 - group.rank, tag=9).tolist(), open_lanes
 
     def attack(group: Group, node: Node, others: list[int]) -> None:
-        held = dict(group._engine.routing.messenger()._lanes)
+        held = dict(engine_of(group).routing.messenger()._lanes)
         turn.wait()
         leave_secretly(group)
         turn.wait()
@@ -115,11 +116,11 @@ def test_an_excluded_member_gets_no_message_and_no_lane(has_lanes: bool) -> None
             for purpose in ("messages", "collectives"):
                 for attempt in range(4):
                     offer = messages.Offer(
-                        secrets.token_bytes(16), secrets.token_bytes(32), group._engine.id, purpose, "secure", 0, 1,
+                        secrets.token_bytes(16), secrets.token_bytes(32), engine_of(group).id, purpose, "secure", 0, 1,
                         attempt,
                     )  # fmt: skip
                     control.soon(node.send, rank, offer)
-                    control.soon(node.send, rank, messages.Dial(group._engine.id, purpose, attempt))
+                    control.soon(node.send, rank, messages.Dial(engine_of(group).id, purpose, attempt))
         until(lambda: len(words.refusals) >= len(others) * 8)
         assert words.invitations == []
         turn.wait()
@@ -214,7 +215,7 @@ def test_a_member_that_is_not_in_a_group_gets_no_lane_of_it() -> None:
         part = group.split(None if group.rank == ATTACKER else 0)
         group.barrier()
         if part is None:
-            name = f"{group._engine.id}/{group._engine.sequence - 1}/0"
+            name = f"{engine_of(group).id}/{engine_of(group).operation.sequence - 1}/0"
             words = Words(node)
             number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
             for rank in range(2):
@@ -230,6 +231,6 @@ def test_a_member_that_is_not_in_a_group_gets_no_lane_of_it() -> None:
         turn.wait()
         part.send(np.arange(3.0) + part.rank, dst=1 - part.rank)
         assert part.recv().tolist() == [1.0 - part.rank, 2.0 - part.rank, 3.0 - part.rank]
-        return part._engine.id
+        return engine_of(part).id
 
     assert len(set(run_nodes(new_cluster(), rank_main, size=3, config=SURVIVING))) == 1

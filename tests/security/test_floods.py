@@ -38,7 +38,7 @@ import covey
 
 logging.basicConfig(level=logging.INFO)
 with covey.join("busy", size=2, interfaces="lo", lanes="secure", timeout=20) as group:
-    card = group._engine.node.card
+    card = engine_of(group).node.card
     print(json.dumps([group.rank, card.contact.addresses[0].port]), flush=True)
     data, count, since = np.ones(4096, np.float32), 0, time.monotonic()
     while not group.all_reduce(int(group.rank == 0 and os.path.exists(sys.argv[1]))):

@@ -27,6 +27,7 @@ from tests.security.attackers import (
 
 from covey.base.errors import CoveyError, PeerLostError
 from covey.runtime import loop as control
+from covey.runtime.group.internals import engine_of
 from covey.runtime.links.acceptor import PROBE_LIMIT
 from covey.runtime.members.node import Node
 from covey.testing.proxy import Proxy, Way
@@ -229,7 +230,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
         return sock
 
     def rank_main(group: Group) -> None:
-        node = group._engine.node
+        node = engine_of(group).node
         assert node is not None
         peer = node.peers[1 - group.rank]
         offer = messages.Offer(secrets.token_bytes(16), secrets.token_bytes(32), 77, "collectives", "secure", 0, 2)
@@ -278,7 +279,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
 
 def test_a_member_cannot_talk_another_into_a_lane_that_others_can_read() -> None:
     def rank_main(group: Group) -> list[str]:
-        node = group._engine.node
+        node = engine_of(group).node
         assert node is not None
         peer = node.peers[1 - group.rank]
         group.barrier()

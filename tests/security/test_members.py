@@ -34,6 +34,7 @@ from covey.base.errors import ConnectError, CoveyError, PeerLostError
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime import loop as control
+from covey.runtime.group.internals import engine_of
 from covey.runtime.links.dial_limits import SOCKETS
 from covey.runtime.mesh.follower import HINTS_AT_ONCE
 from covey.runtime.mesh.mesh import LINKS_LIMIT
@@ -130,7 +131,7 @@ def test_nonsense_from_a_member_of_a_run_ends_it_with_an_error_or_not_at_all(
     kinds = [kind for kind in CONTROLS if revokes or kind not in (messages.Revoke, messages.Dial, messages.NewSecret)]
 
     def attack(group: Group) -> str:
-        node, rng = group._engine.node, random.Random(9)
+        node, rng = engine_of(group).node, random.Random(9)
         assert node is not None
         group.barrier()
         try:
@@ -398,7 +399,7 @@ def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatc
     jam = Jam()
 
     def attack(group: Group) -> None:
-        node = group._engine.node
+        node = engine_of(group).node
         assert node is not None
         peer = node.peers[1 - group.rank]
         group.barrier()
@@ -434,7 +435,7 @@ def test_a_keeper_is_believed_only_about_those_who_named_it(monkeypatch: pytest.
             group.barrier()
             assert over.wait(DEADLINE)
             return
-        node = group._engine.node
+        node = engine_of(group).node
         assert node is not None
         address = ("127.0.0.1", node.card.contact.addresses[0].port)
         prey = Victim(cluster, None, node, address)  # type: ignore[arg-type]
@@ -457,7 +458,7 @@ def test_a_keeper_is_believed_only_about_those_who_named_it(monkeypatch: pytest.
 
 def test_offers_that_nobody_follows_up_take_little_memory() -> None:
     def attack(group: Group) -> int:
-        node = group._engine.node
+        node = engine_of(group).node
         assert node is not None
         group.barrier()
         peer, before = node.peers[1 - group.rank], resident_bytes()

@@ -21,6 +21,7 @@ from covey.base.dtypes import dtype_code
 from covey.base.errors import CoveyError, MismatchError, RemoteProtocolError
 from covey.runtime.buffers import Operand, readable
 from covey.runtime.group import movements, restore
+from covey.runtime.group.internals import engine_of
 from covey.testing import run_threads
 from covey.wire import objects
 from covey.wire.manifest import CHUNK_BYTES, ENTRIES_LIMIT, MANIFEST_BYTES, NAME_LIMIT, Entry, Manifest
@@ -199,7 +200,7 @@ def test_bytes_that_are_no_value_name_their_sender_and_leave_the_group_whole(ope
         if group.rank == HOSTILE:
             data = np.frombuffer(GARBAGE[garbage], np.uint8)
             operand = Operand(data, data.shape, BYTE)
-            engine = group._engine
+            engine = engine_of(group)
             if operation == "all_gather_object":
                 call = group._call("all_gather_object", None, None)
                 engine.run(call, lambda c: movements.gather_all(c, operand), timeout=None, async_op=False)
@@ -411,7 +412,7 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
 
     def body(group: Group) -> None:
         if group.rank == HOSTILE:
-            messenger = group._engine.routing.messenger()
+            messenger = engine_of(group).routing.messenger()
             messenger._open(0, time.monotonic() + 5)
             with messenger._lock:
                 header = wire.Header(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))

@@ -31,6 +31,7 @@ from tests.security.test_handshake import greet
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.net.keys.tls import Credentials
+from covey.runtime.group.internals import engine_of
 from covey.wire import board, door, formation, frame, messages
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def test_a_hostile_rank_does_not_write_to_the_terminals_of_the_others() -> None:
     is_over = threading.Event()
 
     def attack(group: Group) -> None:
-        engine = group._engine
+        engine = engine_of(group)
         assert engine.node is not None
         group.all_reduce(1)
         if group.rank == 0:

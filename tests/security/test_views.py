@@ -17,6 +17,7 @@ from covey.base.errors import CoveyError, GroupChangedError, MismatchError, Peer
 from covey.proto.health import Cause
 from covey.proto.membership import MOST_AHEAD, MOST_SKIPPED
 from covey.proto.views import MOST_OPERATIONS
+from covey.runtime.group.internals import engine_of
 from covey.wire import membership, messages
 from covey.wire.membership import (
     Accept,
@@ -112,12 +113,12 @@ class Scene:
     @property
     def group(self) -> int:
         """The number of the group."""
-        return self.groups[0]._engine.id
+        return engine_of(self.groups[0]).id
 
     @property
     def returned(self) -> int:
         """The operations that are over."""
-        atomic = self.groups[0]._engine._atomic
+        atomic = engine_of(self.groups[0]).atomic
         assert atomic is not None
         return atomic.returned
 
@@ -362,7 +363,7 @@ def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_diffe
 
         def work(group: Group) -> Any:
             group.barrier()
-            generation, node = group._engine.generation, node_of(group)
+            generation, node = engine_of(group).generation, node_of(group)
             assert generation is not None
             if group.rank == LIAR:
                 call_on_loop(generation.withdraw)
@@ -375,7 +376,7 @@ def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_diffe
                 # A broadcast from a lost rank raises at once, on this rank alone.
                 group.all_reduce(VALUES) if group.rank else group.broadcast(VALUES, root=LIAR)
             if group.rank == 0:
-                other = node_of(groups[1])._groups[group._engine.id]._atomic  # type: ignore[attr-defined]
+                other = node_of(groups[1])._groups[engine_of(group).id].engine.atomic  # type: ignore[attr-defined]
                 until(lambda: other._is_executing)
                 call_on_loop(generation.disturbed, generation.view.number)
             together()

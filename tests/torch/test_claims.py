@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from covey.base.errors import CoveyError, RemoteProtocolError
+from covey.runtime.group.internals import engine_of
 from covey.testing import run_threads
 from covey.torch.backend.exchange import TensorGroup
 
@@ -34,7 +35,7 @@ def test_indices_and_values_of_no_sparse_tensor_name_their_rank(indices: Any, va
     together = threading.Barrier(SIZE, timeout=20.0)
 
     def body(group: Group) -> None:
-        tensors = TensorGroup(group._engine, local_rank=group.local_rank)
+        tensors = TensorGroup(engine_of(group), local_rank=group.local_rank)
         group.barrier()
         together.wait()
         if group.rank == HOSTILE:

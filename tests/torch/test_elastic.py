@@ -19,6 +19,7 @@ import torch
 from tests.torch.crew import _context
 
 from covey.base.errors import ConfigError
+from covey.runtime.group.internals import engine_of
 from covey.runtime.keeper.keeper import LocalRun
 from covey.torch.training.checkpoint import load, save
 from covey.torch.training.elastic import Elastic
@@ -231,7 +232,7 @@ def _serve(there: Connection, slot: int, place: dict[str, str], token: bytes, pr
 def await_newcomer(elastic: Elastic) -> None:
     """Wait until this rank knows that somebody wants to get in."""
     until = time.monotonic() + DEADLINE
-    while not elastic.group._engine.knows_change:
+    while not engine_of(elastic.group).knows_change:
         assert time.monotonic() < until
         time.sleep(0.002)
 

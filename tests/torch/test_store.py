@@ -21,6 +21,7 @@ from covey.base.errors import ConfigError, ConnectError, CoveyError, DeadlineErr
 from covey.net.discovery.host_rendezvous import meeting_folder
 from covey.runtime import loop as control
 from covey.runtime.environment import Place
+from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.members.store import StoreClient
 from covey.torch.backend.store import CoveyStore, open_store
@@ -216,7 +217,7 @@ def break_links(rank: int, size: int, path: str) -> None:
     """Under on_loss="continue" a link that breaks is made anew, and who waits is none the wiser."""
     config = group_config({}, on_loss="continue")
     with store_of(rank, size, path, config=config) as (group, store):
-        node = group._engine.node
+        node = engine_of(group).node
         assert node is not None
         store.barrier("here", size)
         if rank == 0:
@@ -252,7 +253,7 @@ def test_who_waits_is_answered_over_another_link_when_one_breaks() -> None:
 
 def talk_nonsense(rank: int, size: int, path: str) -> None:
     with store_of(rank, size, path) as (group, store):
-        engine = group._engine
+        engine = engine_of(group)
         assert engine.node is not None
         stranger = StoreClient(engine.node.stores, 4711, engine.members[0])
         with pytest.raises(ConfigError, match="closed"):

@@ -20,6 +20,8 @@ from tests.e2e.survival.jobs import (
     values,
 )
 
+from covey.runtime.group.internals import engine_of
+
 pytestmark = pytest.mark.slow
 
 
@@ -180,7 +182,7 @@ def talk_over_broken_connections(on_loss: str, sizes: list[int], cuts: int, cuts
         for thread in threads:
             thread.start()
         if cuts_own:
-            messenger = group._engine.routing.messenger()
+            messenger = engine_of(group).routing.messenger()
             for _ in range(cuts):
                 enough.wait(0.02)
                 for lane in list(messenger._lanes.values()):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from covey.base.dtypes import DTYPES, dtype_code
-from covey.runtime.collectives.call_log import KEPT, OPERATIONS, CallLog, make_call
+from covey.runtime.collectives.call_log import LOGGED, OPERATIONS, CallLog, make_call
 
 FLOAT = dtype_code(np.dtype(np.float32))
 BARRIER = make_call("barrier", None, None)
@@ -35,12 +35,12 @@ def test_calls_have_equal_fingerprints_exactly_if_all_that_must_agree_agrees() -
 def test_a_ledger_remembers_the_latest_calls_only() -> None:
     call_log = CallLog()
     assert call_log.at(0) is None
-    for sequence in range(1, KEPT + 11):
+    for sequence in range(1, LOGGED + 11):
         call_log.enter(sequence, make_call("broadcast", FLOAT, (sequence,), root=0))
-    assert call_log.entered == KEPT + 10
+    assert call_log.entered == LOGGED + 10
     assert call_log.at(10) is None
-    assert call_log.at(KEPT + 11) is None
-    for sequence in (11, KEPT, KEPT + 10):
+    assert call_log.at(LOGGED + 11) is None
+    for sequence in (11, LOGGED, LOGGED + 10):
         call = call_log.at(sequence)
         assert call is not None
         assert f"[{sequence}]" in call.text
@@ -98,6 +98,6 @@ def test_the_story_puts_ranks_that_called_the_same_together() -> None:
 
 def test_what_others_say_takes_bounded_memory() -> None:
     call_log = CallLog()
-    for sequence in range(10 * KEPT):
+    for sequence in range(10 * LOGGED):
         call_log.heard(1, sequence, sequence, BARRIER.fingerprint, BARRIER.text)
-    assert len(call_log._others[1].calls) == KEPT
+    assert len(call_log._others[1].calls) == LOGGED

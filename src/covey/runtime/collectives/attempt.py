@@ -1,13 +1,13 @@
-"""Those of a group who carry out an attempt together. Operations are written for a circle: its ranks have no gaps.
+"""One attempt: the ranks that run operations together, and the lanes between them.
 
-A circle has the lanes of its attempt. It is used by the one thread that runs the operation; others only ever stop it.
+Plans need positions without gaps, so the ranks of an attempt are numbered anew: `slot` is a position in the attempt,
+`rank` a position in the group. The thread that runs the operation uses the attempt; other threads only stop it.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-import weakref
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
@@ -16,6 +16,7 @@ from covey.net.descriptors import explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
 from covey.plan import barrier
 from covey.runtime.collectives.executor import execute
+from covey.runtime.collectives.part import EnginePart
 from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
 
 if TYPE_CHECKING:
@@ -36,58 +37,51 @@ T = TypeVar("T")
 
 CACHED_PREFIXES: Final = 4096
 LANE_SECONDS: Final = 0.2
-"""How long a lane is waited for at a time: then the group looks whether something is wrong."""
+"""How long to wait for a lane before checking whether the group has failed."""
 SCARCE_SECONDS: Final = 0.02
-"""How long to wait for somebody to close a file, at a time, when no more can be opened."""
+"""The pause between tries to open a descriptor when the process has no more of them."""
 COMMIT_PHASE: Final = 0xFFFF
-"""Of the barrier in which those who are complete find out that all are."""
+"""The phase of the barrier in which the ranks that have completed learn that all have."""
 
 
 class HaltedError(Exception):
-    """The attempt was stopped, because a view is being agreed on. Never leaves covey."""
+    """The attempt was stopped because a view is being decided. Never leaves covey."""
 
 
 class DisagreedError(Exception):
-    """All ranks find, each by itself, that they passed different things. Never leaves covey."""
+    """Every rank found by itself that the ranks passed different arguments. Never leaves covey."""
 
     def __init__(self, error: MismatchError) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-class Attempt:
-    """The ranks of one attempt."""
+class Attempt(EnginePart):
+    """The ranks of one attempt and their lanes."""
 
     def __init__(
         self, engine: Engine, number: int, ranks: tuple[int, ...], bell: Bell, undo: UndoBuffer | None
     ) -> None:
-        """`ranks` of the group, in its order; `bell` wakes the one who sleeps; `kept` saves what is overwritten."""
-        self._engine = weakref.ref(engine)  # which owns us: groups that are dropped go at once
+        """`ranks` are in the order of the group; `bell` wakes the running thread; `undo` saves what is overwritten."""
+        super().__init__(engine)
         self.number, self.ranks = number, ranks
-        self.rank, self.size = ranks.index(engine.rank), len(ranks)
-        """The place of this member in the circle, and of how many."""
+        self.slot, self.size = ranks.index(engine.rank), len(ranks)
+        """The slot of this process in the attempt, and the number of slots."""
         self.prepared: dict[Any, Any] = {}
-        """What repeated calls share."""
+        """Plans and reductions that repeated calls share."""
         self.undo = undo
         self.polls: dict[tuple[int, ...], select.poll] = {}
         self.wake_fd = -1
         self.is_stopped = self.knows_change = False
         self._bell = bell
         self._lanes: list[Lane | None] = [None] * self.size
-        self._barrier = barrier.dissemination(self.rank, self.size)
+        self._barrier = barrier.dissemination(self.slot, self.size)
         self._nothing = (engine.nothing,)
         self._prefixes: dict[tuple[int, int], bytes] = {}
         self._phase = 0
 
-    @property
-    def engine(self) -> Engine:
-        """The group's."""
-        engine = self._engine()
-        assert engine is not None
-        return engine
-
     def begin(self, *, knows_change: bool) -> None:
-        """Begin the current operation of the group, or begin it again."""
+        """Start the current operation of the group, for the first time or again."""
         self._phase, self.knows_change = 0, knows_change
 
     def execute(
@@ -98,64 +92,66 @@ class Attempt:
         *,
         keeps: bool = False,
     ) -> None:
-        """Carry out one plan of the current operation; with `keeps`, the buffers are an argument of the user's."""
+        """Run one plan of the current operation; `keeps` saves the buffers first, which are the caller's arrays."""
         phase = self._phase
         self._phase = phase + 1
         undo = self.undo if keeps else None
         if undo is not None:
             undo.make_room(buffers)
         engine = self.engine
-        prefix = self._prefixes.get((engine.call.fingerprint, phase)) or self._prefix(engine, phase)
+        operation = engine.operation
+        prefix = self._prefixes.get((operation.call.fingerprint, phase)) or self._prefix(engine, phase)
         engine.quiet.run(
-            execute, plan, buffers, reduction, self.size, prefix, engine.sequence, self, engine.may_spin, undo
+            execute, plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo
         )
 
     def commit(self) -> None:
-        """Return once all of the circle have come here."""
+        """Return once all ranks of the attempt have called this."""
         engine = self.engine
-        prefix = self._prefixes.get((engine.call.fingerprint, COMMIT_PHASE)) or self._prefix(engine, COMMIT_PHASE)
-        execute(self._barrier, self._nothing, None, self.size, prefix, engine.sequence, self, engine.may_spin)
+        operation = engine.operation
+        prefix = self._prefixes.get((operation.call.fingerprint, COMMIT_PHASE)) or self._prefix(engine, COMMIT_PHASE)
+        execute(self._barrier, self._nothing, None, self.size, prefix, operation.sequence, self, engine.may_spin)
 
     def _prefix(self, engine: Engine, phase: int) -> bytes:
-        """Return how headers of the current operation start, and remember it."""
-        call = engine.call
+        """Return the first bytes of the headers of the current operation, and cache them."""
+        call = engine.operation.call
         if len(self._prefixes) > CACHED_PREFIXES:
             self._prefixes.clear()
         fields = (call.operation, call.dtype, phase, self.number, 0, engine.id, call.fingerprint)
         prefix = self._prefixes[call.fingerprint, phase] = PREFIX.pack(MAGIC, *fields)
         return prefix
 
-    # Who is who
+    # Ranks and slots
 
-    def position(self, rank: int) -> int:
-        """Return the place in the circle of a rank of the group that is in it."""
+    def slot_of(self, rank: int) -> int:
+        """Return the slot of a rank that is in the attempt."""
         return rank if self.size == self.engine.size else self.ranks.index(rank)
 
     def chosen(self, items: Sequence[T]) -> list[T]:
-        """Return those items of a list by rank that belong to the circle."""
+        """Return the items of the ranks in this attempt, from a list by rank."""
         return list(items) if self.size == self.engine.size else [items[rank] for rank in self.ranks]
 
     def by_rank(self, items: Sequence[T]) -> list[T | None]:
-        """Return a list by rank of what the circle has, with None for the lost."""
+        """Return a list by rank from a list by slot, with None for lost ranks."""
         if self.size == self.engine.size:
             return list(items)
-        places = dict(zip(self.ranks, items, strict=True))
-        return [places.get(rank) for rank in self.engine.ranks]
+        items_by_rank = dict(zip(self.ranks, items, strict=True))
+        return [items_by_rank.get(rank) for rank in self.engine.ranks]
 
     @functools.cached_property
     def lane_family(self) -> str:
-        """ "ring" if by the host map all pairs of the circle share memory, else "stream": the same on all ranks."""
-        kinds = {self.engine.lane_kind(rank) for rank in self.ranks if rank != self.engine.rank}
+        """ "ring" if all ranks of the attempt are on one host and share memory, else "stream". Equal on all ranks."""
+        kinds = {self.engine.roster.lane_kind(rank) for rank in self.ranks if rank != self.engine.rank}
         return "ring" if kinds <= {"shm", "memory"} else "stream"
 
     def open_kinds(self) -> dict[int, str]:
-        """Return by rank the kinds of the lanes that are open."""
-        return {self.ranks[place]: lane.kind for place, lane in enumerate(self._lanes) if lane is not None}
+        """Return the kinds of the open lanes, by rank."""
+        return {self.ranks[slot]: lane.kind for slot, lane in enumerate(self._lanes) if lane is not None}
 
-    # What an execution asks
+    # What the executor calls (`executor.ExecutionHost`)
 
     def check(self) -> None:
-        self.engine.check()
+        self.engine.failure.check()
         if self.is_stopped:
             raise HaltedError
 
@@ -187,7 +183,7 @@ class Attempt:
                 return lane
 
     def _open_bell(self) -> None:
-        """Open what wakes this operation, which needs a descriptor: wait for one, as long as the operation may take."""
+        """Open the bell; if the process has no descriptor left for it, wait until the operation's deadline."""
         while True:
             try:
                 self._bell.open()
@@ -195,7 +191,7 @@ class Attempt:
                 if not is_exhausted(error):
                     raise
                 self.check()
-                self.engine.check_deadline(explain(error))
+                self.engine.operation.check_deadline(explain(error))
                 time.sleep(SCARCE_SECONDS)
             else:
                 self.wake_fd = self._bell.fd
@@ -203,14 +199,14 @@ class Attempt:
 
     def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
         now = time.monotonic()
-        for place, lane in enumerate(self._lanes):
+        for slot, lane in enumerate(self._lanes):
             if lane is not None and lane.is_stuck():
-                self.lane_closed(place, LaneClosedError("nothing that is sent there gets through"))
-        again_at = self.engine.stalled(self, since, tuple(self.ranks[place] for place in waiting_for))
+                self.lane_closed(slot, LaneClosedError("the other end does not acknowledge what is sent"))
+        again_at = self.engine.operation.stalled(self, since, tuple(self.ranks[slot] for slot in waiting_for))
         return again_at if self.lane_family == "ring" else min(again_at, now + tcp.LOOK_SECONDS)
 
     def lane_closed(self, peer: int, error: LaneClosedError | ConnectError) -> None:
-        self.engine.lane_closed(self, self.ranks[peer], error)
+        self.engine.lane_trouble.lane_closed(self, self.ranks[peer], error)
 
     def wrong_header(self, peer: int, expected: bytes, header: bytes) -> None:
         if header[FLAGS_AT] == CHANGE_PENDING:
@@ -218,21 +214,21 @@ class Attempt:
             if plain == expected:
                 self.knows_change = True
                 return
-        self.engine.wrong_header(self, self.ranks[peer], expected, header)
+        self.engine.lane_trouble.wrong_header(self, self.ranks[peer], expected, header)
 
     def reject(self, peer: int, what: str) -> NoReturn:
-        """End the group because a rank sent `what`, which no covey sends; raise what tells of it."""
-        self.engine.reject(self, "RemoteProtocolError", self.ranks[peer], what)
+        """End the group because a rank sent `what`, which breaks the protocol; raise RemoteProtocolError."""
+        self.engine.lane_trouble.reject(self, "RemoteProtocolError", self.ranks[peer], what)
 
     def disagree_with(self, peer: int, what: str) -> NoReturn:
-        """End the group because a rank sent `what`, which this one cannot go along with; raise what tells of it."""
-        self.engine.reject(self, "MismatchError", self.ranks[peer], what)
+        """End the group because a rank sent `what`, which this rank cannot accept; raise MismatchError."""
+        self.engine.lane_trouble.reject(self, "MismatchError", self.ranks[peer], what)
 
     def disagree(self, error: MismatchError) -> NoReturn:
-        """End the operation, and the group, with an error that every rank finds by itself."""
+        """End the operation and the group with an error that every rank finds by itself."""
         raise DisagreedError(error)
 
     def close(self) -> None:
-        """Forget the lanes, which are closed by their owner."""
+        """Forget the lanes. Their owner closes them."""
         self._lanes = [None] * self.size
         self.polls.clear()

@@ -1,4 +1,4 @@
-"""Asynchronous operations of one group: they wait for their turn, and one thread performs them."""
+"""The queue of a group's asynchronous operations, and the worker thread that performs them in order."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 QUEUE_LIMIT: Final = 10_000
-"""Operations that may wait; the next one is an error, since something is running away."""
+"""Operations that may be queued. A program that queues more does not wait for its works: that is an error."""
 
 
 class Backlog:
-    """The operations of a group that were issued and are not over, in their order."""
+    """The operations of a group that were issued and have not ended, in order."""
 
     def __init__(self, group: str) -> None:
         self._group = group
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Operations for the worker thread, each with its engine: the thread itself keeps none alive. None ends it."""
+        """Operations for the worker thread, each with its engine: an idle thread keeps none alive. None ends it."""
         self.unfinished = 0
         self._counting = threading.Lock()
         self._worker: threading.Thread | None = None
         self._works: dict[Work[Any], None] = {}
-        """Those that are not over."""
+        """The works that have not ended."""
 
     @property
     def is_on_this_thread(self) -> bool:
-        """Whether this is the thread that performs operations."""
+        """Whether the calling thread is the worker thread."""
         return threading.current_thread() is self._worker
 
     def add(
@@ -50,12 +50,12 @@ class Backlog:
         limit: float,
         root: int,
     ) -> Work[Any]:
-        """Have `engine` perform an operation after all others; return its work."""
+        """Queue an operation for `engine`, and return its work."""
         work: Work[Any] = Work(f"{call.text} of group {self._group!r}")
         with self._counting:
             if self.unfinished >= QUEUE_LIMIT:
                 raise BusyError(
-                    f"{QUEUE_LIMIT} operations of group {self._group!r} wait already; wait for some of them"
+                    f"{QUEUE_LIMIT} operations of group {self._group!r} are queued already; wait for some of them"
                 )
             self.unfinished += 1
             self._works[work] = None
@@ -70,7 +70,7 @@ class Backlog:
         result, error = None, None
         try:
             if engine.is_over:
-                engine.refuse(call)
+                engine.failure.refuse(call)
             result = engine.perform(call, *operation)
             work.contributors = engine.contributors
         except BaseException as failure:
@@ -81,26 +81,26 @@ class Backlog:
         del self._works[work]
         try:
             work.notify()
-        except BaseException:  # sys.exit in a callback ends the thread of others than us: operations wait for this one
+        except BaseException:  # also sys.exit: later operations need this thread
             logger.exception("a callback of %s failed", work.description)
 
     def forked(self) -> list[Work[Any]]:
-        """Forget the parent's thread; return what will never end here."""
+        """Forget the parent's thread, in a forked child; return the works that will never end here."""
         self._counting, self._worker = threading.Lock(), None
         while not self.queue.empty():
             self.queue.get()
         return list(self._works)
 
     def end(self, seconds: float) -> None:
-        """Let the thread end after what it is doing, and wait for it for so long."""
+        """Let the thread end after its current operation, and wait up to `seconds` for it."""
         self.queue.put(None)
         if self._worker is not None and not self.is_on_this_thread:
             self._worker.join(seconds)
 
 
 def _work(work_queue: queue.SimpleQueue[Any]) -> None:
-    """Perform queued operations, one after the other, until there comes a None."""
+    """Perform queued operations, one after the other, until None comes out of the queue."""
     while (item := work_queue.get()) is not None:
         backlog, *operation = item
         backlog.run(*operation)
-        del item, backlog, operation  # they may hold large arrays; do not keep them while waiting for the next
+        del item, backlog, operation  # release large arrays before waiting for the next operation

@@ -1,4 +1,4 @@
-"""What this rank called, and what the others say they called: how a stall becomes a name and a reason."""
+"""The calls of this rank and of the others, as far as they are known: how a stall gets a rank and a reason."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TEXT_LIMIT: Final = 2000
-"""Characters kept of what another rank calls an operation."""
-KEPT: Final = 64
-"""Past operations that can still be compared. Ranks further apart than this did not just slip."""
+"""Characters of another rank's call that are stored."""
+LOGGED: Final = 64
+"""Past operations that can still be compared. Ranks that merely missed a call are closer together than this."""
 
 OPERATIONS: Final = (
     "all_reduce",
@@ -37,8 +37,13 @@ OPERATIONS: Final = (
 )
 
 
+def operation_name(number: int) -> str:
+    """Return the name of an operation whose number came from another rank."""
+    return OPERATIONS[number] if number < len(OPERATIONS) else "something else"
+
+
 class Call(NamedTuple):
-    """One operation as all ranks must have called it."""
+    """One operation, as every rank must call it."""
 
     operation: int
     dtype: int
@@ -47,7 +52,7 @@ class Call(NamedTuple):
 
 
 def make_call(operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
-    """Describe a call; equal calls on different ranks have equal fingerprints."""
+    """Return the description of a call. Equal calls have equal fingerprints on all ranks."""
     words = []
     if code is not None:
         words.append(DTYPES[code].name + (str(list(shape)) if shape is not None else ""))
@@ -58,46 +63,46 @@ def make_call(operation: str, code: int | None, shape: tuple[int, ...] | None, *
 
 
 class Heard(NamedTuple):
-    """What another rank said about itself."""
+    """What another rank has reported about its calls."""
 
     entered: int
     spoke_of: int
-    """The latest operation that it said anything about: a living process answers whatever it does."""
+    """The latest operation that it answered a question about. A live process answers in any operation."""
     calls: dict[int, tuple[int, str]]
 
 
 class CallLog:
-    """The recent calls of one group on this rank, and what other ranks answered about theirs."""
+    """The recent calls of one group on this rank, and what the other ranks reported about theirs."""
 
     def __init__(self) -> None:
         self.entered = 0
-        self._calls: list[tuple[int, Call] | None] = [None] * KEPT
+        self._calls: list[tuple[int, Call] | None] = [None] * LOGGED
         self._others: dict[int, Heard] = {}
         self.words: Counter[int] = Counter()
-        """How often each other rank has said anything."""
+        """The number of reports from each other rank."""
 
     def enter(self, sequence: int, call: Call) -> None:
-        """This rank starts operation `sequence`."""
-        self._calls[sequence % KEPT] = (sequence, call)
+        """Record that this rank starts operation `sequence`."""
+        self._calls[sequence % LOGGED] = (sequence, call)
         self.entered = sequence
 
     def recent(self) -> list[tuple[int, Call]]:
-        """Return the calls of this rank that it remembers, in their order."""
+        """Return the logged calls of this rank, in order."""
         return sorted((entry for entry in self._calls if entry is not None), key=lambda entry: entry[0])
 
     def at(self, sequence: int) -> Call | None:
-        """Return what this rank called at `sequence`, if it was there and remembers."""
-        entry = self._calls[sequence % KEPT]
+        """Return what this rank called at `sequence`; None if it has not entered it, or it is no longer logged."""
+        entry = self._calls[sequence % LOGGED]
         return entry[1] if entry is not None and entry[0] == sequence else None
 
     def heard(self, rank: int, entered: int, sequence: int, fingerprint: int, text: str) -> bool:
-        """Note what `rank` said; tell whether it contradicts what this rank called."""
+        """Record what `rank` reported; tell whether it differs from what this rank called."""
         self.words[rank] += 1
         known = self._others.get(rank)
         calls = known.calls if known is not None else {}
         if text:
             calls[sequence] = (fingerprint, text[:TEXT_LIMIT])
-            while len(calls) > KEPT:
+            while len(calls) > LOGGED:
                 del calls[min(calls)]
         known = known or Heard(0, 0, calls)
         self._others[rank] = Heard(max(entered, known.entered), max(sequence, known.spoke_of), calls)
@@ -109,7 +114,7 @@ class CallLog:
         return rank in self._others and sequence in self._others[rank].calls
 
     def contradiction(self, upcoming: Call | None = None) -> int:
-        """Return the first operation that another rank is known to have called otherwise, or 0.
+        """Return the first operation that another rank is known to have called differently, or 0.
 
         `upcoming` is what this rank is about to enter.
         """
@@ -123,19 +128,19 @@ class CallLog:
         return min(differing, default=0)
 
     def last_of(self, rank: int) -> tuple[int, str]:
-        """Return the last operation that another rank is known to have entered, and what it called then, if known."""
+        """Return the last operation that another rank is known to have entered, and its call if that is known."""
         heard = self._others.get(rank, Heard(0, 0, {}))
         return heard.entered, heard.calls.get(heard.entered, (0, ""))[1]
 
     def late(self, sequence: int, ranks: Sequence[int], me: int) -> tuple[int, ...]:
-        """Return the ranks that keep `sequence` waiting: those who do not even answer, else those furthest behind."""
+        """Return the ranks that keep `sequence` waiting: those that do not answer, or else those furthest behind."""
         others = {rank: self._others.get(rank, Heard(0, 0, {})) for rank in ranks if rank != me}
         silent = tuple(rank for rank, heard in others.items() if heard.spoke_of < sequence)
         last = min((heard.entered for heard in others.values()), default=sequence)
         return silent or tuple(rank for rank, heard in others.items() if heard.entered == last < sequence)
 
     def excuse(self, sequence: int, late: Sequence[int]) -> str:
-        """Say why `sequence` waits for the ranks that `late` returned, as the words that follow their names."""
+        """Return why `sequence` waits for the ranks that `late` returned, in words that follow their names."""
         heard = [self._others.get(rank, Heard(0, 0, {})) for rank in late]
         one = len(late) == 1
         if all(each.entered >= sequence for each in heard):
@@ -145,11 +150,11 @@ class CallLog:
         return f"{'has' if one else 'have'} not called it yet"
 
     def heard_all(self, sequence: int, ranks: Sequence[int], me: int) -> bool:
-        """Tell whether every other rank has said what it called at `sequence`."""
+        """Tell whether every other rank has reported what it called at `sequence`."""
         return all(rank == me or sequence in self._others.get(rank, Heard(0, 0, {})).calls for rank in ranks)
 
     def story(self, sequence: int, ranks: Sequence[int], me: int) -> str:
-        """Say what each rank called at `sequence`, equal ones together."""
+        """Return what each rank called at `sequence`, with ranks of equal calls together."""
         said: dict[str, list[int]] = {}
         for rank in ranks:
             mine = self.at(sequence)
@@ -160,5 +165,6 @@ class CallLog:
                 text = heard.calls.get(sequence, (0, "nothing yet"))[1] if heard else "nothing yet"
             said.setdefault(text, []).append(rank)
         return "; ".join(
-            f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} called {text}" for text, who in said.items()
+            f"rank{'s' if len(them) > 1 else ''} {', '.join(map(str, them))} called {text}"
+            for text, them in said.items()
         )

@@ -1,18 +1,18 @@
-"""Evidence of a mismatch comes before evidence of a loss.
+"""Look for a mismatch before reporting a loss.
 
-A rank that only sends may return, and exit, before the others notice that they called something else. What they see
-first is that it is gone. So a loss that is heard of is only a suspicion: before the group ends with it, the rank looks
-at the headers that its lanes still hold, at what the lost rank said of its last calls, and for a moment at what the
-other ranks have to say. Groups that go on without a lost rank need none of this: there the operation is tried again.
+A rank that only sends may return and exit before the other ranks notice that they called something else; they first
+see that its process is gone. So a reported loss is only a suspicion. Before it ends the group, the rank looks at the
+headers that its lanes still hold and at the last calls that the lost rank sent, and waits a moment for what the other
+ranks have found. Groups that survive losses do not need this: they run the operation again.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
+from covey.runtime.collectives.part import EnginePart
 from covey.runtime.collectives.stalls import ANSWER_SECONDS, ROUNDS
 from covey.wire.header import HEADER_BYTES, unpack
 
@@ -23,67 +23,61 @@ if TYPE_CHECKING:
     from covey.wire.header import Header
 
 HEARING_SECONDS: Final = 0.4
-"""How long a loss waits for ranks that may know better, as long as one of them has said nothing."""
+"""How long a loss waits for ranks that may know of a mismatch, while one of them has not answered."""
 COMPARE_SECONDS: Final = (ROUNDS + 1) * ANSWER_SECONDS
-"""A comparison of calls has ended after this."""
+"""The longest time that a comparison of calls takes."""
 
 
-class Suspicion:
-    """The loss that a group was told of, if any, until it is known whether it is the reason to tell."""
+class Suspicion(EnginePart):
+    """A loss that was reported to a group, until it is known whether a mismatch is behind it."""
 
     def __init__(self, engine: Engine) -> None:
-        self._owner = weakref.ref(engine)  # groups that are dropped go at once
+        super().__init__(engine)
         self._lock = threading.Lock()
         self._fault: Fault | None = None
-        self._spoken: set[int] = set()
-        """Ranks that have ended the group, and so found nothing else."""
-
-    @property
-    def _engine(self) -> Engine:
-        engine = self._owner()
-        assert engine is not None
-        return engine
+        self._reported: set[int] = set()
+        """Ranks that have ended the group with a loss, and so found no mismatch."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a loss that was not decided on."""
-        return self._fault is not None and not self._engine.has_failed
+        """Whether a loss was noted that has not been decided on."""
+        return self._fault is not None and not self.engine.failure.has_happened
 
     def note(self, fault: Fault) -> None:
-        """Take note of a loss; the first one counts. On any thread."""
+        """Record a loss; the first one counts. On any thread."""
         with self._lock:
             self._fault = self._fault or fault
 
-    def spoke(self, rank: int) -> None:
-        """A rank has told why the group ended for it."""
-        self._spoken.add(rank)
+    def note_report(self, rank: int) -> None:
+        """Record that a rank has ended the group with a loss."""
+        self._reported.add(rank)
 
     def settle(self) -> None:
-        """End the group with the loss, unless calls are being compared: that ends it, too."""
+        """End the group with the loss, unless calls are being compared: the comparison ends it then."""
         if self._fault is not None:
-            self._engine.fail(self._fault)
+            self.engine.failure.declare(self._fault)
 
     def weigh(self) -> None:
-        """End the group with what the loss is evidence of. On the thread that runs the operation."""
-        engine, fault = self._engine, self._fault
+        """End the group with the mismatch behind the loss, or with the loss. On the thread that runs the operation."""
+        engine, fault = self.engine, self._fault
+        failure, await_news = engine.failure, engine.lane_trouble.await_news
         assert fault is not None
         if not self.search():
-            engine.fail(fault)  # which tells the others that there is nothing here
-            engine.await_news(HEARING_SECONDS, lambda: engine.is_mismatched or self._witnesses(engine) <= self._spoken)
+            failure.declare(fault)  # which tells the others that this rank found no mismatch
+            await_news(HEARING_SECONDS, lambda: failure.is_mismatch or self._witnesses(engine) <= self._reported)
         if engine.stalls.is_comparing:
-            engine.await_news(COMPARE_SECONDS, lambda: engine.is_mismatched)
-            engine.stalls.conclude()  # if the control loop stands still
+            await_news(COMPARE_SECONDS, lambda: failure.is_mismatch)
+            engine.stalls.conclude()  # in case the control loop is held up
 
     def search(self, call: Call | None = None) -> bool:
-        """Look for calls that differ from ours, and have them compared; tell whether there are any.
+        """Look for calls of other ranks that differ, and start a comparison; tell whether one is under way.
 
-        `call` is what this rank is about to do. Only for lanes that nothing is received from any more: looking may use
-        them up.
+        `call` is what this rank is about to run. Nothing can be received from the lanes afterwards.
         """
-        engine = self._engine
+        engine = self.engine
         lanes = engine.node.lanes.arrived(engine.id, "collectives") if engine.node is not None else {}
         for seat, lane in sorted(lanes.items()):
-            rank = engine.ranks_by_member.get(seat, -1)
+            rank = engine.roster.rank_of.get(seat, -1)
             if rank >= 0 and (header := _header(lane.peek(), engine)) is not None:
                 engine.stalls.recognise(rank, header, call, is_here=rank in self._witnesses(engine))
         return engine.stalls.compare_known(call)

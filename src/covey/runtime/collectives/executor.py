@@ -1,8 +1,8 @@
-"""Runs a plan over lanes, on the thread that calls.
+"""Run a plan over lanes, on the calling thread.
 
-One loop for every plan and every lane: move the current send, move the current receive, and sleep only when
-neither moves. The sleep watches the lanes it needs and the group's wake descriptor, and ends at the next of three
-moments: the operation's deadline, the announcement of a stall, the warning that names who is late.
+One loop serves every plan and every kind of lane: move the current send, move the current receive, and sleep when
+neither moves. The sleep polls the lanes it needs and the group's wake descriptor. It ends at the earliest of three
+times: the operation's deadline, the announcement of a stall, the warning that names the late ranks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 BYTE: Final = np.dtype(np.uint8)
 
 
-class Watch(Protocol):
-    """What an execution asks of the group it runs for."""
+class ExecutionHost(Protocol):
+    """What `execute` needs from the attempt it runs for. A `peer` is a slot of the attempt."""
 
     wake_fd: int
     polls: dict[tuple[int, ...], select.poll]
-    """What was slept on before, by descriptors and events: they last as long as the group's lanes."""
+    """Poll objects of earlier sleeps, by descriptors and events. They last as long as the attempt's lanes."""
     is_stopped: bool
-    """`check` has something to raise."""
+    """Whether `check` raises."""
     knows_change: bool
-    """Transfers from now on are to carry CHANGE_PENDING."""
+    """Whether headers carry CHANGE_PENDING from now on."""
 
     def check(self) -> None:
         """Raise if the attempt must end."""
@@ -48,13 +48,13 @@ class Watch(Protocol):
         """Return the open lane to `peer`."""
 
     def stalled(self, since: float, waiting_for: tuple[int, ...]) -> float:
-        """Nothing moved since `since`; say so where it helps, raise if time is up, return when to call again."""
+        """Handle a stall since `since`: raise if the deadline has passed, else return when to call this again."""
 
     def lane_closed(self, peer: int, error: LaneClosedError) -> None:
-        """The lane to `peer` ended; raise what ended it."""
+        """Raise the error for the lane to `peer`, which has ended."""
 
     def wrong_header(self, peer: int, expected: bytes, header: bytes) -> None:
-        """`peer` sent another transfer than the plan says: raise what went wrong, or note the flags it carries."""
+        """Raise the error for a header that differs from the plan's, or note the flags that make the difference."""
 
 
 def execute(
@@ -64,13 +64,13 @@ def execute(
     contributors: int,
     prefix: bytes,
     sequence: int,
-    watch: Watch,
+    attempt: ExecutionHost,
     spin: bool,
     undo: UndoBuffer | None = None,
 ) -> None:
-    """Carry out `plan` on `buffers` (one-dimensional, contiguous); `prefix` starts all headers.
+    """Run `plan` on `buffers` (one-dimensional, contiguous); all headers start with `prefix`.
 
-    What is overwritten is saved in `kept`, if there is one.
+    Ranges are saved in `undo`, if there is one, before they are overwritten.
     """
     sends, recvs = plan
     saves = first_writes(plan) if undo is not None else None
@@ -88,17 +88,17 @@ def execute(
 
     while True:
         moved = False
-        if watch.is_stopped:
-            watch.check()
+        if attempt.is_stopped:
+            attempt.check()
 
         if out is None and sent < send_count:
             peer, index, start, stop, after = sends[sent]
             if after <= applied:
                 if peer != out_peer:
-                    out_peer, out_lane = peer, watch.lane(peer)
+                    out_peer, out_lane = peer, attempt.lane(peer)
                 move = out_moves[peer] = out_moves.get(peer, -1) + 1
                 payload = buffers[index][start:stop].view(BYTE)
-                start_of_header = flagged(prefix) if watch.knows_change else prefix
+                start_of_header = flagged(prefix) if attempt.knows_change else prefix
                 out = Outgoing(start_of_header + SUFFIX.pack(sequence, move, payload.size), payload)
         if out is not None:
             try:
@@ -108,36 +108,36 @@ def execute(
                         out = None
                         sent += 1
             except LaneClosedError as error:
-                watch.lane_closed(out_peer, error)
+                attempt.lane_closed(out_peer, error)
 
         if incoming is None and applied < recv_count:
             peer, index, start, stop, action, after = recvs[applied]
             if peer != in_peer:
-                in_peer, in_lane = peer, out_lane if peer == out_peer else watch.lane(peer)
+                in_peer, in_lane = peer, out_lane if peer == out_peer else attempt.lane(peer)
             move = in_moves[peer] = in_moves.get(peer, -1) + 1
             target = buffers[index][start:stop]
             nbytes = target.nbytes
             header = prefix + SUFFIX.pack(sequence, move, nbytes)
             saver = undo if saves is not None and saves[applied] else None
             if action & REDUCE and after <= sent:
-                incoming = _Reducing(header, watch, peer, target, reduction, action, contributors, after > 0, saver)
+                incoming = _Reducing(header, attempt, peer, target, reduction, action, contributors, after > 0, saver)
             else:
                 if saver is not None:
                     saver.save(target)
                 aside = target.copy() if after > sent else None
                 dest = target if aside is None else aside
                 view = memoryview(dest.view(BYTE))
-                incoming = Incoming(header, nbytes, watch.wrong_header, peer, view, target.dtype)
+                incoming = Incoming(header, nbytes, attempt.wrong_header, peer, view, target.dtype)
         if incoming is not None:
             if incoming.got < incoming.nbytes:
                 try:
                     if in_lane.receive(incoming):
                         moved = True
                 except LaneClosedError as error:
-                    watch.lane_closed(in_peer, error)
+                    attempt.lane_closed(in_peer, error)
             if incoming.got == incoming.nbytes and recvs[applied].after <= sent:
                 if aside is not None:
-                    _apply(recvs[applied], aside, buffers, reduction, contributors, watch)
+                    _apply(recvs[applied], aside, buffers, reduction, contributors, attempt)
                     aside = None
                 incoming = None
                 applied += 1
@@ -157,7 +157,7 @@ def execute(
                 else:
                     ready = in_lane.spin(out if out_lane is in_lane else None, waiting)
             except LaneClosedError as error:
-                watch.lane_closed(out_peer if waiting is None else in_peer, error)
+                attempt.lane_closed(out_peer if waiting is None else in_peer, error)
             if ready:
                 continue
         now = time.monotonic()
@@ -165,8 +165,8 @@ def execute(
             idle_since, again_at = now, 0.0
         if now >= again_at:
             waiting_for: tuple[int, ...] = (out_peer,) if out is not None else ()
-            again_at = watch.stalled(idle_since, waiting_for if waiting is None else (*waiting_for, in_peer))
-        _sleep(out_lane if out is not None else None, in_lane if waiting is not None else None, watch, again_at - now)
+            again_at = attempt.stalled(idle_since, waiting_for if waiting is None else (*waiting_for, in_peer))
+        _sleep(out_lane if out is not None else None, in_lane if waiting is not None else None, attempt, again_at - now)
 
 
 class _Reducing(Incoming):
@@ -177,7 +177,7 @@ class _Reducing(Incoming):
     def __init__(
         self,
         header: bytes,
-        watch: Watch,
+        attempt: ExecutionHost,
         peer: int,
         target: Array,
         reduction: Reduction | None,
@@ -186,14 +186,15 @@ class _Reducing(Incoming):
         whole: bool,
         undo: UndoBuffer | None = None,
     ) -> None:
-        """`whole` collects all pieces and combines them in one call; `kept` saves what is there before.
+        """`whole` collects all pieces and combines them in one call; `undo` saves the target before that.
 
-        Two ranks that swap and then combine for themselves must get the same bits, however the bytes arrive. How numpy
-        rounds a complex product, and which of two nans it keeps, depends on where an element stands in the call.
+        Two ranks that swap buffers and combine them separately must get the same bits, in whatever pieces the bytes
+        arrive. How numpy rounds a complex product, and which of two nans it keeps, depends on the position of an
+        element in the call.
         """
         assert reduction is not None
         self.expected, self.nbytes, self.got = header, target.nbytes, -HEADER_BYTES  # a call to super() would cost more
-        self.wrong_header, self.peer = watch.wrong_header, peer
+        self.wrong_header, self.peer = attempt.wrong_header, peer
         self.dest, self.dtype = None, target.dtype
         self._target = target
         self._combine = reduction.combine
@@ -227,7 +228,7 @@ class _Reducing(Incoming):
             self._average(left, right, mine, self._contributors)
         elif mine.size > 1:
             self._combine(left, right, out=mine)
-        else:  # one element that is also the output is a running total to numpy, which rounds and keeps nans otherwise
+        else:  # with one element as input and output numpy reduces, which rounds and selects nans differently
             mine[...] = self._combine(left, right)
 
 
@@ -237,18 +238,18 @@ def _apply(
     buffers: Sequence[Array],
     reduction: Reduction | None,
     contributors: int,
-    watch: Watch,
+    attempt: ExecutionHost,
 ) -> None:
-    """Apply a payload that was kept aside."""
+    """Apply a payload that was received aside."""
     target = buffers[recv.buffer][recv.start : recv.stop]
     if recv.action & REDUCE:
-        _Reducing(b"", watch, recv.peer, target, reduction, recv.action, contributors, True).absorb(0, aside)
+        _Reducing(b"", attempt, recv.peer, target, reduction, recv.action, contributors, True).absorb(0, aside)
     else:
         target[...] = aside
 
 
-def _sleep(out_lane: Lane | None, in_lane: Lane | None, watch: Watch, seconds: float) -> None:
-    """Sleep until a lane may move, the group is woken, or `seconds` have passed; raise if the group has failed."""
+def _sleep(out_lane: Lane | None, in_lane: Lane | None, attempt: ExecutionHost, seconds: float) -> None:
+    """Sleep until a lane may move, the bell rings, or `seconds` have passed; raise if the attempt must end."""
     parked: list[Lane] = []
     key: tuple[int, ...] = ()
     try:
@@ -259,15 +260,15 @@ def _sleep(out_lane: Lane | None, in_lane: Lane | None, watch: Watch, seconds: f
                 if not events:
                     return
                 key += (lane.fileno(), events)
-        poll = watch.polls.get(key)
+        poll = attempt.polls.get(key)
         if poll is None:
-            poll = watch.polls[key] = select.poll()
-            poll.register(watch.wake_fd, select.POLLIN)
+            poll = attempt.polls[key] = select.poll()
+            poll.register(attempt.wake_fd, select.POLLIN)
             for descriptor, events in zip(key[::2], key[1::2], strict=True):
                 poll.register(descriptor, events)
         for descriptor, _ in poll.poll(seconds * 1000 if seconds > 0 else 0):
-            if descriptor == watch.wake_fd:
-                watch.check()
+            if descriptor == attempt.wake_fd:
+                attempt.check()
     finally:
         for lane in parked:
             lane.unpark()

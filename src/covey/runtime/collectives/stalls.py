@@ -1,15 +1,19 @@
-"""How the ranks of a group find out where each of them is, and whether all of them called the same."""
+"""Stall diagnosis: which operation each rank of a group is in, and whether all ranks called the same one.
+
+A rank that waits asks the others what they called (`Announce`); each answers with its position (`Position`). If two
+calls with one number differ, the group ends with a MismatchError that lists what each rank called.
+"""
 
 from __future__ import annotations
 
 import time
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from covey.base.dtypes import DTYPES
 from covey.runtime import loop as control
-from covey.runtime.collectives.call_log import OPERATIONS, TEXT_LIMIT, CallLog
+from covey.runtime.collectives.call_log import TEXT_LIMIT, CallLog, operation_name
+from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
 from covey.wire import messages
 
@@ -21,72 +25,64 @@ if TYPE_CHECKING:
     from covey.wire.header import Header
 
 ANSWER_SECONDS: Final = 0.15
-"""How long a rank that found a contradiction collects what the others called."""
+"""How long a rank that found a difference waits for the other ranks' calls, in each round."""
 ROUNDS: Final = 3
-"""How often it asks those who have called nothing yet."""
+"""How often it asks again, for the ranks that had not entered the operation."""
 PARTING_LIMIT: Final = 200
-"""Characters of each call that a rank leaves with the others when it closes a group."""
+"""Characters of each call in the list that a rank sends when it closes a group."""
 POLL_SECONDS: Final = 0.002
 
 
 @dataclass(frozen=True)
 class Late:
-    """A rank that keeps the others of its group waiting."""
+    """A rank that keeps the other ranks of its group waiting."""
 
     rank: int
     host: str
     pid: int
     answers: bool
-    """Whether its process says anything at all; a stopped one does not, nor one in a long call that holds the GIL."""
+    """Whether its process answers. A stopped process does not, nor one in a long call that holds the GIL."""
     behind: int
-    """How many operations it has to enter to be where the furthest rank is."""
+    """How many operations it has yet to enter to reach the furthest rank."""
     call: str
-    """What it entered last, as it called it; empty if that is not known, or nothing."""
+    """The operation that it entered last, as it called it; empty if there is none or it is not known."""
 
     def __str__(self) -> str:
-        who = f"rank {self.rank} ({self.host}, process {self.pid})"
+        name = f"rank {self.rank} ({self.host}, process {self.pid})"
         if not self.answers:
-            return f"{who} does not answer"
+            return f"{name} does not answer"
         word = "operation" if self.behind == 1 else "operations"
-        return f"{who} is {self.behind} {word} behind" + (f"; it last entered {self.call}" if self.call else "")
+        return f"{name} is {self.behind} {word} behind" + (f"; it last entered {self.call}" if self.call else "")
 
 
-class StallDiagnosis:
-    """What this rank of a group asks the others about their calls, answers them, and concludes."""
+class StallDiagnosis(EnginePart):
+    """Asks the other ranks about their calls, answers their questions, and compares."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
         self.call_log = CallLog()
-        self._owner = weakref.ref(engine)  # groups that are dropped go at once
         self._compared = 0
         """The operation that ranks are known to have called differently, or 0."""
-        self._is_told = False
+        self._is_concluded = False
         self._parted: set[int] = set()
 
-    @property
-    def _engine(self) -> Engine:
-        engine = self._owner()
-        assert engine is not None
-        return engine
-
-    def call(self, sequence: int) -> None:
-        """Tell all others what this rank called at `sequence`, and ask what they did."""
-        engine = self._engine
-        if engine.node is not None:
-            message = messages.Announce(engine.id, sequence, *self._mine(sequence))
-            engine.node.tell((member for member in engine.members if member != engine.node.rank), message)
+    def announce(self, sequence: int) -> None:
+        """Tell the other ranks what this rank called as operation `sequence`, and ask what they called."""
+        engine = self.engine
+        engine.roster.tell_others(messages.Announce(engine.id, sequence, *self._mine(sequence)))
 
     @property
     def is_comparing(self) -> bool:
-        """Whether ranks are known to have called different things: a MismatchError is about to end the group."""
+        """Whether ranks are known to have called different operations: a MismatchError is about to end the group."""
         return self._compared > 0
 
     def has_parted(self, rank: int) -> bool:
-        """Tell whether a rank has closed the group, and told of its last calls."""
+        """Tell whether a rank has closed the group and sent its last calls."""
         return rank in self._parted
 
     def part(self) -> None:
-        """Leave this rank's last calls with the others: one that only sent may be gone before they notice."""
-        engine = self._engine
+        """Send this rank's last calls to the others: a rank that only sends may exit before they compare."""
+        engine = self.engine
         runs: list[messages.CallRun] = []
         for sequence, call in self.call_log.recent():
             last = runs[-1] if runs else None
@@ -94,12 +90,11 @@ class StallDiagnosis:
                 runs[-1] = messages.CallRun(last.first, last.count + 1, last.fingerprint, last.call)
             else:
                 runs.append(messages.CallRun(sequence, 1, call.fingerprint, call.text[:PARTING_LIMIT]))
-        if engine.node is not None and runs:
-            others = [member for member in engine.members if member != engine.node.rank]
-            engine.node.tell(others, messages.Calls(engine.id, tuple(runs)))
+        if runs:
+            engine.roster.tell_others(messages.Calls(engine.id, tuple(runs)))
 
     def recall(self, rank: int, calls: messages.Calls) -> None:
-        """A rank has closed the group, and tells what it called. On the control loop."""
+        """Note the last calls of a rank that has closed the group, and compare. On the control loop."""
         self._parted.add(rank)
         for run in calls.runs:
             for sequence in range(run.first, run.first + run.count):
@@ -107,7 +102,7 @@ class StallDiagnosis:
         self.compare_known()
 
     def recognise(self, rank: int, header: Header, upcoming: Call | None, *, is_here: bool) -> None:
-        """A rank has sent the first bytes of an operation; if it `is_here` it can be asked what it called."""
+        """Note the header of an operation that a rank has sent; if the rank `is_here`, ask it what it called."""
         sequence = header.sequence
         mine = upcoming if sequence == self.call_log.entered + 1 else self.call_log.at(sequence)
         if mine is None or mine.fingerprint == header.fingerprint or self.call_log.knows(rank, sequence):
@@ -116,12 +111,12 @@ class StallDiagnosis:
             if not self.is_comparing:
                 self._begin(sequence)
             return
-        operation = OPERATIONS[header.operation] if header.operation < len(OPERATIONS) else "something else"
         words = [DTYPES[header.dtype].name] if header.dtype < len(DTYPES) else []
-        self.call_log.heard(rank, sequence, sequence, header.fingerprint, f"{operation}({', '.join([*words, '...'])})")
+        text = f"{operation_name(header.operation)}({', '.join([*words, '...'])})"
+        self.call_log.heard(rank, sequence, sequence, header.fingerprint, text)
 
     def compare_known(self, upcoming: Call | None = None) -> bool:
-        """Have calls compared, if another rank is known to have called otherwise; tell whether it is. On any thread."""
+        """Start a comparison if a known call of another rank differs; tell whether one is under way. On any thread."""
         if not self.is_comparing and (sequence := self.call_log.contradiction(upcoming)):
             if upcoming is not None and sequence == self.call_log.entered + 1:
                 self.call_log.enter(sequence, upcoming)
@@ -130,28 +125,29 @@ class StallDiagnosis:
 
     def conclude(self) -> None:
         """End the group with what is known of the calls that differ. On any thread."""
-        self._tell(self._engine, is_last=True)
+        self._conclude(self.engine, is_last=True)
 
     def _begin(self, sequence: int) -> None:
         self._compared = sequence
-        self.call(sequence)
-        control.soon(self._compare, self._engine, sequence, ROUNDS + 1)
+        self.announce(sequence)
+        control.soon(self._compare, self.engine, sequence, ROUNDS + 1)
 
     def late(self, waiting_for: tuple[int, ...]) -> tuple[int, ...]:
-        """Return who keeps the current operation waiting: those who never came to it, or else those it waits for."""
-        engine = self._engine
-        return self.call_log.late(engine.sequence, engine.attempt.ranks, engine.rank) or tuple(sorted(set(waiting_for)))
+        """Return the ranks that have not entered the current operation; if there are none, `waiting_for`."""
+        engine = self.engine
+        late = self.call_log.late(engine.operation.sequence, engine.attempt.ranks, engine.rank)
+        return late or tuple(sorted(set(waiting_for)))
 
     def excuse(self, late: tuple[int, ...]) -> str:
         """Say why the current operation waits for the ranks that `late` returned."""
-        return self.call_log.excuse(self._engine.sequence, late)
+        return self.call_log.excuse(self.engine.operation.sequence, late)
 
     def who_is_late(self, seconds: float) -> list[Late]:
-        """Ask all who are left where they are; return those behind the others, and those who do not answer in time.
+        """Ask the live ranks where they are; return those behind the others, and those that do not answer in time.
 
-        On any thread but the control loop's; nothing that is going on is touched.
+        On any thread but the control loop's. Running operations are not disturbed.
         """
-        engine, until = self._engine, time.monotonic() + seconds
+        engine, until = self.engine, time.monotonic() + seconds
         others = [rank for rank in engine.live if rank != engine.rank]
         answered = self._ask(others, [self.call_log.entered], until)
         reached = {rank: self.call_log.last_of(rank)[0] for rank in answered} | {engine.rank: self.call_log.entered}
@@ -165,14 +161,15 @@ class StallDiagnosis:
             if rank == engine.rank:
                 entered, call = self.call_log.entered, self._mine(self.call_log.entered)[1]
             if rank not in reached or reached[rank] < furthest:
-                late.append(Late(rank, *engine.whereabouts(rank), rank in reached, furthest - entered, call))
+                host, pid = engine.roster.host_name(rank), engine.roster.pid(rank)
+                late.append(Late(rank, host, pid, rank in reached, furthest - entered, call))
         return late
 
     def _ask(self, ranks: Sequence[int], sequences: Sequence[int], until: float) -> list[int]:
-        """Ask about some operations, and return who of `ranks` has answered by then."""
+        """Ask about some operations, and return those of `ranks` that have answered by `until`."""
         before = {rank: self.call_log.words[rank] for rank in ranks}
         for sequence in sequences:
-            self.call(sequence)
+            self.announce(sequence)
 
         def has_answered(rank: int) -> bool:
             return self.call_log.words[rank] >= before[rank] + len(sequences)
@@ -182,8 +179,8 @@ class StallDiagnosis:
         return [rank for rank in ranks if has_answered(rank)]
 
     def heard(self, rank: int, message: messages.Announce | messages.Position) -> None:
-        """Another rank says what it called; answer if it asks, and compare. On the control loop."""
-        engine, sequence = self._engine, message.sequence
+        """Note what another rank called, answer if it asks, and compare. On the control loop."""
+        engine, sequence = self.engine, message.sequence
         entered = sequence
         if isinstance(message, messages.Position):
             entered = message.entered
@@ -194,25 +191,25 @@ class StallDiagnosis:
         if differs and not self.is_comparing:
             self._begin(sequence)
         elif self.is_comparing:
-            self._tell(engine, is_last=False)
+            self._conclude(engine, is_last=False)
 
     def _mine(self, sequence: int) -> tuple[int, str]:
         call = self.call_log.at(sequence)
         return (0, "") if call is None else (call.fingerprint, call.text[:TEXT_LIMIT])
 
     def _compare(self, engine: Engine, sequence: int, rounds: int) -> None:
-        """Wait until all ranks have said what they called at `sequence`, or had time to; at least one differs."""
-        self._tell(engine, is_last=rounds == 1)
-        if not self._is_told:
+        """Wait until all ranks have said what they called at `sequence`, for at most `rounds` rounds."""
+        self._conclude(engine, is_last=rounds == 1)
+        if not self._is_concluded:
             if rounds <= ROUNDS:
-                self.call(sequence)  # a rank that had not come to it then may have come to it by now
+                self.announce(sequence)  # a rank that had not entered the operation before may have by now
             control.control_loop().call_later(ANSWER_SECONDS, self._compare, engine, sequence, rounds - 1)
 
-    def _tell(self, engine: Engine, *, is_last: bool) -> None:
-        """End the group with what all ranks called, once that is known or nothing more will be."""
+    def _conclude(self, engine: Engine, *, is_last: bool) -> None:
+        """End the group with what each rank called, once all are known or this `is_last`."""
         sequence, ranks = self._compared, engine.attempt.ranks
-        if not self._is_told and (is_last or self.call_log.heard_all(sequence, ranks, engine.rank)):
+        if not self._is_concluded and (is_last or self.call_log.heard_all(sequence, ranks, engine.rank)):
             story = self.call_log.story(sequence, ranks, engine.rank)
             text = f"ranks of group {engine.name!r} called different things as operation {sequence}: {story}"
-            engine.fail(Fault("MismatchError", text), differs_at=sequence)
-            self._is_told = True  # afterwards: another thread may conclude at the same time, and relies on the fault
+            engine.failure.declare(Fault("MismatchError", text), differs_at=sequence)
+            self._is_concluded = True  # only now: a thread that concludes at the same time relies on the fault

@@ -1,4 +1,4 @@
-"""The input of an operation, kept where it is overwritten: what is tried again starts from the same numbers."""
+"""The undo buffer: saves what an operation overwrites, so that another attempt starts from the same input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 LINE_BYTES: Final = 64
-"""Saved ranges start at multiples of this: copies between aligned places are faster."""
+"""Saved ranges start at multiples of this: aligned copies are faster."""
 
 
 class UndoBuffer:
-    """Saved ranges of one operation, in memory that is used again by the next."""
+    """The saved ranges of one operation, in memory that the next one uses again."""
 
     def __init__(self) -> None:
         self._pool: Array = np.empty(0, np.uint8)
@@ -24,14 +24,14 @@ class UndoBuffer:
         self._saved: list[tuple[Array, Array]] = []
 
     def make_room(self, buffers: Sequence[Array]) -> None:
-        """Have the memory for all of these before it is needed in the middle of a transfer."""
+        """Allocate memory for all of `buffers` before a transfer starts."""
         if not self._saved:
             nbytes = buffers[0].nbytes if len(buffers) == 1 else sum(buffer.nbytes for buffer in buffers)
             if self._pool.size < nbytes:
                 self._pool = np.empty(nbytes, np.uint8)
 
     def save(self, target: Array) -> None:
-        """Save a contiguous range that is about to be overwritten."""
+        """Save a contiguous range before it is overwritten."""
         nbytes = target.nbytes
         start = self._used
         stop = start + nbytes
@@ -44,12 +44,12 @@ class UndoBuffer:
         self._saved.append((target, copy))
 
     def restore(self) -> None:
-        """Put everything back, and begin anew."""
+        """Write all saved ranges back, and forget them."""
         for target, copy in reversed(self._saved):
             target[...] = copy
         self.forget()
 
     def forget(self) -> None:
-        """The operation is over."""
+        """Forget the saved ranges: the operation has returned."""
         self._saved.clear()
         self._used = 0

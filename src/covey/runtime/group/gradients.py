@@ -88,8 +88,8 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
 
     def body(attempt: Attempt) -> None:
         digests = np.empty((attempt.size, 16), np.uint8)
-        digests[attempt.rank] = digest
-        attempt.execute(choose.all_gather(attempt.rank, (16,) * attempt.size, "stream", "direct"), list(digests))
+        digests[attempt.slot] = digest
+        attempt.execute(choose.all_gather(attempt.slot, (16,) * attempt.size, "stream", "direct"), list(digests))
         if (digests == digest).all():
             return
         texts = movements.gather_all(attempt, listed, wanted=movements.Wanted(ndim=1, most_bytes=LIST_BYTES))

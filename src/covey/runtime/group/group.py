@@ -163,7 +163,7 @@ class Group(Reductions, Moves, Messages):
 
         def body(attempt: Attempt) -> tuple[dict[int, Array], int]:
             gathered = movements.gather_all(attempt, operand, wanted=movements.Wanted(shape=operand.shape))
-            return dict(zip(attempt.ranks, gathered, strict=True)), attempt.engine.sequence
+            return dict(zip(attempt.ranks, gathered, strict=True)), attempt.engine.operation.sequence
 
         choices, sequence = self._engine.run(call, body, timeout=timeout, async_op=False)
         if color is None:
@@ -173,7 +173,7 @@ class Group(Reductions, Moves, Messages):
         chosen.sort(key=lambda rank: (int(choices[rank][2]), rank))
         members = tuple(engine.members[rank] for rank in chosen)
         name = f"{self.name}/{sequence}.{wanted}"
-        made = engine.beside(f"{engine.id}/{sequence}/{wanted}", members, name)
+        made = engine.subgroup(f"{engine.id}/{sequence}/{wanted}", members, name)
         return Group(made, local_rank=self._local_rank)
 
     # Losses and changes
@@ -214,7 +214,7 @@ class Group(Reductions, Moves, Messages):
     def revoke(self) -> None:
         """End everything that is pending in this group, on all ranks, and the group with it. From any thread."""
         text = f"rank {self.rank} revoked group {self.name!r}"
-        self._engine.fail(Fault("ClosedError", text, (self.rank,)))
+        self._engine.failure.declare(Fault("ClosedError", text, (self.rank,)))
 
     def who_is_late(self, *, timeout: float = 2.0) -> list[Late]:
         """Return the ranks that keep the others waiting: behind them in operations, or without an answer in `timeout`.
@@ -222,7 +222,7 @@ class Group(Reductions, Moves, Messages):
         Only the caller asks; the others answer whatever they do, and nothing is disturbed. From any thread: when one
         waits in an operation for too long, another can tell for whom. An empty list says that all are where this is.
         """
-        return self._engine.who_is_late(check_timeout(timeout))
+        return self._engine.stalls.who_is_late(check_timeout(timeout))
 
     def on_change(self, listener: Callable[[Event], None]) -> None:
         """Call `listener(event)` when members are lost or come, on a thread of its own."""
@@ -287,9 +287,9 @@ class Group(Reductions, Moves, Messages):
             self._failure = error
             self._tell_failure(error)
             if self.on_loss == "raise" and not self._is_consequence(error):
-                host = self._engine.whereabouts(self.rank)[0]
+                host = self._engine.roster.host_name(self.rank)
                 text = f"rank {self.rank}{f' ({host})' if host else ''} failed with {describe(error)}"
-                self._engine.fail(Fault("PeerLostError", text, (self.rank,)))
+                self._engine.failure.declare(Fault("PeerLostError", text, (self.rank,)))
         self.close()
 
     def _tell_failure(self, error: BaseException) -> None:
@@ -301,4 +301,4 @@ class Group(Reductions, Moves, Messages):
 
     def _is_consequence(self, error: BaseException) -> bool:
         """Tell whether an error comes from the group, which has told the other ranks what it failed of."""
-        return isinstance(error, CoveyError) and self._engine.has_failed
+        return isinstance(error, CoveyError) and self._engine.failure.has_happened

@@ -145,7 +145,7 @@ class Messages(Issuer):
 
     def _messages(self, timeout: float | None) -> tuple[Messenger, float]:
         engine = self._engine
-        engine.require_open()
+        engine.failure.require_open()
         limit = engine.config.timeout if timeout is None else check_timeout(timeout)
         with explained("messages cannot be sent or received"):
             return engine.routing.messenger(), time.monotonic() + limit

@@ -51,17 +51,17 @@ def gather_all(
     """Return everyone's array, by place in the circle; all have the dtype of `operand`."""
     operand.load()
     wanted = wanted._replace(code=operand.code)
-    metas = _metas(attempt, {attempt.rank: operand})
-    attempt.execute(direct.all_gather(attempt.rank, [META_WORDS] * attempt.size), list(metas))
-    alike = (metas == metas[attempt.rank]).all(axis=1)  # as a rule all of them, which need no further look
+    metas = _metas(attempt, {attempt.slot: operand})
+    attempt.execute(direct.all_gather(attempt.slot, [META_WORDS] * attempt.size), list(metas))
+    alike = (metas == metas[attempt.slot]).all(axis=1)  # as a rule all of them, which need no further look
     arrays = [
         np.empty(operand.shape, operand.flat.dtype) if alike[place] else _room(attempt, place, meta, wanted)
         for place, meta in enumerate(metas)
     ]
-    arrays[attempt.rank][...] = operand.flat.reshape(operand.shape)
+    arrays[attempt.slot][...] = operand.flat.reshape(operand.shape)
     blocks = [_bytes(array) for array in arrays]
     lengths = tuple(block.size for block in blocks)
-    attempt.execute(choose.all_gather(attempt.rank, lengths, attempt.lane_family, algorithm), blocks)
+    attempt.execute(choose.all_gather(attempt.slot, lengths, attempt.lane_family, algorithm), blocks)
     return arrays
 
 
@@ -69,23 +69,23 @@ def gather(attempt: Attempt, operand: Operand, root: int, *, wanted: Wanted = AN
     """Return everyone's array, by place, at the place `root`; all have the dtype of `operand`."""
     operand.load()
     wanted = wanted._replace(code=operand.code)
-    metas = _metas(attempt, {attempt.rank: operand})
-    attempt.execute(direct.gather(attempt.rank, root, [META_WORDS] * attempt.size), list(metas))
-    if attempt.rank == root:
+    metas = _metas(attempt, {attempt.slot: operand})
+    attempt.execute(direct.gather(attempt.slot, root, [META_WORDS] * attempt.size), list(metas))
+    if attempt.slot == root:
         arrays = [_room(attempt, place, meta, wanted) for place, meta in enumerate(metas)]
         arrays[root][...] = operand.flat.reshape(operand.shape)
         blocks = [_bytes(array) for array in arrays]
     else:
         arrays = None
         blocks = [_NOTHING] * attempt.size
-        blocks[attempt.rank] = _bytes(operand.flat)
-    attempt.execute(direct.gather(attempt.rank, root, [block.size for block in blocks]), blocks)
+        blocks[attempt.slot] = _bytes(operand.flat)
+    attempt.execute(direct.gather(attempt.slot, root, [block.size for block in blocks]), blocks)
     return arrays
 
 
 def scatter(attempt: Attempt, operands: list[Operand] | None, root: int, *, wanted: Wanted = ANYTHING) -> Array:
     """Return this rank's of the arrays that `root` has."""
-    me = attempt.rank
+    me = attempt.slot
     for operand in operands or ():
         operand.load()
     metas = _metas(attempt, dict(enumerate(operands or ())))
@@ -103,7 +103,7 @@ def scatter(attempt: Attempt, operands: list[Operand] | None, root: int, *, want
 
 def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
     """Give each rank one array and return what each gave to this one."""
-    me = attempt.rank
+    me = attempt.slot
     for operand in operands:
         operand.load()
     out_metas = _metas(attempt, dict(enumerate(operands)))
@@ -123,12 +123,12 @@ def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
 def broadcast_bytes(attempt: Attempt, data: bytes, root: int) -> bytes:
     """Return `data` of `root`, whose length only it knows."""
     length = np.array([len(data)], np.uint64)
-    attempt.execute(choose.broadcast(attempt.rank, attempt.size, root, 1, 8, "tree"), [length])
-    if attempt.rank == root:
+    attempt.execute(choose.broadcast(attempt.slot, attempt.size, root, 1, 8, "tree"), [length])
+    if attempt.slot == root:
         payload = np.frombuffer(data, np.uint8)
     else:
         payload = _allocated(attempt, root, BYTES, (int(length[0]),))
-    plan = choose.broadcast(attempt.rank, attempt.size, root, payload.size, 1, None)
+    plan = choose.broadcast(attempt.slot, attempt.size, root, payload.size, 1, None)
     attempt.execute(plan, [payload])
     return payload.tobytes()
 

@@ -44,7 +44,7 @@ class Moves(Issuer):
         call = self._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
 
         def body(attempt: Attempt) -> Any:
-            plan = choose.broadcast(attempt.rank, attempt.size, attempt.position(root), size, itemsize, algorithm)
+            plan = choose.broadcast(attempt.slot, attempt.size, attempt.slot_of(root), size, itemsize, algorithm)
             attempt.execute(plan, [operand.load()], keeps=operand.is_own)
             return x
 
@@ -89,10 +89,10 @@ class Moves(Issuer):
             mine = operand.load()
             if attempt.undo is not None and rows.is_own:
                 attempt.undo.make_room((rows.flat,))
-                attempt.undo.save(blocks[attempt.rank])
-            blocks[attempt.rank][...] = mine
+                attempt.undo.save(blocks[attempt.slot])
+            blocks[attempt.slot][...] = mine
             lengths = (operand.flat.size,) * attempt.size
-            plan = choose.all_gather(attempt.rank, lengths, attempt.lane_family, algorithm)
+            plan = choose.all_gather(attempt.slot, lengths, attempt.lane_family, algorithm)
             attempt.execute(plan, blocks, keeps=rows.is_own)
             return out
 
@@ -135,7 +135,7 @@ class Moves(Issuer):
         call = self._call("barrier", None, None)
 
         def body(attempt: Attempt) -> None:
-            attempt.execute(barrier.dissemination(attempt.rank, attempt.size), [self._engine.nothing])
+            attempt.execute(barrier.dissemination(attempt.slot, attempt.size), [self._engine.nothing])
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
 
@@ -165,7 +165,7 @@ class Moves(Issuer):
 
         return self._run_object(
             call,
-            lambda attempt: movements.broadcast_bytes(attempt, data, attempt.position(root)),
+            lambda attempt: movements.broadcast_bytes(attempt, data, attempt.slot_of(root)),
             failures,
             type,
             allow_pickle,
@@ -296,7 +296,7 @@ class Moves(Issuer):
 def _gathered(
     attempt: Attempt, operand: Operand, root: int, wanted: movements.Wanted = movements.ANYTHING
 ) -> list[Any] | None:
-    arrays = movements.gather(attempt, operand, attempt.position(root), wanted=wanted)
+    arrays = movements.gather(attempt, operand, attempt.slot_of(root), wanted=wanted)
     return arrays if arrays is None else attempt.by_rank(arrays)
 
 
@@ -304,7 +304,7 @@ def _scattered(
     attempt: Attempt, operands: list[Operand] | None, root: int, wanted: movements.Wanted = movements.ANYTHING
 ) -> Array:
     mine = None if operands is None else attempt.chosen(operands)
-    return movements.scatter(attempt, mine, attempt.position(root), wanted=wanted)
+    return movements.scatter(attempt, mine, attempt.slot_of(root), wanted=wanted)
 
 
 def _byte_operand(data: bytes) -> Operand:

@@ -115,10 +115,10 @@ class Reductions(Issuer):
         call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
 
         def body(attempt: Attempt) -> Any:
-            size, place = operand.flat.size, attempt.position(root)
-            plan = choose.reduce(attempt.rank, attempt.size, place, size, operand.flat.itemsize, algorithm)
+            size, place = operand.flat.size, attempt.slot_of(root)
+            plan = choose.reduce(attempt.slot, attempt.size, place, size, operand.flat.itemsize, algorithm)
             # A rank that passes others' contributions on combines them in memory of its own.
-            is_root = attempt.rank == place
+            is_root = attempt.slot == place
             flat = operand.load() if is_root or not plan.recvs else operand.load().copy()
             attempt.execute(plan, [flat], rule, keeps=is_root and operand.is_own)
             return x
@@ -156,7 +156,7 @@ class Reductions(Issuer):
             operand.load()
             parts = [operand.flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
             result = parts[self.rank].copy()
-            plan = direct.reduce_scatter(attempt.rank, attempt.chosen(lengths), segment)
+            plan = direct.reduce_scatter(attempt.slot, attempt.chosen(lengths), segment)
             attempt.execute(plan, [*attempt.chosen(parts), result], rule)
             return result.reshape(shares[self.rank], *operand.shape[1:])
 
@@ -181,10 +181,10 @@ class Reductions(Issuer):
             operand.load()
             if name == "scan":
                 result = operand.flat.copy()
-                plan, buffers = doubling.scan(attempt.rank, attempt.size, result.size), [result]
+                plan, buffers = doubling.scan(attempt.slot, attempt.size, result.size), [result]
             else:
                 result = np.full_like(operand.flat, identity(op, operand.flat.dtype))
-                plan, buffers = doubling.exscan(attempt.rank, attempt.size, result.size), [operand.flat, result]
+                plan, buffers = doubling.exscan(attempt.slot, attempt.size, result.size), [operand.flat, result]
             attempt.execute(plan, buffers, rule)
             return result.reshape(operand.shape)
 
@@ -213,7 +213,7 @@ def _check_weight(op: str, weight: float) -> None:
 def _prepared_all_reduce(attempt: Attempt, flat: Array, key: tuple[Any, ...]) -> tuple[Plan, Reduction]:
     """Return what repeated calls with arrays like this one share in this circle."""
     dtype, _, op, algorithm, is_plain = key
-    plan = choose.all_reduce(attempt.rank, attempt.size, flat.size, flat.itemsize, attempt.lane_family, algorithm)
+    plan = choose.all_reduce(attempt.slot, attempt.size, flat.size, flat.itemsize, attempt.lane_family, algorithm)
     # Shares add up to the mean by themselves.
     prepared = plan, reduction(op if is_plain else "sum", dtype)
     if len(attempt.prepared) > CACHED_CALLS:
@@ -225,7 +225,7 @@ def _prepared_all_reduce(attempt: Attempt, flat: Array, key: tuple[Any, ...]) ->
 def _weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
     """Scale this rank's contribution by its share of the total weight; tell whether there is any weight."""
     total = np.array([weight], np.float64)
-    plan = choose.all_reduce(attempt.rank, attempt.size, 1, 8, attempt.lane_family, "doubling")
+    plan = choose.all_reduce(attempt.slot, attempt.size, 1, 8, attempt.lane_family, "doubling")
     attempt.execute(plan, [total], reduction("sum", total.dtype))
     if not 0 < total[0] < np.inf:
         return False

@@ -50,7 +50,7 @@ class Assembly:
             control.soon(engine.node.generation_table.tell_keeper_of_survival)
         returned = self._of_group().all_gather(np.array([engine.last_returned]), timeout=timeout)
         numbers = _numbers(returned)
-        return survivors(self._group, list(numbers), self._engine.sequence), min(numbers.values())
+        return survivors(self._group, list(numbers), self._engine.operation.sequence), min(numbers.values())
 
     def _of_group(self) -> Group:
         return type(self._group)(self._engine, local_rank=self._group.local_rank)
@@ -94,7 +94,7 @@ def shrink(group: Group, timeout: float | None) -> tuple[Any, int]:
     if engine.generation is None or engine.config.on_loss == "continue":
         # What survives losses has them behind it; who is left is agreed on by any operation.
         numbers = _numbers(group.all_gather(np.array([engine.last_returned]), timeout=timeout))
-        return survivors(group, list(numbers), engine.sequence), min(numbers.values())
+        return survivors(group, list(numbers), engine.operation.sequence), min(numbers.values())
     return group._assembly().shrink(timeout)
 
 
@@ -110,7 +110,7 @@ def restore(group: Group, state: MutableMapping[str, Any], **options: Any) -> Re
     if not engine.survives:
         return restoring.restore(group, state, **options)
     if engine.is_over:
-        engine.require_open()
+        engine.failure.require_open()
     group._restores += 1
     side = Engine(
         engine.node, _derived(engine.id, f"restore/{group._restores}"), engine.members, f"{engine.name}/restore",

@@ -16,6 +16,7 @@ from covey.runtime import tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, Place, find_place, find_run, launcher_wait, restarts
 from covey.runtime.group.group import Group
+from covey.runtime.group.internals import engine_of
 from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def join_as_asked(asked: Mapping[str, Any], *, is_elastic: bool = False, is_newc
     if not _joining.acquire(timeout=wait):
         raise DeadlineError(f"the timeout of {wait:g} s ended while another thread was joining a group")
     try:
-        if _joined is None or _joined[1]._engine.is_over:
+        if _joined is None or engine_of(_joined[1]).is_over:
             if place is not None:
                 group = join_at(place, config, timeout=timeout, options=credentials, is_elastic=is_elastic)
             else:
@@ -179,7 +180,7 @@ def _take_secret() -> None:
 def joined() -> Group | None:
     """Return the group that `join` returned last, while it is open."""
     joined = _joined
-    return joined[1] if joined is not None and not joined[1]._engine.is_over else None
+    return joined[1] if joined is not None and not engine_of(joined[1]).is_over else None
 
 
 def join_as(place: Place, *, on_loss: str | None = None) -> Group:

@@ -23,6 +23,7 @@ from covey.base.errors import (
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.fault import Fault
+from covey.runtime.group.internals import engine_of, node_of, restored_state, seat_of
 from covey.runtime.group.saved import save_state
 from covey.runtime.joining import bootstrap
 from covey.runtime.members.view_driver import seats_of
@@ -137,7 +138,7 @@ class _Generations:
             group.close()
             raise ConfigError(f"min_size={self._min_size}, but the launcher started {group.size}; start more, as in "
                               f"`covey run -n {self._min_size}`")  # fmt: skip
-        if (node := group._engine.node) is not None:
+        if (node := node_of(group)) is not None:
             node.wanted_size = self._min_size or 1
             node.most_size = self._most
             node.is_elastic = True
@@ -146,9 +147,9 @@ class _Generations:
 
     def _next(self, group: Group) -> Group | None:
         """Return the group of the next generation; None if this process is not in it, because it wanted to leave."""
-        node, engine = group._engine.node, group._engine
+        node, engine = node_of(group), engine_of(group)
         if node is None or engine.is_over:
-            error = engine.fault_error()
+            error = engine.failure.message_error()
             group.close()
             if node is None and error is None:
                 return self._join()
@@ -164,7 +165,7 @@ class _Generations:
             group.close()
             return self._join(again=True)
         if founded is None and not is_decided:  # this process is in no view any more
-            error = engine.fault_error()
+            error = engine.failure.message_error()
             group.close()
             if isinstance(error, GroupChangedError):
                 return self._join(again=True)
@@ -220,8 +221,8 @@ class _Generations:
             self._is_asked_to_leave = True
             if self._group is None:
                 raise SystemExit(0)  # outside, nobody has to agree
-            if self._group._engine.node is not None:
-                self._group._engine.node.is_draining = True
+            if (node := node_of(self._group)) is not None:
+                node.is_draining = True
 
         before = signal.signal(signal.SIGTERM, leave)
         try:
@@ -260,9 +261,9 @@ def _founded(group: Group, node: Node, staying: list[int], said: dict[int, _Word
 
     Only a newcomer that every member is linked with can be taken in.
     """
-    engine, generation = group._engine, group._engine.generation
+    generation = engine_of(group).generation
     assert generation is not None
-    members = [generation.founded.members[generation.ranks_of((engine.members[rank],))[0]] for rank in staying]
+    members = [generation.founded.members[generation.ranks_of((seat_of(group, rank),))[0]] for rank in staying]
     lobbies = [said[rank].lobby for rank in staying]
     known = [key for key in lobbies[0] if all(key in lobby for lobby in lobbies)] if lobbies else []
     del members[most:]
@@ -308,10 +309,11 @@ def _decide(generation: Generation, founded: messages.Founded) -> messages.Found
 def _outlived(group: Group, rival: str) -> SplitRunError:
     """Save the state of a run that has to end, and return what to raise; all members do so after the same step."""
     text, saved = f"{rival}, so it ends here after {group.sequence} operations", ""
-    if group._state is not None and group.local_rank == 0:
+    state, generation = restored_state(group), engine_of(group).generation
+    if state is not None and group.local_rank == 0:
         try:
-            lineage = group._engine.generation.founded.origin if group._engine.generation is not None else b""
-            saved = save_state(group._state, f"covey-{printable(group.name)}-{lineage.hex()[:16]}-{group.rank}")
+            lineage = generation.founded.origin if generation is not None else b""
+            saved = save_state(state, f"covey-{printable(group.name)}-{lineage.hex()[:16]}-{group.rank}")
             text += f". Its state is in {saved} (covey.load_state)"
         except (CoveyError, TypeError) as error:
             text += f". Its state could not be saved: {error}"
@@ -332,7 +334,7 @@ def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
     async def found() -> None:
         node.generation_table.found(founded)
 
-    before = group._engine.generation
+    before = engine_of(group).generation
     control.start(found()).result(bootstrap.FOUND_SECONDS)
     node.lobby.put_off()
     new = bootstrap.group_of(node, group.local_rank, is_fresh=False)

@@ -9,6 +9,7 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
+from covey.runtime.group.internals import node_of, peers_of
 
 if TYPE_CHECKING:
     from covey.runtime.group.group import Group
@@ -39,10 +40,10 @@ def own_variables(group: Group) -> dict[str, str]:
 
 def _local_size(group: Group) -> int:
     """Return how many ranks of the group are on this host."""
-    node = group._engine.node
+    node = node_of(group)
     if node is None:
         return 1
-    contacts = [node.peers[seat].contact for seat in group._engine.members if seat != node.rank]
+    contacts = [peer.contact for peer in peers_of(group)]
     return 1 + sum(contact is not None and contact.host == node.host for contact in contacts)
 
 
@@ -52,12 +53,12 @@ def gloo_variables(group: Group) -> dict[str, str]:
     By itself gloo listens at the address that the host's own name resolves to, which is 127.0.1.1 on many systems: no
     other machine reaches that.
     """
-    node = group._engine.node
+    node = node_of(group)
     if node is None or GLOO in os.environ:
         return {}
     from covey.net.discovery.interfaces import recent_interfaces
 
-    peers = [node.peers[seat] for seat in group._engine.members if seat != node.rank]  # rank 0's machine comes first
+    peers = peers_of(group)  # rank 0's machine comes first
     ips = [peer.link.local_ip for peer in peers if peer.link and peer.contact and peer.contact.host != node.host]
     by_ip = {ip: interface.name for interface in recent_interfaces() for ip in interface.addresses}
     return next(({GLOO: by_ip[ip]} for ip in ips if ip in by_ip), {})

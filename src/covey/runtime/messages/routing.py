@@ -1,4 +1,7 @@
-"""The messages of one group: who sends and receives them, and the sockets that carry them."""
+"""The messages of one group: its messenger, and the sockets that the messenger uses.
+
+Sockets are opened, replaced after they end, and given up on the control loop, through the node's lanes.
+"""
 
 from __future__ import annotations
 
@@ -22,123 +25,138 @@ if TYPE_CHECKING:
     from covey.runtime.work import Work
 
 ASK_SECONDS: Final = 1.0
-"""How often a lane that does not come is asked for again."""
+"""How often to ask again for a lane that has not been opened."""
+
+
+class MessageFailure(Protocol):
+    """What messages need of the failure of a group (`collectives.failure`)."""
+
+    @property
+    def has_happened(self) -> bool: ...
+
+    def require_open(self) -> None: ...
+
+    def message_error(self) -> CoveyError | None: ...
+
+    def lost_error(self, rank: int) -> CoveyError: ...
+
+    def note_raised(self, error: BaseException) -> None: ...
+
+
+class MessageRoster(Protocol):
+    """What messages need of the ranks of a group (`collectives.roster`)."""
+
+    rank_of: dict[int, int]
+
+    def describe(self, ranks: tuple[int, ...]) -> str: ...
 
 
 class MessageOwner(Protocol):
-    """What the messages of a group need of the group."""
+    """What messages need of a group (`collectives.engine`)."""
 
     id: int
     name: str
     rank: int
     size: int
     config: GroupConfig
-    node: Node | None
     members: tuple[int, ...]
-    ranks_by_member: dict[int, int]
     may_spin: bool
+    is_closed: bool
+
+    @property
+    def node(self) -> Node | None: ...
 
     @property
     def is_freed(self) -> bool: ...
 
     @property
-    def is_closed(self) -> bool: ...
+    def failure(self) -> MessageFailure: ...
 
     @property
-    def has_failed(self) -> bool: ...
-
-    def require_open(self) -> None: ...
-
-    def fault_error(self) -> CoveyError | None: ...
-
-    def lost_error(self, peer: int) -> CoveyError: ...
-
-    def told(self, error: BaseException) -> None: ...
-
-    def name_ranks(self, ranks: tuple[int, ...]) -> str: ...
+    def roster(self) -> MessageRoster: ...
 
 
 class MessageRouting:
-    """The messenger of a group on this rank, which is there once it is needed."""
+    """The messenger of a group on this rank, made on first use, and its sockets."""
 
     def __init__(self, owner: MessageOwner, bell: Bell) -> None:
-        self._owner, self._bell = weakref.ref(owner), bell  # groups that are dropped go at once
+        self._owner, self._bell = weakref.ref(owner), bell  # weak: a dropped group is freed at once
         self._messenger: Messenger | None = None
         self.lock = threading.Lock()
 
     @property
-    def _engine(self) -> MessageOwner:
-        engine = self._owner()
-        assert engine is not None
-        return engine
+    def _group(self) -> MessageOwner:
+        group = self._owner()
+        assert group is not None
+        return group
 
     def messenger(self) -> Messenger:
-        """Return what sends and receives this group's messages, opened on first use."""
+        """Return the messenger of this group; make it on first use."""
         from covey.runtime.messages.messenger import Messenger
 
-        engine = self._engine
+        group = self._group
         with self.lock:
             if self._messenger is None:
-                if engine.is_closed:
-                    engine.require_open()
+                if group.is_closed:
+                    group.failure.require_open()
                 self._bell.open()
                 self._messenger = Messenger(
-                    engine.rank,
-                    engine.size,
+                    group.rank,
+                    group.size,
                     open_lane=self._socket,
                     renew_lane=self._renew,
                     give_up=self._give_up,
                     wake_fd=self._bell.fd,
-                    fault=engine.fault_error,
-                    lost=engine.lost_error,
-                    told=engine.told,
-                    name=engine.name,
-                    may_spin=engine.may_spin,
+                    fault=lambda: group.failure.message_error(),  # these keep the group while messages move
+                    lost=lambda rank: group.failure.lost_error(rank),
+                    told=lambda error: group.failure.note_raised(error),
+                    name=group.name,
+                    may_spin=group.may_spin,
                 )
-                if engine.node is not None:
-                    for member, sock in engine.node.lanes.arrived(engine.id, "messages").items():
-                        if member in engine.ranks_by_member:  # others have no business here
-                            self._messenger.adopt(engine.ranks_by_member[member], sock)
+                if group.node is not None:
+                    for member, sock in group.node.lanes.arrived(group.id, "messages").items():
+                        if member in group.roster.rank_of:  # seats outside the group have no messages in it
+                            self._messenger.adopt(group.roster.rank_of[member], sock)
             return self._messenger
 
     def _socket(self, rank: int, deadline: float | None = None) -> socket.socket:
-        """Return the socket that carries messages to and from `rank`; the same one every time."""
-        engine = self._engine
-        assert engine.node is not None
-        deadline = time.monotonic() + engine.config.timeout if deadline is None else deadline
+        """Return the socket to `rank`, opened on first use."""
+        group = self._group
+        assert group.node is not None
+        deadline = time.monotonic() + group.config.timeout if deadline is None else deadline
         while (left := deadline - time.monotonic()) > 0:
             try:
-                sock = engine.node.lanes.open(engine.id, engine.members[rank], "messages", min(1.0, left))
+                sock = group.node.lanes.open(group.id, group.members[rank], "messages", min(1.0, left))
                 return sock  # type: ignore[no-any-return]
             except DeadlineError:
-                if (fault := engine.fault_error()) is not None:
-                    engine.told(fault)
+                if (fault := group.failure.message_error()) is not None:
+                    group.failure.note_raised(fault)
                     raise fault from None
             except (ConnectError, ClosedError) as error:
-                if engine.is_closed:
-                    engine.require_open()
-                lost = engine.lost_error(rank)
-                engine.told(lost)
+                if group.is_closed:
+                    group.failure.require_open()
+                lost = group.failure.lost_error(rank)
+                group.failure.note_raised(lost)
                 raise lost from error
         raise DeadlineError(
-            f"no lane for messages to {engine.name_ranks((rank,))} opened before the timeout ended", late=(rank,)
+            f"no lane for messages to {group.roster.describe((rank,))} opened before the timeout ended", late=(rank,)
         )
 
     def _renew(self, rank: int, ended: Any, pause: float) -> None:
-        """Ask for another socket in place of one that ended, after a pause."""
+        """Ask for a socket in place of `ended`, after a pause. On any thread."""
         control.soon(self._wait_and_ask, rank, ended, pause)
 
     def _wait_and_ask(self, rank: int, ended: Any, pause: float) -> None:
         control.control_loop().call_later(pause, self._ask_again, rank, ended)
 
     def _ask_again(self, rank: int, ended: Any) -> None:
-        """Ask for another socket, again and again until there is one or the rank is lost. On the control loop."""
-        engine, messenger = self._owner(), self._messenger
-        if engine is None or engine.node is None or messenger is None or engine.has_failed or engine.is_freed:
+        """Ask for a socket in place of `ended` until there is one or the rank is lost. On the control loop."""
+        group, messenger = self._owner(), self._messenger
+        if group is None or group.node is None or messenger is None or group.failure.has_happened or group.is_freed:
             return
-        future = engine.node.lanes.renew(engine.id, engine.members[rank], ended)
+        future = group.node.lanes.renew(group.id, group.members[rank], ended)
         if not future.done():
-            # Asking may be in vain, if many lanes are being opened. Refusals may come on a thread that holds locks.
+            # A request may get lost while many lanes are being opened. Refusals may come on a thread that holds locks.
             timer = control.control_loop().call_later(ASK_SECONDS, self._ask_again, rank, ended)
             future.add_done_callback(lambda _: control.soon(self._answered, rank, ended, timer))
         elif future.exception() is not None:
@@ -150,20 +168,20 @@ class MessageRouting:
             self._ask_again(rank, ended)
 
     def _give_up(self, rank: int) -> None:
-        """Want no more sockets to or from a rank."""
-        engine = self._owner()
-        if engine is not None and engine.node is not None:
-            engine.node.lanes.give_up(engine.id, engine.members[rank])
+        """Open and accept no more sockets to a rank."""
+        group = self._owner()
+        if group is not None and group.node is not None:
+            group.node.lanes.give_up(group.id, group.members[rank])
 
     def lane_arrived(self, rank: int, sock: socket.socket) -> bool:
-        """There is a socket for messages, the first one or another; return whether it is used. On the control loop."""
+        """Give a new socket to the messenger; return False if there is none yet. On the control loop."""
         messenger = self._current()
         if messenger is not None:
             messenger.adopt(rank, sock)
         return messenger is not None
 
     def peer_lost(self, rank: int) -> None:
-        """A rank is lost, and the group goes on. On the control loop."""
+        """Tell the messenger that a rank is lost and the group continues. On the control loop."""
         messenger = self._current()
         if messenger is not None:
             messenger.peer_lost(rank)
@@ -174,16 +192,16 @@ class MessageRouting:
 
     @property
     def is_driven_here(self) -> bool:
-        """Whether this thread moves the messages: it is in a callback of one of them."""
+        """Whether the calling thread moves messages: then it is in a callback of one of them."""
         return self._messenger is not None and self._messenger.is_driven_here
 
     def forked(self) -> list[Work[Any]]:
-        """Forget what belongs to the parent; return what will never end here."""
+        """Forget the parent's messenger, in a forked child; return the works that will never end here."""
         self.lock = threading.Lock()
         messenger, self._messenger = self._messenger, None
         return [] if messenger is None else messenger.pending()
 
     def close(self, deadline: float) -> None:
-        """Hand over what was sent already, until then."""
+        """Deliver the messages that were sent before, until `deadline`."""
         if self._messenger is not None:
             self._messenger.close(deadline)

@@ -42,8 +42,8 @@ class TensorGroup(Group):
 
         def body(attempt: Attempt) -> tuple[int, ...]:
             blocks = attempt.chosen([target.flat for target in targets])
-            blocks[attempt.rank][...] = own.load()
-            plan = choose.all_gather(attempt.rank, tuple(attempt.chosen(lengths)), attempt.lane_family, None)
+            blocks[attempt.slot][...] = own.load()
+            plan = choose.all_gather(attempt.slot, tuple(attempt.chosen(lengths)), attempt.lane_family, None)
             attempt.execute(plan, blocks)
             return attempt.ranks
 
@@ -63,12 +63,12 @@ class TensorGroup(Group):
         def body(attempt: Attempt) -> tuple[int, ...]:
             if targets:
                 blocks = attempt.chosen([target.flat for target in targets])
-                blocks[attempt.rank][...] = own.load()
+                blocks[attempt.slot][...] = own.load()
             else:
                 blocks = [self._engine.nothing] * attempt.size
-                blocks[attempt.rank] = own.load()
+                blocks[attempt.slot] = own.load()
             lengths = [block.size for block in blocks]
-            attempt.execute(direct.gather(attempt.rank, attempt.position(root), lengths), blocks)
+            attempt.execute(direct.gather(attempt.slot, attempt.slot_of(root), lengths), blocks)
             return attempt.ranks
 
         then = self._stores(targets)
@@ -90,9 +90,9 @@ class TensorGroup(Group):
                 blocks = attempt.chosen([part.load() for part in parts])
             else:
                 blocks = [self._engine.nothing] * attempt.size
-                blocks[attempt.rank] = target.flat
+                blocks[attempt.slot] = target.flat
             lengths = [block.size for block in blocks]
-            attempt.execute(direct.scatter(attempt.rank, attempt.position(root), lengths), blocks)
+            attempt.execute(direct.scatter(attempt.slot, attempt.slot_of(root), lengths), blocks)
             if parts:
                 target.flat[...] = parts[root].flat  # only now: it may be where another rank's part was
 
@@ -113,8 +113,8 @@ class TensorGroup(Group):
         def body(attempt: Attempt) -> tuple[int, ...]:
             outgoing = attempt.chosen([part.load() for part in parts])
             incoming = attempt.chosen([target.flat for target in targets])
-            incoming[attempt.rank][...] = outgoing[attempt.rank]
-            plan = direct.all_to_all(attempt.rank, [block.size for block in outgoing], [room.size for room in incoming])
+            incoming[attempt.slot][...] = outgoing[attempt.slot]
+            plan = direct.all_to_all(attempt.slot, [block.size for block in outgoing], [room.size for room in incoming])
             attempt.execute(plan, [*outgoing, *incoming])
             return attempt.ranks
 
@@ -138,7 +138,7 @@ class TensorGroup(Group):
             blocks = [part.load() for part in parts]
             result = target.flat if is_apart else np.empty_like(target.flat)
             result[...] = blocks[self.rank]
-            plan = direct.reduce_scatter(attempt.rank, attempt.chosen(lengths), segment)
+            plan = direct.reduce_scatter(attempt.slot, attempt.chosen(lengths), segment)
             attempt.execute(plan, [*attempt.chosen(blocks), result], rule)
             return None if is_apart else result
 
@@ -207,7 +207,7 @@ class TensorGroup(Group):
         def store(ranks: tuple[int, ...]) -> None:
             if targets and len(ranks) < self.size:
                 lost = next(rank for rank in range(self.size) if rank not in ranks)
-                raise self._engine.part_lost(lost)
+                raise self._engine.failure.part_lost(lost)
             for target in targets:
                 target.store()
 

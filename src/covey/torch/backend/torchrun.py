@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 from covey.base.config import check_timeout
 from covey.base.errors import ClosedError, ConfigError, DeadlineError, PeerLostError
 from covey.runtime.fault import Fault
+from covey.runtime.group.internals import engine_of, node_of
 from covey.runtime.joining.generations import generations
 from covey.runtime.joining.torch_env import address_of_first, free_port, gloo_variables
 from covey.torch.backend.store import open_store
@@ -93,7 +94,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         if self.is_closed():
             raise RendezvousClosedError(f"{self._run}: {CLOSED}")
         if self._round is not None:
-            self._round.fail(Fault("GroupChangedError", "the next round begins"))
+            self._round.failure.declare(Fault("GroupChangedError", "the next round begins"))
         while True:
             try:
                 return self._meet(self._next_group())
@@ -117,7 +118,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         return self._group
 
     def _meet(self, group: Group) -> RendezvousInfo:
-        node = group._engine.node
+        node = node_of(group)
         for ended in (self._round, self._all):
             if ended is not None:
                 ended.close()
@@ -133,20 +134,20 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         """Return how many agents are a reason for another round: those who wait outside, or one in the next already."""
         if self._group is None or self._round is None or self.is_closed():
             return 0
-        node = self._group._engine.node
+        node = node_of(self._group)
         waiting = len(list(node.lobby)) if node is not None and node.knows_change else 0
         return waiting or int(self._round.is_over)
 
     def is_closed(self) -> bool:
         """Tell whether one of the agents has closed it for all."""
         if not self._is_closed and self._all is not None:
-            self._is_closed = str(self._all.fault_error()) == CLOSED
+            self._is_closed = str(self._all.failure.message_error()) == CLOSED
         return self._is_closed
 
     def set_closed(self) -> None:
         """Close it for all agents, those too that are waiting in the next round."""
         if self._all is not None and not self._is_closed:
-            self._all.fail(Fault("ClosedError", CLOSED))
+            self._all.failure.declare(Fault("ClosedError", CLOSED))
         self._is_closed = True
 
     def shutdown(self) -> bool:
@@ -164,7 +165,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         def watch() -> None:
             while not met.wait(LOOK_SECONDS):
                 if group is not None and self.is_closed():
-                    group._engine.end(Fault("ClosedError", CLOSED))
+                    engine_of(group).failure.end_here(Fault("ClosedError", CLOSED))
                     return
 
         watcher = threading.Thread(target=watch, name="covey-torchrun", daemon=True)
@@ -178,8 +179,8 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
 
 def _side_group(group: Group, purpose: str) -> Engine | None:
     """Return a group of the same agents that ends with the first thing that happens to one of them."""
-    top = group._engine
+    top = engine_of(group)
     if top.node is None:
         return None
     name = f"{top.name}/{purpose}"
-    return top.beside(f"{top.id}/{name}", top.members, name, replace(top.config, on_loss="raise"))
+    return top.subgroup(f"{top.id}/{name}", top.members, name, replace(top.config, on_loss="raise"))

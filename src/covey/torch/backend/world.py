@@ -17,6 +17,7 @@ from covey.base.errors import ConfigError
 from covey.net.discovery.host_rendezvous import host_token, meeting_folder
 from covey.net.temporary import temporary_folder
 from covey.runtime.environment import Place, find_place
+from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join, join_at, joined
 from covey.runtime.joining.torch_env import free_port
 from covey.torch.backend import devices
@@ -55,11 +56,11 @@ class World:
 
     def group(self, name: str, ranks: list[int]) -> TensorGroup:
         """Return a group of these ranks of the world; each of them makes it, as often and by the same name."""
-        parent = self._top._engine
+        parent = engine_of(self._top)
         self._made[name, *ranks] += 1
         words = f"torch/{self._nonce}/{name}/{ranks}/{self._made[name, *ranks]}"
         members = tuple(parent.members[self._ranks[rank]] for rank in ranks)
-        return TensorGroup(parent.beside(words, members, name), local_rank=self._top.local_rank)
+        return TensorGroup(parent.subgroup(words, members, name), local_rank=self._top.local_rank)
 
     def on_close(self, closer: Callable[[], None]) -> None:
         """Call `closer` before the run is left, unless it is forgotten before."""

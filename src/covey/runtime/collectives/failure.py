@@ -1,0 +1,202 @@
+"""What ended a group, which ranks are told, and the errors that its operations raise because of it.
+
+With `on_loss="raise"` the first fault ends the group. With `on_loss="continue"` operations are all or nothing
+(`collectives.atomic`), and the members agree on a fault before it ends the group.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import ClosedError, CoveyError, PeerLostError, Remedy
+from covey.runtime import loop as control
+from covey.runtime.collectives.call_log import Call
+from covey.runtime.collectives.evidence import COMPARE_SECONDS
+from covey.runtime.collectives.part import EnginePart
+from covey.runtime.fault import Fault
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from covey.base.errors import MismatchError
+    from covey.runtime.collectives.engine import Engine
+
+TEXT_LIMIT: Final = 8000
+"""Characters of a fault that other ranks are told."""
+MESSAGES: Final = Call(0, 0, 0, "point-to-point")
+
+
+class Failure(EnginePart):
+    """The fault that ended a group, if one has."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.fault: Fault | None = None
+        self._raised: BaseException | None = None
+        """The first error that the program was told of. Later calls name it as their cause."""
+        self._lock = threading.Lock()
+
+    @property
+    def has_happened(self) -> bool:
+        """Whether a fault has ended the group."""
+        return self.fault is not None
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether the group ended because ranks called different operations."""
+        return self.fault is not None and self.fault.kind == "MismatchError"
+
+    # Ending the group
+
+    def declare(self, fault: Fault, *, differs_at: int = 0) -> None:
+        """Record the first fault, wake the waiting threads, and tell the other ranks. On any thread.
+
+        A group that survives losses ends once its members have agreed to; `differs_at` is the operation that they are
+        known to have called differently, if any.
+        """
+        engine = self.engine
+        if (self.fault is not None and not self._yields_to(fault)) or engine.node is None:
+            self.end_here(fault)
+            return
+        if fault.kind == "PeerLostError" and engine.stalls.is_comparing:
+            return  # the comparison ends the group, with a more useful error
+        if engine.atomic is not None:
+            engine.roster.tell_others(self.revocation(fault))  # before the view that it leads to
+            engine.atomic.give_up(fault, differs_at)
+        else:
+            self.end_here(fault)
+            if fault.culprit == engine.rank:
+                engine.stalls.part()
+            engine.roster.tell_others(self.revocation(fault))
+
+    def end_here(self, fault: Fault) -> None:
+        """Record the first fault and wake the waiting threads; tell no other rank. On any thread."""
+        engine = self.engine
+        with self._lock:
+            if self.fault is not None and not self._yields_to(fault):
+                return
+            if fault.kind == "PeerLostError" and engine.stalls.is_comparing:
+                return  # the comparison ends the group, with a more useful error
+            self.fault = fault
+        self.interrupt(fault)
+        if engine.atomic is not None:
+            engine.atomic.wake()
+
+    def interrupt(self, fault: Fault) -> None:
+        """Wake the thread that runs an operation, and fail the lanes that are being opened."""
+        engine = self.engine
+        engine.attempt.is_stopped = True
+        engine.bell.ring()
+        if engine.node is not None:
+            engine.node.lanes.abandon(lambda key: key.group == engine.id, ClosedError(fault.text))
+
+    def _yields_to(self, fault: Fault) -> bool:
+        """Tell whether a mismatch replaces a recorded loss, because the program was not told of the loss yet."""
+        is_loss = self.fault is not None and self.fault.kind == "PeerLostError"
+        return is_loss and fault.kind == "MismatchError" and self._raised is None
+
+    def revocation(self, fault: Fault) -> messages.Revoke:
+        """Return the message that tells another rank of a fault."""
+        return messages.Revoke(self.engine.id, fault.kind, fault.text[:TEXT_LIMIT], fault.ranks)
+
+    def operation_raised(self, error: BaseException) -> None:
+        """End the group because its current operation raised `error` on this rank."""
+        engine = self.engine
+        if engine.atomic is not None and self.fault is None and isinstance(error, PeerLostError):
+            return  # the root was lost, which all ranks know; the group continues
+        if self.fault is None:
+            text = f"rank {engine.rank} gave up {engine.operation.describe()}: {type(error).__name__}: {error}"
+            fault = Fault("PeerLostError", text, (engine.rank,))
+            if engine.atomic is not None and engine.generation is not None:
+                # Only this rank has failed: the others agree to continue without it.
+                self.end_here(fault)
+                control.soon(engine.generation.withdraw)
+            else:
+                self.declare(fault)
+        if self._raised is None:
+            self._raised = error
+
+    def disagreed(self, error: MismatchError) -> None:
+        """End the group with an error that every rank raises by itself."""
+        self.end_here(Fault("MismatchError", str(error)))
+        self._raised = error
+
+    def note_raised(self, error: BaseException) -> None:
+        """Record that the program is told of `error`; if the group has ended, later calls name it as their cause."""
+        if self.fault is not None and self._raised is None:
+            self._raised = error
+
+    def forked(self, text: str) -> None:
+        """End the group in a forked child, where another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+        self.fault, self._raised = Fault("ClosedError", text), None
+
+    # Raising
+
+    def check(self) -> None:
+        """Raise the group's error if it has ended. On the thread that runs the operation."""
+        suspicion, operation = self.engine.suspicion, self.engine.operation
+        if suspicion.is_open:
+            suspicion.weigh()
+        if self.fault is not None:
+            raise self._error(operation.call.text, operation.sequence)
+
+    def refuse(self, call: Call) -> None:
+        """Raise the error that keeps `call` from running; `base.errors` has the rule."""
+        engine = self.engine
+        name, sequence = engine.name, engine.operation.sequence + 1
+        if self.fault is None:
+            raise ClosedError(f"{call.text}: group {name!r} is closed")
+        if self._raised is None:
+            if engine.atomic is None and self.fault.kind == "PeerLostError" and call is not MESSAGES:
+                engine.suspicion.search(call)
+                seconds = COMPARE_SECONDS if engine.stalls.is_comparing else 0.0
+                engine.lane_trouble.await_news(seconds, lambda: self.is_mismatch)
+            self._raised = error = self._error(call.text, sequence)
+            raise error
+        error = self._error(call.text, sequence)
+        is_own = isinstance(error, PeerLostError) and self.fault.culprit == engine.rank
+        if error.remedy is Remedy.REGROUP and not isinstance(error, ClosedError) and not is_own:
+            raise error
+        raise ClosedError(
+            f"{call.text}: group {name!r} is closed since an earlier failure: {self._raised}"
+        ) from self._raised
+
+    def require_open(self) -> None:
+        """Raise the error that keeps messages from being sent or received, if the group is closed or has ended."""
+        if self.fault is not None or self.engine.is_closed:
+            self.refuse(MESSAGES)
+
+    def message_error(self) -> CoveyError | None:
+        """Return the error for a message, None while the group has not ended. A caller that raises it notes that."""
+        return None if self.fault is None else self._error(MESSAGES.text, self.engine.operation.sequence)
+
+    def lost_error(self, rank: int) -> CoveyError:
+        """Return the error for a message to or from a rank whose lane ended; wait a moment for the reason."""
+        engine = self.engine
+        text = engine.lane_trouble.why_closed(rank, "end of stream")
+        host, sequence = engine.roster.host_name(rank), engine.operation.sequence
+        lost = PeerLostError(text, rank=rank, host=host, operation=MESSAGES.text, sequence=sequence)
+        return self.message_error() or lost
+
+    def root_lost(self, root: int) -> PeerLostError:
+        """Return the error for the current operation, whose root is lost. The group continues."""
+        return self._missing(root, f"{self.engine.operation.describe()} cannot be done without it")
+
+    def part_lost(self, rank: int) -> PeerLostError:
+        """Return the error for the current operation, whose result lacks a lost rank's part. The group continues."""
+        return self._missing(rank, f"its part of {self.engine.operation.describe()} with it")
+
+    def _missing(self, rank: int, consequence: str) -> PeerLostError:
+        roster, operation = self.engine.roster, self.engine.operation
+        peer = roster.peer(rank)
+        how = peer.how_it_went() if peer is not None and peer.failure else "is lost"
+        text = f"{roster.describe((rank,))} {how}, and {consequence}"
+        host = roster.host_name(rank)
+        return PeerLostError(text, rank=rank, host=host, operation=operation.call.text, sequence=operation.sequence)
+
+    def _error(self, what: str, sequence: int) -> CoveyError:
+        fault, roster = self.fault, self.engine.roster
+        assert fault is not None
+        host = roster.host_name(fault.culprit)
+        return fault.error(rank=roster.rank, host=host, operation=what, sequence=sequence, group=self.engine.name)

@@ -1,0 +1,101 @@
+"""What a group's node reports to it: messages of other ranks about the group, lost peers, new lanes, a fork.
+
+All methods run on the control loop. They record faults and wake threads; they never touch a lane that is in use, so
+each lane is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from covey.runtime.collectives.part import EnginePart
+from covey.runtime.fault import Fault
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.members.node import GroupTalk
+
+
+class ControlReports(EnginePart):
+    """A group as its node sees it (`members.node.Member`). The engine may be dropped while a report is under way."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.members, self.generation, self.survives = engine.members, engine.generation, engine.survives
+
+    def heard(self, peer: int, message: GroupTalk) -> None:
+        """Act on a message from the rank in seat `peer`."""
+        engine = self._owner()
+        if engine is None or engine.node is None or (rank := engine.roster.rank_of.get(peer)) is None:
+            return
+        if isinstance(message, messages.Revoke):
+            self._revoked(engine, rank, message)
+        elif isinstance(message, messages.Calls):
+            if engine.atomic is None:
+                engine.stalls.recall(rank, message)
+        else:
+            if isinstance(message, messages.Announce) and (fault := engine.failure.fault) is not None:
+                # The revocation may have reached the asking rank before it made the group.
+                engine.node.tell((peer,), engine.failure.revocation(fault))
+            engine.stalls.heard(rank, message)
+
+    def _revoked(self, engine: Engine, sender: int, message: messages.Revoke) -> None:
+        ranks = tuple(rank for rank in message.ranks if rank in engine.ranks)
+        fault = Fault(message.kind, message.text, ranks or (sender,))
+        if engine.atomic is not None:
+            engine.atomic.note_reason(fault)
+        elif fault.kind == "PeerLostError":
+            engine.suspicion.note_report(sender)
+            self._suspect(engine, fault)
+        else:
+            engine.failure.end_here(fault)
+
+    def peer_gone(self, peer: int, *, left: bool) -> None:
+        """Act on the loss of the process in seat `peer`, or on its orderly leaving."""
+        engine = self._owner()
+        if engine is None or (rank := engine.roster.rank_of.get(peer)) is None:
+            return
+        if engine.atomic is not None:
+            engine.routing.peer_lost(rank)
+        elif not left:
+            other = engine.roster.peer(rank)
+            why = f"is gone: {other.reason}" if other is not None and other.reason else "is gone"
+            if other is not None and other.failure:
+                why = other.how_it_went()
+            self._suspect(engine, Fault("PeerLostError", f"{engine.roster.describe((rank,))} {why}", (rank,)))
+
+    def _suspect(self, engine: Engine, fault: Fault) -> None:
+        """Record a loss in a group that ends with its first one. The thread that runs an operation decides."""
+        engine.suspicion.note(fault)
+        if engine.operation.is_running:
+            engine.failure.interrupt(fault)
+        else:
+            engine.suspicion.settle()
+
+    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> bool:
+        """Pass on a lane for messages from seat `peer`; tell whether the group uses it."""
+        engine = self._owner()
+        if engine is None or purpose != "messages":
+            return False
+        return engine.routing.lane_arrived(engine.roster.rank_of[peer], lane)
+
+    def end(self, fault: Fault) -> None:
+        """End the group on this rank."""
+        if (engine := self._owner()) is not None:
+            engine.failure.end_here(fault)
+
+    def fail(self, fault: Fault) -> None:
+        """End the group on all ranks."""
+        if (engine := self._owner()) is not None:
+            engine.failure.declare(fault)
+
+    def forked(self) -> None:
+        """Detach the group from its run, in a process that was forked from a member."""
+        if (engine := self._owner()) is not None:
+            engine.forked()
+
+    def close(self) -> None:
+        """Close the group."""
+        if (engine := self._owner()) is not None:
+            engine.close()

@@ -1,0 +1,80 @@
+"""The ranks of one group: the seat, host and process of each, and how error messages name them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from covey.runtime.members.node import Node
+    from covey.runtime.members.peers import Peer
+    from covey.wire import messages
+
+
+class Roster:
+    """The ranks of one group. It is fixed when the group is made; lost ranks stay in it."""
+
+    def __init__(self, node: Node | None, seats: tuple[int, ...]) -> None:
+        """`seats` are positions in the run, in the order of the group's ranks. A group of one has no node."""
+        self.node = node
+        """None in a group of one, and in a process that was forked from a member."""
+        self.seats = seats
+        self.size = len(seats)
+        self.ranks = range(self.size)
+        self.rank = seats.index(node.rank) if node is not None else 0
+        """The rank of this process."""
+        self.rank_of = {seat: rank for rank, seat in enumerate(seats)}
+
+    def others(self) -> list[int]:
+        """Return the seats of the other ranks."""
+        return [] if self.node is None else [seat for seat in self.seats if seat != self.node.rank]
+
+    def peers(self) -> list[Peer]:
+        """Return the peers that are the other ranks."""
+        return [] if self.node is None else [self.node.peers[seat] for seat in self.others()]
+
+    def peer(self, rank: int) -> Peer | None:
+        """Return the peer that is a rank; None for this process itself."""
+        return None if self.node is None else self.node.peers.get(self.seats[rank])
+
+    def present(self) -> tuple[int, ...]:
+        """Return the ranks whose processes have neither left nor been lost."""
+        return tuple(rank for rank in self.ranks if (peer := self.peer(rank)) is None or not peer.gone)
+
+    def tell_others(self, message: messages.Control) -> None:
+        """Send a control message to all other ranks. Returns at once."""
+        if self.node is not None:
+            self.node.tell(self.others(), message)
+
+    def describe(self, ranks: tuple[int, ...]) -> str:
+        """Return the ranks with their hosts and process ids, as error messages name them."""
+        if self.node is None:
+            return ""
+        names = []
+        for rank in ranks:
+            peer = self.peer(rank)
+            names.append(f"rank {rank}" + (f" ({peer.host_name}, process {peer.pid})" if peer is not None else ""))
+        return " and ".join(names)
+
+    def host_name(self, rank: int) -> str:
+        """Return the name of a rank's host; that of this host for a number that is no other rank's."""
+        if self.node is None or rank not in self.ranks or rank == self.rank:
+            return self.node.card.host_name if self.node is not None else ""
+        return str(self.node.peers[self.seats[rank]].host_name)
+
+    def pid(self, rank: int) -> int:
+        """Return the process id of a rank."""
+        peer = self.peer(rank)
+        return os.getpid() if peer is None else peer.pid
+
+    def lane_kind(self, rank: int) -> str:
+        """Return the kind of lane to a rank. Both ends compute the same, from facts that both know."""
+        assert self.node is not None
+        return self.node.lanes.kind(self.seats[rank])
+
+    def has_core_each(self) -> bool:
+        """Tell whether every rank on this host can have a core of its own: then waiting ranks may spin."""
+        host = self.node.host if self.node is not None else ""
+        here = 1 + sum(1 for peer in self.peers() if peer.contact is not None and peer.contact.host == host)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return here <= cores

@@ -1,0 +1,43 @@
+"""What covey's own packages need of a `Group` besides its public methods.
+
+`Group` is public, and all of its public names are promised to users. The functions here are not: use them in
+`runtime.joining`, `torch`, `cli` and tests instead of a group's private attributes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.group.group import Group
+    from covey.runtime.group.issuer import Issuer
+    from covey.runtime.members.node import Node
+    from covey.runtime.members.peers import Peer
+
+
+def engine_of(group: Issuer) -> Engine:
+    """Return the engine that runs a group's operations."""
+    return group._engine
+
+
+def node_of(group: Issuer) -> Node | None:
+    """Return the node through which a group talks to its run; None for a group of one."""
+    return group._engine.node
+
+
+def peers_of(group: Issuer) -> list[Peer]:
+    """Return the peers that are the other ranks of a group, in the order of their ranks."""
+    return group._engine.roster.peers()
+
+
+def seat_of(group: Issuer, rank: int) -> int:
+    """Return the position in the run of a rank of a group."""
+    return group._engine.members[rank]
+
+
+def restored_state(group: Group) -> MutableMapping[str, Any] | None:
+    """Return the state that `Group.restore` was given last, if it was called."""
+    return group._state
