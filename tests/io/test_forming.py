@@ -83,12 +83,12 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
 
         async def hear_both_at_once() -> bool:
             nodes[1].send(0, messages.Goodbye())  # it is in the socket now, and this rank has not looked there
-            assert not node.peers[1].left
+            assert not node.peers[1].has_left
             if news == "a view without it":
                 node.exclude(1)
             else:
                 node._silent(1, news, Cause.EXITED)
-            return node.peers[1].left
+            return node.peers[1].has_left
 
         try:
             assert control.start(hear_both_at_once()).result(10)

@@ -82,7 +82,7 @@ CONTROLS = [
         messages.Revoke(1, "PeerLostError", "gone", (1, 2)),
         messages.Offer(b"a" * 16, b"s" * 32, 1, "collectives", "secure", 0, 2),
         messages.Known((card(socket="/x"),)),
-        messages.Tell("r", "running", b"", b"", 1.0, (messages.PeerState(card(), 0, "", "", "", "", -1.0, 0.0),)),
+        messages.Tell("r", "running", b"", b"", 1.0, (messages.PeerReport(card(), 0, "", "", "", "", -1.0, 0.0),)),
         messages.Reached((1.0,), ("",)),
     )
 ]

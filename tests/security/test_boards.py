@@ -121,7 +121,7 @@ def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
             together()
             if group.rank == 2:
                 call_on_loop(generation.withdraw)
-            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].excluded)
+            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].is_excluded)
             together()
             if group.rank == 2:
                 for question in (board.Add("count", 100), board.Get(("count",)), board.Put((("key", b"poison"),))):

@@ -369,7 +369,7 @@ def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_diffe
                 together()
                 together()
                 return None
-            until(lambda: node.peers[LIAR].excluded)
+            until(lambda: node.peers[LIAR].is_excluded)
             together()
             with pytest.raises((PeerLostError, MismatchError)) as error:
                 # A broadcast from a lost rank raises at once, on this rank alone.

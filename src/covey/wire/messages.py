@@ -294,7 +294,7 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     tie_breaker: Bytes
     since: Seconds
     """Seconds in this state."""
-    peers: tuple[PeerState, ...]
+    peers: tuple[PeerReport, ...]
     rank: int = -1
     """The sender's own, once there is one."""
     turned_away: Count = 0
@@ -360,7 +360,7 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     """Where it came from."""
 
 
-class PeerState(Worded, frozen=True, array_like=True):
+class PeerReport(Worded, frozen=True, array_like=True):
     """How a node reaches another."""
 
     card: Card

@@ -155,8 +155,8 @@ class Engine:
         if node is not None:
             node.register(group_id, self)
             for peer in self._peers():  # who went before anyone could tell this group
-                if peer.gone:
-                    self.peer_gone(peer.rank, left=peer.left)
+                if peer.is_gone:
+                    self.peer_gone(peer.rank, left=peer.has_left)
 
     def beside(self, key: str, members: tuple[int, ...], name: str, config: GroupConfig | None = None) -> Engine:
         """Return a group of some of the members, each of whom makes it by the same `key`. Nothing is sent."""
@@ -187,7 +187,7 @@ class Engine:
         if self._atomic is not None:
             return self._atomic.attempt.ranks
         peers = self.node.peers if self.node is not None else {}
-        return tuple(rank for rank, seat in enumerate(self.members) if seat not in peers or not peers[seat].gone)
+        return tuple(rank for rank, seat in enumerate(self.members) if seat not in peers or not peers[seat].is_gone)
 
     @property
     def change_pending(self) -> bool:
@@ -443,13 +443,17 @@ class Engine:
         self.await_news(
             CAUSE_SECONDS,
             lambda: (
-                self.has_failed or bool(other.failure) or other.left or other.excluded or self.stalls.has_parted(peer)
+                self.has_failed
+                or bool(other.failure)
+                or other.has_left
+                or other.is_excluded
+                or self.stalls.has_parted(peer)
             ),
         )
         why = f"closed the group, or the connection broke ({symptom})"
-        if other.failure or other.excluded:
+        if other.failure or other.is_excluded:
             why = other.how_it_went()
-        elif other.left:
+        elif other.has_left:
             why = "left the group"
         return f"{self.name_ranks((peer,))} {why}"
 

@@ -182,7 +182,7 @@ class _Generations:
         until = time.monotonic() + (self._timeout if self._timeout is not None else WAIT_SECONDS)
         while True:
             mine = {
-                "lobby": messages.encode(tuple(each.card for each in node.lobby)),
+                "lobby": messages.encode(tuple(each.card for each in node.newcomers)),
                 "leaves": self._is_asked_to_leave,
                 "next": node.next_seat,
                 "late": time.monotonic() > until,
@@ -321,8 +321,8 @@ def _outlived(group: Group, rival: str) -> SplitRunError:
 def _await_someone(node: Node) -> None:
     """Wait a moment for a newcomer."""
     until = time.monotonic() + LOOK_SECONDS
-    known = {each.card.life for each in node.lobby}
-    while {each.card.life for each in node.lobby} == known and time.monotonic() < until:
+    known = {each.card.life for each in node.newcomers}
+    while {each.card.life for each in node.newcomers} == known and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -334,7 +334,7 @@ def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
 
     before = group._engine.generation
     control.start(found()).result(bootstrap.FOUND_SECONDS)
-    node.lobby.put_off()
+    node.newcomers.defer()
     new = bootstrap.group_of(node, group.local_rank, is_fresh=False)
     atexit.unregister(group.close)
     bootstrap.replace_joined(group, new)

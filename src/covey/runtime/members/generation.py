@@ -21,6 +21,7 @@ from covey.proto.views import is_quorum
 from covey.runtime import loop as control
 from covey.runtime.events import Event
 from covey.runtime.fault import Fault
+from covey.runtime.members.peers import PeerEvent
 from covey.runtime.members.view_driver import ViewDriver, seats_of
 from covey.wire.membership import MAX_GROUPS, Bound, Seated, State, Successor
 
@@ -245,7 +246,7 @@ class Generation:
             return
         for rank in lost:
             if self.view_driver.is_leaving(rank):
-                self.node.peers[self.seats[rank]].left = True
+                self.node.peers[self.seats[rank]].note(PeerEvent.SAID_GOODBYE)
             self.node.exclude(self.seats[rank])
         self._tell_of(view, lost)
         for operations in groups:
@@ -253,7 +254,9 @@ class Generation:
 
     def _tell_of(self, view: View, lost: tuple[int, ...]) -> None:
         """Leave an event, and a line for people."""
-        have_left = all(self.node.peers[self.seats[rank]].left or self.view_driver.is_leaving(rank) for rank in lost)
+        have_left = all(
+            self.node.peers[self.seats[rank]].has_left or self.view_driver.is_leaving(rank) for rank in lost
+        )
         names = tuple(self._name((rank,)) for rank in lost)
         kind = "view" if not lost else "left" if have_left else "lost"
         self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names))

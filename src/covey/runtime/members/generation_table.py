@@ -13,7 +13,7 @@ from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.events import Event
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.generation import Generation
-from covey.runtime.members.peers import Peer
+from covey.runtime.members.peers import Peer, PeerEvent
 from covey.wire import membership as wire
 from covey.wire import messages
 
@@ -74,13 +74,13 @@ class GenerationTable:
             if member.seat != node.rank and member.seat not in node.peers:
                 peer = node.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
                 peer.introduce(member.card)
-                peer.ready = True
+                peer.note(PeerEvent.READY)
                 newcomers.append(member)
-                newcomer = node.lobby.admit(member.card)
+                newcomer = node.newcomers.admit(member.card)
                 if newcomer is None and node.find_newcomer is not None:  # it was told by another member first
                     newcomer = node.find_newcomer(member.card)
                 if newcomer is not None:
-                    newcomer.sit_down(peer)
+                    newcomer.take_seat(peer)
                     newcomer.send(founded)
                     seated.append((newcomer, peer))
         generation = self.current = self._generations[founded.generation] = Generation(
@@ -103,7 +103,7 @@ class GenerationTable:
         if node.on_founded is not None:
             node.on_founded(founded)
         for newcomer, peer in seated:
-            newcomer.speak(peer)
+            newcomer.deliver_early(peer)
         early, self._early = self._early, {}
         for seat, words in early.items():
             for message in words.take():

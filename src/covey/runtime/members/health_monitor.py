@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from covey.proto import health
+from covey.runtime.members.peers import PeerEvent
 from covey.runtime.members.process_table import LOOK_CLOSELY_EVERY, LOOK_CLOSELY_SECONDS, ProcessStatus
 from covey.wire import messages
 
@@ -69,8 +70,9 @@ class HealthMonitor:
         is_here = peer.contact is not None and peer.contact.host == self._node.host
         if is_here and peer.pid and peer.life and peer.rank not in self._process_table:
             self._process_table[peer.rank] = ProcessStatus(peer.life, peer.pid, time.monotonic())
-        if peer.contact is not None and not peer.excluded and not peer.left and peer.life:
+        if peer.contact is not None and not peer.is_excluded and not peer.has_left and peer.life:
             self._health.watch(_id(peer.rank), peer.contact.host, time.monotonic())
+            peer.note(PeerEvent.TRUSTED)
             if peer.link is not None:
                 self._health.link_up(_id(peer.rank), time.monotonic())
             self._changed.set()
@@ -78,11 +80,13 @@ class HealthMonitor:
     def link_up(self, peer: Peer) -> None:
         """There is a new link with a peer."""
         self._health.link_up(_id(peer.rank), time.monotonic())
+        self._show(peer)
         self._changed.set()
 
     def link_lost(self, seat: int) -> None:
         """The link with a peer has ended; if it is on this host, its kernel knows whether it has, too."""
         self._health.link_lost(_id(seat), time.monotonic())
+        self._show(self._node.peers[seat])
         self._changed.set()
         if seat in self._process_table:
             self._look(seat, time.monotonic() + LOOK_CLOSELY_SECONDS)
@@ -101,7 +105,7 @@ class HealthMonitor:
     def heard(self, seat: int) -> None:
         """A peer said something, whatever it was."""
         self._health.heard(_id(seat), time.monotonic())
-        if seat in self._given_up:
+        if self._node.peers[seat].is_suspected or seat in self._given_up:
             self._changed.set()
 
     def vouched(self, peer: Peer, value: int) -> None:
@@ -120,10 +124,6 @@ class HealthMonitor:
         """Tell whether a peer is not heard on its link."""
         return self._health.is_unheard(_id(seat))
 
-    def is_suspected(self, seat: int) -> bool:
-        """Tell whether a peer that is watched seems to be gone, or was given up."""
-        return self._health.is_suspected(_id(seat))
-
     def forget(self, seat: int) -> None:
         """There is nothing more to find out about a peer."""
         self._health.forget(_id(seat))
@@ -135,6 +135,7 @@ class HealthMonitor:
         for effect in self._health.effects():
             seat = int.from_bytes(effect.peer, "big")
             peer = self._node.peers[seat]
+            self._show(peer)
             match effect:
                 case health.Ping():
                     self._ping(peer)
@@ -147,8 +148,13 @@ class HealthMonitor:
                 case health.Trust() if seat in self._given_up:
                     self._given_up.discard(seat)
                     self._trusted(seat)
-                case _:
-                    pass
+                case health.Suspect() | health.Trust():
+                    pass  # shown as the state of the peer
+
+    def _show(self, peer: Peer) -> None:
+        """Make the opinion of health the state of a peer."""
+        is_suspected = self._health.is_suspected(_id(peer.rank))
+        peer.note(PeerEvent.SUSPECTED if is_suspected else PeerEvent.TRUSTED)
 
     def _ping(self, peer: Peer) -> None:
         if peer.link is None:

@@ -156,7 +156,7 @@ class Lanes:
                 return future
             if future is None:
                 future = Future()
-                if self._node.peers[peer].excluded:
+                if self._node.peers[peer].is_excluded:
                     future.set_exception(ConnectError(f"rank {peer} is gone"))
                     return future
                 if self._node.is_closing or self._is_over(key):  # nobody would ever end the wait
@@ -164,7 +164,7 @@ class Lanes:
                     return future
                 self._lanes[key] = future
         control.soon(self._ask, key)
-        if self._node.peers[peer].gone:
+        if self._node.peers[peer].is_gone:
             self._failed(key, ConnectError(f"rank {peer} is gone"))
         return future
 
@@ -236,7 +236,7 @@ class Lanes:
         self.abandon(lambda key: key.peer == peer, ConnectError(f"seat {peer} is gone"))
         for lane in [lane for lane, expected in self._expected.items() if expected.peer == peer]:
             self._stop_expecting(lane)
-        has_left = self._node.peers[peer].left
+        has_left = self._node.peers[peer].has_left
         with self._lock:
             futures = [
                 future
@@ -344,7 +344,7 @@ class Lanes:
                     self._opened(key, attempt, await self._connect(peer, key, kind, attempt))
                     return
                 except (ConnectError, TimeoutError) as error:
-                    if peer.gone or self._node.is_closing or self._is_over(key):
+                    if peer.is_gone or self._node.is_closing or self._is_over(key):
                         raise
                     if isinstance(error, ScarceError):
                         self._log.log(logging.WARNING, "no lane to rank %d can be opened now: %s", rank, error)
@@ -360,7 +360,7 @@ class Lanes:
     def _is_over(self, key: LaneKey) -> bool:
         if key.purpose == "collectives" and key.attempt < self._first_attempts.get(key.group, 0):
             return True
-        if key.group in self._closed_groups or key in self._given_up or self._node.peers[key.peer].excluded:
+        if key.group in self._closed_groups or key in self._given_up or self._node.peers[key.peer].is_excluded:
             return True
         return not self._node.is_member(key.group, key.peer)
 
@@ -518,7 +518,7 @@ class Lanes:
         if offer.kind not in self._acceptable(rank, offer):
             return f"the lane to rank {rank} is {self.kind(rank)!r} here and {offer.kind!r} there"
         key = lane_key(offer.group, rank, offer.purpose, offer.attempt)
-        if self._node.peers[rank].excluded:
+        if self._node.peers[rank].is_excluded:
             return f"the run goes on without rank {rank}"
         if not self._node.is_member(offer.group, rank):
             return f"rank {rank} of the run is not in this group"

@@ -84,7 +84,7 @@ class LauncherMesh:
         await self._node.generation_table.await_keeper()
 
     def _missing(self) -> list[int]:
-        return [peer.rank for peer in self._node.peers.values() if not peer.ready]
+        return [peer.rank for peer in self._node.peers.values() if not peer.is_ready]
 
     async def _tell_who_is_missing(self) -> None:
         for pause in (5.0, *(30.0,) * 1000):
@@ -101,7 +101,7 @@ class LauncherMesh:
         if self._complaint is not None:
             self._formed.set_exception(self._complaint)
             return
-        linked = all(peer.link is not None or peer.ready for peer in self._node.peers.values())
+        linked = all(peer.link is not None or peer.is_ready for peer in self._node.peers.values())
         if linked:
             self._tell_ready()
         if linked and not self._missing():
@@ -124,7 +124,7 @@ class LauncherMesh:
 
     async def dial(self, peer: Peer) -> None:
         pause, hang_ups, hung_up_at = 0.005, 0, 0.0
-        while peer.link is None and not peer.ready and not self._node.is_closing:
+        while peer.link is None and not peer.is_ready and not self._node.is_closing:
             try:
                 link, welcome, where = await self._call(peer)
             except HungUpError as error:
@@ -174,7 +174,7 @@ class LauncherMesh:
         If the others went on without it, it should hear so.
         """
         pause, until = 0.02, time.monotonic() + 2 * self._node.config.patience
-        while peer.link is None and not (peer.left or self._node.is_closing) and time.monotonic() < until:
+        while peer.link is None and not (peer.has_left or self._node.is_closing) and time.monotonic() < until:
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
                 async with asyncio.timeout(REDIAL_SECONDS):
                     link, welcome, where = await self._call(peer)
@@ -212,7 +212,7 @@ class LauncherMesh:
         if admitted is not None:
             link, hello, _ = admitted
             if hello.purpose == "newcomer":
-                self._node.lobby.knock(Latecomer(self._node, link, hello.card))
+                self._node.newcomers.add(Latecomer(self._node, link, hello.card))
             else:
                 self._node.linked(self._node.peers[hello.rank], link, hello.card)
 
@@ -232,7 +232,7 @@ class LauncherMesh:
             )
         known = self._node.peers.get(hello.rank)
         is_known = known is not None and (known.id, known.life) == messages.key_of(hello.card)
-        if known is not None and known.ready and is_known:
+        if known is not None and known.is_ready and is_known:
             return messages.Welcome(self._node.rank, self._node.card)  # its last link has ended, here or there
         for what, here, there in (
             ("run", self._node.run, hello.run),
@@ -247,7 +247,7 @@ class LauncherMesh:
         peer = self._node.peers.get(hello.rank)
         if peer is None or peer.is_dialled:
             return messages.Refusal(f"rank {hello.rank} has no business dialling rank {self._node.rank}", retry=False)
-        if peer.link is not None or peer.ready:
+        if peer.link is not None or peer.is_ready:
             return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
         return messages.Welcome(self._node.rank, self._node.card)
 
@@ -272,7 +272,7 @@ class LauncherMesh:
             if here != there:
                 return messages.Refusal(f"{what} is {there!r} there and {here!r} in the run", retry=False)
         key = messages.key_of(hello.card)
-        if any((peer.id, peer.life) == key and not peer.gone for peer in self._node.peers.values()):
+        if any((peer.id, peer.life) == key and not peer.is_gone for peer in self._node.peers.values()):
             return messages.Refusal("you are a member", retry=True)
         return messages.Welcome(self._node.rank, self._node.card)
 
@@ -284,7 +284,7 @@ class Latecomer:
         self._node, self.link, self._card = node, link, card
         self._said: EarlyMessages[bytes] = EarlyMessages()
         """By a newcomer that has not been given its seat here."""
-        link.attach(self._heard, lambda: node.lobby.go_away(self))
+        link.attach(self._heard, lambda: node.newcomers.remove(self))
 
     @property
     def card(self) -> messages.Card:
@@ -293,10 +293,10 @@ class Latecomer:
     def send(self, message: messages.Control) -> None:
         self.link.send(messages.encode(message))
 
-    def sit_down(self, peer: Peer) -> None:
+    def take_seat(self, peer: Peer) -> None:
         self._node.linked(peer, self.link, self._card)
 
-    def speak(self, peer: Peer) -> None:
+    def deliver_early(self, peer: Peer) -> None:
         for body in self._said.take():
             self._node.heard_frame(peer, body)
 

@@ -29,7 +29,7 @@ from covey.runtime.members.generation_table import GenerationTable
 from covey.runtime.members.health_monitor import HealthMonitor
 from covey.runtime.members.lanes import LaneKey, Lanes, lane_key
 from covey.runtime.members.launcher_mesh import LauncherMesh
-from covey.runtime.members.peers import Lobby, Peer
+from covey.runtime.members.peers import Newcomers, Peer, PeerEvent
 from covey.runtime.members.store import Stores
 from covey.wire import messages
 
@@ -145,7 +145,7 @@ class Node:
         self._health_monitor: HealthMonitor | None = None
         self.events = Events()
         self.generation_table = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
-        self.lobby = Lobby()
+        self.newcomers = Newcomers()
         self.is_elastic = False
         """Whether the program goes from generation to generation."""
         self.is_draining = False
@@ -186,15 +186,14 @@ class Node:
         peer.introduce(card)
         self.acceptor.member_ips.add(link.remote_ip)
         link.attach(functools.partial(self.heard_frame, peer), functools.partial(self._lost, peer, link))
-        if peer.ready:
+        if peer.is_ready:
             self.relinked(peer)
         if self.forming is not None:
             self.forming.settle()
 
     def relinked(self, peer: Peer) -> None:
         """There is a new link with a process whose last one had ended."""
-        if not peer.excluded:
-            peer.gone = False
+        peer.note(PeerEvent.RELINKED)
         if self._health_monitor is not None:
             self._health_monitor.link_up(peer)
         self.lanes.link_up(peer.rank)
@@ -306,7 +305,8 @@ class Node:
         """Take a member of the generation that this node is about to enter, and the link with it, if there is one."""
         peer = self.peers[member.seat]
         peer.introduce(member.card)
-        peer.is_dialled, peer.ready = is_dialled, True
+        peer.is_dialled = is_dialled
+        peer.note(PeerEvent.READY)
         if link is not None and link.is_open:
             self.linked(peer, link, member.card)
         elif is_dialled and self.forming is not None:
@@ -340,7 +340,7 @@ class Node:
         if not self.is_elastic or generation is None:
             return False
         live = len(generation.view.ranks)
-        is_awaited = live < self.most_size and self.lobby.is_awaited
+        is_awaited = live < self.most_size and self.newcomers.want_generation
         return self.is_draining or bool(self.rival) or live < self.wanted_size or is_awaited
 
     def outlived(self, rival: str) -> None:
@@ -398,10 +398,6 @@ class Node:
         """Tell whether a process is not heard on its link."""
         return self._health_monitor is not None and self._health_monitor.is_unheard(seat)
 
-    def is_suspected(self, seat: int) -> bool:
-        """Tell whether a process seems to be gone; the members have not agreed on that yet."""
-        return self._health_monitor is not None and self._health_monitor.is_suspected(seat)
-
     def _silent(self, seat: int, reason: str, cause: Cause) -> None:
         peer = self.peers[seat]
         peer.reason = reason
@@ -409,13 +405,13 @@ class Node:
         if peer.link is not None:
             peer.link.catch_up()
         self.generation_table.judged(seat, is_dead=True)
-        if self.config.on_loss == "raise" and not peer.left:
+        if self.config.on_loss == "raise" and not peer.has_left:
             logger.warning("rank %d is given up: %s", seat, reason)
         if cause is Cause.EXITED and peer.link is not None:
             # The kernel ends the link of a process that has exited, and what it said last may still be on the way.
             asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._hang_up, peer, peer.link)
         elif peer.link is None:
-            if self.config.on_loss == "raise" and not peer.gone:
+            if self.config.on_loss == "raise" and not peer.is_gone:
                 self._give_up(peer)
         elif self.config.on_loss == "raise" or cause is Cause.HOST_SILENT:
             # TCP repeats itself less and less often; a new link is there soon after the network is.
@@ -446,10 +442,13 @@ class Node:
     def exclude(self, seat: int) -> None:
         """The members go on without a process: it may live, but what it says about their work is not heard."""
         peer = self.peers[seat]
-        peer.excluded = True
+        is_news = not peer.is_gone
+        peer.note(PeerEvent.EXCLUDED)
         if self._health_monitor is not None:
             self._health_monitor.forget(seat)
-        self._give_up(peer)
+        if peer.link is not None:
+            peer.link.catch_up()  # it may have left in good order, which is no loss
+        self._tell_gone(peer, is_news=is_news)
         self.lanes.part_with(seat)
 
     def expelled(self, generation: Generation, fault: Fault, *, only_pacts: bool) -> None:
@@ -461,24 +460,30 @@ class Node:
     def _give_up(self, peer: Peer) -> None:
         if peer.link is not None:
             peer.link.catch_up()  # it may have left in good order, which is no loss
-        if not peer.gone and self.generation is not None:
+        is_news = not peer.is_gone
+        peer.note(PeerEvent.GIVEN_UP)
+        self._tell_gone(peer, is_news=is_news)
+
+    def _tell_gone(self, peer: Peer, *, is_news: bool) -> None:
+        if is_news and self.generation is not None:
             number = self.generation.number
             reason = f"its program failed with {peer.failure}" if peer.failure else peer.reason
-            self.audit.note("left" if peer.left else "lost", peer.card(), reason=reason, generation=number, once=True)
-        peer.gone = True
+            self.audit.note(
+                "left" if peer.has_left else "lost", peer.card(), reason=reason, generation=number, once=True
+            )
         self.lanes.abandon(lambda key: key.peer == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
         self.stores.peer_gone(peer.rank)
         for group in self.groups():
-            group.peer_gone(peer.rank, left=peer.left)
+            group.peer_gone(peer.rank, left=peer.has_left)
 
     def heard(self, rank: int, message: messages.Control) -> None:
         """Take a message from a rank of the run; from one that a view has excluded, only what concerns views."""
         peer = self.peers[rank]
-        if peer.excluded and not isinstance(message, OF_THE_EXCLUDED):
+        if peer.is_excluded and not isinstance(message, OF_THE_EXCLUDED):
             return
         match message:
             case messages.Ready():
-                peer.ready = True
+                peer.note(PeerEvent.READY)
                 if self.forming is not None:
                     self.forming.settle()
             case messages.Roster(contacts):
@@ -490,7 +495,7 @@ class Node:
                         if other.is_dialled and self.forming is not None:
                             self.spawn(self.forming.dial(other))
             case messages.Goodbye():
-                peer.left = True
+                peer.note(PeerEvent.SAID_GOODBYE)
             case messages.Failing(reason):
                 peer.failure = reason
             case messages.Agreeing():
@@ -535,7 +540,7 @@ class Node:
         peer.link = None
         if self.is_closing:
             return
-        if not peer.ready:  # it never saw the run formed, so it may come again
+        if not peer.is_ready:  # it never saw the run formed, so it may come again
             if peer.is_dialled and self.forming is not None:
                 self.spawn(self.forming.dial(peer))
             return
@@ -547,7 +552,7 @@ class Node:
         self.generation_table.link_down(rank)
         if self.config.on_loss == "raise" or self.generation is None:
             self._give_up(peer)
-        if self.generation is not None and peer.is_dialled and not peer.left and self.forming is not None:
+        if self.generation is not None and peer.is_dialled and not peer.has_left and self.forming is not None:
             self.spawn(self.forming.redial(peer))
 
     # Small things
@@ -618,7 +623,7 @@ class Node:
         self.generation_table.close()
         for companion in self._companions:
             await companion.close()
-        for newcomer in self.lobby:
+        for newcomer in self.newcomers:
             newcomer.turn_away()
         came = [peer.link for peer in self.peers.values() if peer.link is not None and peer.link not in links]
         for link in came:  # while the door was still open

@@ -76,7 +76,7 @@ class Stores:
             return
         assert self._node is not None
         peer = self._node.peers[asked.keeper]
-        if peer.gone or peer.excluded:
+        if peer.is_gone:
             self._fail(number, self._lost(asked.keeper))
         elif peer.link is not None:
             asked.is_sent = True
@@ -95,7 +95,7 @@ class Stores:
     def heard(self, seat: int, posting: messages.Posting) -> None:
         """Take what another process says about a board."""
         body = wire.decode_body(posting.body)
-        if self._node is not None and self._node.peers[seat].excluded:
+        if self._node is not None and self._node.peers[seat].is_excluded:
             return
         if isinstance(body, wire.Done | wire.Refused):
             asked = self._asked.get(posting.number)

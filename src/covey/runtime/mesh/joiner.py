@@ -14,6 +14,7 @@ from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError
 from covey.base.pace import Seldom
 from covey.base.text import printable
 from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say
+from covey.runtime.members.peers import PeerEvent
 from covey.runtime.mesh import waiting
 from covey.runtime.mesh.mesh import Mesh
 from covey.runtime.mesh.records import Records
@@ -131,7 +132,7 @@ class Joiner(Mesh):
         for seat, peer in node.peers.items():
             if peer.id != remote.card.id:
                 continue
-            if peer.life == remote.card.life and not peer.excluded:
+            if peer.life == remote.card.life and not peer.is_excluded:
                 remote.rank = seat
                 self.switched(remote)
                 node.relinked(peer)
@@ -148,7 +149,7 @@ class Joiner(Mesh):
         until = time.monotonic() + 2 * self.config.patience
 
         def is_wanted() -> bool:
-            is_settled = peer.left or node.is_closing or peer.id in self.met or peer.is_denied
+            is_settled = peer.has_left or node.is_closing or peer.id in self.met or peer.is_denied
             return not is_settled and time.monotonic() < until
 
         await self._dial_while(is_wanted, contact)
@@ -323,7 +324,7 @@ class Joiner(Mesh):
             leader=leader,
             tie_breaker=tie_breaker,
             since=time.monotonic() - self._since,
-            peers=tuple(self.peer_state(remote, self._lane_kind(remote)) for remote in self.met.values()),
+            peers=tuple(self.peer_report(remote, self._lane_kind(remote)) for remote in self.met.values()),
             rank=self._node.rank if self._node is not None else -1,
             wait=self._wait(),
         )
@@ -421,18 +422,18 @@ class Joiner(Mesh):
         waiting = {}
         for id in self._formation.newcomers():
             remote = self.met.get(id)
-            if remote is not None and remote.rank >= 0 and node.peers[remote.rank].excluded:
+            if remote is not None and remote.rank >= 0 and node.peers[remote.rank].is_excluded:
                 # A generation took it in, and a view excluded it, before it heard of either.
                 self._let_vote(node, remote, remote.rank)
                 remote.rank = -1
             if remote is not None and remote.rank < 0:
                 waiting[messages.key_of(remote.card)] = remote
-        for newcomer in node.lobby:
+        for newcomer in node.newcomers:
             if messages.key_of(newcomer.card) not in waiting:
-                node.lobby.go_away(newcomer)
+                node.newcomers.remove(newcomer)
         for remote in waiting.values():
-            if remote.card not in node.lobby:
-                node.lobby.knock(_Waiting(node, remote))
+            if remote.card not in node.newcomers:
+                node.newcomers.add(_Waiting(node, remote))
 
     def _tell_the_unaware(self, node: Node) -> None:
         """Tell members of the generation that wait outside, because they missed the news, that they are in it."""
@@ -534,7 +535,7 @@ class Joiner(Mesh):
         cards = {} if founded is None else {member.seat: member.card for member in founded.members}
         for seat, peer in node.peers.items():
             remote = by_seat.get(seat)
-            peer.ready = True
+            peer.note(PeerEvent.READY)
             if remote is not None:
                 peer.introduce(remote.card)
                 _tell_how_to_reach(peer, remote)
@@ -623,14 +624,14 @@ class _Waiting:
     def send(self, message: messages.Control) -> None:
         self._remote.send(message)
 
-    def sit_down(self, peer: Peer) -> None:
+    def take_seat(self, peer: Peer) -> None:
         self._remote.rank = peer.rank
         _tell_how_to_reach(peer, self._remote)
 
     def turn_away(self) -> None:
         """Its link ends with all others."""
 
-    def speak(self, peer: Peer) -> None:
+    def deliver_early(self, peer: Peer) -> None:
         said, self._remote.early = self._remote.early, []
         for message in said:
             self._node.heard(peer.rank, message)

@@ -71,7 +71,7 @@ def of_member(node: Node) -> Wait | None:
 
 def _is_unheard(node: Node, seat: int) -> bool:
     peer = node.peers[seat]
-    return not (peer.left or peer.excluded) and (peer.link is None or node.is_suspected(seat))
+    return not (peer.has_left or peer.is_excluded) and (peer.link is None or peer.is_suspected)
 
 
 def _troubles(found: Iterable[tuple[str, str]]) -> tuple[Trouble, ...]:
