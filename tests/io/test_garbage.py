@@ -159,7 +159,11 @@ class Crew:
                 self._groups[rank].result()
             for node in list(node_module._nodes):
                 contact = node.card.contact
-                if node.rank == rank and contact.socket.startswith(self.folder) and node.forming._formed is not None:
+                if (
+                    node.rank == rank
+                    and contact.socket.startswith(self.folder)
+                    and node.launcher_mesh._formed is not None
+                ):
                     return [contact.socket, *((address.ip, address.port) for address in contact.addresses)]
             threading.Event().wait(0.005)
         raise AssertionError("rank does not listen")

@@ -468,9 +468,9 @@ class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Posting(msgspec.Struct, frozen=True, array_like=True, tag=27):
-    """A message of `wire.board`, as it is: a question to who keeps a board, or the answer."""
+    """A message of `wire.store`: a question to the owner of a store, or the answer."""
 
-    board: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    store: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """Of the question, among those of whoever asks."""
     body: bytes

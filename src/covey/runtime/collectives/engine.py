@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.atomic import AtomicOperations
     from covey.runtime.collectives.stalls import Late
     from covey.runtime.members.generation import Generation
-    from covey.runtime.members.node import GroupTalk, Node
+    from covey.runtime.members.group_registry import GroupMessage
+    from covey.runtime.members.node import Node
 
 logger = logging.getLogger("covey")
 
@@ -153,7 +154,7 @@ class Engine:
         else:
             self._attempt = Attempt(self, 0, tuple(self.ranks), self._bell, None)
         if node is not None:
-            node.register(group_id, self)
+            node.groups.register(group_id, self)
             for peer in self._peers():  # who went before anyone could tell this group
                 if peer.is_gone:
                     self.peer_gone(peer.rank, left=peer.has_left)
@@ -599,7 +600,7 @@ class Engine:
 
     # What the control loop reports
 
-    def heard(self, peer: int, message: GroupTalk) -> None:
+    def heard(self, peer: int, message: GroupMessage) -> None:
         rank = self.ranks_by_member.get(peer)
         if rank is None or self.node is None:
             return
@@ -704,7 +705,7 @@ class Engine:
                 self.stalls.part()
             if self._fault is not None or self.sequence:
                 self._let_the_reason_go_first()
-            self.node.forget(self.id, self.sequence)
+            self.node.groups.forget(self.id, self.sequence)
         self._bell.close()
         _close_all(self._descriptors)
 
@@ -726,7 +727,7 @@ def _drop(
     """Free what a group held that nobody closed. The garbage collector calls this, anywhere: it must not lock."""
     work_queue.put(None)
     if node is not None:
-        control.soon(node.forget, group_id, 0)
+        control.soon(node.groups.forget, group_id, 0)
     if generation is not None:
         control.soon(generation.drop, group_id, generation.ranks_of(members))
     _close_all(descriptors)

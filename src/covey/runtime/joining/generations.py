@@ -338,7 +338,7 @@ def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
     new = bootstrap.group_of(node, group.local_rank, is_fresh=False)
     atexit.unregister(group.close)
     bootstrap.replace_joined(group, new)
-    for each in node.groups():
+    for each in node.groups:
         if each.generation is before:
             text = f"the group belongs to generation {group.generation} of the run, which is over; split the new one"
             each.end(Fault("ClosedError", text))

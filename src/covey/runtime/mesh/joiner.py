@@ -142,7 +142,7 @@ class Joiner(Mesh):
     def _let_vote(self, node: Node, remote: RemoteNode, seat: int) -> None:
         """Take a node for one that only votes for a seat, which it had, or an earlier life of it."""
         remote.votes_for = seat
-        node.voter_up(seat, remote.card.life, remote.send)
+        node.generation_table.voter_up(seat, remote.card.life, remote.send)
 
     async def _find_again(self, node: Node, peer: Peer, contact: messages.Contact) -> None:
         """Link again with a member to which there is no link; if a view has excluded it, it should hear so."""
@@ -170,9 +170,9 @@ class Joiner(Mesh):
                 self.refusals[name] = f"{reason} (it has left)"
         self._core.link_down(remote.card.id, time.monotonic())
         if self._node is not None and remote.votes_for >= 0:
-            self._node.voter_down(remote.votes_for)
+            self._node.generation_table.voter_down(remote.votes_for)
         if self._node is not None and remote.rank >= 0:
-            self._node.lost(remote.rank)
+            self._node.losses.link_ended(remote.rank)
             peer = self._node.peers[remote.rank]
             self.spawn(self._find_again(self._node, peer, remote.card.contact))
         self._pump()
@@ -267,7 +267,7 @@ class Joiner(Mesh):
         mine, theirs = messages.key_of(self.card), messages.key_of(remote.card)
         keys = [messages.key_of(member.card) for member in founded.members]
         if self._node is not None and mine not in keys and theirs in keys and remote.rank >= 0:
-            self._node.left_behind(founded.origin, founded.generation)
+            self._node.generation_table.left_behind(founded.origin, founded.generation)
         if self._node is not None or self._is_decided or mine not in keys:
             return
         is_ours = founded.origin == self._formation.lineages.current and self._formation.is_member_of_ours(
@@ -283,11 +283,11 @@ class Joiner(Mesh):
     def _heard_vouch(self, keeper: RemoteNode, message: messages.Vouch) -> None:
         """A keeper speaks for its processes, and for no others."""
         if self._node is not None and keeper.purpose == "keeper":
-            self._node.vouched(keeper.card.id, message.processes)
+            self._node.losses.vouched(keeper.card.id, message.processes)
 
     def noticed(self, remote: RemoteNode) -> None:
         if self._node is not None and remote.rank >= 0:
-            self._node.noticed(remote.rank)
+            self._node.losses.noticed(remote.rank)
 
     def _give_up(self, rank: int) -> None:
         for remote in list(self.met.values()):
@@ -296,7 +296,7 @@ class Joiner(Mesh):
 
     def turned_out(self, remote: RemoteNode, reason: str) -> None:
         if self._node is not None and remote.rank >= 0:
-            self._node.deny(remote.rank, reason)
+            self._node.losses.deny(remote.rank, reason)
 
     def turned_down(self, error: AuthError) -> None:
         self._fail(error)
@@ -398,7 +398,7 @@ class Joiner(Mesh):
             self._tell_the_unaware(self._node)
             self._look_at_rivals(self._node)
             if self._formation.ending is not None:
-                self._node.ended()
+                self._node.generation_table.over()
         self._changed.set()
 
     def _do(self, effect: Remember | Bind | Say | Agree) -> None:
@@ -541,9 +541,9 @@ class Joiner(Mesh):
                 _tell_how_to_reach(peer, remote)
             elif seat in cards:
                 peer.introduce(cards[seat])
-        self._core.may_go_on = lambda: node.hears_quorum
-        node.on_silent = self._give_up
-        node.on_unheard = self._unheard
+        self._core.may_go_on = lambda: node.generation_table.hears_quorum
+        node.losses.on_silent = self._give_up
+        node.losses.on_unheard = self._unheard
         node.on_founded = self._founded_another
         node.on_ended = self._run_ended
         node.find_newcomer = self._find_newcomer
@@ -557,7 +557,7 @@ class Joiner(Mesh):
         for seat in list(node.peers):
             linked = by_seat.get(seat)
             if linked is None or self.met.get(linked.card.id) is not linked:
-                node.lost(seat)
+                node.losses.link_ended(seat)
                 self._look_for(node, node.peers[seat])
             else:
                 said, linked.early = linked.early, []
