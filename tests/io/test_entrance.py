@@ -316,13 +316,11 @@ def test_wrong_answers_are_turned_away_with_one_line_for_all(caplog: pytest.LogC
             assert await visitor.rest() == b""
         assert acceptor.turned_away == 50
         assert not acceptor._strangers
-        assert acceptor.about_strangers().startswith("50 connections were turned away for want")
+        assert acceptor.about_strangers().startswith("50 connections were refused because they did not have")
 
     run(work)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
-    words = (
-        "test has turned 1 connections away; the last one: refused a connection that does not hold this cluster's key"
-    )
+    words = "test has refused 1 connections; the last one: refused a connection that does not hold this cluster's key"
     assert lines == [("WARNING", words)]
 
 

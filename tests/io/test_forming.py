@@ -57,7 +57,7 @@ def test_the_word_of_a_keeper_reaches_those_who_agree_on_views() -> None:
         presence, other = generation.view_driver._core._presence, 1 - group.rank
 
         async def hear(value: Vouch) -> float:
-            node.vouched(node.peers[other].keeper, [(node.peers[other].life, int(value))])
+            node.losses.vouched(node.peers[other].keeper, [(node.peers[other].life, int(value))])
             return presence.vouched_until(other)
 
         assert control.start(hear(Vouch.STOPPED)).result(10) < 0
@@ -84,12 +84,12 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
 
         async def hear_both_at_once() -> bool:
             nodes[1].send(0, messages.Goodbye())  # it is in the socket now, and this rank has not looked there
-            assert not node.peers[1].left
+            assert not node.peers[1].has_left
             if news == "a view without it":
-                node.exclude(1)
+                node.losses.exclude(1)
             else:
-                node._silent(1, news, Cause.EXITED)
-            return node.peers[1].left
+                node.losses.silent(1, news, Cause.EXITED)
+            return node.peers[1].has_left
 
         try:
             assert control.start(hear_both_at_once()).result(10)

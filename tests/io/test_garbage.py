@@ -82,7 +82,7 @@ CONTROLS = [
         messages.Revoke(1, "PeerLostError", "gone", (1, 2)),
         messages.Offer(b"a" * 16, b"s" * 32, 1, "collectives", "secure", 0, 2),
         messages.Known((card(socket="/x"),)),
-        messages.Tell("r", "running", b"", b"", 1.0, (messages.PeerState(card(), 0, "", "", "", "", -1.0, 0.0),)),
+        messages.Tell("r", "running", b"", b"", 1.0, (messages.PeerReport(card(), 0, "", "", "", "", -1.0, 0.0),)),
         messages.Reached((1.0,), ("",)),
     )
 ]
@@ -159,7 +159,11 @@ class Crew:
                 self._groups[rank].result()
             for node in list(node_module._nodes):
                 contact = node.card.contact
-                if node.rank == rank and contact.socket.startswith(self.folder) and node.forming._formed is not None:
+                if (
+                    node.rank == rank
+                    and contact.socket.startswith(self.folder)
+                    and node.launcher_mesh._formed is not None
+                ):
                     return [contact.socket, *((address.ip, address.port) for address in contact.addresses)]
             threading.Event().wait(0.005)
         raise AssertionError("rank does not listen")

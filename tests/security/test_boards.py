@@ -13,7 +13,7 @@ from tests.security.company import SURVIVING, Company, node_of, say
 
 from covey.runtime.group.internals import engine_of
 from covey.runtime.group.store import open_group_store
-from covey.wire import board, messages
+from covey.wire import messages, store
 
 if TYPE_CHECKING:
     from covey.runtime.group.group import Group
@@ -58,8 +58,8 @@ def test_a_board_listens_at_no_port() -> None:
             together()
             client = open_group_store(group)
             if group.rank == 0:
-                client.ask(board.Put((("key", b"value"),)), DEADLINE)
-            found = client.ask(board.Get(("key",)), DEADLINE).values[0]
+                client.ask(store.Put((("key", b"value"),)), DEADLINE)
+            found = client.ask(store.Get(("key",)), DEADLINE).values[0]
             together()
             together()
             return found
@@ -81,8 +81,8 @@ def test_a_board_gives_back_bytes_as_they_are() -> None:
     def work(group: Group) -> bytes:
         client = open_group_store(group)
         if group.rank == 1:
-            client.ask(board.Put((("key", data),)), DEADLINE)
-        return client.ask(board.Get(("key",)), DEADLINE).values[0]
+            client.ask(store.Put((("key", data),)), DEADLINE)
+        return client.ask(store.Get(("key",)), DEADLINE).values[0]
 
     with Company(new_cluster(), size=2) as company:
         nodes = [company.start(work) for _ in range(2)]
@@ -100,13 +100,13 @@ def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
             node, generation = node_of(group), engine_of(group).generation
             assert generation is not None
             client = open_group_store(group)
-            client.ask(board.Add("count", 1), DEADLINE)
+            client.ask(store.Add("count", 1), DEADLINE)
             group.barrier()
             answers: list[Any] = []
             heard = node.stores.heard
 
             def listen(seat: int, posting: messages.Posting) -> None:
-                answers.append(board.decode_body(posting.body))
+                answers.append(store.decode_body(posting.body))
                 heard(seat, posting)
 
             call_on_loop(setattr, node.stores, "heard", listen)
@@ -122,19 +122,19 @@ def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
             together()
             if group.rank == 2:
                 call_on_loop(generation.withdraw)
-            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].excluded)
+            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].is_excluded)
             together()
             if group.rank == 2:
-                for question in (board.Add("count", 100), board.Get(("count",)), board.Put((("key", b"poison"),))):
-                    say(group, 0, messages.Posting(client.board, secrets.randbits(40), board.encode_body(question)))
+                for question in (store.Add("count", 100), store.Get(("count",)), store.Put((("key", b"poison"),))):
+                    say(group, 0, messages.Posting(client.store_id, secrets.randbits(40), store.encode_body(question)))
                 say(group, 0, messages.Ping(1 << 50))
                 until(lambda: 1 << 50 in pongs)
                 together()
                 together()
                 return answers
             together()
-            count = client.ask(board.Add("count", 0), DEADLINE).number
-            known = client.ask(board.Check(("key",)), DEADLINE).number
+            count = client.ask(store.Add("count", 0), DEADLINE).number
+            known = client.ask(store.Check(("key",)), DEADLINE).number
             together()
             return count, known
 

@@ -18,7 +18,7 @@ from covey.net import audit as audit_log
 from covey.net import descriptors
 from covey.net.discovery import mdns, sieve
 from covey.net.keys import clusters
-from covey.proto import board
+from covey.proto import store as store_rules
 from covey.runtime import early_messages as early
 from covey.runtime.links import acceptor as acceptor
 from covey.runtime.links import dial_limits as allowance
@@ -171,5 +171,5 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"all strangers together {audit.STRANGERS_BURST:.0f}, then one in {1 / audit.TOTAL_RATE:.0f} s" in log
     assert audit.SUMMARY_SECONDS == 1 / audit.SOURCE_RATE == 300
     assert joiner.EARLY_LIMIT_BYTES == early.LIMIT_BYTES
-    store = f"more than {board.ENTRIES_LIMIT} entries of {board.BYTES_LIMIT >> 20} MiB in all"
-    assert f"{store}, nor wait on more than {board.WAITING_LIMIT >> 20} MiB of keys" in plain(SECURITY)
+    store = f"more than {store_rules.ENTRIES_LIMIT} entries of {store_rules.BYTES_LIMIT >> 20} MiB in all"
+    assert f"{store}, nor wait on more than {store_rules.WAITING_LIMIT >> 20} MiB of keys" in plain(SECURITY)

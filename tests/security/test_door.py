@@ -171,7 +171,7 @@ def test_strangers_leave_one_line_in_the_log_however_many_they_are(
             sock.sendall(secrets.token_bytes(door.ANSWER_BYTES))
             assert is_hung_up(sock)
     until(lambda: prey.acceptor.turned_away >= before + 200)
-    lines = [record for record in caplog.records if record.name == "covey" and "turned" in record.message]
+    lines = [record for record in caplog.records if record.name == "covey" and "has refused" in record.message]
     assert len(lines) <= 1
 
 

@@ -121,7 +121,7 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
             assert generation is not None
             if group.rank == 2:
                 call_on_loop(generation.withdraw)
-            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].excluded)
+            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].is_excluded)
             together()
             if group.rank == 2:
                 for rank in (0, 1):

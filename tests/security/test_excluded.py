@@ -42,7 +42,7 @@ def leave_secretly(group: Group) -> None:
 
 def await_exclusion(group: Group) -> None:
     node = node_of(group)
-    until(lambda: node.peers[ATTACKER].excluded)
+    until(lambda: node.peers[ATTACKER].is_excluded)
 
 
 def poison(number: int) -> bytes:

@@ -66,8 +66,8 @@ def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_gene
         say_here()
         until(lambda: newcomer.seats)
         for node in nodes:
-            call_on_loop(lambda node=node: node._silent(newcomer.seats[0], "it is not heard", Cause.SILENT))
-        until(lambda: all(node.peers[newcomer.seats[0]].excluded for node in nodes))
+            call_on_loop(lambda node=node: node.losses.silent(newcomer.seats[0], "it is not heard", Cause.SILENT))
+        until(lambda: all(node.peers[newcomer.seats[0]].is_excluded for node in nodes))
         deadline = time.monotonic() + DEADLINE
         while len(newcomer.seats) < 2:
             assert time.monotonic() < deadline, "it waits for ever"

@@ -167,7 +167,7 @@ def test_wrong_papers_are_refused_before_anything_is_heard(
     assert not prey.node.refusals
     lines = [record.getMessage() for record in caplog.records if record.name != "asyncio"]
     assert len(lines) == 1
-    assert "turned" in lines[0]
+    assert "refused" in lines[0]
     assert welcomes_members(prey)
 
 
@@ -254,7 +254,7 @@ def launched(
 
 @contextlib.contextmanager
 def forming(node: Node) -> Iterator[None]:
-    future = control.start(node.forming._form(within=DEADLINE))
+    future = control.start(node.launcher_mesh._form(within=DEADLINE))
     try:
         yield
     finally:
@@ -293,7 +293,12 @@ def test_a_dialled_rank_that_turns_out_to_be_another_is_not_taken_for_it() -> No
         led_astray = messages.Contact(one.host, (messages.Address(*proxy.address),), "")
         two, _ = launched(cluster, 2, 3, {0: led_astray})
         with forming(two):
-            until(lambda: proxy.connections() and (two.peers[0].link or two.forming._complaint or two.forming._refusal))
+            until(
+                lambda: (
+                    proxy.connections()
+                    and (two.peers[0].link or two.launcher_mesh._complaint or two.launcher_mesh._refusal)
+                )
+            )
             assert two.peers[0].link is None
 
 

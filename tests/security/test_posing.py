@@ -180,7 +180,7 @@ def test_a_newcomer_with_the_life_of_another_newcomer_takes_no_seat_from_it() ->
             poser.say(here(poser, company.terms(), lives, lineage=lineage))
             poser.ping()
             threading.Thread(target=leave_when_seated, args=(poser,), daemon=True).start()
-        until(lambda: all(len(list(node_of_participant(member).lobby)) == 2 for member in members))
+        until(lambda: all(len(list(node_of_participant(member).newcomers)) == 2 for member in members))
         ready.set()
         assert honest.id in newcomer.result()[0]
         for member in members:

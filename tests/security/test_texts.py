@@ -32,7 +32,7 @@ from tests.security.test_handshake import greet
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.net.keys.tls import Credentials
 from covey.runtime.group.internals import engine_of
-from covey.wire import board, door, formation, frame, messages
+from covey.wire import door, formation, frame, messages, store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ KINDS: list[Any] = [
     *typing.get_args(messages.Greeting),
     *typing.get_args(messages.Control),
     *typing.get_args(formation.Formation),
-    board.Refused,
+    store.Refused,
 ]
 
 
@@ -101,7 +101,7 @@ def decode(kind: Any, data: bytes) -> Any:
         return messages.decode_greeting(data)
     if kind in typing.get_args(formation.Formation):
         return formation.decode_formation(data)
-    return board.decode_body(data) if kind is board.Refused else messages.decode_control(data)
+    return store.decode_body(data) if kind is store.Refused else messages.decode_control(data)
 
 
 @pytest.mark.parametrize("text", [EVIL, EVIL * 20, "x" * 900_000, "\n" * 300], ids=["evil", "more", "long", "lines"])

@@ -203,7 +203,7 @@ def assert_cut_off(scene: Scene, lie: Callable[[], None]) -> None:
     assert not any(isinstance(link.error, CoveyError) for link in between)
     until(lambda: any(link.is_open for link in between))
     for rank in HONEST:  # they would wait for the liar to come back
-        call_on_loop(scene.node(rank)._silent, LIAR, "it is cut off", Cause.SILENT)
+        call_on_loop(scene.node(rank).losses.silent, LIAR, "it is cut off", Cause.SILENT)
 
 
 def successor(scene: Scene, *, members: Sequence[int] = (0, 1, 2), tie_breaker: int = 0) -> Successor:
@@ -370,13 +370,13 @@ def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_diffe
                 together()
                 together()
                 return None
-            until(lambda: node.peers[LIAR].excluded)
+            until(lambda: node.peers[LIAR].is_excluded)
             together()
             with pytest.raises((PeerLostError, MismatchError)) as error:
                 # A broadcast from a lost rank raises at once, on this rank alone.
                 group.all_reduce(VALUES) if group.rank else group.broadcast(VALUES, root=LIAR)
             if group.rank == 0:
-                other = node_of(groups[1])._groups[engine_of(group).id].engine.atomic  # type: ignore[attr-defined]
+                other = node_of(groups[1]).groups[engine_of(group).id].engine.atomic  # type: ignore[attr-defined]
                 until(lambda: other._is_executing)
                 call_on_loop(generation.disturbed, generation.view.number)
             together()

@@ -15,7 +15,7 @@ import pytest
 
 from covey.proto.decision import Decision
 from covey.proto.formation import Formation, Formed
-from covey.proto.gathering import rank_order
+from covey.proto.founders import rank_order
 from covey.testing.world import World
 from covey.wire.formation import Here, Member, Outcome, Propose, Standing, Terms, decode_formation, encode_formation
 

@@ -55,7 +55,7 @@ MUTANTS: dict[str, tuple[Mode, dict[str, Any], tuple[Any, str, Any]]] = {
     "does not look whether a view can follow": (ANYTHING, TALKATIVE, (Membership, "_check_follows", nothing)),
     "takes any view for sound": (ANYTHING, TALKATIVE, (Membership, "_is_sound", lambda self, view: True)),
     "takes any ballot": (KEEPS, TALKATIVE, (Membership, "_check_ballot", nothing)),
-    "keeps all views": (KEEPS, LONG, (membership, "KEPT", 1 << 30)),
+    "keeps all views": (KEEPS, LONG, (membership, "PAST_VIEWS", 1 << 30)),
 }
 
 FIRST_NOTICED = {"takes any view for sound": 27}

@@ -25,8 +25,8 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.members.store import StoreClient
 from covey.torch.backend.store import CoveyStore, open_store
-from covey.wire import board as wire
 from covey.wire import messages
+from covey.wire import store as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,15 +1,15 @@
 """Single-decree Paxos about the next view ("The Part-Time Parliament"), one member's two roles in it.
 
-The *acceptor* promises ballots and accepts views; what it has bound itself to outlives its process (`Record`). The
-*proposal* is the work of who started a ballot: gather promises, choose, gather acceptances. Ballots go on counting from
-one view to the next, so who holds the highest is also who leads.
+The *acceptor* promises ballots and accepts views; what it is bound to outlives its process (`Record`). The *proposal*
+belongs to the member that started a ballot: it collects promises, chooses a view, and collects acceptances. Ballot
+numbers keep growing from one view to the next, so the owner of the highest one also leads.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from covey.proto.views import judge, largest_company, next_tie_breaker
+from covey.proto.views import judge, largest_clique, next_tie_breaker
 from covey.wire.membership import Promise, Record, Seat, Successor, View
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def first_record(members: Iterable[Seat], lineage: bytes, *, anchor: int = 0, has_keeper: bool = False) -> Record:
-    """Return what a member of view 0 knows; `anchor` is its first tie-breaker and, without a keeper, leader."""
+    """Return the record of a member of view 0; `anchor` is the first tie-breaker and, without a keeper, the leader."""
     seats = tuple(members)
     return Record(seats, View(lineage, 0, tuple(range(len(seats))), anchor), len(seats) if has_keeper else anchor)
 
 
 def without(successor: Successor, lost: Collection[Seat]) -> Successor | None:
-    """Return a generation without the members that were lost before it began; None if none is left."""
+    """Return a generation without members that were lost before it began; None if none remain."""
     members = tuple(member for member in successor.members if member not in lost)
     if len(members) == len(successor.members) or not members:
         return successor if members else None
@@ -33,7 +33,7 @@ def without(successor: Successor, lost: Collection[Seat]) -> Successor | None:
 
 
 class Acceptor:
-    """What a member has bound itself to. Whoever changes it has the `record` made durable before anything is said."""
+    """What a member is bound to. After a change, `record` must be durable before anything is sent."""
 
     def __init__(self, record: Record) -> None:
         self.members: tuple[Seat, ...] = record.members
@@ -44,7 +44,7 @@ class Acceptor:
 
     @property
     def record(self) -> Record:
-        """What to write down."""
+        """What to make durable."""
         return Record(self.members, self.view, self.promised, self.accepted_ballot, self.accepted)
 
     def accept(self, ballot: int, view: View) -> None:
@@ -52,73 +52,73 @@ class Acceptor:
         self.accepted_ballot, self.accepted = ballot, view
 
     def install(self, view: View) -> None:
-        """Begin with the instance after `view`: nothing is accepted in it."""
+        """Begin the instance after `view`, in which nothing is accepted yet."""
         self.view, self.accepted_ballot, self.accepted = view, -1, None
 
 
 class Proposal:
-    """One ballot of this member's own for the view after `base`."""
+    """One ballot of this member for the view after `base`."""
 
     def __init__(
-        self, ballot: int, base: View, now: float, is_well: Callable[[int], bool] = lambda _place: True
+        self, ballot: int, base: View, now: float, is_well: Callable[[int], bool] = lambda _rank: True
     ) -> None:
-        """`is_well` tells what the proposer thinks of those who answered: they may have died since."""
+        """Begin without answers; `is_well` tells whether a rank that answered is still well."""
         self.ballot, self.base = ballot, base
         self._is_well = is_well
         self.answers: dict[int, Promise] = {}
         self.view: View | None = None
-        """What is proposed, once it is."""
+        """The proposed view, once there is one."""
         self.accepted_by: set[int] = set()
         self.changed_at = now
-        """When an answer last told something new."""
+        """When an answer last changed something."""
 
-    def answered(self, place: int, promise: Promise, now: float) -> None:
-        """Take an answer of this ballot."""
-        if self.answers.get(place) != promise:
-            self.answers[place], self.changed_at = promise, now
+    def answered(self, rank: int, promise: Promise, now: float) -> None:
+        """Take an answer in this ballot."""
+        if self.answers.get(rank) != promise:
+            self.answers[rank], self.changed_at = promise, now
 
     @property
     def found(self) -> View | None:
-        """What was accepted in the latest ballot that anybody knows of: it may be decided, so it is to be proposed."""
+        """The view accepted in the latest known ballot: it may be decided already, so it has to be proposed."""
         last = max(self.answers.values(), key=lambda answer: answer.accepted_ballot)
         return last.accepted if last.accepted_ballot >= 0 else None
 
-    def company(self) -> tuple[int, ...]:
-        """Return the most of those who could be in the view that all hear each other."""
-        return largest_company(self._live(), self.base.tie_breaker)
+    def clique(self) -> tuple[int, ...]:
+        """Return the largest set of possible members that all hear each other."""
+        return largest_clique(self._live(), self.base.tie_breaker)
 
     def left_out(self) -> Collection[int]:
-        """Return those who could be in the view but would not be: some others do not hear them."""
-        return self._live().keys() - self.company()
+        """Return the possible members that are not in the clique, because some others do not hear them."""
+        return self._live().keys() - self.clique()
 
-    def wish_of(self, company: Collection[int]) -> Successor | None:
-        """Return the generation in which all of these want to go on, if they said the same one."""
-        wishes = {self.answers[rank].successor for rank in company}
+    def wish_of(self, clique: Collection[int]) -> Successor | None:
+        """Return the generation in which all of these ranks want to go on, if they named the same one."""
+        wishes = {self.answers[rank].successor for rank in clique}
         return wishes.pop() if len(wishes) == 1 else None
 
     def awaits_wishes(self) -> bool:
-        """Tell whether some want to go on in the next generation, and others are about to say that they do, too.
+        """Tell whether some members have named the next generation, and the others are about to.
 
-        A member that was stopped in the middle of an operation cannot know yet: its view has to tell what became of it.
+        A member that was stopped in an operation cannot name it yet: the view decides the operation first.
         """
-        answers = [self.answers[rank] for rank in self.company()]
+        answers = [self.answers[rank] for rank in self.clique()]
         silent = [answer.states or () for answer in answers if answer.successor is None]
         is_any_stopped = any(state.sequence for states in silent for state in states)
         return 0 < len(silent) < len(answers) and not is_any_stopped
 
-    def value(self, company: Collection[int], successor: Successor | None = None) -> View:
-        """Return the view of these members, with what becomes of the operations of each group.
+    def value(self, clique: Collection[int], successor: Successor | None = None) -> View:
+        """Return the view of these members, with the fate of every group's operation.
 
-        Without any, the run is over. `successor` is the generation in which they go on, if this one ends.
+        Without members, the run is over. `successor` is the next generation, if this one ends.
         """
         base, number = self.base, self.base.number + 1
-        if not company:
+        if not clique:
             is_finished = any(answer.is_finished for answer in self.answers.values())
             return View(base.lineage, number, (), base.tie_breaker, is_finished=is_finished)
-        answers = {rank: states for rank in company if (states := self.answers[rank].states) is not None}
-        tie_breaker = next_tie_breaker(base, company)
-        return View(base.lineage, number, tuple(sorted(company)), tie_breaker, judge(answers), successor)
+        answers = {rank: states for rank in clique if (states := self.answers[rank].states) is not None}
+        tie_breaker = next_tie_breaker(base, clique)
+        return View(base.lineage, number, tuple(sorted(clique)), tie_breaker, judge(answers), successor)
 
     def _live(self) -> dict[int, tuple[int, ...]]:
-        candidates = ((place, answer) for place, answer in self.answers.items() if answer.states is not None)
-        return {place: answer.hears for place, answer in candidates if self._is_well(place)}
+        staying = ((rank, answer) for rank, answer in self.answers.items() if answer.states is not None)
+        return {rank: answer.hears for rank, answer in staying if self._is_well(rank)}

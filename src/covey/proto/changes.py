@@ -1,4 +1,4 @@
-"""What the views of a run bring about: the effects of `proto.membership`, to be performed in order."""
+"""The effects of `proto.membership`, to be performed in order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class Quorum(enum.Enum):
-    """What a minority does."""
+    """What members do that are not a quorum."""
 
     MAJORITY = "majority"
-    """It waits, and gives up."""
+    """They wait, then give up."""
     ANY = "any"
-    """It goes on, as another run."""
+    """They go on as another run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give a message to the link with this node, if there is one."""
+    """Send a message to this node, if there is a link."""
 
     peer: bytes
     message: Message
@@ -30,14 +30,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Make this record durable before anything that follows is done."""
+    """Make this record durable before performing any later effect."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Stop all executors, then call `frozen` with this number; until a view is installed nothing may go on.
+    """Stop all executors, then call `frozen` with this number; nothing may go on until a view is installed.
 
     Void if `Installed`, `Excluded` or `QuorumLost` comes before the executors have stopped.
     """
@@ -47,7 +47,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The next view; this node is in it. Do what its verdicts say, and thaw."""
+    """The next view; this node is in it. Do what its verdicts say, and resume."""
 
     view: View
     lost: tuple[int, ...]
@@ -58,8 +58,8 @@ class Installed:
 class Excluded:
     """The run goes on without this node: it left, was lost, or was started anew. Everything pending ends.
 
-    A view without ranks says that the run is over for all. Nodes that only vote also hear of a view with a successor:
-    they go on voting there.
+    A view without ranks means that the run is over for all. Nodes that only vote also get a view with a successor, and
+    go on voting there.
     """
 
     view: View
@@ -67,7 +67,7 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The members that are heard are no quorum; without one, `QuorumLost` follows after so many seconds."""
+    """The members that are heard are not a quorum; `QuorumLost` follows after so many seconds without one."""
 
     missing: tuple[int, ...]
     tie_breaker: int
@@ -76,7 +76,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class QuorumLost:
-    """Patience is over without a new view: everything pending ends. This node goes on voting, as a member of none."""
+    """There was no new view within the patience. Everything pending ends; this node goes on as a voter."""
 
     missing: tuple[int, ...]
     """Ranks of the last view that are not heard."""

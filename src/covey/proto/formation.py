@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto.decision import Decision
-from covey.proto.gathering import Peer, clique, count_hosts, founders, going_on, newcomers, rank_order, wanting
+from covey.proto.founders import Peer, clique, count_hosts, founders, going_on, newcomers, rank_order, wanting
 from covey.proto.lineages import Lineages
 from covey.wire import formation as wire
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Standing, Terms, difference

@@ -1,9 +1,9 @@
-"""Who leads: the owner of the highest promised ballot, as long as a quorum keeps telling it so.
+"""The leader's lease: the owner of the highest promised ballot leads while a quorum echoes its claims.
 
-The owner claims (`Pulse`) and the others echo the time of its claim; a quorum's echo is a lease of LEASE seconds from
-the claim on. Whoever promises a later ballot echoes no more. A new leader waits a little longer than a lease from its
-first quorum on before it calls itself one, so there is at most one at any time if clocks run at nearly the same rate;
-proposing views does not wait for this.
+The owner claims (`Pulse`) and the other members echo the time of the claim; the echoes of a quorum are a lease of LEASE
+seconds from the claim. A member that promises a later ballot does not echo any more. A new leader waits a little longer
+than a lease after its first quorum before it leads, so there is at most one leader at any time if clocks run at nearly
+the same rate. Proposing views does not wait for this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 LEASE: Final = 2.0
-"""Seconds that a claim lasts. Longer, and a new leader is known later; shorter, and the leader's pulse costs more."""
+"""Seconds that a claim lasts. A longer lease delays a new leader; a shorter one needs more pulses."""
 DRIFT: Final = 1.1
 """How much longer a lease may be by another clock."""
 
@@ -25,17 +25,17 @@ class Lease:
 
     def __init__(self, title_at: float = math.inf) -> None:
         self._title_at = title_at
-        """From then on this member may call itself the leader."""
+        """When this member may begin to lead."""
         self._echoes: dict[int, float] = {}
 
-    def echoed(self, place: int, stamp: float, is_quorum: Callable[[Collection[int]], bool], now: float) -> None:
-        """A member answered a claim; `is_quorum` knows whose echoes, besides this member's own, count."""
-        self._echoes[place] = max(stamp, self._echoes.get(place, -math.inf))
+    def echoed(self, rank: int, stamp: float, is_quorum: Callable[[Collection[int]], bool], now: float) -> None:
+        """Note the echo of a claim; `is_quorum` tells whether some ranks, with this member, are a quorum."""
+        self._echoes[rank] = max(stamp, self._echoes.get(rank, -math.inf))
         if self._title_at == math.inf and self._until(is_quorum) > now:
             self._title_at = now + LEASE * DRIFT
 
     def lost(self) -> None:
-        """A later ballot was promised."""
+        """Give up the lease: a later ballot was promised."""
         self._title_at, self._echoes = math.inf, {}
 
     def is_held(self, is_quorum: Callable[[Collection[int]], bool], now: float) -> bool:
@@ -43,11 +43,11 @@ class Lease:
         return self._title_at <= now < self._until(is_quorum)
 
     def _until(self, is_quorum: Callable[[Collection[int]], bool]) -> float:
-        """Return when the lease ends: LEASE after the last claim that a quorum echoed."""
+        """Return when the lease ends: LEASE seconds after the last claim that a quorum echoed."""
         if is_quorum(()):
             return math.inf
-        places = sorted(self._echoes, key=lambda place: -self._echoes[place])
-        for count in range(1, len(places) + 1):
-            if is_quorum(places[:count]):
-                return self._echoes[places[count - 1]] + LEASE
+        ranks = sorted(self._echoes, key=lambda rank: -self._echoes[rank])
+        for count in range(1, len(ranks) + 1):
+            if is_quorum(ranks[:count]):
+                return self._echoes[ranks[count - 1]] + LEASE
         return -math.inf

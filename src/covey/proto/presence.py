@@ -1,4 +1,4 @@
-"""Whom a member hears: links, what health believes, who leaves, who went elsewhere."""
+"""Which ranks a member hears: links, the opinion of health, ranks that leave, and ranks that forked."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from covey.wire.membership import Seat
 
 WORD_LASTS: Final = 3.0
-"""Seconds for which a keeper's word that a process is alive and not stopped counts: six times as long as it takes the
-keeper to say so again."""
+"""Seconds for which a keeper's word counts that a process is alive and not stopped: six times the interval at which the
+keeper repeats it."""
 
 
 class Presence:
-    """The other places of a run, as heard from `me`. Places are the ranks of view 0; the keeper's comes after them."""
+    """The other ranks of view 0, as heard from `me`. The keeper has the rank after the last member's."""
 
     def __init__(self, members: tuple[Seat, ...], me: int, now: float) -> None:
         self._lives = [member.life for member in members]
@@ -26,70 +26,70 @@ class Presence:
         self._vouched_at = dict.fromkeys(range(len(members) + 1), -math.inf)
         self._dead: set[int] = set()
         self.parted: set[int] = set()
-        """Those that went on as another lineage."""
+        """Ranks that went on as another lineage."""
         self.leaving: set[int] = set()
-        """Those that want to be in no view any more."""
+        """Ranks that want to be in no further view."""
         self.finished: set[int] = set()
-        """Those of them whose program has ended."""
+        """Ranks among `leaving` whose program has ended."""
 
-    def link_up(self, place: int, life: bytes, now: float) -> None:
-        """There is a link with a life of the node in this place: the member's, or a later one that only votes."""
-        self._links[place], self._changed_at[place] = life, now
+    def link_up(self, rank: int, life: bytes, now: float) -> None:
+        """Note a link with a life of this rank's node: the member's, or a later one that only votes."""
+        self._links[rank], self._changed_at[rank] = life, now
 
-    def link_down(self, place: int, now: float) -> bool:
-        """The link is gone; return whether there was one."""
-        was_up = self._links.pop(place, None) is not None
+    def link_down(self, rank: int, now: float) -> bool:
+        """Note that the link ended; return whether there was one."""
+        was_up = self._links.pop(rank, None) is not None
         if was_up:
-            self._changed_at[place] = now
+            self._changed_at[rank] = now
         return was_up
 
-    def believe(self, place: int, *, is_dead: bool) -> None:
-        """Follow health."""
+    def believe(self, rank: int, *, is_dead: bool) -> None:
+        """Take over the opinion of health."""
         if is_dead:
-            self._dead.add(place)
+            self._dead.add(rank)
         else:
-            self._dead.discard(place)
+            self._dead.discard(rank)
 
-    def vouch(self, place: int, now: float) -> None:
-        """A keeper says that the process in this place is alive, and not stopped."""
-        self._vouched_at[place] = now
+    def vouch(self, rank: int, now: float) -> None:
+        """Note that a keeper says that the process of this rank is alive and not stopped."""
+        self._vouched_at[rank] = now
 
-    def vouched_until(self, place: int) -> float:
-        """Return until when a keeper's last word for the process in this place counts."""
-        return self._vouched_at[place] + WORD_LASTS
+    def vouched_until(self, rank: int) -> float:
+        """Return until when the keeper's last word for the process of this rank counts."""
+        return self._vouched_at[rank] + WORD_LASTS
 
-    def is_linked(self, place: int) -> bool:
-        """Tell whether something can be said to this place."""
-        return place in self._links
+    def is_linked(self, rank: int) -> bool:
+        """Tell whether there is a link with this rank."""
+        return rank in self._links
 
-    def is_well(self, place: int) -> bool:
-        """Tell whether a member is heard, in the life that is in the view."""
-        if place == self._me:
+    def is_well(self, rank: int) -> bool:
+        """Tell whether a member is heard, in the life that the view contains."""
+        if rank == self._me:
             return True
-        if place not in self._links or place in self._dead or place in self.parted:
+        if rank not in self._links or rank in self._dead or rank in self.parted:
             return False
-        return place == len(self._lives) or self._links[place] == self._lives[place]
+        return rank == len(self._lives) or self._links[rank] == self._lives[rank]
 
-    def has_ended(self, place: int) -> bool:
-        """Tell whether the member of this place is known to be no more: a later life of its node is here."""
-        return place in self._links and place < len(self._lives) and self._links[place] != self._lives[place]
+    def has_ended(self, rank: int) -> bool:
+        """Tell whether the member of this rank has ended for sure: there is a link with a later life of its node."""
+        return rank in self._links and rank < len(self._lives) and self._links[rank] != self._lives[rank]
 
     def heard(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those of `ranks` that are well."""
         return tuple(filter(self.is_well, ranks))
 
     def expected_until(
-        self, place: int, asked_at: float, *, answer_within: float, relink: float, relink_vouched: float
+        self, rank: int, asked_at: float, *, answer_within: float, relink: float, relink_vouched: float
     ) -> float:
-        """Return until when an answer of a place may come: -inf for one that is dead, was started anew or is elsewhere.
+        """Return until when to wait for an answer of a rank; -inf if it is dead, was started anew, or has forked.
 
-        Who is well is believed for `answer_within`. One whose link ended may be back within `relink`; if a keeper goes
-        on vouching for it, within `relink_vouched`.
+        A rank that is well has `answer_within`. A rank whose link ended has `relink` to link again, or
+        `relink_vouched` while a keeper vouches for it.
         """
-        since = max(self._changed_at[place], asked_at)
-        if self.is_well(place):
+        since = max(self._changed_at[rank], asked_at)
+        if self.is_well(rank):
             return since + answer_within
-        is_away = place not in self._links and place not in self._dead and place not in self.parted
+        is_away = rank not in self._links and rank not in self._dead and rank not in self.parted
         if not is_away:
             return -math.inf
-        return max(self._changed_at[place] + relink, min(self.vouched_until(place), since + relink_vouched))
+        return max(self._changed_at[rank] + relink, min(self.vouched_until(rank), since + relink_vouched))

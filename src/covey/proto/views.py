@@ -1,4 +1,4 @@
-"""The rules of views, as functions: who is a quorum, who can be in a view together, what becomes of operations."""
+"""The rules of views, as functions: quorums, the members of the next view, and the fate of operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 SEARCHED: Final = 4096
-"""Steps in the search for the largest company. Broken links are few, or cut a run in parts; both take far fewer."""
+"""Steps in the search for the largest clique. Broken links are few, or split a run in parts; both take far fewer."""
 MOST_OPERATIONS: Final = 1 << 61
 """The number of an operation, and that of the next one, fit into every message."""
 
@@ -18,21 +18,21 @@ MOST_OPERATIONS: Final = 1 << 61
 def is_quorum(view: View, ranks: Collection[int]) -> bool:
     """Tell whether these members of a view can decide the next: more than half, or half with the tie-breaker.
 
-    The denominator is all of the view, whatever anybody believes of them: two quorums always have a member in common.
+    All members of the view count in the denominator, dead or alive, so two quorums always have a member in common.
     """
     votes, size = len(set(ranks) & set(view.ranks)), len(view.ranks)
     return 2 * votes > size or (2 * votes == size and view.tie_breaker in ranks)
 
 
 def next_tie_breaker(view: View, ranks: Collection[int]) -> int:
-    """Return who breaks ties among `ranks`: who did before, if it is still there, else the most senior."""
+    """Return the tie-breaker among `ranks`: that of `view` if it is among them, else the lowest rank."""
     return view.tie_breaker if view.tie_breaker in ranks else min(ranks)
 
 
-def largest_company(hears: Mapping[int, Collection[int]], tie_breaker: int) -> tuple[int, ...]:
-    """Return the most members that all hear each other, by the word of both; among equals the tie-breaker counts.
+def largest_clique(hears: Mapping[int, Collection[int]], tie_breaker: int) -> tuple[int, ...]:
+    """Return the most members that all hear each other, as both of each pair say; among equals the tie-breaker counts.
 
-    The rank that misses most others is either left out, or kept without those it misses.
+    The search branches on the rank that misses most others: without it, or without the ranks that it misses.
     """
     deaf = _deaf(hears)
     best: tuple[int, bool, list[int]] = (0, False, [])
@@ -52,7 +52,7 @@ def largest_company(hears: Mapping[int, Collection[int]], tie_breaker: int) -> t
 
 
 def _deaf(hears: Mapping[int, Collection[int]]) -> dict[int, set[int]]:
-    """Return for each rank those that it misses, or that miss it. A proposer asks after every answer of a hundred."""
+    """Return for each rank the ranks that it misses, or that miss it. Called after each of up to a hundred answers."""
     ranks = set(hears)
     deaf = {rank: ranks.difference(heard, (rank,)) for rank, heard in hears.items()}
     for rank, missed in [(rank, tuple(missed)) for rank, missed in deaf.items() if missed]:
@@ -64,14 +64,15 @@ def _deaf(hears: Mapping[int, Collection[int]]) -> dict[int, set[int]]:
 def judge(answers: Mapping[int, tuple[State, ...]]) -> tuple[Verdict, ...]:
     """Return the verdicts of a view whose members gave these answers, for every group that one of them is in.
 
-    None can return before all are complete. So what the foremost is past is complete with all, or raises for want of a
-    root; only the next can be in doubt. It is over if all who are left are complete in the same attempt: one of the
-    lost may have returned it. Else nobody has, or ever will: the members are frozen.
+    No rank returns an operation before all are complete. So every operation that the foremost rank has passed is
+    complete everywhere, or raises because its root is gone; only the next one is in doubt. It is committed if all
+    remaining ranks are complete in the same attempt, because a lost rank may have returned it. Otherwise no rank has
+    returned it or ever will, because the members are frozen.
 
-    If somebody gives up, the first operation that nobody can have returned is revoked: the one in doubt, or the one
-    after it if that is over. So a wish that a view knows of is always granted by that view, all who are in it see the
-    group end at the same operation, and a result that one of the lost may have used is never taken back. Only who is
-    in no such view can have seen the revoked operation end otherwise, and only by raising: its root was gone.
+    If a rank gives up, the first operation that no rank can have returned is revoked: the one in doubt, or the one
+    after it if that one is committed. So a view always grants a request to give up that it knows of, all its members
+    see the group end at the same operation, and a result that a lost rank may have used is never taken back. Only a
+    rank in no such view can have seen the revoked operation end otherwise, and only by raising: its root was gone.
     """
     groups: dict[int, dict[int, State]] = {}
     for rank in sorted(answers):
@@ -83,8 +84,8 @@ def judge(answers: Mapping[int, tuple[State, ...]]) -> tuple[Verdict, ...]:
 def rests_on(view: View, states: Collection[State]) -> bool:
     """Tell whether the verdicts of a view can come from `judge`, if one of its members answered with these states.
 
-    Members pass an operation together, so none is further ahead than by one that is complete here, unless operations
-    raised because a member of the group is gone. A member that gives a group up may have forgotten how far it was.
+    Members pass an operation together, so no member is ahead by more than one operation that is complete here, unless
+    operations raised because a member of the group is gone. A member that gives a group up may have lost its count.
     """
     verdicts = {verdict.group: verdict for verdict in view.verdicts}
     for state in states:
@@ -99,7 +100,7 @@ def rests_on(view: View, states: Collection[State]) -> bool:
 
 
 def fits(answer: Collection[State], states: Collection[State], view: View) -> bool:
-    """Tell whether a member of a view can be where it says, if this one is where these states say."""
+    """Tell whether the states that a member reports are possible, given the states of this one."""
     mine = {state.group: state for state in states}
     for theirs in answer:
         ours = mine.get(theirs.group)
@@ -112,10 +113,10 @@ def fits(answer: Collection[State], states: Collection[State], view: View) -> bo
     return True
 
 
-def _judge_group(group: int, states: Mapping[int, State], company: Collection[int]) -> Verdict:
-    ranks = {rank for state in states.values() for rank in state.ranks if rank in company}
+def _judge_group(group: int, states: Mapping[int, State], clique: Collection[int]) -> Verdict:
+    ranks = {rank for state in states.values() for rank in state.ranks if rank in clique}
     due = 1 + max(state.returned for state in states.values())
-    # Those who returned the same last operation know the same: it comes from the same barrier.
+    # Ranks that returned the same last operation know the same, from the same barrier.
     pending = any(state.pending for state in states.values() if state.returned == due - 1)
     trying = {rank: state for rank, state in states.items() if state.sequence == due}
     is_whole = trying.keys() == ranks and all(state.complete for state in trying.values())
@@ -124,5 +125,5 @@ def _judge_group(group: int, states: Mapping[int, State], company: Collection[in
         return Verdict(group, due + is_over, Fate.REVOKE, pending)
     if is_over:
         return Verdict(group, due, Fate.COMMIT, pending)
-    is_headless = any(state.root >= 0 and state.root not in company for state in trying.values())
+    is_headless = any(state.root >= 0 and state.root not in clique for state in trying.values())
     return Verdict(group, due, Fate.RAISE if is_headless else Fate.REDO, pending)

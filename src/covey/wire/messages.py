@@ -294,7 +294,7 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     tie_breaker: Bytes
     since: Seconds
     """Seconds in this state."""
-    peers: tuple[PeerState, ...]
+    peers: tuple[PeerReport, ...]
     rank: int = -1
     """The sender's own, once there is one."""
     turned_away: Count = 0
@@ -360,7 +360,7 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     """Where it came from."""
 
 
-class PeerState(Worded, frozen=True, array_like=True):
+class PeerReport(Worded, frozen=True, array_like=True):
     """How a node reaches another."""
 
     card: Card
@@ -468,9 +468,9 @@ class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Posting(msgspec.Struct, frozen=True, array_like=True, tag=27):
-    """A message of `wire.board`, as it is: a question to who keeps a board, or the answer."""
+    """A message of `wire.store`: a question to the owner of a store, or the answer."""
 
-    board: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    store: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """Of the question, among those of whoever asks."""
     body: bytes

@@ -12,7 +12,7 @@ from rich.console import Console
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
 from covey.cli.status.picture import Picture, as_json, picture
 from covey.cli.status.view import duration, milliseconds, view
-from covey.wire.messages import Address, Answer, Card, Contact, PeerState, Tell, Trouble, Wait
+from covey.wire.messages import Address, Answer, Card, Contact, PeerReport, Tell, Trouble, Wait
 
 
 def card(number: int, host: str = "wren") -> Card:
@@ -20,9 +20,9 @@ def card(number: int, host: str = "wren") -> Card:
     return Card(bytes([number]) * 32, bytes(16), f"{host}-{number:04}", host, 100 + number, contact, "1.2")
 
 
-def state(number: int, rank: int = -1, *, lane: str = "", round_trip: float = -1.0, offset: float = 0.0) -> PeerState:
+def state(number: int, rank: int = -1, *, lane: str = "", round_trip: float = -1.0, offset: float = 0.0) -> PeerReport:
     here = card(number)
-    return PeerState(here, rank, lane, "10.0.0.99", f"10.0.0.{number}:47700", "eth0", round_trip, offset)
+    return PeerReport(here, rank, lane, "10.0.0.99", f"10.0.0.{number}:47700", "eth0", round_trip, offset)
 
 
 def tells(size: int, run: str = "mine") -> list[Tell]:

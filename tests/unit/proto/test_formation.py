@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto.formation import MOST_PAST_LIVES, REMEMBERED, Formation
-from covey.proto.gathering import rank_order
+from covey.proto.founders import rank_order
 from covey.proto.lineages import Lineages
 from covey.testing.world import World
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Row, Standing, Terms

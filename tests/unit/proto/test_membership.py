@@ -14,8 +14,8 @@ from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumLost, Send, Waiting
 from covey.proto.commit import Commit
 from covey.proto.lease import DRIFT, LEASE, Lease
-from covey.proto.membership import FINISH_TOGETHER, KEPT, MOST_AHEAD, Membership
-from covey.proto.views import MOST_OPERATIONS, fits, is_quorum, judge, largest_company, next_tie_breaker, rests_on
+from covey.proto.membership import FINISH_TOGETHER, MOST_AHEAD, PAST_VIEWS, Membership
+from covey.proto.views import MOST_OPERATIONS, fits, is_quorum, judge, largest_clique, next_tie_breaker, rests_on
 from covey.testing.workers import Worker
 from covey.testing.world import World
 from covey.wire.membership import (
@@ -644,7 +644,7 @@ def test_who_is_behind_is_told_and_who_is_ahead_is_asked() -> None:
 
 
 def test_a_view_far_ahead_excludes_who_is_not_in_it() -> None:
-    core, view = lone(), View(LINEAGE, KEPT * 2, (0, 2), 0)
+    core, view = lone(), View(LINEAGE, PAST_VIEWS * 2, (0, 2), 0)
     core.received(seat("a").id, Decided(view), 1.0)
     record, excluded = core.effects()
     assert isinstance(record, Persist)
@@ -685,7 +685,7 @@ def test_a_view_that_cannot_follow_is_a_protocol_error_proposed_or_decided(view:
 def test_a_view_with_this_member_must_rest_on_its_answer() -> None:
     for message in (Accept(4, View(LINEAGE, 1, (0, 1), 0)), Decided(View(LINEAGE, 1, (0, 1), 0))):
         core = lone()
-        with pytest.raises(RemoteProtocolError, match="for which this one never answered"):
+        with pytest.raises(RemoteProtocolError, match="for which this member never answered"):
             core.received(seat("a").id, message, 1.0)
         assert core.view.number == 0
 
@@ -727,7 +727,7 @@ def test_a_generation_that_this_member_never_wished_for_is_a_protocol_error() ->
             if wish is not None:
                 core.succeed(wish, 0.6)
             core.effects()
-            with pytest.raises(RemoteProtocolError, match="that this one never wished for"):
+            with pytest.raises(RemoteProtocolError, match="that this member never named"):
                 core.received(seat("a").id, message, 1.0)
             assert core.view.number == 0
     core = answering(lone())
@@ -795,7 +795,7 @@ def test_an_answer_that_cannot_be_is_a_protocol_error_and_changes_nothing(change
     core.frozen(1, [State(7, (0, 1), 1)], 1.1)
     core.effects()
     values = {"states": (State(7, (0, 1), 1),), "accepted_ballot": -1, "accepted": None} | changes
-    with pytest.raises(RemoteProtocolError, match="answers what cannot be"):
+    with pytest.raises(RemoteProtocolError, match="sent an impossible answer"):
         core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), **values), 1.2)
     assert core.effects() == []
     for name, hears in (("b", (0, 2)), ("c", (0, 1))):
@@ -812,7 +812,7 @@ def test_no_member_uses_up_the_ballots_of_the_others() -> None:
         Refuse(LINEAGE, 1, far),
     ):
         core = answering(lone())
-        with pytest.raises(RemoteProtocolError, match="nobody else is near"):
+        with pytest.raises(RemoteProtocolError, match="far above all others"):
             core.received(seat("a").id, message, 1.0)
         assert (core.ballot, core.effects()) == (4, [])
 
@@ -850,7 +850,7 @@ FORKS = {
 @pytest.mark.parametrize("view", FORKS.values(), ids=FORKS)
 def test_a_fork_that_cannot_be_is_a_protocol_error(view: View) -> None:
     core = answering(lone(quorum=Quorum.ANY))
-    with pytest.raises(RemoteProtocolError, match="a fork that cannot be"):
+    with pytest.raises(RemoteProtocolError, match="a fork that cannot follow"):
         core.received(seat("a").id, Fork(LINEAGE, 0, view), 1.0)
     assert core.view.number == 0
     strict = answering(lone())
@@ -907,7 +907,7 @@ def test_the_largest_company_is_as_large_as_any(cuts: set[tuple[int, int]]) -> N
     def is_company(chosen: set[int]) -> bool:
         return all(other in hears[one] for one in chosen for other in chosen if other != one)
 
-    found = largest_company(hears, 0)
+    found = largest_clique(hears, 0)
     assert is_company(set(found))
     every = [{rank for rank in ranks if bits >> rank & 1} for bits in range(1 << 7)]
     assert len(found) == max(len(chosen) for chosen in every if is_company(chosen))
@@ -915,8 +915,8 @@ def test_the_largest_company_is_as_large_as_any(cuts: set[tuple[int, int]]) -> N
 
 def test_a_company_of_a_hundred_in_two_halves_is_found_quickly_with_the_tie_breaker() -> None:
     hears = {rank: [other for other in range(100) if other // 50 == rank // 50] for rank in range(100)}
-    assert largest_company(hears, 70) == tuple(range(50, 100))
-    assert largest_company(hears, 0) == tuple(range(50))
+    assert largest_clique(hears, 70) == tuple(range(50, 100))
+    assert largest_clique(hears, 0) == tuple(range(50))
 
 
 def test_the_company_of_the_most_members_that_there_may_be_is_found_at_once() -> None:
@@ -925,7 +925,7 @@ def test_the_company_of_the_most_members_that_there_may_be_is_found_at_once() ->
     hears = {rank: tuple(other for other in everybody if other not in (rank, 5, 50)) for rank in everybody}
     began = time.process_time()
     for _ in everybody:
-        largest_company(hears, 0)
+        largest_clique(hears, 0)
     assert time.process_time() - began < 2.0
 
 
@@ -1013,7 +1013,7 @@ def test_an_answer_that_came_before_this_member_had_frozen_is_compared_then() ->
     core.received(seat("c").id, Promise(LINEAGE, 1, ballot, (0, 1), (true,)), 1.1)
     core.frozen(1, [true], 1.2)
     assert not any(isinstance(getattr(effect, "message", 0), Accept) for effect in core.effects())
-    with pytest.raises(RemoteProtocolError, match="answers what cannot be"):
+    with pytest.raises(RemoteProtocolError, match="sent an impossible answer"):
         core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (false,)), 1.3)
     core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (true,)), 1.4)
     (view,) = {effect.message.view for effect in core.effects() if isinstance(getattr(effect, "message", 0), Accept)}

@@ -21,10 +21,9 @@ from covey.proto import membership as agreement
 from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import handshake as greet
 from covey.runtime.members import lanes
-from covey.runtime.members import store as boards
+from covey.runtime.members import store as stores
 from covey.wire import (
     beacon,
-    board,
     door,
     formation,
     frame,
@@ -35,6 +34,7 @@ from covey.wire import (
     messages,
     owner,
     seal,
+    store,
 )  # fmt: skip
 from covey.wire import message_header as framed
 
@@ -109,7 +109,7 @@ def test_what_messages_about_views_are_made_of_is_listed_with_its_fields() -> No
 
 
 def test_every_question_to_a_board_is_listed_with_its_tag_and_fields() -> None:
-    known = by_name(board.Body)
+    known = by_name(store.Body)
     rows = table("Boards", "tag")
     assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
     for row in rows:
@@ -214,13 +214,13 @@ NUMBERS = (
     f"At most {messages.MAX_MEMBERS} members, {membership.MAX_GROUPS} groups in a promise, "
     f"{membership.MAX_VERDICTS} verdicts in a view",
     f"A ballot more than 2^{agreement.MOST_AHEAD.bit_length() - 1} above",
-    f"Keys have up to {board.KEY_LIMIT} characters, values {board.VALUE_LIMIT >> 10} KiB, a message "
-    f"{board.KEYS_LIMIT} keys and 1 MiB",
+    f"Keys have up to {store.KEY_LIMIT} characters, values {store.VALUE_LIMIT >> 10} KiB, a message "
+    f"{store.KEYS_LIMIT} keys and 1 MiB",
     f"carries a random id ({lanes.LANE_BYTES} bytes) and a random secret ({lanes.SECRET_BYTES} bytes)",
     f"a token ({meeting.TOKEN_BYTES} random bytes that never travel)",
     f"small frames in lots of {matching.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
-    f"are repeated after {boards.ASK_AGAIN_SECONDS:.0f} s",
+    f"are repeated after {stores.ASK_AGAIN_SECONDS:.0f} s",
 )
 
 
@@ -231,7 +231,7 @@ def test_a_number_of_the_page_is_that_of_the_code(said: str) -> None:
 
 def test_a_board_has_a_number_of_so_many_bits_and_calls_are_so_many_runs() -> None:
     hints = typing.get_type_hints(messages.Posting, include_extras=True)
-    assert f"Its number ({limit(hints['board'])} random bits)" in WORDS
+    assert f"Its number ({limit(hints['store'])} random bits)" in WORDS
     (meta,) = typing.get_args(typing.get_type_hints(messages.Calls, include_extras=True)["runs"])[1:]
     assert f"up to {meta.max_length} runs of equal calls" in WORDS
 

@@ -18,7 +18,7 @@ CARD = messages.Card(b"i" * 32, b"l" * 16, "north-abcd", "north.local", 12, CONT
 HELLO = messages.Hello(
     version=1, nonce=b"n" * 32, purpose="candidate", run="a run", rank=-1, size=4, lanes="auto", card=CARD
 )
-STATE = messages.PeerState(CARD, 3, "secure", "10.0.0.1", "10.0.0.7:47700", "eth0", 0.0002, -1.5)
+STATE = messages.PeerReport(CARD, 3, "secure", "10.0.0.1", "10.0.0.7:47700", "eth0", 0.0002, -1.5)
 CHARTER = messages.Charter(3, "otter-aaaa", (b"d" * 32,), (b"a" * 32, b"b" * 32), b"s" * 64)
 GREETINGS: list[Any] = [
     HELLO,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from covey.base.errors import CoveyError
-    from covey.wire.messages import Answer, Card, PeerState, Wait
+    from covey.wire.messages import Answer, Card, PeerReport, Wait
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class Picture:
 
 
 def picture(
-    cluster: str, seen: Sequence[PeerState], answers: Sequence[Answer | CoveyError], refused: Mapping[str, str]
+    cluster: str, seen: Sequence[PeerReport], answers: Sequence[Answer | CoveyError], refused: Mapping[str, str]
 ) -> Picture:
     """Put together how nodes are `seen` from here and what each of them answered to Ask."""
-    told: dict[str, list[tuple[PeerState, Tell]]] = {}
+    told: dict[str, list[tuple[PeerReport, Tell]]] = {}
     silent = []
     for state, answer in zip(seen, answers, strict=True):
         if isinstance(answer, Tell):
@@ -99,12 +99,12 @@ def picture(
     return Picture(cluster, tuple(_run(name, told[name]) for name in sorted(told)), tuple(silent), dict(refused))
 
 
-def _run(name: str, told: list[tuple[PeerState, Tell]]) -> Run:
+def _run(name: str, told: list[tuple[PeerReport, Tell]]) -> Run:
     ranks = _ranks(told)
     running = [tell for _, tell in told if tell.state == "running"]
     leader, tie_breaker = (running[0].leader, running[0].tie_breaker) if running else (b"", b"")
 
-    def node(card: Card, state: str, since: float | None, offset: float | None, peers: Iterable[PeerState]) -> Node:
+    def node(card: Card, state: str, since: float | None, offset: float | None, peers: Iterable[PeerReport]) -> Node:
         address = card.contact.addresses[0] if card.contact.addresses else None
         return Node(
             id=card.id.hex(),
@@ -145,7 +145,7 @@ def _run(name: str, told: list[tuple[PeerState, Tell]]) -> Run:
     return Run(name, "running" if running else "joining", longest, tuple(in_order), waits)
 
 
-def _refused(told: list[tuple[PeerState, Tell]]) -> set[str]:
+def _refused(told: list[tuple[PeerReport, Tell]]) -> set[str]:
     """Return the names of nodes that others refuse, and that are not in the largest company that could be one run."""
     waits = [tell.wait for _, tell in told if tell.wait is not None]
     company = max(sorted(wait.here for wait in waits), key=len, default=())
@@ -166,13 +166,13 @@ def _lines(wait: Wait) -> Iterator[str]:
         yield f"{trouble.where}: {trouble.why}"
 
 
-def _ranks(told: list[tuple[PeerState, Tell]]) -> dict[bytes, int]:
+def _ranks(told: list[tuple[PeerReport, Tell]]) -> dict[bytes, int]:
     """Return the ranks by node id, as the nodes tell of themselves and of their peers."""
     ranks = {peer.card.id: peer.rank for _, tell in told for peer in tell.peers if peer.rank >= 0}
     return ranks | {state.card.id: tell.rank for state, tell in told if tell.rank >= 0}
 
 
-def _way(peer: PeerState, ranks: Mapping[bytes, int]) -> Way:
+def _way(peer: PeerReport, ranks: Mapping[bytes, int]) -> Way:
     round_trip = peer.round_trip if peer.round_trip >= 0 else None
     rank = ranks.get(peer.card.id)
     return Way(peer.card.id.hex(), rank, peer.lane, peer.local, peer.remote, peer.interface, round_trip)

@@ -122,10 +122,10 @@ class Engine:
             self._attempt = Attempt(self, 0, tuple(self.ranks), self.bell, None)
         self._reports = ControlReports(self)
         if node is not None:
-            node.register(group_id, self._reports)
+            node.groups.register(group_id, self._reports)
             for peer in roster.peers():  # peers that were lost before the group was registered
-                if peer.gone:
-                    self._reports.peer_gone(peer.rank, left=peer.left)
+                if peer.is_gone:
+                    self._reports.peer_gone(peer.rank, left=peer.has_left)
 
     def subgroup(self, key: str, members: tuple[int, ...], name: str, config: GroupConfig | None = None) -> Engine:
         """Return the engine of a group of some members; each of them makes it with the same `key`. Sends nothing."""
@@ -328,7 +328,7 @@ class Engine:
             sequence = self.operation.sequence
             if self.failure.fault is not None or sequence:
                 _flush_control()
-            self.node.forget(self.id, sequence)
+            self.node.groups.forget(self.id, sequence)
         self.bell.close()
         _close_all(self._descriptors)
 

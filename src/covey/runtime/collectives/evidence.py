@@ -86,7 +86,7 @@ class Suspicion(EnginePart):
         """Return the other ranks that can still be asked."""
         peers = engine.node.peers if engine.node is not None else {}
         others = (rank for rank in engine.live if rank != engine.rank and not engine.stalls.has_parted(rank))
-        return {rank for rank in others if not peers[engine.members[rank]].left}
+        return {rank for rank in others if not peers[engine.members[rank]].has_left}
 
 
 def _header(data: bytes, engine: Engine) -> Header | None:

@@ -51,15 +51,15 @@ class LaneTrouble(EnginePart):
             lambda: (
                 engine.failure.has_happened
                 or bool(peer.failure)
-                or peer.left
-                or peer.excluded
+                or peer.has_left
+                or peer.is_excluded
                 or engine.stalls.has_parted(rank)
             ),
         )
         why = f"closed the group, or the connection broke ({symptom})"
-        if peer.failure or peer.excluded:
+        if peer.failure or peer.is_excluded:
             why = peer.how_it_went()
-        elif peer.left:
+        elif peer.has_left:
             why = "left the group"
         return f"{engine.roster.describe((rank,))} {why}"
 

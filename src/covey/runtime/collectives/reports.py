@@ -14,7 +14,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
-    from covey.runtime.members.node import GroupTalk
+    from covey.runtime.members.group_registry import GroupMessage
 
 
 class ControlReports(EnginePart):
@@ -24,7 +24,7 @@ class ControlReports(EnginePart):
         super().__init__(engine)
         self.members, self.generation, self.survives = engine.members, engine.generation, engine.survives
 
-    def heard(self, peer: int, message: GroupTalk) -> None:
+    def heard(self, peer: int, message: GroupMessage) -> None:
         """Act on a message from the rank in seat `peer`."""
         engine = self._owner()
         if engine is None or engine.node is None or (rank := engine.roster.rank_of.get(peer)) is None:

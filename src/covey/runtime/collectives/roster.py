@@ -39,7 +39,7 @@ class Roster:
 
     def present(self) -> tuple[int, ...]:
         """Return the ranks whose processes have neither left nor been lost."""
-        return tuple(rank for rank in self.ranks if (peer := self.peer(rank)) is None or not peer.gone)
+        return tuple(rank for rank in self.ranks if (peer := self.peer(rank)) is None or not peer.is_gone)
 
     def tell_others(self, message: messages.Control) -> None:
         """Send a control message to all other ranks. Returns at once."""

@@ -304,7 +304,7 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
             generation.leave(LEAVE_SECONDS, is_finished=is_finished and not node.rival)
 
     def on_close() -> None:
-        for member in node.groups():
+        for member in node.groups:
             member.close()  # groups that were split off cannot outlive the run
         node.close()
         atexit.unregister(group.close)

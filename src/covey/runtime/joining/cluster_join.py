@@ -126,7 +126,7 @@ async def _become_a_node(
             contacts={},
             floor=floor,
             store=joiner.records.write,
-            companions=(joiner,),
+            closes=(joiner,),
             on_close=endpoint.on_close,
             seats=tuple(seats.values()),
             links_come=True,

@@ -183,7 +183,7 @@ class _Generations:
         until = time.monotonic() + (self._timeout if self._timeout is not None else WAIT_SECONDS)
         while True:
             mine = {
-                "lobby": messages.encode(tuple(each.card for each in node.lobby)),
+                "lobby": messages.encode(tuple(each.card for each in node.newcomers)),
                 "leaves": self._is_asked_to_leave,
                 "next": node.next_seat,
                 "late": time.monotonic() > until,
@@ -323,8 +323,8 @@ def _outlived(group: Group, rival: str) -> SplitRunError:
 def _await_someone(node: Node) -> None:
     """Wait a moment for a newcomer."""
     until = time.monotonic() + LOOK_SECONDS
-    known = {each.card.life for each in node.lobby}
-    while {each.card.life for each in node.lobby} == known and time.monotonic() < until:
+    known = {each.card.life for each in node.newcomers}
+    while {each.card.life for each in node.newcomers} == known and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -336,11 +336,11 @@ def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
 
     before = engine_of(group).generation
     control.start(found()).result(bootstrap.FOUND_SECONDS)
-    node.lobby.put_off()
+    node.newcomers.defer()
     new = bootstrap.group_of(node, group.local_rank, is_fresh=False)
     atexit.unregister(group.close)
     bootstrap.replace_joined(group, new)
-    for each in node.groups():
+    for each in node.groups:
         if each.generation is before:
             text = f"the group belongs to generation {group.generation} of the run, which is over; split the new one"
             each.end(Fault("ClosedError", text))

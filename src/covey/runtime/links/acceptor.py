@@ -1,4 +1,4 @@
-"""Where others come in: the listening sockets of a node, the door behind them, and what to do about crowds."""
+"""The listening sockets of a node: accepts connections, challenges them at the door, and limits how many there are."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 STRANGERS_AT_ONCE: Final = 32
-"""Connections that may be at the door at the same time. Members need a round trip, so when one too many comes, the
-oldest has to go of the source that has most of them: of those that no member has, or that take more than half of the
-places."""
+"""Connections that may be at the door at the same time; a member needs one round trip there. One too many closes the
+oldest connection of the source that has most of them, among sources that no member has or that take more than half of
+this number."""
 GUESTS_AT_ONCE: Final = 256
-"""Connections that have passed the door and are being greeted: all of them hold the key."""
+"""Connections that have passed the door and are shaking hands: all of them have proved the key."""
 STRANGER_SECONDS: Final = 3.0
 TOLD_SECONDS: Final = 30.0
-"""The log tells at most this often of connections that were turned away, and as often of strangers among them."""
+"""Shortest time between two log lines about refused connections, and between two about those without the key."""
 ACCEPTS_AT_ONCE: Final = 16
-"""Connections taken before the loop looks at other things."""
+"""Connections accepted before the loop turns to other events."""
 PROBE_LIMIT: Final = 32 << 20
-"""Bytes that a probe may send to measure a way."""
+"""Bytes that a probe may send to measure throughput."""
 PROBERS_LIMIT: Final = 256
 """Probers whose addresses are remembered."""
 PROBER_IPS_LIMIT: Final = 16
 PROBER_SECONDS: Final = 60.0
-"""For how long."""
+"""How long they are remembered."""
 
 
 class Acceptor:
-    """Listens, checks who comes to the door, and hands those with the key to whom they want."""
+    """Listens, checks connections at the door, and hands those that prove the key to `on_link` or `on_lane`."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class Acceptor:
         *,
         allows: Callable[[str], bool] = lambda _ip: True,
     ) -> None:
-        """Take ownership of `listeners`. `allows` tells whether connections to one of our own addresses are wanted."""
+        """Take ownership of `listeners`. `allows` tells whether connections to a local address are accepted."""
         self._listeners = [track(listener) for listener in listeners]
         self._name, self._allows = name, allows
         self.door_keys: Callable[[], tuple[bytes, ...]] = lambda: (door_key,)
-        """Returns the keys that open the door now: when a secret changes, there are two for a while."""
+        """Returns the keys that are valid at the door: two for a while after a secret changed."""
         self.on_link: Callable[[socket.socket, bytes], Awaitable[None]] | None = None
-        """Gets the socket, which it owns from then on, and what was said at the door."""
+        """Gets the socket, which it owns from then on, and the challenge with its answer."""
         self.on_lane: Callable[[socket.socket], Awaitable[None]] | None = None
         """Gets the socket, which it owns from then on."""
         self.on_refused: Callable[[str, BaseException], None] | None = None
-        """Hears of every connection that is turned away: its address, and why."""
+        """Called for every refused connection with its address and the reason."""
         self.member_ips: set[str] = set()
-        """Addresses of members: in a crowd they are served first."""
+        """Addresses of members, which the limits favour."""
         self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
         self._guests: dict[socket.socket, asyncio.Task[None]] = {}
         self._is_closing = False
@@ -76,7 +76,7 @@ class Acceptor:
         self.arrivals = SourceLimits()
         self._logs = {level: LimitedLog(TOLD_SECONDS) for level in (logging.WARNING, logging.INFO)}
         self._probers: dict[bytes, dict[str, float]] = {}
-        """What probes were bound to: from which addresses they came, and when the last one did."""
+        """By what probes were bound to: their addresses, and when the last probe came from each."""
 
     def open(self) -> None:
         """Start to accept connections. On the control loop."""
@@ -95,7 +95,7 @@ class Acceptor:
                 return
             except ConnectionError:
                 continue
-            except OSError:  # out of descriptors, most likely: let some go before looking again
+            except OSError:  # out of descriptors, most likely: wait until some are closed
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 loop.call_later(0.1, self._listen, listener)
@@ -106,31 +106,33 @@ class Acceptor:
             if arrival is None or (is_scarce(sock.fileno()) and not is_member):
                 sock.close()
                 scarce = "this process has few descriptors left"
-                self._turn_away(ConnectError(scarce if arrival is not None else f"too many come from {ip}"), ip)
+                self._refuse(ConnectError(scarce if arrival is not None else f"too many come from {ip}"), ip)
                 continue
             sock.setblocking(False)
             self._strangers[sock] = self._spawn(self._at_the_door(track(sock), arrival))
             if len(self._strangers) > STRANGERS_AT_ONCE:
-                self._send_one_away(self._strangers, f"more than {STRANGERS_AT_ONCE} were at the door")
+                self._close_one(self._strangers, f"more than {STRANGERS_AT_ONCE} were at the door")
 
     def _arrive(self, sock: socket.socket, ip: str, *, is_member: bool) -> Arrival | None:
-        """Count a connection; None if its source has sent too many. The kernel knows who comes to a unix socket."""
+        """Count a connection; None if its source has made too many. The kernel names the user of a unix socket."""
         if sock.family == socket.AF_UNIX:
             return Arrival(())
         return self.arrivals.come(ip, time.monotonic(), is_member=is_member)
 
-    def _send_one_away(self, crowd: dict[socket.socket, asyncio.Task[None]], reason: str) -> None:
+    def _close_one(self, crowd: dict[socket.socket, asyncio.Task[None]], reason: str) -> None:
         ips = {sock: remote_ip(sock) for sock in crowd}
         sources = {sock: ip if ip in self.member_ips else source_of(ip) for sock, ip in ips.items()}
-        places = collections.Counter(sources.values())
-        greedy = [each for each, count in places.items() if each not in self.member_ips or 2 * count > len(crowd)]
-        greediest = max(greedy or places, key=lambda source: places[source])
+        counts = collections.Counter(sources.values())
+        greedy = [each for each, count in counts.items() if each not in self.member_ips or 2 * count > len(crowd)]
+        greediest = max(greedy or counts, key=lambda source: counts[source])
         oldest = next(sock for sock in crowd if sources[sock] == greediest)
         task = crowd.pop(oldest)
         if crowd is self._strangers:
-            task.add_done_callback(lambda _: oldest.close())  # itself it cannot, if it was cancelled before it began
+            task.add_done_callback(
+                lambda _: oldest.close()
+            )  # a task that was cancelled before it began cannot close it
         task.cancel()
-        self._turn_away(ConnectError(reason), ips[oldest])
+        self._refuse(ConnectError(reason), ips[oldest])
 
     async def _at_the_door(self, sock: socket.socket, arrival: Arrival) -> None:
         ip = remote_ip(sock)
@@ -139,7 +141,7 @@ class Acceptor:
                 said, purpose = await self._hear(sock)
         except (OSError, TimeoutError, CoveyError) as error:
             sock.close()
-            self._turn_away(error, ip)
+            self._refuse(error, ip)
             return
         except BaseException:
             sock.close()
@@ -151,7 +153,7 @@ class Acceptor:
         assert task is not None
         self._guests[sock] = task
         if len(self._guests) > GUESTS_AT_ONCE:
-            self._send_one_away(self._guests, f"more than {GUESTS_AT_ONCE} were being greeted")
+            self._close_one(self._guests, f"more than {GUESTS_AT_ONCE} were shaking hands")
         try:
             if purpose is door.Purpose.LINK and self.on_link is not None:
                 await self.on_link(sock, said)
@@ -163,7 +165,7 @@ class Acceptor:
             else:
                 sock.close()
         except (OSError, TimeoutError, CoveyError) as error:
-            self._turn_away(error, ip)
+            self._refuse(error, ip)
         finally:
             self._guests.pop(sock, None)
 
@@ -171,7 +173,7 @@ class Acceptor:
         if sock.family == socket.AF_UNIX:
             check_peer(sock)
         elif not self._allows(sock.getsockname()[0]):
-            raise ConnectError("it came by an interface that is excluded")
+            raise ConnectError("it came over an interface that is excluded")
         no_delay(sock)
         challenge = secrets.token_bytes(door.CHALLENGE_BYTES)
         await asyncio.get_running_loop().sock_sendall(sock, challenge)
@@ -183,7 +185,7 @@ class Acceptor:
         return challenge + answer, door.check(last, challenge, answer)
 
     def probed_from(self, token: bytes) -> set[str]:
-        """Return the addresses from which probes came lately that were bound to `token`."""
+        """Return the addresses from which probes bound to `token` came lately."""
         since = time.monotonic() - PROBER_SECONDS
         return {ip for ip, at in self._probers.get(door.bind(token), {}).items() if at > since}
 
@@ -195,14 +197,14 @@ class Acceptor:
         if len(self._probers) > PROBERS_LIMIT:
             del self._probers[next(iter(self._probers))]
 
-    def _turn_away(self, error: BaseException, ip: str) -> None:
+    def _refuse(self, error: BaseException, ip: str) -> None:
         self.turned_away += 1
         if self.on_refused is not None:
             self.on_refused(ip, error)
         self._without_key += isinstance(error, AuthError)
         level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
         count, last = self.turned_away, error or type(error).__name__
-        self._logs[level].log(level, "%s has turned %d connections away; the last one: %s", self._name, count, last)
+        self._logs[level].log(level, "%s has refused %d connections; the last one: %s", self._name, count, last)
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
@@ -214,14 +216,14 @@ class Acceptor:
             logger.error("%s failed to serve a connection", self._name, exc_info=error)
 
     def about_strangers(self) -> str:
-        """Return a sentence about those who had not the key, or nothing."""
+        """Return a clause about the connections that did not have the key, or ""."""
         if not self._without_key:
             return ""
         times = "connections were" if self._without_key > 1 else "connection was"
-        return f"{self._without_key} {times} turned away for want of the right key"
+        return f"{self._without_key} {times} refused because they did not have the right key"
 
     async def close(self) -> None:
-        """Stop listening and end every greeting. On the control loop; closing twice is fine."""
+        """Stop listening and end every handshake. On the control loop; closing twice is fine."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -240,14 +242,14 @@ class Acceptor:
 
 
 def remote_ip(sock: socket.socket) -> str:
-    """Return the address that a connection comes from; nothing for a unix socket, or if it is broken."""
+    """Return the address that a connection comes from; "" for a unix socket, or if it is broken."""
     with contextlib.suppress(OSError, IndexError, TypeError):
         return plain_ip(sock.getpeername()[0])
     return ""
 
 
 async def _serve_probe(sock: socket.socket) -> None:
-    """Send every word of 8 bytes back; or, after the word `sink` and a length, take that much and say so."""
+    """Send every word of 8 bytes back; after the word `sink` with a length, first receive that many bytes."""
     loop = asyncio.get_running_loop()
     with sock:
         async with asyncio.timeout(2 * GREETING_SECONDS):

@@ -1,7 +1,7 @@
-"""How many connections a node opens because others said where to: so many at a time, and so many a second.
+"""Limits on connections to addresses that other nodes named: how many at a time, and how many per second.
 
-Seeds, and members of a run whose links have ended, are dialled without asking here: a person wrote the seeds down, the
-members have been met, and there are few of either.
+Seeds, and members of a run whose links have ended, are dialled without these limits: the user named the seeds, the
+members were linked before, and there are few of either.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 SOCKETS: Final = 32
 """Connections that are being opened at the same time."""
 DIALS_RATE, DIALS_BURST = 32.0, 128.0
-"""Connections to other machines, a second and at once. A cluster of the largest size is dialled in one go."""
+"""Connections to other machines, per second and at once. A cluster of the largest size is dialled at once."""
 
 
 class DialLimits:
-    """Gives out turns to dial. On the control loop."""
+    """Lets dials proceed one by one. On the control loop."""
 
     def __init__(self) -> None:
         self._sockets = asyncio.Semaphore(SOCKETS)
@@ -33,9 +33,9 @@ class DialLimits:
 
     @contextlib.asynccontextmanager
     async def turn(self, where: Where) -> AsyncIterator[None]:
-        """Wait until `where` may be dialled. The connection is to be opened, or given up, inside the block."""
+        """Wait until `where` may be dialled. Open or give up the connection inside the block."""
         clock = asyncio.get_running_loop().time
-        while _is_remote(where) and not self._dials.take(clock()):  # noqa: ASYNC110  # only time brings the next one
+        while _is_remote(where) and not self._dials.take(clock()):  # noqa: ASYNC110  # only time frees the next turn
             await asyncio.sleep(self._dials.wait(clock()))
         async with self._sockets:
             yield

@@ -1,6 +1,6 @@
-"""Opening and accepting connections: the door first, then a greeting, on the control loop.
+"""Opens and accepts authenticated connections: first the door's challenge, then Hello and Welcome. On the control loop.
 
-`LinkCredentials` are what the nodes of a run share: the key of the door, and a token (one host, or insecure) or TLS.
+`LinkCredentials` are what the nodes of a run share: the door's key, and a token (one host, or insecure) or TLS.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from covey.runtime.links.dial_limits import DialLimits
 
 GREETING_SECONDS: Final = 5.0
-"""How long a greeting may take."""
+"""How long a handshake may take."""
 HEAD_START: Final = 0.15
-"""Seconds that a better address has before the next one is tried, too."""
+"""Seconds between the dial of an address and the dial of the next, worse one."""
 
 SILENCE: Final = "no answer in time"
-"""What is said of a way on which nothing comes back, not even a refusal."""
+"""The problem of an address that sends nothing back, not even a refusal."""
 
 Where = str | tuple[Any, ...]
 """The path of a unix socket, or a TCP address as `socket` takes it."""
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class RefusedError(Exception):
-    """The other side understood and said no."""
+    """The other side understood and refused."""
 
     def __init__(self, reason: str, *, retry: bool) -> None:
         super().__init__(reason)
@@ -52,50 +52,50 @@ class RefusedError(Exception):
 
 
 class HungUpError(ConnectError):
-    """The other side closed the connection instead of answering: it rejects our key, or it has just died."""
+    """The other side closed the connection instead of answering: it rejects this key, or it has just died."""
 
 
 class ScarceError(ConnectError):
-    """This process can open no socket now: it has too many files open, or the system has."""
+    """This process can open no socket now: it, or the system, has too many files open."""
 
 
 @dataclass
 class LinkCredentials:
-    """What proves membership. `token` is used where `tls` is None.
+    """What proves membership. `token` is used if `tls` is None.
 
-    When a cluster's secret changes, what follows from the one before is accepted, and tried, for a while.
+    When a cluster's secret changes, the credentials of the previous one are accepted, and tried, for a while.
     """
 
     door_key: bytes = field(repr=False)
     token: bytes = field(default=b"", repr=False)
     tls: Credentials | None = None
     earlier: LinkCredentials | None = None
-    """What proved membership before the last change."""
+    """The credentials before the last change."""
     until: float = 0.0
-    """When that is good no more, by the monotonic clock."""
+    """When `earlier` expires, by the monotonic clock."""
 
     @classmethod
     def of_token(cls, token: bytes) -> LinkCredentials:
-        """Return the gate of a run whose ranks share a token."""
+        """Return the credentials of a run whose ranks share a token."""
         return cls(hashlib.sha256(b"covey/1/token-door" + token).digest(), token)
 
     def become(self, other: LinkCredentials) -> None:
-        """Prove membership as another gate does, from now on."""
+        """Take over other credentials in place: holders of this object use them from now on."""
         self.door_key, self.token, self.tls = other.door_key, other.token, other.tls
         self.earlier, self.until = other.earlier, other.until
 
     def good(self) -> tuple[LinkCredentials, ...]:
-        """Return the gates that are good now, the one to prefer first."""
+        """Return the credentials that are valid now, the preferred first."""
         if self.earlier is not None and time.monotonic() >= self.until:
             self.earlier = None
         return (self,) if self.earlier is None else (self, self.earlier)
 
     def door_keys(self) -> tuple[bytes, ...]:
-        """Return the keys with which the door is opened now."""
+        """Return the door keys that are valid now."""
         return tuple(credentials.door_key for credentials in self.good())
 
     def of(self, said: bytes) -> LinkCredentials:
-        """Return the gate whose key made an answer that has passed the door; `said` is all that was said there."""
+        """Return the credentials whose key made an answer at the door; `said` is the challenge and that answer."""
         return next((credentials for credentials in self.good() if _opens(credentials.door_key, said)), self)
 
 
@@ -117,14 +117,14 @@ async def connect(
     spares: bool = False,
     within: float = GREETING_SECONDS,
 ) -> tuple[socket.socket, bytes]:
-    """Connect and pass the door; return the socket and what was said there.
+    """Connect and pass the door; return the socket, and the challenge with the answer.
 
-    What `first` returns follows the answer at once, and the answer is bound to it; without it, to `token`. With
-    `spares`, no socket is opened if the process has few descriptors left: they are for what it has begun. What listens
-    there has to answer `within` so many seconds.
+    What `first` returns is sent right after the answer, and the answer is bound to it; without `first`, to `token`.
+    With `spares`, no socket is opened if the process has few descriptors left: they are for what it has begun. The
+    other side has to answer `within` so many seconds.
 
     Raises:
-        ConnectError: nobody answers there (yet), or what answers is not covey; a ScarceError if this process can open
+        ConnectError: nothing answers there (yet), or what answers is not covey; a ScarceError if this process can open
             no socket.
     """
     loop = asyncio.get_running_loop()
@@ -157,16 +157,16 @@ async def dial(
     spares: bool = False,
     within: float = GREETING_SECONDS,
 ) -> tuple[Link, messages.Welcome, bytes]:
-    """Open a link; return it, who answered, and the id that TLS proved (empty without TLS).
+    """Open a link; return it, the Welcome, and the id that TLS proved (empty without TLS).
 
-    A node that hangs up may not have heard of a new secret: while the one before is good, it is tried, too. `spares`
-    and `within` are as for `connect`.
+    A node that hangs up may not know a new secret: the previous one is tried too while it is valid. `spares` and
+    `within` are as for `connect`.
 
     Raises:
-        ConnectError: nobody answers there (yet); a HungUpError if they might not accept our key, a ScarceError if this
-            process can open no socket.
-        AuthError: someone answers who is not of this run or cluster, or who rejects our certificate.
-        RefusedError: a member answered and said no.
+        ConnectError: nothing answers there (yet); a HungUpError if the other side may not accept this key, a
+            ScarceError if this process can open no socket.
+        AuthError: what answers is not of this run or cluster, or rejects this node's certificate.
+        RefusedError: a member answered and refused.
     """
     *others, last = credentials.good()
     for each in others:
@@ -180,7 +180,7 @@ async def _dial(
 ) -> tuple[Link, messages.Welcome, bytes]:
     first: Callable[[], bytes]
     if credentials.tls is not None:
-        from covey.net.keys.tls import Channel  # slow to load, and of no use to ranks of one host
+        from covey.net.keys.tls import Channel  # slow to import, and not needed by ranks of one host
 
         channel = Channel(credentials.tls, dialled=True)
         first = channel.shake
@@ -244,11 +244,10 @@ async def dial_any(
 ) -> tuple[Link, messages.Welcome, bytes, Where]:
     """Open a link to the first address that works; each has a short head start before the next.
 
-    With an `allowance` each waits for its turn, and takes no descriptor that the process may need itself; `within`: see
-    `connect`.
+    With an `allowance`, each dial waits for its turn and spares descriptors. `within` is as for `connect`.
 
     Raises:
-        What `dial` raises: of what was tried, what tells most.
+        What `dial` raises: the most informative error of all addresses.
     """
     opened, where = await _first_of(
         wheres,
@@ -262,7 +261,7 @@ async def connect_any(wheres: list[Where], credentials: LinkCredentials, purpose
     """Connect to the first address that works, and pass the door; each has a short head start before the next.
 
     Raises:
-        ConnectError: there is no way.
+        ConnectError: no address works.
     """
     opened, _ = await _first_of(
         wheres, lambda where: connect(where, credentials, purpose), lambda opened: opened[0].close()
@@ -273,9 +272,9 @@ async def connect_any(wheres: list[Where], credentials: LinkCredentials, purpose
 async def _first_of(
     wheres: list[Where], open_one: Callable[[Where], Coroutine[Any, Any, T]], drop: Callable[[T], object]
 ) -> tuple[T, Where]:
-    """Try addresses, each with a short head start; return what the first that works gave, and which that was.
+    """Try addresses, each with a short head start; return the result of the first that works, and the address.
 
-    What comes of the others is dropped. If none works, the error is raised that tells most.
+    Results of the others are dropped. If none works, the most informative error is raised.
     """
     if not wheres:
         raise ConnectError("the peer has no address that can be dialled from here")
@@ -303,7 +302,7 @@ async def _first_of(
                 task.cancel()
                 task.add_done_callback(drop_late)
     if won is None:
-        raise min(errors, key=_telling)
+        raise min(errors, key=_information)
     return won.result(), wheres[tasks.index(won)]
 
 
@@ -316,9 +315,9 @@ async def _dial_in_turn(
         return await dial(where, credentials, hello, spares=True, within=within)
 
 
-def _telling(error: BaseException) -> int:
+def _information(error: BaseException) -> int:
     kinds = (RefusedError, AuthError, HungUpError, ScarceError, ConnectError)
-    return next((place for place, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
+    return next((index for index, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
 
 
 async def admit(
@@ -327,12 +326,12 @@ async def admit(
     said: bytes,
     judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
 ) -> tuple[Link, messages.Hello, bytes] | None:
-    """Greet someone who passed the door; return the link, its Hello and proven id if it was welcomed, else None.
+    """Shake hands on a connection that passed the door; return the link, its Hello and proven id, or None if refused.
 
-    The socket is no longer the caller's. It is never closed while a transport has it: that would free its number for
-    others, whom the transport would then disturb.
+    `judge` decides about a proven Hello. Raises OSError, TimeoutError or a CoveyError if the Hello is not proven.
 
-    `judge` decides about a proven Hello. Raises OSError, TimeoutError or a CoveyError for everyone else.
+    Owns the socket from now on. It is never closed while a transport has it: that would free its descriptor for other
+    sockets, which the transport would then disturb.
     """
     link: Link | None = None
     is_ours = True
@@ -382,7 +381,7 @@ async def _check(
     proof = await receive_exactly(sock, greeting.PROOF_BYTES)
     body = await _receive_frame(sock)
     if not greeting.proofs_equal(proof, greeting.dial_proof(token, said, body)):
-        raise AuthError("someone connected who does not know this run's token")
+        raise AuthError("a connection did not prove this run's token")
     hello = _as_hello(body)
     answer = _judge(judge, hello, b"")
     encoded = messages.encode(answer)
@@ -399,7 +398,7 @@ def _as_hello(body: bytes) -> messages.Hello:
 
 
 async def _receive_hello(sock: socket.socket, bound: bytes) -> bytes:
-    """Return a ClientHello, if it is the one that a connection is bound to; nothing looks at it before that is known.
+    """Return the ClientHello that a connection is bound to. It is not parsed before the binding is checked.
 
     Raises:
         AuthError: it is another one.
@@ -409,18 +408,18 @@ async def _receive_hello(sock: socket.socket, bound: bytes) -> bytes:
     header = await receive_exactly(sock, RECORD_HEADER_BYTES)
     hello = header + await receive_exactly(sock, hello_bytes(header))
     if not hmac.compare_digest(door.bind(hello), bound):
-        raise AuthError("someone passed on an answer to the door that was not meant for it")
+        raise AuthError("the answer at the door was made for another connection")
     return hello
 
 
 async def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    """Receive `count` bytes and not one more: what follows may carry descriptors."""
+    """Receive exactly `count` bytes: what follows may carry descriptors."""
     loop = asyncio.get_running_loop()
     data = bytearray()
     while len(data) < count:
         piece = await loop.sock_recv(sock, count - len(data))
         if not piece:
-            raise ConnectionResetError("the connection ended in mid-greeting")
+            raise ConnectionResetError("the connection ended during the handshake")
         data += piece
     return bytes(data)
 
@@ -431,7 +430,7 @@ async def _receive_frame(sock: socket.socket) -> bytes:
 
 
 def spell(where: Where) -> str:
-    """Return an address as people write it."""
+    """Return an address as text."""
     if isinstance(where, str):
         return printable(where)
     return f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
@@ -448,6 +447,6 @@ def _new_socket(where: Where, *, spares: bool) -> socket.socket:
 
 
 def no_delay(sock: socket.socket) -> None:
-    """Send small things at once; to be said before anything else is."""
+    """Disable Nagle's algorithm on a TCP socket, before anything is sent."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

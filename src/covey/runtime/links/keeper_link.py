@@ -1,4 +1,4 @@
-"""The link of a process with the keeper that started it, for as long as both live. On the control loop."""
+"""The link of a process with the keeper that started it. On the control loop."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class KeeperLink:
         self.is_up = asyncio.Event()
 
     def send(self, message: messages.Control) -> None:
-        """Tell the keeper, if it is there."""
+        """Send a message to the keeper, if there is a link."""
         if self._link is not None:
             self._link.send(messages.encode(message))
 
     async def keep(self) -> None:
-        """Hold the link until cancelled."""
+        """Link, and link again when the link ends, until cancelled."""
         pause = 0.01
         while True:
             try:
                 link, _, _ = await dial(self._path, self._credentials, self._hello())
             except (ConnectError, AuthError, RefusedError, TimeoutError):
-                await asyncio.sleep(pause)  # it may be starting, or be about to end with all of us
+                await asyncio.sleep(pause)  # the keeper may be starting, or ending with all its processes
                 pause = min(LONGEST_PAUSE, 1.5 * pause)
                 continue
             pause = 0.01

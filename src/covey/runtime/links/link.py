@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 BACKLOG_LIMIT: Final = 1 << 20
 """Bytes queued for a peer that does not read; beyond this, what is sent to it is dropped."""
 UNREAD_LIMIT: Final = 256
-"""Frames that may wait for an owner before the peer is kept from sending more."""
+"""Frames that may wait before `attach`; then reading pauses."""
 HANDSHAKE_SECONDS: Final = 5.0
 
 
 class Link(asyncio.Protocol):
-    """One connection. Frames are kept until `attach` names who wants them, or `receive` takes them one by one."""
+    """One connection. Frames wait until `attach` names a receiver, or `receive` takes them one by one."""
 
     def __init__(self, sock: socket.socket, channel: Channel | None) -> None:
         self.address = self.local_ip = self.remote_ip = ""
-        """The other end's address, and the addresses of both ends: for people."""
+        """The other end's address, and the IP addresses of both ends, for messages to users."""
         with contextlib.suppress(OSError, IndexError, TypeError):  # a unix socket has no such names
             self.local_ip, self.remote_ip = plain_ip(sock.getsockname()[0]), plain_ip(sock.getpeername()[0])
             self.address = f"{self.remote_ip}:{sock.getpeername()[1]}"
@@ -46,15 +46,14 @@ class Link(asyncio.Protocol):
 
     @classmethod
     async def plain(cls, sock: socket.socket) -> Link:
-        """Take over a connected socket whose other end has been proved already."""
+        """Take over a connected socket whose other end is already authenticated."""
         return await cls(sock, None)._open()
 
     @classmethod
     async def dialled(cls, sock: socket.socket, channel: Channel) -> tuple[Link, bytes]:
-        """Finish the TLS handshake whose ClientHello `channel` made and was sent; return the id at the other end, too.
+        """Finish the TLS handshake whose ClientHello `channel` made and was sent; return the link and the peer's id.
 
-        A dialler that gets this far is not accepted yet: only the peer's first frame tells. If this raises, the socket
-        is closed.
+        The peer may still refuse: only its first frame tells. If this raises, the socket is closed.
 
         Raises:
             AuthError: the other side is not of this cluster.
@@ -64,7 +63,7 @@ class Link(asyncio.Protocol):
 
     @classmethod
     async def accepted(cls, sock: socket.socket, credentials: Credentials, hello: bytes) -> tuple[Link, bytes]:
-        """Perform the TLS handshake with the dialler whose ClientHello this is. If this raises, the socket is closed.
+        """Answer the TLS handshake that begins with `hello`. If this raises, the socket is closed.
 
         Raises:
             AuthError: the other side is not of this cluster.
@@ -109,7 +108,7 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if isinstance(self._error, CoveyError):
-            return  # who talked nonsense is not listened to again
+            return  # after a protocol error nothing more is read
         try:
             if self._channel is not None:
                 data = self._channel.decrypt(data)
@@ -123,7 +122,7 @@ class Link(asyncio.Protocol):
     def connection_lost(self, error: BaseException | None) -> None:
         if error is not None and self._error is None:
             self._error = error
-            # A write failed, perhaps before the peer's last words were read: why it left.
+            # A write failed, perhaps before the peer's last messages were read, which say why it left.
             with contextlib.suppress(OSError):
                 while data := self._sock.recv(1 << 16):
                     self.data_received(data)
@@ -171,9 +170,9 @@ class Link(asyncio.Protocol):
         return self._frames.popleft()
 
     def attach(self, on_frame: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
-        """Hand every frame from now on, and those that wait, to `on_frame`; `on_end` is called once, at the end.
+        """Pass every frame, waiting ones first, to `on_frame`; call `on_end` once, when the link ends.
 
-        A CoveyError from `on_frame` means that the peer talks nonsense, and cuts it off.
+        A CoveyError from `on_frame` means that the peer broke the protocol, and ends the link.
         """
         self._on_frame, self._on_end = on_frame, on_end
         if self._transport is not None and not self._transport.is_closing():
@@ -183,7 +182,7 @@ class Link(asyncio.Protocol):
             on_end()
 
     def catch_up(self) -> None:
-        """Read what has arrived already, and hand it to who is attached: what a process said before it exited."""
+        """Read and deliver what has already arrived: a process may have sent it just before it exited."""
         if self._transport is None or self._transport.is_closing():
             return
         with contextlib.suppress(OSError):
@@ -191,7 +190,7 @@ class Link(asyncio.Protocol):
                 self.data_received(data)
 
     def send(self, body: bytes) -> None:
-        """Send a frame. Returns at once; the dead are skipped, and those who do not read are not waited for."""
+        """Send a frame. Returns at once; the frame is dropped if the link has ended or the peer does not read."""
         transport = self._transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size() > BACKLOG_LIMIT:
             return
@@ -199,7 +198,7 @@ class Link(asyncio.Protocol):
         transport.write(data if self._channel is None else self._channel.encrypt(data))
 
     def acknowledged_seconds_ago(self) -> float | None:
-        """Return when the other machine's kernel last acknowledged something; None where that cannot be known."""
+        """Return how long ago the other machine's kernel acknowledged something; None if the system does not tell."""
         known = tcp.acknowledgements(self._sock)
         return None if known is None else known.seconds_ago
 
@@ -217,7 +216,7 @@ class Link(asyncio.Protocol):
 
 
 async def _shake_hands(sock: socket.socket, channel: Channel, data: bytes) -> None:
-    """Take a TLS handshake to its end; `data` is what has come of it, if anything has."""
+    """Finish a TLS handshake; `data` is what the other side has sent of it so far."""
     loop = asyncio.get_running_loop()
     while True:
         if not data:
@@ -232,5 +231,5 @@ async def _shake_hands(sock: socket.socket, channel: Channel, data: bytes) -> No
 
 
 def plain_ip(ip: str) -> str:
-    """Return an address without its scope, and an IPv4 one that came to an IPv6 socket as itself."""
+    """Return an address without its scope, and an IPv4 address on an IPv6 socket in IPv4 form."""
     return ip.partition("%")[0].removeprefix("::ffff:")

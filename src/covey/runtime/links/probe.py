@@ -1,4 +1,4 @@
-"""Measuring ways between nodes: how long a word takes to come back, how much gets through, and in which portions."""
+"""Measures addresses of other nodes: round trip, throughput, and packet size."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 WORDS: Final = 5
 PROBE_SECONDS: Final = 1.0
 CLEARLY_BETTER: Final = 0.8
-"""A way must take at most this share of the time to be taken instead of one that is known to work."""
+"""An address replaces one that is known to work only if its round trip is at most this share of the other's."""
 FIRST_PIECE: Final = 1 << 14
 LAST_PIECE: Final = 1 << 20
 PIECE_SECONDS: Final = 0.01
-"""Throughput is measured with pieces of about this duration, so that slow ways confirm some and fast ones few."""
+"""Throughput is measured with pieces of about this duration, so that slow paths confirm some and fast ones few."""
 LARGEST_FRAME: Final = 16384
-"""More bytes than any network between machines takes at a time."""
+"""More bytes than any network between machines puts into one packet."""
 
 _IP_MTU, _IPV6_MTU = 14, 24  # of Linux; Python's socket does not name them
 _TIMESTAMPS: Final = 1  # of the options in Linux's struct tcp_info
@@ -43,26 +43,26 @@ _TIMESTAMPS: Final = 1  # of the options in Linux's struct tcp_info
 
 @dataclass(frozen=True)
 class Sounding:
-    """What trying a way brought."""
+    """The result of probing one address."""
 
     round_trip: float = -1.0
-    """Seconds of the quickest of some; negative if there is no way."""
+    """Seconds of the fastest of several; negative if the address cannot be reached."""
     problem: str = ""
-    """Why there is none."""
+    """Why it cannot be reached."""
     local: str = ""
-    """Our address on this way."""
+    """The local address of the connection."""
     path_mtu: int = 0
-    """The largest packet that both ends know to get through, in bytes; 0 if the system does not tell."""
+    """Bytes of the largest packet that both ends know to get through; 0 if the system does not tell."""
     way: Where | None = None
-    """The one that was tried, if it works."""
+    """The address, if it works."""
 
 
 async def sound(
     way: Where, credentials: LinkCredentials, allowance: DialLimits | None = None, *, token: bytes = b""
 ) -> Sounding:
-    """Connect to a node and send it some words, which it sends back; with an `allowance`, when there is a turn for it.
+    """Connect to a node and send it some words, which it sends back; with an `allowance`, wait for a turn first.
 
-    Who shows the node `token` later, on a link, proves that it came from here.
+    A link that later names `token` to that node proves that it comes from the same process.
     """
     if allowance is not None:
         async with allowance.turn(way):
@@ -71,7 +71,7 @@ async def sound(
 
 
 async def _sound(way: Where, credentials: LinkCredentials, token: bytes, *, spares: bool) -> Sounding:
-    """Try a way with each secret of the cluster that is good now: a node may not have heard of the new one."""
+    """Probe an address with each secret that is valid now: the node may not know the new one."""
     for each in credentials.good():
         found = await _sound_with(way, each, token, spares=spares)
         if found.round_trip >= 0:
@@ -90,7 +90,7 @@ async def _sound_with(way: Where, credentials: LinkCredentials, token: bytes, *,
                     word, began = b"ping" + secrets.token_bytes(4), time.perf_counter()
                     await loop.sock_sendall(sock, word)
                     if await receive_exactly(sock, len(word)) != word:
-                        return Sounding(problem="another word came back")
+                        return Sounding(problem="a different word came back")
                     quickest = min(quickest, time.perf_counter() - began)
                 local = "" if sock.family == socket.AF_UNIX else str(sock.getsockname()[0]).partition("%")[0]
                 return Sounding(quickest, local=local, path_mtu=_path_mtu(sock), way=way)
@@ -109,7 +109,7 @@ async def sound_each(
     same_host: bool = False,
     token: bytes = b"",
 ) -> list[Sounding]:
-    """Try all addresses of a node at once, each by whatever interface leads there; the best way to each, in order."""
+    """Probe all addresses of a node at once, over every interface that leads there; return the best result of each."""
 
     async def try_one(address: Address) -> Sounding:
         is_loopback = same_host and address.ip in ("127.0.0.1", "::1")
@@ -126,7 +126,7 @@ async def sound_each(
 async def best_way(
     ways: Sequence[Where], credentials: LinkCredentials, known: Where | None, allowance: DialLimits | None = None
 ) -> tuple[Where | None, float]:
-    """Probe all ways at once; return the shortest, or `known` unless one is clearly shorter, and its round trip."""
+    """Probe all addresses at once; return the fastest, or `known` unless one is clearly faster, and its round trip."""
     results = await asyncio.gather(*(sound(way, credentials, allowance) for way in ways))
     times = {way: result.round_trip for way, result in zip(ways, results, strict=True) if result.round_trip >= 0}
     if not times:
@@ -138,10 +138,10 @@ async def best_way(
 
 
 async def throughput(way: Where, credentials: LinkCredentials, nbytes: int, seconds: float) -> float:
-    """Return the bytes per second that get through by this way, sending `nbytes` for at most `seconds`; 0 if none.
+    """Return the bytes per second that reach an address, sending `nbytes` for at most `seconds`; 0 if none do.
 
-    Pieces follow one another without waiting for the other side to confirm them, and only the second half of the time
-    counts: a long way does not look like a narrow one.
+    Pieces are sent without waiting for confirmations, and only the second half of the time counts, so that a long path
+    does not look like a narrow one.
     """
     with contextlib.suppress(OSError, ConnectError, TimeoutError):
         async with asyncio.timeout(PROBE_SECONDS):
@@ -155,15 +155,15 @@ async def throughput(way: Where, credentials: LinkCredentials, nbytes: int, seco
                         await flow.hear()
             finally:
                 sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)  # if the connection broke, `hear` has said so
-            if not flow.is_over:  # what is still in our buffers could keep a slow way busy for long
+                await asyncio.gather(sending, return_exceptions=True)  # if the connection broke, `hear` has raised
+            if not flow.is_over:  # what is still buffered could keep a slow path busy for long
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return flow.rate
     return 0.0
 
 
 class _Flow:
-    """Pieces on their way, and when they were confirmed."""
+    """The pieces that were sent, and when each was confirmed."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -179,7 +179,7 @@ class _Flow:
 
     @property
     def rate(self) -> float:
-        """Bytes per second that were confirmed in the second half of the time: in the first, TCP gathers speed."""
+        """Bytes per second that were confirmed in the second half of the time: in the first, TCP speeds up."""
         at = self._confirmed_at
         if len(at) < 2:
             return self._sent[0] / (at[0] - self._began) if at else 0.0
@@ -206,7 +206,7 @@ class _Flow:
 
 
 def _path_mtu(sock: socket.socket) -> int:
-    """Return the smaller of what our route and the other side's segments allow."""
+    """Return the smaller of what the route and the other side's segments allow."""
     if sys.platform != "linux" or sock.family == socket.AF_UNIX:
         return 0
     is_six = sock.family == socket.AF_INET6

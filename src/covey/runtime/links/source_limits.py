@@ -1,9 +1,9 @@
-"""How often connections may come to the door from one source, whoever makes them. Nothing here listens.
+"""Limits how often connections may come to the door from one source. Without I/O.
 
 A source is an IPv4 address, or the 64 bits of an IPv6 address that name its network: a machine may use all addresses
-behind those. An address that a member has is a source of its own and is allowed more, so a crowd does not keep out the
-members, even on a network where all addresses begin alike. A connection that proves the key is given back to its
-source: what is counted are connections of strangers, and those that are still at the door.
+behind those. The address of a member is a source of its own and is allowed more, so that a flood does not keep members
+out, even on a network where all addresses share a prefix. A connection that proves the key does not count any more:
+counted are connections without the key, and those still at the door.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from covey.base.pace import Bucket, Buckets
 
 SOURCE_RATE: Final = 64.0
 SOURCE_BURST: Final = 256.0
-"""All processes of a large machine may come at once."""
+"""All processes of a large machine may connect at once."""
 MEMBER_RATE: Final = 512.0
 MEMBER_BURST: Final = 1024.0
 TOTAL_RATE: Final = 256.0
@@ -25,7 +25,7 @@ TOTAL_BURST: Final = 1024.0
 
 
 class SourceLimits:
-    """Counts the connections that come to one entrance."""
+    """Counts the connections that come to one acceptor."""
 
     def __init__(self) -> None:
         self._strangers = Buckets(SOURCE_RATE, SOURCE_BURST)
@@ -35,7 +35,7 @@ class SourceLimits:
         """Connections that were too many."""
 
     def come(self, ip: str, now: float, *, is_member: bool) -> Arrival | None:
-        """Count a connection from this address; return what it took, or None if it is one too many."""
+        """Count a connection from this address; return None if it is one too many."""
         taken = list[Bucket]()
         wanted = (self._members.of(ip),) if is_member else (self._strangers.of(source_of(ip)), self._all)
         for bucket in wanted:
@@ -55,7 +55,7 @@ class Arrival:
         self._taken = taken
 
     def proved_key(self) -> None:
-        """Take back that it was counted: it holds the key."""
+        """Uncount the connection: it has proved the key."""
         for bucket in self._taken:
             bucket.give_back()
         self._taken = ()

@@ -1,8 +1,7 @@
-"""What a node notes in the audit log of its machine. On the control loop, which never waits for the disk.
+"""Writes the audit log of this machine. Called on the control loop, which never waits for the disk.
 
-A thread writes what was noted, in batches; it ends when there is nothing left to write. What other nodes and strangers
-can cause is paced: the first few events of each source are written one by one, and the rest as one entry with their
-number.
+A thread writes the entries in batches, and ends when there is nothing left to write. Events that other nodes and
+strangers can cause are limited: the first few of each source get their own entries, the rest one entry with a count.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ MEMBERS_BURST: Final = 1024.0
 TOTAL_RATE: Final = 1 / 30
 """The same for all sources together; nodes that prove the secret have the larger burst."""
 SUMMARY_SECONDS: Final = 300.0
-"""How soon the number of events is written that got no entry of their own."""
+"""How soon the number of events without an entry of their own is written."""
 GATHER_SECONDS: Final = 0.2
-"""How long the thread waits for more to write."""
+"""How long the thread waits for more entries before it writes."""
 PENDING_LIMIT: Final = 4096
-"""Notes that wait to be written; further ones are only counted."""
+"""Entries that wait to be written; further ones are only counted."""
 FLUSH_SECONDS: Final = 1.0
 """How long a node that leaves waits for its last entries to be written."""
 _MEMBERS: Final = frozenset({"met", "visited", "secret-received"})
@@ -49,10 +48,10 @@ NAMES_LIMIT: Final = 16
 
 
 class Auditor:
-    """Notes what happens to the nodes of one process in a cluster. Without a cluster it notes nothing."""
+    """Writes what happens to the nodes of one process in a cluster. Without a cluster it writes nothing."""
 
     def __init__(self, cluster: str = "", run: str = "") -> None:
-        """Where the log cannot be, say so once and note nothing."""
+        """Open the log; if that is not possible, warn once and write nothing."""
         self._cluster, self._run = cluster, run
         self._folder: Path | None = None
         self._paces: dict[str, _Pace] = {}
@@ -63,7 +62,7 @@ class Auditor:
             except ConfigError as error:
                 _writer.warn_once(error)
 
-    # What is noted
+    # Events
 
     def note(
         self,
@@ -76,9 +75,10 @@ class Auditor:
         count: int = 1,
         once: bool = False,
     ) -> None:
-        """Note something about a node, or about the cluster. Returns at once.
+        """Write an entry about a node, or about the cluster. Returns at once.
 
-        `once`: other processes of this machine note the same about the same life of that node; one entry is enough.
+        With `once`, one entry is written although other processes of this machine report the same about the same life
+        of that node.
         """
         if self._folder is None:
             return
@@ -90,7 +90,7 @@ class Auditor:
         self, event: str, source: Hashable, card: messages.Card | None = None, *, address: str = "", reason: str = "",
         once: bool = False,
     ) -> None:  # fmt: skip
-        """Note something that others can cause as often as they like; `source` is what causes it."""
+        """Write an entry about an event that `source` can cause as often as it likes, within the limits."""
         if self._folder is None:
             return
         pace = self._paces.setdefault(event, _Pace(MEMBERS_BURST if event in _MEMBERS else STRANGERS_BURST))
@@ -102,21 +102,21 @@ class Auditor:
             self._timer = asyncio.get_running_loop().call_later(SUMMARY_SECONDS, self._sum_up)
 
     def refused(self, address: str, reason: str, card: messages.Card | None = None) -> None:
-        """A connection or a node is refused here. Where its address is not known, the one that it claims is noted."""
+        """Write that a connection or a node was refused; `card` also names an address if none is known."""
         source = card.id if card is not None else source_of(address)
         if card is not None and not address:
             address = next((each.ip for each in card.contact.addresses), "")
         self.note_paced("refused", source, card, address=address, reason=reason)
 
     def refused_connection(self, address: str, error: BaseException) -> None:
-        """A connection was closed before it got anywhere.
+        """Write that a connection was closed during the handshake.
 
-        One that just ended is not noted: a node that dials several addresses of another one gives all but one up.
+        A connection that just ended is not written: a node that dials several addresses of another drops all but one.
         """
         if isinstance(error, AuthError):
             self.refused(address, f"secret: {error}")
         elif isinstance(error, TimeoutError):
-            self.refused(address, "silent: it did not say in time what it wants")
+            self.refused(address, "silent: it did not finish the handshake in time")
         elif isinstance(error, CoveyError):
             self.refused(address, f"limited: {error}")
 
@@ -124,7 +124,7 @@ class Auditor:
         self, generation: int, rank: int, members: Iterable[messages.Card], newcomers: Iterable[messages.Card],
         own: messages.Card,
     ) -> None:  # fmt: skip
-        """This node is in a generation of its run, as this rank."""
+        """Write that this node is in a generation of its run, as this rank."""
         names = [card.name for card in members]
         listed = ", ".join(names[:NAMES_LIMIT]) + (", ..." if len(names) > NAMES_LIMIT else "")
         reason = f"rank {rank} of {len(names)}: {listed}"
@@ -135,7 +135,7 @@ class Auditor:
     # The end
 
     def _sum_up(self) -> None:
-        """Note how many events got no entry of their own."""
+        """Write how many events got no entry of their own."""
         self._timer = None
         for event, pace in self._paces.items():
             if pace.left_out:
@@ -143,19 +143,19 @@ class Auditor:
                 self.note(event, address=address, reason=reason, count=count)
 
     def close(self) -> None:
-        """Note what is left to say. On the control loop, if anything was paced; closing twice is fine."""
+        """Write the remaining counts. On the control loop, if any event was limited; closing twice is fine."""
         if self._timer is not None:
             self._timer.cancel()
         self._sum_up()
 
     def flush(self) -> None:
-        """Wait until everything is written, for a moment at most. Not on the control loop."""
+        """Wait until everything is written, at most FLUSH_SECONDS. Not on the control loop."""
         if self._folder is not None:
             _writer.flush(FLUSH_SECONDS)
 
 
 class _Pace:
-    """How often an event is written that others can cause."""
+    """Limits how often an event that other nodes can cause is written."""
 
     def __init__(self, burst: float) -> None:
         self._sources, self._all = Buckets(SOURCE_RATE, SOURCE_BURST), Bucket(TOTAL_RATE, burst)
@@ -167,26 +167,26 @@ class _Pace:
         return self._sources.take(source, now) and self._all.take(now)
 
     def leave_out(self, address: str, reason: str) -> None:
-        """Count an event that gets none."""
+        """Count an event that gets no entry."""
         self._address = address if not self.left_out or address == self._address else "several"
         self._reason = reason
         self.left_out += 1
 
     def sum_up(self) -> tuple[int, str, str]:
-        """Return how many were left out, from where, and why the last one was noted; begin to count anew."""
+        """Return how many were left out, their address, and the reason of the last; then count anew."""
         count, self.left_out = self.left_out, 0
         return count, self._address, f"{self._reason} (the last one)"
 
 
 class _Writer:
-    """The thread that writes, while there is something to write. One in a process, for all clusters."""
+    """The thread that writes, while there is something to write. One per process, for all clusters."""
 
     def __init__(self) -> None:
         self.forked()
         self._has_warned = False
 
     def forked(self) -> None:
-        """Begin anew: what the parent process noted, it writes itself."""
+        """Start empty in a forked process: the parent writes its own entries."""
         self._changed = threading.Condition()
         self._pending: deque[tuple[Note, Path]] = deque()
         self._dropped = 0
@@ -203,7 +203,7 @@ class _Writer:
             self._is_running = True
         try:
             threading.Thread(target=self._work, name="covey-audit", daemon=True).start()
-        except RuntimeError:  # the system starts no more threads: the next note tries again
+        except RuntimeError:  # the system starts no more threads: the next entry tries again
             with self._changed:
                 self._is_running = False
 
@@ -226,7 +226,7 @@ class _Writer:
                 if is_written:
                     written = {id(each) for each in batch}
                     self._pending = deque(each for each in self._pending if id(each) not in written)
-                if not self._pending or not is_written:  # what cannot be written waits for the next note
+                if not self._pending or not is_written:  # what cannot be written waits for the next entry
                     self._is_running = False
                     self._changed.notify_all()
                     return
@@ -254,7 +254,7 @@ class _Writer:
 
 _writer = _Writer()
 SILENT: Final = Auditor()
-"""Notes nothing: for runs of one machine, and for visits."""
+"""Writes nothing: for runs of one machine, and for visits."""
 
 
 def _at_exit() -> None:

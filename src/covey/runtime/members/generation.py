@@ -1,7 +1,7 @@
-"""One generation of a run: its members, what they agree on, and the groups that live by it.
+"""One generation of a run: its members, the views they agree on, and the groups that views stop and resume.
 
-Ranks of a generation are those of its first group. They stand for *seats*: numbers that processes keep for as long as
-they are in the run. Everything but `enroll`, `dismiss` and what only reads happens on the control loop.
+Ranks of a generation are those of its first group. Each rank belongs to a *seat*, a number that its process keeps while
+it is in the run. Methods run on the control loop unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from covey.proto.views import is_quorum
 from covey.runtime import loop as control
 from covey.runtime.events import Event
 from covey.runtime.fault import Fault
+from covey.runtime.members.peers import PeerEvent
 from covey.runtime.members.view_driver import ViewDriver, seats_of
 from covey.wire.membership import MAX_GROUPS, Bound, Seated, State, Successor
 
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 DISMISSED: Final = 256
-"""Closed groups of which the others are told in every view."""
+"""Closed groups that this member reports in every view."""
 OPEN_GROUPS: Final = MAX_GROUPS - DISMISSED
-"""Groups that may be open at once; a member tells how far it is in each."""
+"""Groups that may be open at once: a member reports its state in each."""
 
 
 class Freezable(Protocol):
-    """The operations of one group that survives losses, as far as views stop them and let them go on."""
+    """The operations of one group that survives losses, which views stop and resume."""
 
     @property
     def group(self) -> int:
@@ -50,17 +51,17 @@ class Freezable(Protocol):
 
     @property
     def view_number(self) -> int:
-        """The number of the view that the operations run in."""
+        """The number of the view in which the operations run."""
 
     def halt(self, number: int) -> State | None:
-        """Stop the current operation for the view `number`; return how far it is, None if that takes a while."""
+        """Stop the current operation for the view `number`; return its state, or None if stopping takes a while."""
 
     def install(self, view: View) -> None:
-        """Go on in this view."""
+        """Resume in this view."""
 
 
 class Generation:
-    """The agreed members of a run, from its founding until the next one."""
+    """The agreed members of a run, until the next generation."""
 
     def __init__(
         self,
@@ -73,9 +74,9 @@ class Generation:
         store: Callable[[Bound], None] | None = None,
         record: Record | None = None,
     ) -> None:
-        """Begin a generation in which this node has a place; `store` makes what it promises in it durable.
+        """Begin a generation of which this node is a member; `store` makes its promises durable.
 
-        `record` is what it has promised there already, if it voted before it knew that it has a place.
+        `record` is what it has promised in it already, if it voted before it knew that it is a member.
         """
         self.node, self.founded = node, founded
         self.number = founded.generation
@@ -92,12 +93,12 @@ class Generation:
         self._waiting: set[int] = set()
         self._states: dict[int, State] = {}
         self.is_over = False
-        """This node is in no view of it any more."""
+        """Whether this node is in no view of it any more."""
         self.fault: Fault | None = None
-        """Why."""
+        """Why, once it is over."""
         self._left = threading.Event()
         self._ended = threading.Event()
-        """A view says which generation follows, or this node is in no view any more."""
+        """Set when a view names the next generation, or this node is in no view any more."""
         if record is None:
             record = first_record(
                 seats_of(founded), founded.lineage, anchor=founded.tie_breaker, has_keeper=founded.is_kept
@@ -120,7 +121,7 @@ class Generation:
         store(Bound(self.number, record, self.founded.origin, self.founded.tie_breaker))
 
     def open(self) -> None:
-        """Begin to agree with those there are links with. On the control loop."""
+        """Begin to agree on views with the members that have links."""
         for rank, seat in enumerate(self.seats):
             peer = self.node.peers.get(seat)
             if peer is not None and peer.link is not None:
@@ -133,24 +134,24 @@ class Generation:
         return tuple(self._ranks[seat] for seat in seats)
 
     def rank_of(self, seat: int) -> int | None:
-        """Return the rank of a seat, if it has one here."""
+        """Return the rank of a seat, or None if the seat is not in this generation."""
         return self._ranks.get(seat)
 
     # Groups, on any thread
 
     def enroll(self, operations: Freezable) -> None:
-        """Have a group take part in every view from now on."""
+        """Stop and resume the operations of a group with every view from now on."""
         with self._lock:
             if len(self._groups) >= OPEN_GROUPS:
                 raise BusyError(f"{OPEN_GROUPS} groups that survive losses are open; close some")
             self._groups[operations.group] = operations
             if self._is_frozen:
-                operations.halt(-1)  # it has not begun anything, so nobody has to be told how far it is
+                operations.halt(-1)  # it has begun no operation, so its state need not be reported
             elif operations.view_number != self.view.number:
-                operations.install(self.view)  # which came while the group was being made
+                operations.install(self.view)  # installed while the group was being made
 
     def dismiss(self, group: int, state: State) -> None:
-        """A group was closed here. If others try to go on with it, the next view tells them."""
+        """Report a group as closed here in later views, in case other ranks try to go on with it."""
         with self._lock:
             if self._groups.pop(group, None) is None:
                 return
@@ -160,7 +161,7 @@ class Generation:
             control.soon(self.halted, group, -1, state)
 
     def drop(self, group: int, ranks: tuple[int, ...]) -> None:
-        """A group was forgotten here without being closed."""
+        """Report a group as given up: the program has dropped it without closing it."""
         with self._lock:
             if group not in self._dismissed:
                 self._remember(State(group, ranks, 0, gives_up=True))
@@ -171,34 +172,34 @@ class Generation:
             del self._dismissed[next(iter(self._dismissed))]
 
     def leave(self, within: float, *, is_finished: bool = False) -> bool:
-        """Ask the others to go on without this node; tell whether they have agreed in time. Not on the control loop.
+        """Ask for a view without this node; return whether it came within so many seconds. Not on the control loop.
 
-        A program that `is_finished` gives the others a moment to finish, too: then all know that the run is over.
+        With `is_finished`, other members get a moment to finish too, so that all learn that the run is over.
         """
         if not self._left.is_set():
             control.soon(functools.partial(self.withdraw, is_finished=is_finished))
         return self._left.wait(within)
 
     def withdraw(self, *, is_finished: bool = False) -> None:
-        """Ask the others to go on without this node. On the control loop."""
+        """Ask for a view without this node."""
         if not self.is_over:
             self.view_driver.leave(is_finished=is_finished)
 
     def end_with(self, successor: Successor, within: float) -> Successor | None:
-        """Agree with the other members that `successor` follows; return it as it was agreed on.
+        """Agree with the other members that `successor` follows; return it as agreed, without members lost meanwhile.
 
-        Members that were lost on the way are not in it. None: this node is in no view any more, `fault` tells why, or
-        there was no agreement within so many seconds. Not on the control loop.
+        Return None if this node is in no view any more (`fault` says why), or if there was no agreement within so many
+        seconds. Not on the control loop.
         """
         control.soon(self.view_driver.succeed, successor)
         self._ended.wait(within)
         return self.view.successor
 
-    # What the council decides
+    # Effects of the view driver
 
-    def send(self, place: int, message: messages.Control) -> None:
-        if place < len(self.seats):
-            self.node.send_vote(self.seats[place], message)
+    def send(self, rank: int, message: messages.Control) -> None:
+        if rank < len(self.seats):
+            self.node.send_vote(self.seats[rank], message)
         elif self.node.generation_table.keeper is not None:
             self.node.generation_table.keeper.send(message)
 
@@ -217,7 +218,7 @@ class Generation:
         self._tell_frozen()
 
     def halted(self, group: int, number: int, state: State) -> None:
-        """A group that was being executed has stopped."""
+        """Note that a group has stopped, whose operation was running when `freeze` came."""
         if number in (-1, self._freeze_number):
             self._collect(group, state)
             self._tell_frozen()
@@ -239,21 +240,23 @@ class Generation:
             groups = list(self._groups.values())
         if view.successor is not None:
             self._ended.set()
-        if self.node.generation is not self:  # an earlier one, of which only votes are needed
+        if self.node.generation is not self:  # an earlier generation, in which this node only votes
             for operations in groups:
                 operations.install(view)
             return
         for rank in lost:
             if self.view_driver.is_leaving(rank):
-                self.node.peers[self.seats[rank]].left = True
-            self.node.exclude(self.seats[rank])
+                self.node.peers[self.seats[rank]].note(PeerEvent.SAID_GOODBYE)
+            self.node.losses.exclude(self.seats[rank])
         self._tell_of(view, lost)
         for operations in groups:
             operations.install(view)
 
     def _tell_of(self, view: View, lost: tuple[int, ...]) -> None:
-        """Leave an event, and a line for people."""
-        have_left = all(self.node.peers[self.seats[rank]].left or self.view_driver.is_leaving(rank) for rank in lost)
+        """Add an event, and log the loss."""
+        have_left = all(
+            self.node.peers[self.seats[rank]].has_left or self.view_driver.is_leaving(rank) for rank in lost
+        )
         names = tuple(self._name((rank,)) for rank in lost)
         kind = "view" if not lost else "left" if have_left else "lost"
         self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names))
@@ -275,19 +278,19 @@ class Generation:
             self.node.on_ended(self.founded.origin, view.is_finished)
 
     def left_behind(self, number: int) -> None:
-        """The other members are in a later generation, without this node."""
+        """End: the other members are in a later generation, without this node."""
         if not self.is_over:
             text = f"the run is in generation {number}, and this process in generation {self.number}: the others could "
             self._end(Fault("GroupChangedError", f"{text}not hear it; join the run again to be in its next generation"))
 
     def over(self) -> None:
-        """Other nodes say that the run is over."""
+        """End: other nodes say that the run is over."""
         self._end(
             Fault("GroupChangedError", "the run is over: a quorum of its members decided so without this process")
         )
 
     def seated(self) -> Seated:
-        """Return what to tell nodes that have a seat here and may not know."""
+        """Return the message for nodes that have a seat in this generation and may not know it."""
         founded = self.founded
         members = tuple(seats_of(founded))
         return Seated(founded.origin, Successor(self.number, founded.lineage, members, founded.tie_breaker))
@@ -300,45 +303,45 @@ class Generation:
     def quorum_lost(self, effect: QuorumLost) -> None:
         if self.founded.is_kept:
             text = (
-                f"the keeper of this run (`covey run`) did not answer for {self.patience:g} s, and nobody else can say "
-                "who is in it; is it stopped? Continue it, or start the run anew"
+                f"the keeper of this run (`covey run`) did not answer for {self.patience:g} s, and only the keeper "
+                "decides which processes are in it; is it stopped? Continue it, or start the run anew"
             )
         else:
-            missing = self._name(effect.missing) or "Some of those who are here"
+            missing = self._name(effect.missing) or "Some of these members"
             are_here = f"{len(effect.here)} of the {len(self.view.ranks)} members of view {self.view.number}"
             if is_quorum(self.view, effect.here):
                 are_here = f"too few of the {len(effect.here)} members that seem to be here"
             text = (
                 f"{are_here} answer, which is no quorum. {missing} did not answer within {self.patience:g} s. More "
                 f"than half must be here, or half with the tie-breaker, {self._name((effect.tie_breaker,))}. Start the "
-                "missing ones again and join anew, give patience= more time, or pass quorum='any' if two halves may "
-                "go on apart"
+                "missing ones again and join anew, set a longer patience=, or pass quorum='any' if two halves may "
+                "go on separately"
                 + (
-                    f". min_size={self.node.generation_table.floor} is a floor, too"
+                    f". min_size={self.node.generation_table.floor} must be reached, too"
                     if self.node.generation_table.floor > 1
                     else ""
                 )
             )
-        # Groups that end with their first loss need no view to go on.
-        self._end(Fault("QuorumLostError", text, effect.missing), only_pacts=True)
+        # Groups that end with their first loss go on without views.
+        self._end(Fault("QuorumLostError", text, effect.missing), only_surviving=True)
 
     def failed(self, error: CoveyError) -> None:
         self._end(Fault("ClosedError", f"this process cannot be in the run any more: {error}"))
 
-    def _end(self, fault: Fault, *, only_pacts: bool = False) -> None:
+    def _end(self, fault: Fault, *, only_surviving: bool = False) -> None:
         self.is_over, self.fault = True, fault
         self._left.set()
         self._ended.set()
-        self.node.expelled(self, fault, only_pacts=only_pacts)
+        self.node.groups.end(self, fault, only_surviving=only_surviving)
 
     def _name(self, ranks: Sequence[int]) -> str:
         members = self.founded.members
         return ", ".join(f"rank {rank} ({members[rank].card.host_name or members[rank].card.name})" for rank in ranks)
 
-    # What happens
+    # Inputs
 
     def disturbed(self, attempt: int, pause: float = 0.0) -> None:
-        """Something of an attempt failed; a view is asked for after a pause."""
+        """Ask for a view after `pause` seconds, because something in an attempt failed."""
         if pause:
             asyncio.get_running_loop().call_later(pause, self.disturbed, attempt)
         elif not self.is_over and attempt == self.view.number:
@@ -350,7 +353,7 @@ class Generation:
             self.node.events.phase(name)
 
     def forked(self) -> None:
-        """This process is a fork of the one that joined: nobody hears it."""
+        """Make this generation unusable: this process is a fork of the one that joined."""
         self._lock, self._left = threading.Lock(), threading.Event()  # another thread of the parent may have held them
         self._ended = threading.Event()
         self.is_over = True
@@ -368,7 +371,7 @@ class Generation:
 def text_of_loss(
     names: Sequence[str], failures: Sequence[str], rest: Sequence[int], *, have_left: bool, on_loss: str
 ) -> str:
-    """Say which members are gone, how each ended as far as it said so itself, and what that means for the `rest`."""
+    """Describe which members are gone, how each ended if it said so, and what follows for the ranks that remain."""
     quiet = [name for name, failure in zip(names, failures, strict=True) if not failure]
     gone = [f"{name} failed with {failure}" for name, failure in zip(names, failures, strict=True) if failure]
     if quiet:

@@ -13,7 +13,7 @@ from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.events import Event
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.members.generation import Generation
-from covey.runtime.members.peers import Peer
+from covey.runtime.members.peers import Peer, PeerEvent
 from covey.wire import membership as wire
 from covey.wire import messages
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from covey.wire.membership import Bound, Record
 
 KEEPER_SECONDS: Final = 3.0
-"""How long a process waits to be known to its keeper, which takes those who are not for lost after a while."""
+"""How long a process waits until its keeper knows it; after a while the keeper takes unknown processes for lost."""
 
 
 class GenerationTable:
-    """What a node knows of its generations: the last one, and the one before for as long as somebody votes in it."""
+    """The generations of a node: the current one, and the one before it, in which peers may still vote."""
 
     def __init__(self, node: Node, *, keeper_path: str, floor: int, store: Callable[[Bound], None] | None) -> None:
-        """No view has fewer than `floor` members; `store` makes what this node has promised durable."""
+        """Begin without a generation; `floor` and `store` are as in `Node`."""
         self._node = node
         self._keeper_path, self._store = keeper_path, store
         self.floor = floor
@@ -40,17 +40,23 @@ class GenerationTable:
         self.keeper: KeeperLink | None = None
         self._generations: dict[int, Generation] = {}
         self._early: dict[int, EarlyMessages[messages.Agreeing]] = {}
-        """By seat: what was said of generations that this node has not founded yet."""
+        """By seat: messages about generations that this node has not founded yet."""
 
     @property
     def is_durable(self) -> bool:
         """Whether what this node promises outlives its process."""
         return self._store is not None
 
+    @property
+    def hears_quorum(self) -> bool:
+        """Whether this node is in a generation and hears a quorum of it."""
+        current = self.current
+        return current is not None and not current.is_over and current.view_driver.hears_quorum
+
     # Generations
 
     def found_first(self, lineage: bytes, tie_breaker: int) -> None:
-        """Found the first generation of the run, of all its ranks; `lineage` tells it from others of that name."""
+        """Found the first generation of the run, of all its ranks; `lineage` tells the run from others of its name."""
         node = self._node
         cards = [node.card if seat == node.rank else node.peers[seat].card() for seat in range(node.size)]
         lives = b"".join(card.life for card in cards)
@@ -62,7 +68,7 @@ class GenerationTable:
         self.found(messages.Founded(0, origin, is_kept, members, config.on_loss, config.patience, origin, tie_breaker))
 
     def found(self, founded: messages.Founded, record: Record | None = None) -> Generation:
-        """Begin a generation; those of its members that waited outside sit down, and are told.
+        """Begin a generation; newcomers that have a seat in it become peers, and are told.
 
         `record` is what this node has promised there already.
         """
@@ -74,13 +80,13 @@ class GenerationTable:
             if member.seat != node.rank and member.seat not in node.peers:
                 peer = node.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
                 peer.introduce(member.card)
-                peer.ready = True
+                peer.note(PeerEvent.READY)
                 newcomers.append(member)
-                newcomer = node.lobby.admit(member.card)
+                newcomer = node.newcomers.admit(member.card)
                 if newcomer is None and node.find_newcomer is not None:  # it was told by another member first
                     newcomer = node.find_newcomer(member.card)
                 if newcomer is not None:
-                    newcomer.sit_down(peer)
+                    newcomer.take_seat(peer)
                     newcomer.send(founded)
                     seated.append((newcomer, peer))
         generation = self.current = self._generations[founded.generation] = Generation(
@@ -91,7 +97,7 @@ class GenerationTable:
             self._generations.pop(number).close()
         if self.keeper is not None:
             self.keeper.send(founded)
-        node.watch_over(generation.seats)
+        node.losses.watch(generation.seats)
         ranks = tuple(map(founded.members.index, newcomers))
         names = tuple(member.card.name for member in newcomers)
         node.events.add(Event("joined" if ranks else "generation", time.time(), founded.generation, 0, ranks, names))
@@ -103,15 +109,15 @@ class GenerationTable:
         if node.on_founded is not None:
             node.on_founded(founded)
         for newcomer, peer in seated:
-            newcomer.speak(peer)
+            newcomer.deliver_early(peer)
         early, self._early = self._early, {}
-        for seat, words in early.items():
-            for message in words.take():
+        for seat, early_messages in early.items():
+            for message in early_messages.take():
                 self.agreeing(seat, message)
         return generation
 
     def agreeing(self, seat: int, message: messages.Agreeing) -> None:
-        """Take what a member, or a voter in its place, says about a view."""
+        """Take a message about a view from a member, or from a later life of its node that votes for it."""
         number, body = message.generation, message.body
         generation = self._generations.get(number)
         if generation is None:
@@ -119,49 +125,73 @@ class GenerationTable:
             if newest < number <= newest + 2:
                 self._early.setdefault(seat, EarlyMessages()).keep(message, len(body))
             return
-        place = generation.rank_of(seat)
-        if place is not None:
-            generation.view_driver.received(place, body)
+        rank = generation.rank_of(seat)
+        if rank is not None:
+            generation.view_driver.received(rank, body)
 
-    def tell_of_seat(self, seat: int, send: Callable[[messages.Control], None]) -> None:
-        """Tell a node of which an earlier life is in the last generation about that seat, in which it may vote."""
+    def voter_up(self, seat: int, life: bytes, vote: Callable[[messages.Control], None]) -> None:
+        """Let a node that was started anew vote for the seat of its earlier life; `vote` sends to it."""
+        self._node.peers[seat].vote = vote
+        self._tell_of_seat(seat, vote)
+        self.link_up(seat, life)
+
+    def voter_down(self, seat: int) -> None:
+        """Note that there is no link any more with a node that was started anew."""
+        peer = self._node.peers[seat]
+        peer.vote = None
+        if peer.link is None:
+            self.link_down(seat)
+
+    def _tell_of_seat(self, seat: int, send: Callable[[messages.Control], None]) -> None:
+        """Tell a node about the seat of its earlier life in the current generation, in which it may vote."""
         generation = self.current
         if generation is not None and generation.rank_of(seat) is not None and generation.number:
             seated = wire.encode_membership(generation.seated())
             send(messages.Agreeing(generation.number, seated))
 
-    # What councils have to know
+    # What view drivers have to know
 
     def link_up(self, seat: int, life: bytes) -> None:
-        """There is a link with a process, or with who votes in its place."""
-        for view_driver, rank in self._councils(seat):
+        """Note a link with a process, or with a later life of its node that votes for it."""
+        for view_driver, rank in self._drivers(seat):
             view_driver.link_up(rank, life)
 
     def link_down(self, seat: int) -> None:
-        """There is none any more."""
-        for view_driver, rank in self._councils(seat):
+        """Note that this link ended."""
+        for view_driver, rank in self._drivers(seat):
             view_driver.link_down(rank)
 
     def judged(self, seat: int, *, is_dead: bool) -> None:
-        """A process was given up, or is trusted again."""
-        for view_driver, rank in self._councils(seat):
+        """Note that health gave a process up, or trusts it again."""
+        for view_driver, rank in self._drivers(seat):
             view_driver.judged(rank, is_dead=is_dead)
 
     def vouched(self, seat: int) -> None:
-        """The keeper of a process says that it is alive, and not stopped."""
+        """Note that the keeper of a process says that it is alive and not stopped."""
         for generation in self._generations.values():
             if not generation.founded.is_kept and (rank := generation.rank_of(seat)) is not None:
                 generation.view_driver.vouched(rank)
 
-    def _councils(self, seat: int) -> list[tuple[ViewDriver, int]]:
-        """Return the councils in which a process has a place, and the place."""
-        places = ((each.view_driver, each.rank_of(seat)) for each in self._generations.values())
-        return [(view_driver, rank) for view_driver, rank in places if rank is not None]
+    def left_behind(self, origin: bytes, number: int) -> None:
+        """End this node's generation if a member of it is in a later one, which has no seat for this node."""
+        current = self.current
+        if current is not None and current.founded.origin == origin and number > current.number:
+            current.left_behind(number)
+
+    def over(self) -> None:
+        """End the current generation: other nodes say that the run is over."""
+        if self.current is not None and not self.current.is_over:
+            self.current.over()
+
+    def _drivers(self, seat: int) -> list[tuple[ViewDriver, int]]:
+        """Return the view drivers of the generations that a process is in, and its rank in each."""
+        found = ((each.view_driver, each.rank_of(seat)) for each in self._generations.values())
+        return [(view_driver, rank) for view_driver, rank in found if rank is not None]
 
     # The keeper
 
     def meet_keeper(self) -> None:
-        """Hold a link with the keeper that started this process, if there is one."""
+        """Link with the keeper that started this process, if there is one, and again when that link ends."""
         if self._keeper_path:
             self.keeper = KeeperLink(
                 self._keeper_path,
@@ -195,7 +225,7 @@ class GenerationTable:
     def _keeper_said(self, message: messages.Control) -> None:
         match message:
             case messages.Vouch(processes):
-                self._node.vouched(self._node.card.keeper, processes)
+                self._node.losses.vouched(self._node.card.keeper, processes)
             case messages.Agreeing(number, body):
                 generation = self._generations.get(number)
                 if generation is not None and generation.founded.is_kept:
@@ -204,18 +234,25 @@ class GenerationTable:
                 pass
 
     def tell_keeper_of_survival(self) -> None:
-        """The program goes on after a loss although its groups end with one: the keeper must not stop the others."""
+        """Tell the keeper not to stop the other ranks after a loss: the program goes on although its groups end."""
         if self.keeper is not None and self.current is not None:
             self.keeper.send(messages.surviving(self.current.founded))
 
     # The end
 
+    def note_end(self) -> None:
+        """Write to the audit log that this node leaves its generation, and why."""
+        if self.current is not None:
+            reason = "it left" if self.current.fault is None else self.current.fault.text
+            self._node.audit.note("ended", self._node.card, reason=reason, generation=self.current.number)
+        self._node.audit.close()
+
     def close(self) -> None:
-        """Nobody votes here from now on."""
+        """Take no more part in any view."""
         for generation in self._generations.values():
             generation.close()
 
     def forked(self) -> None:
-        """This process is a fork of the one that joined."""
+        """Make all generations unusable: this process is a fork of the one that joined."""
         for generation in self._generations.values():
             generation.forked()

@@ -1,8 +1,8 @@
-"""Watching over the other members: drives `proto.health`, and tells who should be given up. On the control loop.
+"""Drives `proto.health`: tells which peers should be given up, and shows suspicion in their state. On the control loop.
 
-A pulled cable ends no connection, a stopped process answers nothing, a busy one answers late: somebody has to notice,
-and to tell them apart. Kernels of other machines acknowledge what we send as long as they run and can be reached; the
-keeper of a process says whether it is there.
+A pulled cable ends no connection, a stopped process answers nothing, a busy one answers late. What tells them apart:
+the kernel of another machine acknowledges what it receives while it runs and can be reached, and the keeper of a
+process reports whether the process exists.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from covey.proto import health
+from covey.runtime.members.peers import PeerEvent
 from covey.runtime.members.process_table import LOOK_CLOSELY_EVERY, LOOK_CLOSELY_SECONDS, ProcessStatus
 from covey.wire import messages
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class HealthMonitor:
-    """Judges the other processes of a run."""
+    """Judges the peers of one node."""
 
     def __init__(
         self,
@@ -34,22 +35,25 @@ class HealthMonitor:
         trusted: Callable[[int], None],
         unheard: Callable[[int], None],
     ) -> None:
-        """`lost(seat, reason, cause)` is called for one that should be given up, `trusted(seat)` when it is back.
+        """Begin without peers.
 
-        `unheard(seat)` is called for one that is not heard on its link, and may be by another.
+        Args:
+            lost: called as `lost(seat, reason, cause)` for a peer that should be given up.
+            trusted: called when such a peer is heard again.
+            unheard: called for a peer that is not heard on its link, but may be heard on another.
         """
         self._node, self._lost, self._trusted, self._unheard = node, lost, trusted, unheard
         self._health = health.Health(node.host, time.monotonic())
         self._pings: dict[int, tuple[int, float]] = {}
-        """By seat: the last one, and when it was sent."""
+        """By seat: the number of the last ping, and when it was sent."""
         self._process_table: dict[int, ProcessStatus] = {}
-        """By seat: processes of this host, as the kernel sees them."""
+        """By seat: processes of this host, as the kernel reports them."""
         self._watched: set[int] = set()
         self._given_up: set[int] = set()
         self._changed = asyncio.Event()
 
     async def keep(self) -> None:
-        """Watch until cancelled."""
+        """Judge all peers until cancelled."""
         for peer in self._node.peers.values():
             self.watch(peer)
         while True:
@@ -64,54 +68,57 @@ class HealthMonitor:
     def watch(self, peer: Peer) -> None:
         """Begin to judge a peer, or trust it again in the next generation."""
         if peer.rank in self._watched and peer.rank not in self._given_up:
-            return  # or every generation would begin with a ping of everybody to everybody
+            return  # otherwise every pair would ping at the start of each generation
         self._watched.add(peer.rank)
         is_here = peer.contact is not None and peer.contact.host == self._node.host
         if is_here and peer.pid and peer.life and peer.rank not in self._process_table:
             self._process_table[peer.rank] = ProcessStatus(peer.life, peer.pid, time.monotonic())
-        if peer.contact is not None and not peer.excluded and not peer.left and peer.life:
+        if peer.contact is not None and not peer.is_excluded and not peer.has_left and peer.life:
             self._health.watch(_id(peer.rank), peer.contact.host, time.monotonic())
+            peer.note(PeerEvent.TRUSTED)
             if peer.link is not None:
                 self._health.link_up(_id(peer.rank), time.monotonic())
             self._changed.set()
 
     def link_up(self, peer: Peer) -> None:
-        """There is a new link with a peer."""
+        """Note a new link with a peer."""
         self._health.link_up(_id(peer.rank), time.monotonic())
+        self._show(peer)
         self._changed.set()
 
     def link_lost(self, seat: int) -> None:
-        """The link with a peer has ended; if it is on this host, its kernel knows whether it has, too."""
+        """Note that the link with a peer ended; on this host, ask the kernel whether the process ended, too."""
         self._health.link_lost(_id(seat), time.monotonic())
+        self._show(self._node.peers[seat])
         self._changed.set()
         if seat in self._process_table:
             self._look(seat, time.monotonic() + LOOK_CLOSELY_SECONDS)
 
     def _look(self, seat: int, until: float) -> None:
-        ward, now = self._process_table.get(seat), time.monotonic()
-        if ward is None or self._node.is_closing or self._node.peers[seat].link is not None:
+        process, now = self._process_table.get(seat), time.monotonic()
+        if process is None or self._node.is_closing or self._node.peers[seat].link is not None:
             return
-        ward.look(now)
-        if ward.state is health.Vouch.EXITED:
-            self._health.vouched(_id(seat), ward.state, now)
+        process.look(now)
+        if process.state is health.Vouch.EXITED:
+            self._health.vouched(_id(seat), process.state, now)
             self._changed.set()
         elif now < until:
             asyncio.get_running_loop().call_later(LOOK_CLOSELY_EVERY, self._look, seat, until)
 
     def heard(self, seat: int) -> None:
-        """A peer said something, whatever it was."""
+        """Note that a peer sent a message of any kind."""
         self._health.heard(_id(seat), time.monotonic())
-        if seat in self._given_up:
+        if self._node.peers[seat].is_suspected or seat in self._given_up:
             self._changed.set()
 
     def vouched(self, peer: Peer, value: int) -> None:
-        """The keeper of a peer says how its process is."""
-        with contextlib.suppress(ValueError):  # of a later version
+        """Take what the keeper of a peer reports about its process."""
+        with contextlib.suppress(ValueError):  # a value of a later version
             self._health.vouched(_id(peer.rank), health.Vouch(value), time.monotonic())
             self._changed.set()
 
     def answered(self, seat: int, number: int) -> None:
-        """A peer answered a ping."""
+        """Take the answer to a ping."""
         sent, at = self._pings.pop(seat, (-1, 0.0))
         if sent == number:
             self._health.round_trip(_id(seat), time.monotonic() - at)
@@ -120,12 +127,8 @@ class HealthMonitor:
         """Tell whether a peer is not heard on its link."""
         return self._health.is_unheard(_id(seat))
 
-    def is_suspected(self, seat: int) -> bool:
-        """Tell whether a peer that is watched seems to be gone, or was given up."""
-        return self._health.is_suspected(_id(seat))
-
     def forget(self, seat: int) -> None:
-        """There is nothing more to find out about a peer."""
+        """Judge a peer no more."""
         self._health.forget(_id(seat))
         self._process_table.pop(seat, None)
         self._watched.discard(seat)
@@ -135,6 +138,7 @@ class HealthMonitor:
         for effect in self._health.effects():
             seat = int.from_bytes(effect.peer, "big")
             peer = self._node.peers[seat]
+            self._show(peer)
             match effect:
                 case health.Ping():
                     self._ping(peer)
@@ -147,8 +151,13 @@ class HealthMonitor:
                 case health.Trust() if seat in self._given_up:
                     self._given_up.discard(seat)
                     self._trusted(seat)
-                case _:
-                    pass
+                case health.Suspect() | health.Trust():
+                    pass  # shown as the state of the peer
+
+    def _show(self, peer: Peer) -> None:
+        """Make the opinion of health the state of a peer."""
+        is_suspected = self._health.is_suspected(_id(peer.rank))
+        peer.note(PeerEvent.SUSPECTED if is_suspected else PeerEvent.TRUSTED)
 
     def _ping(self, peer: Peer) -> None:
         if peer.link is None:

@@ -1,12 +1,12 @@
-"""Opening the lanes of groups: who dials, what is agreed, and who waits for it.
+"""Opens the lanes of groups.
 
-A lane is asked for by any thread and opened on the control loop. One end of each pair does the dialling, whoever needs
-the lane; the other one asks it to. What the lane is, and its key, are offered on the link first; the connections that
-follow only have to prove that key.
+Any thread can ask for a lane; it is opened on the control loop. One end of each pair dials; if the other end needs the
+lane, it asks that end with `Dial`. The dialling end first sends an `Offer` on the link, with the kind of lane and a
+key. The connections that follow only have to prove that key.
 
 Lanes for collectives are made anew in every view. A lane for messages is replaced when it breaks; `Offer.attempt` and
-`Dial.attempt` then carry its epoch (`runtime.epochs`). Nothing is opened to or taken from a process that a view has
-excluded.
+`Dial.attempt` then carry its epoch (`members.epochs`). No lane is opened to, or accepted from, a process that a view
+has excluded.
 """
 
 from __future__ import annotations
@@ -46,50 +46,50 @@ logger = logging.getLogger("covey")
 LARGE_RING_BYTES: Final = 2 << 20
 SMALL_RING_BYTES: Final = 128 << 10
 LARGE_RINGS_TOTAL_BYTES: Final = 64 << 20
-"""Rings are large until a process has this much of them; programs with dozens of groups get small ones after that."""
+"""Rings are large until a process has this many bytes of them, then small: a program may have dozens of groups."""
 DIALS_AT_ONCE: Final = 256
 SCARCE_SECONDS: Final = 10.0
-"""The log tells at most this often that no lane can be opened for want of a descriptor."""
+"""Shortest time between two log lines about lanes that cannot be opened for want of a descriptor."""
 LANES_LIMIT: Final = 100_000
 CLOSED_GROUPS_KEPT: Final = 10_000
 MEASURE_SECONDS: Final = 1.0
-"""How long a lane waits for the shortest way to be found."""
+"""How long opening a lane waits for the best address to be measured."""
 STREAMS_BY_ROUND_TRIP: Final = ((0.02, 1), (0.06, 4))
-"""Connections of a lane, by the seconds that a round trip takes: the kernel sends a few megabytes ahead on each."""
+"""Connections of a lane, by round trip in seconds: on each the kernel sends a few megabytes without acknowledgement."""
 STREAMS_FAR: Final = 8
 PURPOSES: Final = ("collectives", "messages")
 LANE_BYTES: Final = 16
 NOT_YOURS: Final = "the other end opens the lanes of this pair"
 SECRET_BYTES: Final = 32
 REPLACE_SECONDS: Final = (0.3, 1.5)
-"""After a link was replaced: when lanes for messages are, too, at the first and the second try."""
+"""Seconds after the replacement of a link at which its lanes for messages are replaced: first and second try."""
 FIRST_PAUSE_SECONDS: Final = 0.02
 MOST_PAUSE_SECONDS: Final = 0.5
-"""Between attempts to connect: a full backlog, out of descriptors, a network that is down."""
+"""Longest pause between attempts to connect: the backlog is full, descriptors are short, the network is down."""
 
 
 class LaneKey(NamedTuple):
-    """What a lane is for."""
+    """The purpose of a lane."""
 
     group: int
     peer: int
     """Its seat in the run."""
     purpose: str
     attempt: int = 0
-    """The number of the view, for collectives of groups that survive losses: no byte of an attempt meets the next.
+    """The view number, for collectives of groups that survive losses: no byte of one attempt reaches the next.
 
     0 for messages, whose lanes are replaced one by one.
     """
 
 
 def lane_key(group: int, peer: int, purpose: str, attempt: int) -> LaneKey:
-    """Return what a lane is for, from what is said about it on a link."""
+    """Return the key of a lane, from the fields of a message about it."""
     return LaneKey(group, peer, purpose, 0 if purpose == "messages" else attempt)
 
 
 @dataclass
 class _Expected:
-    """A lane that a peer has offered: the connections that have come so far."""
+    """A lane that a peer has offered, with the connections that have arrived so far."""
 
     peer: int
     offer: messages.Offer
@@ -97,7 +97,7 @@ class _Expected:
 
 
 class Lanes:
-    """The lanes of one node, open or on their way."""
+    """The lanes of one node, open or being opened."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -105,21 +105,21 @@ class Lanes:
         self._lanes: dict[LaneKey, Future[Any]] = {}
         self._dialling: set[LaneKey] = set()
         self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[None]]] = {}
-        """What was offered to others: the lane's id, and their answer."""
+        """Offers to peers: the id of the lane, and the answer."""
         self._expected: dict[bytes, _Expected] = {}
         self._closed_groups: dict[int, int] = {}
-        """Groups that were closed, and the last operation of each."""
+        """By closed group: its last operation."""
         self._first_attempts: dict[int, int] = {}
-        """By group: lanes of earlier attempts are refused."""
+        """By group: the attempt before which lanes are refused."""
         self._log = LimitedLog(SCARCE_SECONDS)
         self._epochs = Epochs()
         self._given_up: set[LaneKey] = set()
-        """Lanes for messages that are not replaced any more."""
+        """Lanes for messages that are not replaced when they break."""
 
     # For groups, on any thread
 
     def kind(self, peer: int) -> str:
-        """Return the lane that this pair will use, from facts that both ends know."""
+        """Return the kind of lane that this pair uses, from facts that both ends know."""
         forced = self._node.config.lanes
         contact = self._node.peers[peer].contact
         here = contact is not None and contact.host == self._node.host
@@ -138,9 +138,9 @@ class Lanes:
         """Return the lane (for collectives) or the socket (for messages) to `peer`, opened if need be.
 
         Raises:
-            ConnectError: the peer is gone or said no.
+            ConnectError: the peer is gone, or refused.
             ClosedError: the group, or the attempt, is over here.
-            DeadlineError: it did not open in time; ask again to go on waiting.
+            DeadlineError: the lane did not open in time; call again to go on waiting.
         """
         future = self._request(LaneKey(group, peer, purpose, attempt))
         try:
@@ -156,23 +156,23 @@ class Lanes:
                 return future
             if future is None:
                 future = Future()
-                if self._node.peers[peer].excluded:
+                if self._node.peers[peer].is_excluded:
                     future.set_exception(ConnectError(f"rank {peer} is gone"))
                     return future
-                if self._node.is_closing or self._is_over(key):  # nobody would ever end the wait
+                if self._node.is_closing or self._is_over(key):  # nothing would ever end the wait
                     future.set_exception(ClosedError("the group was closed"))
                     return future
                 self._lanes[key] = future
         control.soon(self._ask, key)
-        if self._node.peers[peer].gone:
+        if self._node.peers[peer].is_gone:
             self._failed(key, ConnectError(f"rank {peer} is gone"))
         return future
 
     def _ask(self, key: LaneKey) -> None:
-        """Dial a lane that is wanted, or ask the other end to. On the control loop."""
+        """Dial a lane, or ask the other end to dial it. On the control loop."""
         future = self._lanes.get(key)
         if future is None or future.done():
-            return  # it has come, or is not wanted any more
+            return  # it is open, or not wanted any more
         if self._node.peers[key.peer].is_dialled:
             self.dial(key)
         else:
@@ -180,7 +180,7 @@ class Lanes:
             self._node.send(key.peer, messages.Dial(key.group, key.purpose, attempt))
 
     def renew(self, group: int, peer: int, ended: Any) -> Future[Any]:
-        """Ask for a lane for messages in place of `ended`; the future has it, or the error that `open` would raise."""
+        """Ask for a lane for messages to replace `ended`; the future has it, or the error that `open` would raise."""
         key = LaneKey(group, peer, "messages")
         with self._lock:
             future = self._lanes.get(key)
@@ -189,14 +189,14 @@ class Lanes:
         return self._request(key)
 
     def give_up(self, group: int, peer: int) -> None:
-        """Replace the lane for messages with a peer no more: what it carried cannot be gone on with."""
+        """Stop replacing the lane for messages with a peer: its stream cannot be resumed."""
         key = LaneKey(group, peer, "messages")
         with self._lock:
             self._given_up.add(key)
         self.abandon(lambda each: each == key, ClosedError("no more messages are exchanged with this rank"))
 
     def arrived(self, group: int, purpose: str) -> dict[int, Any]:
-        """Return the lanes of a group that are open, by peer."""
+        """Return the open lanes of a group, by peer."""
         with self._lock:
             return {
                 key.peer: future.result()
@@ -205,11 +205,11 @@ class Lanes:
             }
 
     def ended(self, group: int, sequence: int) -> bool:
-        """Tell whether a group was closed here without taking part in operation `sequence`."""
+        """Tell whether a group was closed here before operation `sequence`."""
         return self._closed_groups.get(group, sequence) < sequence
 
     def forget(self, group: int, sequence: int) -> None:
-        """Close what is left of a group's lanes; later ones are refused."""
+        """Close the lanes of a group, and refuse later ones."""
         with self._lock:
             self._closed_groups[group] = sequence
             while len(self._closed_groups) > CLOSED_GROUPS_KEPT:
@@ -220,23 +220,22 @@ class Lanes:
         self._drop(lambda key: key.group == group)
 
     def retire(self, group: int, attempt: int) -> None:
-        """Close the lanes of a group's attempts before this one; nobody may be using them."""
+        """Close the lanes of a group's attempts before this one. No thread may be using them."""
         with self._lock:
             self._first_attempts[group] = attempt
         self._drop(lambda key: key.group == group and key.purpose == "collectives" and key.attempt < attempt)
 
     def part_with(self, peer: int) -> None:
-        """The others go on without a peer: end what there is of lanes to it, and the waits for them.
+        """Shut down the lanes to a peer that a view excluded, and fail the waits for them. On the control loop.
 
-        What it sent before is still read; those who use the lanes close them. On the control loop.
-
-        A peer that left in order may be needed no more by a group that ends with its first loss, though the last bytes
-        of its part are still on their way: those lanes are left to the group.
+        What the peer sent before is still read; the users of the lanes close them. If the peer said goodbye, lanes for
+        collectives stay open: the last bytes of its part may still be on the way to a group that ends with its first
+        loss.
         """
         self.abandon(lambda key: key.peer == peer, ConnectError(f"seat {peer} is gone"))
         for lane in [lane for lane, expected in self._expected.items() if expected.peer == peer]:
             self._stop_expecting(lane)
-        has_left = self._node.peers[peer].left
+        has_left = self._node.peers[peer].has_left
         with self._lock:
             futures = [
                 future
@@ -255,23 +254,23 @@ class Lanes:
             _close_future(future)
 
     def abandon(self, unwanted: Callable[[LaneKey], bool], error: BaseException) -> None:
-        """Wake everyone who waits for a lane that will not come."""
+        """Fail the waits for lanes that will not open."""
         with self._lock:
             keys = [key for key, future in self._lanes.items() if unwanted(key) and not future.done()]
         for key in keys:
             self._failed(key, error)
 
     def link_lost(self, peer: int) -> None:
-        """What was said on the link with a peer may not have arrived. On the control loop."""
+        """Fail the offers to a peer whose link ended: they may not have arrived. On the control loop."""
         for key, (_, answer) in self._offers.items():
             if key.peer == peer and not answer.done():
                 answer.set_exception(ConnectError("the link ended"))
 
     def link_up(self, peer: int) -> None:
-        """There is a new link with a peer: ask again for what is waited for. On the control loop.
+        """Ask again, on the new link with a peer, for the lanes that are waited for. On the control loop.
 
-        Where the link broke, lanes may have broken without a sign. Those for messages are replaced, which loses
-        nothing; a moment later, when both ends know which of them dials.
+        Where a link broke, lanes may have broken unnoticed. Lanes for messages are replaced, which loses nothing, a
+        moment later: by then both ends know which of them dials.
         """
         loop = asyncio.get_running_loop()
         with self._lock:
@@ -284,7 +283,7 @@ class Lanes:
                     loop.call_later(seconds, self._replace, key, future)
 
     def _replace(self, key: LaneKey, before: Future[Any]) -> None:
-        """Have a lane for messages replaced, unless it was."""
+        """Replace a lane for messages, unless it was replaced already."""
         peer = self._node.peers[key.peer]
         if self._lanes.get(key) is not before or peer.link is None or self._node.is_closing:
             return
@@ -294,7 +293,7 @@ class Lanes:
             self._node.send(key.peer, messages.Dial(key.group, key.purpose, self._epochs.next(key)))
 
     def stop_expecting(self) -> None:
-        """Close what came of lanes that are not complete. On the control loop."""
+        """Close the connections of lanes that are not complete. On the control loop."""
         for lane in list(self._expected):
             self._stop_expecting(lane)
 
@@ -308,16 +307,16 @@ class Lanes:
     # Dialling, on the control loop
 
     def asked(self, rank: int, wanted: messages.Dial) -> None:
-        """A peer asks for a lane."""
+        """Dial a lane that a peer asks for, or refuse."""
         key = lane_key(wanted.group, rank, wanted.purpose, wanted.attempt)
-        # It has seen all that this end has offered, and asks for another: its end of the last lane is broken.
+        # The peer has seen every offer of this end and asks for another lane: its end of the last one is broken.
         again = key.purpose == "messages" and wanted.attempt >= self._epochs.next(key)
         if self._node.peers[rank].is_dialled and not self.dial(key, again=again):
             reason = f"rank {self._node.rank} has closed the group, or rank {rank} is not in it any more"
             self._node.send(rank, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
 
     def dial(self, key: LaneKey, *, again: bool = False) -> bool:
-        """Start to open a lane, unless it is open (and not wanted `again`) or being opened; False if it may not be."""
+        """Start to open a lane, unless it is being opened, or is open and not wanted `again`; False if refused."""
         if key.purpose not in PURPOSES or self._is_over(key) or self._node.is_closing:
             return False
         future = self._lanes.get(key)
@@ -336,7 +335,7 @@ class Lanes:
                 kind = "unix"
             pause = FIRST_PAUSE_SECONDS
             while True:
-                if not peer.is_dialled:  # the link was exchanged for one that the peer dialled
+                if not peer.is_dialled:  # the peer dialled a link that replaced this one
                     self._ask(key)
                     return
                 attempt = self._epochs.next(key) if purpose == "messages" else key.attempt
@@ -344,7 +343,7 @@ class Lanes:
                     self._opened(key, attempt, await self._connect(peer, key, kind, attempt))
                     return
                 except (ConnectError, TimeoutError) as error:
-                    if peer.gone or self._node.is_closing or self._is_over(key):
+                    if peer.is_gone or self._node.is_closing or self._is_over(key):
                         raise
                     if isinstance(error, ScarceError):
                         self._log.log(logging.WARNING, "no lane to rank %d can be opened now: %s", rank, error)
@@ -360,9 +359,9 @@ class Lanes:
     def _is_over(self, key: LaneKey) -> bool:
         if key.purpose == "collectives" and key.attempt < self._first_attempts.get(key.group, 0):
             return True
-        if key.group in self._closed_groups or key in self._given_up or self._node.peers[key.peer].excluded:
+        if key.group in self._closed_groups or key in self._given_up or self._node.peers[key.peer].is_excluded:
             return True
-        return not self._node.is_member(key.group, key.peer)
+        return not self._node.groups.has_member(key.group, key.peer)
 
     async def _connect(self, peer: Peer, key: LaneKey, kind: str, attempt: int) -> Any:
         purpose, capacity = key.purpose, 0
@@ -405,19 +404,19 @@ class Lanes:
                 sock.close()
             raise
         finally:
-            memory.take(name)  # if the peer has not
+            memory.take(name)  # if the peer has not taken it
             if descriptor >= 0:
                 os.close(descriptor)
 
     def _streams(self, peer: Peer) -> int:
-        """Return how many connections a lane gets: more where a single one would wait for the way back."""
+        """Return how many connections a lane gets: more where one would spend its time waiting for acknowledgements."""
         wanted = self._node.config.streams
         if wanted != "auto":
             return int(wanted)
         return next((count for limit, count in STREAMS_BY_ROUND_TRIP if peer.round_trip < limit), STREAMS_FAR)
 
     async def _make_offer(self, peer: Peer, offer: messages.Offer) -> None:
-        """Say what lane is to come, and return when the peer expects it; RefusedError if it will not."""
+        """Offer a lane, and return when the peer expects it; RefusedError if it refuses."""
         if peer.link is None:
             raise ConnectError("there is no link")
         answer = asyncio.get_running_loop().create_future()
@@ -432,15 +431,15 @@ class Lanes:
         self._note(key, offer)
 
     def _note(self, key: LaneKey, offer: messages.Offer) -> None:
-        """An offer was made and taken."""
+        """Note the epoch of an offer that was accepted."""
         if key.purpose == "messages":
             with self._lock:
                 self._epochs.seen(key, offer.attempt)
 
     async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int) -> socket.socket:
-        """Connect by the first way that works, and prove to each other that this is the lane that was offered.
+        """Connect to the first address that works; both ends prove that they know the key of the offered lane.
 
-        A peer that hangs up may not have heard of the cluster's new secret: the one before is tried while it is good.
+        A peer that hangs up may not know the cluster's new secret: the previous one is tried while it is valid.
         """
         *others, last = self._node.credentials.good()
         for credentials in others:
@@ -461,7 +460,7 @@ class Lanes:
                 await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
                 answer = await receive_exactly(sock, greeting.PROOF_BYTES)
             if not greeting.proofs_equal(answer, greeting.lane_proof(offer.secret, b"accept", offer.lane, stream)):
-                raise ConnectError(f"what answers for rank {peer.rank} does not know the lane's key")
+                raise ConnectError(f"the process that answers for rank {peer.rank} does not know the lane's key")
             return sock
         except BaseException as error:
             sock.close()
@@ -470,17 +469,17 @@ class Lanes:
             raise
 
     def expected(self, rank: int, lane: bytes) -> None:
-        """A peer expects the lane that was offered."""
+        """Note that a peer expects an offered lane."""
         for key, (offered, answer) in self._offers.items():
             if key.peer == rank and offered == lane and not answer.done():
                 answer.set_result(None)
 
     def refused(self, key: LaneKey, reason: str) -> None:
-        """A peer does not want the lane that was offered, or will not open the one that was asked for."""
+        """Note that a peer refuses an offered lane, or refuses to dial one that it was asked for."""
         _, answer = self._offers.get(key, (b"", None))
         if answer is not None:
             if not answer.done():
-                again = reason == NOT_YOURS  # the ends do not agree yet who dials
+                again = reason == NOT_YOURS  # the two ends do not agree yet which of them dials
                 answer.set_exception(ConnectError(reason) if again else RefusedError(reason, retry=False))
         else:
             self._failed(key, ConnectError(f"rank {key.peer}: {reason}"))
@@ -494,7 +493,7 @@ class Lanes:
     # Being dialled, on the control loop
 
     def offered(self, rank: int, offer: messages.Offer) -> None:
-        """A peer wants to open a lane: expect it, or say why not."""
+        """Expect the lane that a peer offers, or tell the peer why not."""
         if reason := self._objection(rank, offer):
             self._node.send(rank, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
             return
@@ -518,9 +517,9 @@ class Lanes:
         if offer.kind not in self._acceptable(rank, offer):
             return f"the lane to rank {rank} is {self.kind(rank)!r} here and {offer.kind!r} there"
         key = lane_key(offer.group, rank, offer.purpose, offer.attempt)
-        if self._node.peers[rank].excluded:
+        if self._node.peers[rank].is_excluded:
             return f"the run goes on without rank {rank}"
-        if not self._node.is_member(offer.group, rank):
+        if not self._node.groups.has_member(offer.group, rank):
             return f"rank {rank} of the run is not in this group"
         if self._is_over(key) or self._node.is_closing:
             return f"rank {self._node.rank} has closed the group"
@@ -533,11 +532,11 @@ class Lanes:
         return ""
 
     def _acceptable(self, rank: int, offer: messages.Offer) -> set[str]:
-        """Return the kinds that a lane may have: nobody talks us into one that others can read."""
+        """Return the kinds that a lane may have, so that no peer can choose one that third parties can read."""
         kind = self.kind(rank)
         if kind != "shm":
             return {kind}
-        return {"unix"} if offer.purpose == "messages" else {"shm", "unix"}  # unix, where memory was short
+        return {"unix"} if offer.purpose == "messages" else {"shm", "unix"}  # unix, if the peer had no shared memory
 
     def _stop_expecting(self, lane: bytes) -> None:
         expected = self._expected.pop(lane, None)
@@ -546,9 +545,9 @@ class Lanes:
                 sock.close()
 
     async def claim(self, sock: socket.socket) -> None:
-        """Take a connection that says it belongs to a lane; the one who proves the lane's key has it.
+        """Take a connection that claims to belong to a lane; it must prove the lane's key.
 
-        The socket is no longer the caller's. Raises OSError, TimeoutError or a CoveyError if it is no good.
+        Owns the socket from now on. Raises OSError, TimeoutError or a CoveyError if the claim fails.
         """
         socks = [sock]
         try:
@@ -571,10 +570,10 @@ class Lanes:
         lane, stream, proof = claim[:LANE_BYTES], claim[LANE_BYTES], claim[LANE_BYTES + 1 :]
         expected = self._expected.get(lane)
         if expected is None or stream >= expected.offer.streams or stream in expected.socks:
-            raise ConnectError("someone claimed a lane that is not expected")
+            raise ConnectError("a connection claimed a lane that is not expected")
         secret = expected.offer.secret
         if not greeting.proofs_equal(proof, greeting.lane_proof(secret, b"dial", lane, stream)):
-            raise ConnectError("someone claimed a lane without its key")
+            raise ConnectError("a connection claimed a lane without its key")
         answer = greeting.lane_proof(secret, b"accept", lane, stream)
         await asyncio.get_running_loop().sock_sendall(sock, answer)
         if self._expected.get(lane) is not expected or expected.socks.setdefault(stream, sock) is not sock:
@@ -600,7 +599,7 @@ class Lanes:
         await asyncio.get_running_loop().sock_sendall(sock, word)
         return RingLane(segment, offer.capacity, sock, first=False, kind=offer.kind)
 
-    # How it ended
+    # Outcomes
 
     def _opened(self, key: LaneKey, attempt: int, lane: Any) -> None:
         with self._lock:
@@ -618,8 +617,8 @@ class Lanes:
                 future.set_result(lane)
         if not is_wanted:
             lane.close()
-        elif not self._node.lane_arrived(key, lane) and replaced is not None:
-            _close_future(replaced)  # nobody has used it
+        elif not self._node.groups.lane_arrived(key, lane) and replaced is not None:
+            _close_future(replaced)  # the group has not used it
 
     def _failed(self, key: LaneKey, error: BaseException) -> None:
         with self._lock:
@@ -632,7 +631,7 @@ def _make_lane(socks: list[socket.socket], offer: messages.Offer, *, dialler: bo
     """Return the lane (for collectives) or the socket (for messages) that connected sockets make."""
     if offer.kind != "secure":
         return socks[0] if offer.purpose == "messages" else StreamLane(socks[0], offer.kind)
-    from covey.net.lanes.sealed import SealedLane, SealedSocket  # slow to load, and of no use to ranks of one host
+    from covey.net.lanes.sealed import SealedLane, SealedSocket  # slow to import, and not needed by ranks of one host
 
     if offer.purpose == "messages":
         return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)
@@ -640,14 +639,14 @@ def _make_lane(socks: list[socket.socket], offer: messages.Offer, *, dialler: bo
 
 
 async def _measured(peer: Peer) -> None:
-    """Return when the shortest way to a peer is known, or after a while without it."""
+    """Return once the best address of a peer is known, or after MEASURE_SECONDS."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MEASURE_SECONDS):
             await peer.measured.wait()
 
 
 async def _hand_over(sock: socket.socket, descriptor: int, name: str, segment: Any) -> None:
-    """Give the peer our segment, and see a random word of ours come back out of it."""
+    """Give the peer a segment, and check that it reads a random word there."""
     word = secrets.token_bytes(32)
     memoryview(segment).cast("B")[-32:] = word
     if descriptor >= 0:
@@ -670,7 +669,7 @@ async def _readable(sock: socket.socket) -> None:
 
 
 def _close_future(future: Future[Lane | socket.socket]) -> None:
-    """Close the lane that a future holds, or end the wait of those who wait for it."""
+    """Close the lane that a future holds, or fail the wait for it."""
     if not future.done():
         future.set_exception(ClosedError("the group was closed"))
     elif future.exception() is None:

@@ -1,7 +1,7 @@
-"""How the ranks of a launcher are linked with each other: at the start, again when a link ends, and with newcomers.
+"""Links the ranks of a launcher with each other: at the start, again when a link ends, and with newcomers.
 
-The higher rank of a pair dials, until it is answered. Once every rank is linked with every other, and says so, the run
-is formed. On the control loop.
+The higher rank of a pair dials until it is answered. The run is formed once every rank has said that it is linked with
+every other. On the control loop.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 HANG_UPS: Final = 5
-"""Times in a row that a rank is hung up on before it believes that its key is wrong, and that nobody died."""
+"""Times in a row that the other end hangs up before a rank concludes that its own key is wrong: an end that dies also
+hangs up, but once."""
 HANG_UP_SECONDS: Final = 1.0
-"""And for how long: a crowd at the door of rank 0 passes."""
+"""And for how long: while all ranks dial rank 0 at once, it hangs up on some."""
 REDIAL_SECONDS: Final = 1.5
-"""How long dialling a rank again may take before it is tried anew: TCP repeats a lost first packet later than that."""
+"""How long one dial of a rank may take before the next: TCP repeats a lost first packet later than that."""
 
 
 class LauncherMesh:
@@ -53,20 +54,20 @@ class LauncherMesh:
         """Return once every rank is linked with every other and knows it.
 
         Raises:
-            DeadlineError: some did not come in time; says which.
-            ConfigError: another rank has other settings.
+            DeadlineError: some ranks were not linked in time; says which.
+            ConfigError: another rank has different settings.
         """
         control.make(self._form(within=timeout), discard=lambda _: self._node.close(), otherwise=self._node.close)
 
     async def _form(self, *, within: float) -> None:
         self._formed = asyncio.get_running_loop().create_future()
-        self._node.acceptor.on_link = self.greet
+        self._node.acceptor.on_link = self.accept
         self._node.acceptor.open()
         self._node.generation_table.meet_keeper()
         for peer in self._node.peers.values():
             if peer.is_dialled and peer.contact is not None:
                 self._node.spawn(self.dial(peer))
-        self._node.spawn(self._tell_who_is_missing())
+        self._node.spawn(self._log_missing())
         try:
             async with asyncio.timeout(within):
                 await self._formed
@@ -84,9 +85,9 @@ class LauncherMesh:
         await self._node.generation_table.await_keeper()
 
     def _missing(self) -> list[int]:
-        return [peer.rank for peer in self._node.peers.values() if not peer.ready]
+        return [peer.rank for peer in self._node.peers.values() if not peer.is_ready]
 
-    async def _tell_who_is_missing(self) -> None:
+    async def _log_missing(self) -> None:
         for pause in (5.0, *(30.0,) * 1000):
             await asyncio.sleep(pause)
             if self._formed is None or self._formed.done():
@@ -101,7 +102,7 @@ class LauncherMesh:
         if self._complaint is not None:
             self._formed.set_exception(self._complaint)
             return
-        linked = all(peer.link is not None or peer.ready for peer in self._node.peers.values())
+        linked = all(peer.link is not None or peer.is_ready for peer in self._node.peers.values())
         if linked:
             self._tell_ready()
         if linked and not self._missing():
@@ -109,7 +110,7 @@ class LauncherMesh:
             self._node.begin()
 
     def _tell_ready(self) -> None:
-        """Tell those who have not heard it on their link that this rank is connected to everyone."""
+        """Tell every peer, once on each link, that this rank is linked with every rank."""
         for peer in self._node.peers.values():
             if peer.link is not None and peer.link is not peer.told:
                 peer.told = peer.link
@@ -122,9 +123,20 @@ class LauncherMesh:
         contacts = [node.card.contact, *(node.peers[rank].contact for rank in range(1, node.size))]
         return messages.Roster(tuple(contact for contact in contacts if contact is not None))
 
+    def told_roster(self, rank: int, contacts: tuple[messages.Contact, ...]) -> None:
+        """Take from rank 0 where the other ranks listen, and dial those that this rank has to dial."""
+        if rank != 0 or len(contacts) != self._node.size:
+            return
+        for peer in self._node.peers.values():
+            if peer.contact is None:
+                peer.contact = contacts[peer.rank]
+                if peer.is_dialled:
+                    self._node.spawn(self.dial(peer))
+
     async def dial(self, peer: Peer) -> None:
+        """Dial a rank until it is linked; an error that no retry can mend ends the forming."""
         pause, hang_ups, hung_up_at = 0.005, 0, 0.0
-        while peer.link is None and not peer.ready and not self._node.is_closing:
+        while peer.link is None and not peer.is_ready and not self._node.is_closing:
             try:
                 link, welcome, where = await self._call(peer)
             except HungUpError as error:
@@ -158,8 +170,8 @@ class LauncherMesh:
         return link, welcome, where
 
     def _wrong_peer(self, peer: Peer, welcome: messages.Welcome) -> str:
-        """Return why who answered is not the one that was dialled, or not wanted, or nothing."""
-        if welcome.rank != peer.rank:  # somebody on the way led us to another
+        """Return why the process that answered is not the one that was dialled, or is denied; "" if it is right."""
+        if welcome.rank != peer.rank:  # something on the way led to another process
             return f"rank {welcome.rank} answered where rank {peer.rank} was dialled"
         objection = self._node.objection(welcome.card)
         return f"rank {peer.rank} was refused: {objection}" if objection else ""
@@ -169,12 +181,12 @@ class LauncherMesh:
         self.settle()
 
     async def redial(self, peer: Peer) -> None:
-        """Link again with a process: a connection can end without either end.
+        """Link again with a process: a connection can end although both ends live.
 
-        If the others went on without it, it should hear so.
+        A process that a view has excluded is dialled too, so that it learns of the view.
         """
         pause, until = 0.02, time.monotonic() + 2 * self._node.config.patience
-        while peer.link is None and not (peer.left or self._node.is_closing) and time.monotonic() < until:
+        while peer.link is None and not (peer.has_left or self._node.is_closing) and time.monotonic() < until:
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
                 async with asyncio.timeout(REDIAL_SECONDS):
                     link, welcome, where = await self._call(peer)
@@ -187,9 +199,9 @@ class LauncherMesh:
             pause = min(0.5, pause * 1.5)
 
     async def dial_anew(self, peer: Peer, silent: Link) -> None:
-        """Link with a process by another way, while nothing is heard on the link there is."""
+        """Link with a process anew while nothing is heard on its link, in case only the path of that link is dead."""
         pause = 0.1
-        while peer.link is silent and self._node.is_unheard(peer.rank) and not self._node.is_closing:
+        while peer.link is silent and self._node.losses.is_unheard(peer.rank) and not self._node.is_closing:
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
                 async with asyncio.timeout(REDIAL_SECONDS):
                     link, welcome, where = await self._call(peer)
@@ -202,17 +214,18 @@ class LauncherMesh:
             pause = min(1.0, 2 * pause)
 
     def _reached(self, peer: Peer, link: Link, welcome: messages.Welcome, where: Where) -> None:
-        """A process that was dialled has answered, there."""
+        """Use the link with a process that has answered at `where`."""
         if not isinstance(where, str):
             peer.way = where
         self._node.linked(peer, link, welcome.card)
 
-    async def greet(self, sock: socket.socket, said: bytes) -> None:
+    async def accept(self, sock: socket.socket, said: bytes) -> None:
+        """Take a connection that has passed the door: another rank, or a newcomer."""
         admitted = await admit(sock, self._node.credentials, said, self._judge)
         if admitted is not None:
             link, hello, _ = admitted
             if hello.purpose == "newcomer":
-                self._node.lobby.knock(Latecomer(self._node, link, hello.card))
+                self._node.newcomers.add(Latecomer(self._node, link, hello.card))
             else:
                 self._node.linked(self._node.peers[hello.rank], link, hello.card)
 
@@ -232,7 +245,7 @@ class LauncherMesh:
             )
         known = self._node.peers.get(hello.rank)
         is_known = known is not None and (known.id, known.life) == messages.key_of(hello.card)
-        if known is not None and known.ready and is_known:
+        if known is not None and known.is_ready and is_known:
             return messages.Welcome(self._node.rank, self._node.card)  # its last link has ended, here or there
         for what, here, there in (
             ("run", self._node.run, hello.run),
@@ -246,12 +259,15 @@ class LauncherMesh:
                 return messages.Refusal(reason, retry=False)
         peer = self._node.peers.get(hello.rank)
         if peer is None or peer.is_dialled:
-            return messages.Refusal(f"rank {hello.rank} has no business dialling rank {self._node.rank}", retry=False)
-        if peer.link is not None or peer.ready:
+            return messages.Refusal(
+                f"rank {hello.rank} must not dial rank {self._node.rank}; the higher rank of a pair dials", retry=False
+            )
+        if peer.link is not None or peer.is_ready:
             return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
         return messages.Welcome(self._node.rank, self._node.card)
 
     def hello(self) -> messages.Hello:
+        """Return what this rank says first on a link that it dials."""
         return messages.Hello(
             version=messages.VERSION,
             nonce=secrets.token_bytes(32),
@@ -272,19 +288,19 @@ class LauncherMesh:
             if here != there:
                 return messages.Refusal(f"{what} is {there!r} there and {here!r} in the run", retry=False)
         key = messages.key_of(hello.card)
-        if any((peer.id, peer.life) == key and not peer.gone for peer in self._node.peers.values()):
+        if any((peer.id, peer.life) == key and not peer.is_gone for peer in self._node.peers.values()):
             return messages.Refusal("you are a member", retry=True)
         return messages.Welcome(self._node.rank, self._node.card)
 
 
 class Latecomer:
-    """A newcomer to a launcher's run, which has dialled this node."""
+    """A newcomer to a launcher's run, on the link that it has dialled."""
 
     def __init__(self, node: Node, link: Link, card: messages.Card) -> None:
         self._node, self.link, self._card = node, link, card
         self._said: EarlyMessages[bytes] = EarlyMessages()
-        """By a newcomer that has not been given its seat here."""
-        link.attach(self._heard, lambda: node.lobby.go_away(self))
+        """Frames that came before this node knew its seat."""
+        link.attach(self._heard, lambda: node.newcomers.remove(self))
 
     @property
     def card(self) -> messages.Card:
@@ -293,10 +309,10 @@ class Latecomer:
     def send(self, message: messages.Control) -> None:
         self.link.send(messages.encode(message))
 
-    def sit_down(self, peer: Peer) -> None:
+    def take_seat(self, peer: Peer) -> None:
         self._node.linked(peer, self.link, self._card)
 
-    def speak(self, peer: Peer) -> None:
+    def deliver_early(self, peer: Peer) -> None:
         for body in self._said.take():
             self._node.heard_frame(peer, body)
 

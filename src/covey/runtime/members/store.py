@@ -1,4 +1,4 @@
-"""Stores on the control plane: entries that one process of a run keeps, and all others ask it for over their links."""
+"""Key-value stores of a run: one process owns the entries, and the others ask it over their links."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from covey.base.errors import (
     PeerLostError,
     RemoteProtocolError,
 )
-from covey.proto.board import Board, Reply
+from covey.proto.store import KeyValueStore, Reply
 from covey.runtime import loop as control
-from covey.wire import board as wire
 from covey.wire import messages
+from covey.wire import store as wire
 
 if TYPE_CHECKING:
     from covey.runtime.members.node import Node
 
 STORES_LIMIT: Final = 8
-"""Stores that a process keeps; the oldest goes when there is one more."""
+"""Stores that a process owns; one more drops the oldest."""
 ASK_AGAIN_SECONDS: Final = 10.0
-"""After so long a question is repeated, if that does no harm: one link may have followed another unnoticed."""
+"""After this time a question is repeated, if that does no harm: the link may have been replaced unnoticed."""
 
 Outcome: TypeAlias = "Future[wire.Done]"
 
 
 @dataclass
-class _Asked:
-    """A question under way."""
+class _Request:
+    """A question that waits for its answer."""
 
-    keeper: int
-    board: int
+    owner: int
+    store_id: int
     question: wire.Question
     outcome: Outcome = field(default_factory=Future)
     is_sent: bool = False
@@ -49,164 +49,164 @@ class _Asked:
 
 
 class Stores:
-    """The boards that this process keeps, and what it asks of others. On the control loop, but for `Desk`."""
+    """The stores that this process owns, and its questions to other owners. On the control loop."""
 
     def __init__(self, node: Node | None) -> None:
-        """`node` is None for a process that is alone."""
+        """Begin without stores; `node` is None for a process that is alone."""
         self._node = node
         self._me = node.rank if node is not None else 0
-        self._kept: dict[int, Board] = {}
-        self._asked: dict[int, _Asked] = {}
+        self._stores: dict[int, KeyValueStore] = {}
+        self._requests: dict[int, _Request] = {}
         self._is_closed = False
 
-    def keep(self, board: int) -> None:
-        """Begin a board."""
-        self._kept[board] = Board()
-        while len(self._kept) > STORES_LIMIT:
-            del self._kept[next(iter(self._kept))]
+    def keep(self, store_id: int) -> None:
+        """Begin an empty store."""
+        self._stores[store_id] = KeyValueStore()
+        while len(self._stores) > STORES_LIMIT:
+            del self._stores[next(iter(self._stores))]
 
-    def ask(self, number: int, asked: _Asked) -> None:
-        """Put a question, or put it again."""
+    def ask(self, number: int, request: _Request) -> None:
+        """Send a question, or send it again."""
         if self._is_closed or (self._node is not None and self._node.is_closing):
-            asked.fail(ClosedError("the run is closed, and its store with it; join again"))
+            request.fail(ClosedError("the run is closed, and its store with it; join again"))
             return
-        self._asked[number] = asked
-        if asked.keeper == self._me:
-            self._answer(self._me, asked.board, number, asked.question)
+        self._requests[number] = request
+        if request.owner == self._me:
+            self._answer(self._me, request.store_id, number, request.question)
             return
         assert self._node is not None
-        peer = self._node.peers[asked.keeper]
-        if peer.gone or peer.excluded:
-            self._fail(number, self._lost(asked.keeper))
+        peer = self._node.peers[request.owner]
+        if peer.is_gone:
+            self._fail(number, self._lost(request.owner))
         elif peer.link is not None:
-            asked.is_sent = True
-            self._send(asked.keeper, asked.board, number, asked.question)
+            request.is_sent = True
+            self._send(request.owner, request.store_id, number, request.question)
 
     def withdraw(self, number: int) -> None:
-        """Nobody waits for an answer any more."""
-        asked = self._asked.pop(number, None)
-        if asked is None:
+        """Cancel a question: its caller does not wait any more."""
+        request = self._requests.pop(number, None)
+        if request is None:
             return
-        if asked.keeper != self._me:
-            self._send(asked.keeper, asked.board, number, wire.Withdraw())
-        elif asked.board in self._kept:
-            self._kept[asked.board].withdraw(self._me, number)
+        if request.owner != self._me:
+            self._send(request.owner, request.store_id, number, wire.Withdraw())
+        elif request.store_id in self._stores:
+            self._stores[request.store_id].withdraw(self._me, number)
 
     def heard(self, seat: int, posting: messages.Posting) -> None:
-        """Take what another process says about a board."""
+        """Take a question or an answer from another process."""
         body = wire.decode_body(posting.body)
-        if self._node is not None and self._node.peers[seat].excluded:
+        if self._node is not None and self._node.peers[seat].is_excluded:
             return
         if isinstance(body, wire.Done | wire.Refused):
-            asked = self._asked.get(posting.number)
-            if asked is not None and asked.keeper == seat:
+            request = self._requests.get(posting.number)
+            if request is not None and request.owner == seat:
                 self._answered(posting.number, body)
         elif isinstance(body, wire.Withdraw):
-            if posting.board in self._kept:
-                self._kept[posting.board].withdraw(seat, posting.number)
+            if posting.store in self._stores:
+                self._stores[posting.store].withdraw(seat, posting.number)
         else:
-            self._answer(seat, posting.board, posting.number, body)
+            self._answer(seat, posting.store, posting.number, body)
 
     def link_up(self, seat: int) -> None:
-        """There is another link with a process: what may be lost with the last one is asked again."""
+        """Repeat, on the new link with a process, the questions that may be lost with the last one."""
         self._broken(seat)
-        for number, asked in list(self._asked.items()):
-            if asked.keeper == seat:
-                self.ask(number, asked)
+        for number, request in list(self._requests.items()):
+            if request.owner == seat:
+                self.ask(number, request)
 
     def link_down(self, seat: int) -> None:
-        """The link with a process has ended; another may follow."""
+        """Forget the questions of a process whose link ended; it may link again and repeat them."""
         self._broken(seat)
-        for board in self._kept.values():
-            board.forget(seat)
+        for store in self._stores.values():
+            store.forget(seat)
 
     def peer_gone(self, seat: int) -> None:
-        """A process is lost for good."""
-        for number in [number for number, asked in self._asked.items() if asked.keeper == seat]:
+        """Fail the questions to a process that is gone."""
+        for number in [number for number, request in self._requests.items() if request.owner == seat]:
             self._fail(number, self._lost(seat))
 
     def close(self) -> None:
-        """End all that waits."""
+        """Fail all questions."""
         self._is_closed = True
-        for number in list(self._asked):
+        for number in list(self._requests):
             self._fail(number, ClosedError("the run was closed while its store was asked"))
 
-    # Small things
+    # Helpers
 
-    def _answer(self, seat: int, board: int, number: int, question: wire.Question) -> None:
-        if board in self._kept:
-            replies = self._kept[board].ask(seat, number, question)
+    def _answer(self, seat: int, store_id: int, number: int, question: wire.Question) -> None:
+        if store_id in self._stores:
+            replies = self._stores[store_id].ask(seat, number, question)
         else:
             replies = [Reply(seat, number, wire.Refused("this store is closed; the process group was made anew"))]
         for reply in replies:
             if reply.asker == self._me:
                 self._answered(reply.number, reply.answer)
             else:
-                self._send(reply.asker, board, reply.number, reply.answer)
+                self._send(reply.asker, store_id, reply.number, reply.answer)
 
     def _answered(self, number: int, answer: wire.Answer) -> None:
-        asked = self._asked.pop(number, None)
-        if asked is None or asked.outcome.done():
+        request = self._requests.pop(number, None)
+        if request is None or request.outcome.done():
             return
         if isinstance(answer, wire.Done):
-            asked.outcome.set_result(answer)
+            request.outcome.set_result(answer)
         else:
-            asked.fail(ConfigError(answer.reason))
+            request.fail(ConfigError(answer.reason))
 
     def _broken(self, seat: int) -> None:
-        """Fail the questions to `seat` of which nobody knows whether they were heard, and that may not be repeated."""
-        for number, asked in list(self._asked.items()):
-            if asked.keeper == seat and asked.is_sent and not isinstance(asked.question, wire.REPEATABLE):
-                what = type(asked.question).__name__.lower()
-                self._fail(number, ConnectError(f"the link to the store's keeper broke in the middle of {what}()"))
+        """Fail the questions to `seat` that may have arrived before the link ended, and must not be repeated."""
+        for number, request in list(self._requests.items()):
+            if request.owner == seat and request.is_sent and not isinstance(request.question, wire.REPEATABLE):
+                what = type(request.question).__name__.lower()
+                self._fail(number, ConnectError(f"the link to the store's owner broke in the middle of {what}()"))
 
     def _fail(self, number: int, error: CoveyError) -> None:
-        self._asked.pop(number).fail(error)
+        self._requests.pop(number).fail(error)
 
     def _lost(self, seat: int) -> PeerLostError:
         assert self._node is not None
         peer = self._node.peers[seat]
         name = f"rank 0 ({peer.name or 'unnamed'}, on {peer.host_name or 'this host'})"
-        text = f"{name}, which keeps the store, {peer.how_it_went()}"
+        text = f"{name}, which owns the store, {peer.how_it_went()}"
         return PeerLostError(text, rank=0, host=peer.host_name, operation="store")
 
-    def _send(self, seat: int, board: int, number: int, body: wire.Body) -> None:
+    def _send(self, seat: int, store_id: int, number: int, body: wire.Body) -> None:
         if self._node is not None:
-            self._node.send(seat, messages.Posting(board, number, wire.encode_body(body)))
+            self._node.send(seat, messages.Posting(store_id, number, wire.encode_body(body)))
 
 
 class StoreClient:
-    """One process's way to one board, for any thread."""
+    """Asks one store. On any thread."""
 
     _numbers = itertools.count()
 
-    def __init__(self, stores: Stores, board: int, keeper: int) -> None:
-        self._stores, self._keeper = stores, keeper
-        self.board = board
-        """The board's number, which is the same on all ranks and on no other board."""
+    def __init__(self, stores: Stores, store_id: int, owner: int) -> None:
+        self._stores, self._owner = stores, owner
+        self.store_id = store_id
+        """The number of the store, the same on all ranks and unique to it."""
 
     def ask(self, question: wire.Question, timeout: float) -> wire.Done:
         """Return the answer.
 
         Raises:
-            DeadlineError: there was none within `timeout` seconds.
-            PeerLostError: the process that keeps the board is gone.
-            ConnectError: the link to it broke, and whether it was heard is not known.
-            ConfigError: the board has no room, or the question makes no sense.
-            ClosedError: the run was left.
+            DeadlineError: there was no answer within `timeout` seconds.
+            PeerLostError: the process that owns the store is gone.
+            ConnectError: the link to the owner broke, and whether the question arrived is not known.
+            ConfigError: the store is full, or the question is malformed.
+            ClosedError: this process has left the run.
         """
         _check(question)
-        number, asked = next(self._numbers), _Asked(self._keeper, self.board, question)
+        number, request = next(self._numbers), _Request(self._owner, self.store_id, question)
         until = time.monotonic() + timeout
         is_repeatable = isinstance(question, wire.REPEATABLE)
         try:
             while True:
-                control.soon(self._stores.ask, number, asked)
+                control.soon(self._stores.ask, number, request)
                 left = max(0.0, until - time.monotonic())
                 try:
-                    return asked.outcome.result(min(left, ASK_AGAIN_SECONDS) if is_repeatable else left)
+                    return request.outcome.result(min(left, ASK_AGAIN_SECONDS) if is_repeatable else left)
                 except TimeoutError:
-                    if asked.outcome.done():  # with an error of ours
+                    if request.outcome.done():  # with a TimeoutError as its outcome
                         raise
                     if time.monotonic() >= until:
                         raise DeadlineError(f"no answer within the timeout of {timeout:g} s") from None
@@ -216,7 +216,7 @@ class StoreClient:
 
 
 def _check(question: wire.Question) -> None:
-    """Refuse here what would be nonsense to the process that keeps the board, and end the link with it."""
+    """Raise ConfigError for a question that the owner would take for a broken protocol, which ends the link."""
     try:
         body = wire.encode_body(question)
         wire.decode_body(body)

@@ -1,4 +1,7 @@
-"""Drives the membership of one generation: its messages, its clock, its disk. On the control loop only."""
+"""Drives `proto.membership` for one generation: messages in, effects out, timers and the record on disk.
+
+On the control loop only.
+"""
 
 from __future__ import annotations
 
@@ -22,49 +25,49 @@ if TYPE_CHECKING:
 
 
 class ViewHost(Protocol):
-    """Who does what a council decides."""
+    """Performs the effects of a view driver."""
 
-    def send(self, place: int, message: messages.Control) -> None:
-        """Give a message to the link with a place, if there is one: a rank of the generation, or its keeper."""
+    def send(self, rank: int, message: messages.Control) -> None:
+        """Send a message to a rank of the generation, or to its keeper, if there is a link."""
 
     def freeze(self, number: int) -> None:
-        """Stop all operations, then call `ViewDriver.frozen` with this number; until a view comes nothing goes on."""
+        """Stop all operations, then call `ViewDriver.frozen` with this number; operations wait for the next view."""
 
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
-        """Do what the verdicts of a view say, without the `lost`, and thaw."""
+        """Do what the verdicts of a view say, exclude the `lost` ranks, and go on."""
 
     def excluded(self, view: View) -> None:
-        """The others go on without this node."""
+        """End everything: the other members go on without this node."""
 
     def waiting(self, effect: changes.Waiting) -> None:
-        """Too few members are heard to agree on a view."""
+        """Report that too few members are heard to agree on a view."""
 
     def quorum_lost(self, effect: changes.QuorumLost) -> None:
-        """Patience is over without a view: everything pending ends."""
+        """End everything pending: there was no view within the patience."""
 
     def failed(self, error: CoveyError) -> None:
-        """What was promised cannot be made durable, so nothing more can be."""
+        """End everything: a promise could not be made durable, so this node can make no more."""
 
 
-def place_id(place: int) -> bytes:
-    """Return what stands for a member that has no key of its own, and for a keeper."""
-    return place.to_bytes(32, "big")
+def rank_id(rank: int) -> bytes:
+    """Return the id of a member that has no key of its own, or of a keeper."""
+    return rank.to_bytes(32, "big")
 
 
 def seats_of(founded: messages.Founded) -> list[wire.Seat]:
-    """Return who has which place in a generation, as its records name them."""
+    """Return the members of a generation by rank, as records name them."""
     cards = (member.card for member in founded.members)
-    return [wire.Seat(card.id or place_id(rank), card.life) for rank, card in enumerate(cards)]
+    return [wire.Seat(card.id or rank_id(rank), card.life) for rank, card in enumerate(cards)]
 
 
 class ViewDriver:
-    """One node's part in the views of a generation. Places are the generation's ranks; the keeper's comes after."""
+    """One node's part in the views of a generation. A keeper has the rank after the last member's."""
 
     def __init__(
         self,
         generation: int,
         record: Record,
-        place: int,
+        rank: int,
         life: bytes,
         view_host: ViewHost,
         *,
@@ -74,17 +77,17 @@ class ViewDriver:
         patience: float = PATIENCE,
         store: Callable[[Record], None] | None = None,
     ) -> None:
-        """`store` makes a record durable before it returns."""
+        """Begin at `record`, which `store` makes durable before it returns."""
         self.generation = generation
         self._view_host, self._store = view_host, store
         self._size = len(record.members)
         ids = [seat.id for seat in record.members]
-        keeper = place_id(self._size) if has_keeper else None
+        keeper = rank_id(self._size) if has_keeper else None
         self._ids = ids if keeper is None else [*ids, keeper]
-        self._places = {id: place for place, id in enumerate(self._ids)}
+        self._ranks = {id: rank for rank, id in enumerate(self._ids)}
         self._core = Membership(
             record,
-            self._ids[place],
+            self._ids[rank],
             life,
             random.Random(secrets.randbits(64)),
             time.monotonic(),
@@ -94,7 +97,7 @@ class ViewDriver:
             patience=patience,
         )
         if store is not None:
-            store(record)  # a life that ends before its first promise votes in the next one, too
+            store(record)  # so that a later life votes even if this one ends before its first promise
         self._timer: asyncio.TimerHandle | None = None
         self._is_performing = self._is_closed = False
 
@@ -110,63 +113,63 @@ class ViewDriver:
 
     @property
     def hears_quorum(self) -> bool:
-        """Whether a quorum of the view is heard and stays."""
+        """Whether a quorum of the view is heard and does not leave."""
         return self._core.hears_quorum
 
-    def is_leaving(self, place: int) -> bool:
+    def is_leaving(self, rank: int) -> bool:
         """Tell whether a member said that it leaves."""
-        return place in self._core.leaving
+        return rank in self._core.leaving
 
     def leader(self) -> int | None:
-        """Return the rank that leads, as far as this node knows."""
+        """Return the leading rank, as far as this node knows."""
         return self._core.leader(time.monotonic())
 
-    # What happens.
+    # Inputs
 
-    def link_up(self, place: int, life: bytes) -> None:
-        """There is a link with this life of who has a place."""
-        self._core.link_up(self._ids[place], life, time.monotonic())
+    def link_up(self, rank: int, life: bytes) -> None:
+        """Note a link with this life of a rank's node."""
+        self._core.link_up(self._ids[rank], life, time.monotonic())
         self._perform()
 
-    def link_down(self, place: int) -> None:
-        """The link with a place is gone."""
-        self._core.link_down(self._ids[place], time.monotonic())
+    def link_down(self, rank: int) -> None:
+        """Note that the link with a rank ended."""
+        self._core.link_down(self._ids[rank], time.monotonic())
         self._perform()
 
-    def judged(self, place: int, *, is_dead: bool) -> None:
-        """Health believes that a member is dead, or trusts it again."""
-        self._core.judged(self._ids[place], time.monotonic(), is_dead=is_dead)
+    def judged(self, rank: int, *, is_dead: bool) -> None:
+        """Note that health gave a member up, or trusts it again."""
+        self._core.judged(self._ids[rank], time.monotonic(), is_dead=is_dead)
         self._perform()
 
-    def vouched(self, place: int) -> None:
-        """A keeper says that the process of a member is alive, and not stopped."""
-        self._core.vouched(self._ids[place], time.monotonic())
+    def vouched(self, rank: int) -> None:
+        """Note that a keeper says that the process of a member is alive and not stopped."""
+        self._core.vouched(self._ids[rank], time.monotonic())
 
     def disturbed(self, number: int) -> None:
-        """Something of the attempt of this number failed that may be nobody's death."""
+        """Ask for a view because something in the attempt of this number failed, though perhaps no member is lost."""
         self._core.disturbed(number, time.monotonic())
         self._perform()
 
     def leave(self, *, is_finished: bool = False) -> None:
-        """Ask for a view without this node; `ViewHost.excluded` tells that it has come."""
+        """Ask for a view without this node; `ViewHost.excluded` is called when it is decided."""
         self._core.leave(time.monotonic(), is_finished=is_finished)
         self._perform()
 
     def succeed(self, successor: wire.Successor) -> None:
-        """Ask for the view that ends this generation; `ViewHost.installed` tells that it has come."""
+        """Ask for the view that ends this generation; `ViewHost.installed` is called when it is decided."""
         self._core.succeed(successor, time.monotonic())
         self._perform()
 
     def frozen(self, number: int, states: Iterable[State]) -> None:
-        """All operations have stopped, in these states."""
+        """Note that all operations have stopped, in these states."""
         self._core.frozen(number, states, time.monotonic())
         self._perform()
 
-    def received(self, place: int, body: bytes) -> None:
-        """Take what a place said; RemoteProtocolError if no member says such a thing."""
+    def received(self, rank: int, body: bytes) -> None:
+        """Take a message from a rank; RemoteProtocolError if it breaks the protocol."""
         message = wire.decode_membership(body)
-        if not isinstance(message, wire.Seated):  # for nodes that do not know their seat
-            self._core.received(self._ids[place], message, time.monotonic())
+        if not isinstance(message, wire.Seated):  # meant for nodes that do not know their seat
+            self._core.received(self._ids[rank], message, time.monotonic())
             self._perform()
 
     def close(self) -> None:
@@ -175,11 +178,11 @@ class ViewDriver:
         if self._timer is not None:
             self._timer.cancel()
 
-    # What follows.
+    # Effects
 
     def _perform(self) -> None:
         if self._is_performing or self._is_closed:
-            return  # what an effect brings about is done after it
+            return  # effects of an effect are performed after it
         self._is_performing = True
         try:
             while effects := self._core.effects():
@@ -190,13 +193,13 @@ class ViewDriver:
             self._view_host.failed(error)
         finally:
             self._is_performing = False
-        self._wind()
+        self._set_timer()
 
     def _do(self, effect: changes.Effect) -> None:
         match effect:
             case changes.Send(peer, message):
                 body = wire.encode_membership(message)
-                self._view_host.send(self._places[peer], messages.Agreeing(self.generation, body))
+                self._view_host.send(self._ranks[peer], messages.Agreeing(self.generation, body))
             case changes.Persist(record):
                 if self._store is not None:
                     self._store(record)
@@ -211,8 +214,8 @@ class ViewDriver:
             case changes.QuorumLost():
                 self._view_host.quorum_lost(effect)
 
-    def _wind(self) -> None:
-        """Set the clock for the next thing that time brings."""
+    def _set_timer(self) -> None:
+        """Set the timer for the next deadline."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -226,4 +229,4 @@ class ViewDriver:
         try:
             self._core.tick(time.monotonic())
         finally:
-            self._perform()  # and wind the clock again, whatever happened
+            self._perform()  # and set the timer again, whatever happened

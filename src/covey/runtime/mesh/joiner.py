@@ -14,6 +14,7 @@ from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError
 from covey.base.pace import Seldom
 from covey.base.text import printable
 from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say
+from covey.runtime.members.peers import PeerEvent
 from covey.runtime.mesh import waiting
 from covey.runtime.mesh.mesh import Mesh
 from covey.runtime.mesh.records import Records
@@ -131,7 +132,7 @@ class Joiner(Mesh):
         for seat, peer in node.peers.items():
             if peer.id != remote.card.id:
                 continue
-            if peer.life == remote.card.life and not peer.excluded:
+            if peer.life == remote.card.life and not peer.is_excluded:
                 remote.rank = seat
                 self.switched(remote)
                 node.relinked(peer)
@@ -141,14 +142,14 @@ class Joiner(Mesh):
     def _let_vote(self, node: Node, remote: RemoteNode, seat: int) -> None:
         """Take a node for one that only votes for a seat, which it had, or an earlier life of it."""
         remote.votes_for = seat
-        node.voter_up(seat, remote.card.life, remote.send)
+        node.generation_table.voter_up(seat, remote.card.life, remote.send)
 
     async def _find_again(self, node: Node, peer: Peer, contact: messages.Contact) -> None:
         """Link again with a member to which there is no link; if a view has excluded it, it should hear so."""
         until = time.monotonic() + 2 * self.config.patience
 
         def is_wanted() -> bool:
-            is_settled = peer.left or node.is_closing or peer.id in self.met or peer.is_denied
+            is_settled = peer.has_left or node.is_closing or peer.id in self.met or peer.is_denied
             return not is_settled and time.monotonic() < until
 
         await self._dial_while(is_wanted, contact)
@@ -169,9 +170,9 @@ class Joiner(Mesh):
                 self.refusals[name] = f"{reason} (it has left)"
         self._core.link_down(remote.card.id, time.monotonic())
         if self._node is not None and remote.votes_for >= 0:
-            self._node.voter_down(remote.votes_for)
+            self._node.generation_table.voter_down(remote.votes_for)
         if self._node is not None and remote.rank >= 0:
-            self._node.lost(remote.rank)
+            self._node.losses.link_ended(remote.rank)
             peer = self._node.peers[remote.rank]
             self.spawn(self._find_again(self._node, peer, remote.card.contact))
         self._pump()
@@ -266,7 +267,7 @@ class Joiner(Mesh):
         mine, theirs = messages.key_of(self.card), messages.key_of(remote.card)
         keys = [messages.key_of(member.card) for member in founded.members]
         if self._node is not None and mine not in keys and theirs in keys and remote.rank >= 0:
-            self._node.left_behind(founded.origin, founded.generation)
+            self._node.generation_table.left_behind(founded.origin, founded.generation)
         if self._node is not None or self._is_decided or mine not in keys:
             return
         is_ours = founded.origin == self._formation.lineages.current and self._formation.is_member_of_ours(
@@ -282,11 +283,11 @@ class Joiner(Mesh):
     def _heard_vouch(self, keeper: RemoteNode, message: messages.Vouch) -> None:
         """A keeper speaks for its processes, and for no others."""
         if self._node is not None and keeper.purpose == "keeper":
-            self._node.vouched(keeper.card.id, message.processes)
+            self._node.losses.vouched(keeper.card.id, message.processes)
 
     def noticed(self, remote: RemoteNode) -> None:
         if self._node is not None and remote.rank >= 0:
-            self._node.noticed(remote.rank)
+            self._node.losses.noticed(remote.rank)
 
     def _give_up(self, rank: int) -> None:
         for remote in list(self.met.values()):
@@ -295,7 +296,7 @@ class Joiner(Mesh):
 
     def turned_out(self, remote: RemoteNode, reason: str) -> None:
         if self._node is not None and remote.rank >= 0:
-            self._node.deny(remote.rank, reason)
+            self._node.losses.deny(remote.rank, reason)
 
     def turned_down(self, error: AuthError) -> None:
         self._fail(error)
@@ -323,7 +324,7 @@ class Joiner(Mesh):
             leader=leader,
             tie_breaker=tie_breaker,
             since=time.monotonic() - self._since,
-            peers=tuple(self.peer_state(remote, self._lane_kind(remote)) for remote in self.met.values()),
+            peers=tuple(self.peer_report(remote, self._lane_kind(remote)) for remote in self.met.values()),
             rank=self._node.rank if self._node is not None else -1,
             wait=self._wait(),
         )
@@ -397,7 +398,7 @@ class Joiner(Mesh):
             self._tell_the_unaware(self._node)
             self._look_at_rivals(self._node)
             if self._formation.ending is not None:
-                self._node.ended()
+                self._node.generation_table.over()
         self._changed.set()
 
     def _do(self, effect: Remember | Bind | Say | Agree) -> None:
@@ -421,18 +422,18 @@ class Joiner(Mesh):
         waiting = {}
         for id in self._formation.newcomers():
             remote = self.met.get(id)
-            if remote is not None and remote.rank >= 0 and node.peers[remote.rank].excluded:
+            if remote is not None and remote.rank >= 0 and node.peers[remote.rank].is_excluded:
                 # A generation took it in, and a view excluded it, before it heard of either.
                 self._let_vote(node, remote, remote.rank)
                 remote.rank = -1
             if remote is not None and remote.rank < 0:
                 waiting[messages.key_of(remote.card)] = remote
-        for newcomer in node.lobby:
+        for newcomer in node.newcomers:
             if messages.key_of(newcomer.card) not in waiting:
-                node.lobby.go_away(newcomer)
+                node.newcomers.remove(newcomer)
         for remote in waiting.values():
-            if remote.card not in node.lobby:
-                node.lobby.knock(_Waiting(node, remote))
+            if remote.card not in node.newcomers:
+                node.newcomers.add(_Waiting(node, remote))
 
     def _tell_the_unaware(self, node: Node) -> None:
         """Tell members of the generation that wait outside, because they missed the news, that they are in it."""
@@ -534,15 +535,15 @@ class Joiner(Mesh):
         cards = {} if founded is None else {member.seat: member.card for member in founded.members}
         for seat, peer in node.peers.items():
             remote = by_seat.get(seat)
-            peer.ready = True
+            peer.note(PeerEvent.READY)
             if remote is not None:
                 peer.introduce(remote.card)
                 _tell_how_to_reach(peer, remote)
             elif seat in cards:
                 peer.introduce(cards[seat])
-        self._core.may_go_on = lambda: node.hears_quorum
-        node.on_silent = self._give_up
-        node.on_unheard = self._unheard
+        self._core.may_go_on = lambda: node.generation_table.hears_quorum
+        node.losses.on_silent = self._give_up
+        node.losses.on_unheard = self._unheard
         node.on_founded = self._founded_another
         node.on_ended = self._run_ended
         node.find_newcomer = self._find_newcomer
@@ -556,7 +557,7 @@ class Joiner(Mesh):
         for seat in list(node.peers):
             linked = by_seat.get(seat)
             if linked is None or self.met.get(linked.card.id) is not linked:
-                node.lost(seat)
+                node.losses.link_ended(seat)
                 self._look_for(node, node.peers[seat])
             else:
                 said, linked.early = linked.early, []
@@ -623,14 +624,14 @@ class _Waiting:
     def send(self, message: messages.Control) -> None:
         self._remote.send(message)
 
-    def sit_down(self, peer: Peer) -> None:
+    def take_seat(self, peer: Peer) -> None:
         self._remote.rank = peer.rank
         _tell_how_to_reach(peer, self._remote)
 
     def turn_away(self) -> None:
         """Its link ends with all others."""
 
-    def speak(self, peer: Peer) -> None:
+    def deliver_early(self, peer: Peer) -> None:
         said, self._remote.early = self._remote.early, []
         for message in said:
             self._node.heard(peer.rank, message)

@@ -186,7 +186,7 @@ class Mesh:
 
     def tell(self) -> messages.Tell:
         """Return how this node sees its run."""
-        return messages.Tell(self.run, self.purpose, b"", b"", 0.0, tuple(map(self.peer_state, self.met.values())))
+        return messages.Tell(self.run, self.purpose, b"", b"", 0.0, tuple(map(self.peer_report, self.met.values())))
 
     # Looking
 
@@ -613,12 +613,12 @@ class Mesh:
             remote.pings[number] = time.monotonic()
             remote.send(messages.Ping(number))
 
-    def peer_state(self, remote: RemoteNode, lane: str = "") -> messages.PeerState:
+    def peer_report(self, remote: RemoteNode, lane: str = "") -> messages.PeerReport:
         """Return how someone is reached; `lane` is the kind of lane to it."""
         link = remote.link
         assert link is not None
         there = spell(remote.way) if remote.way is not None else link.address
-        return messages.PeerState(
+        return messages.PeerReport(
             card=remote.card,
             rank=remote.rank,
             lane=lane,

@@ -79,12 +79,12 @@ class Visit:
 
         return control.run(look(), LOOP_SECONDS)
 
-    def members(self) -> list[messages.PeerState]:
+    def members(self) -> list[messages.PeerReport]:
         """Return those of them who take part in a run, or want to, and how they are reached from here."""
 
-        async def look() -> list[messages.PeerState]:
+        async def look() -> list[messages.PeerReport]:
             members = (each for each in self._by_name() if each.purpose != "visitor" and each.link is not None)
-            return [self.mesh.peer_state(each) for each in members]
+            return [self.mesh.peer_report(each) for each in members]
 
         return control.run(look(), LOOP_SECONDS)
 

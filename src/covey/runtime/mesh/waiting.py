@@ -60,7 +60,7 @@ def of_member(node: Node) -> Wait | None:
     if not unheard:
         return None
     said = ", ".join(f"rank {rank} ({names[seat]})" for rank, seat in unheard)
-    has_quorum = node.hears_quorum
+    has_quorum = node.generation_table.hears_quorum
     needed = "" if has_quorum else "; the members that are heard are no quorum, so the run cannot go on without them"
     return Wait(
         cause="members" if has_quorum else "quorum",
@@ -71,7 +71,7 @@ def of_member(node: Node) -> Wait | None:
 
 def _is_unheard(node: Node, seat: int) -> bool:
     peer = node.peers[seat]
-    return not (peer.left or peer.excluded) and (peer.link is None or node.is_suspected(seat))
+    return not (peer.has_left or peer.is_excluded) and (peer.link is None or peer.is_suspected)
 
 
 def _troubles(found: Iterable[tuple[str, str]]) -> tuple[Trouble, ...]:

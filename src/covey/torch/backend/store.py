@@ -10,7 +10,7 @@ import torch.distributed as dist
 from covey.base.errors import DeadlineError
 from covey.runtime.group.store import open_group_store
 from covey.runtime.members.store import STORES_LIMIT
-from covey.wire import board as wire
+from covey.wire import store as wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
     def new_nonce(self) -> str:
         """Return a name that is the same on all ranks, and another for each process group of all that uses this."""
         self._worlds += 1
-        return f"{self._client.board:016x}.{self._worlds}"
+        return f"{self._client.store_id:016x}.{self._worlds}"
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set an entry."""

@@ -135,7 +135,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         if self._group is None or self._round is None or self.is_closed():
             return 0
         node = node_of(self._group)
-        waiting = len(list(node.lobby)) if node is not None and node.knows_change else 0
+        waiting = len(list(node.newcomers)) if node is not None and node.knows_change else 0
         return waiting or int(self._round.is_over)
 
     def is_closed(self) -> bool:

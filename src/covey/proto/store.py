@@ -1,7 +1,7 @@
-"""A board without I/O: entries and queues, and who waits for them.
+"""A key-value store without I/O: entries, queues, and the questions that wait for them.
 
-Whoever asks is known by a number, and numbers its questions. Time is no matter here: who does not want to wait any
-longer withdraws its question.
+A question is known by the number of its asker and its own number. There are no timeouts here: an asker that does not
+want to wait any longer withdraws its question.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Final, NamedTuple
 
-from covey.wire import board as wire
+from covey.wire import store as wire
 
 ENTRIES_LIMIT: Final = 1 << 16
 BYTES_LIMIT: Final = 1 << 26
-"""Of all keys and values."""
+"""Of all keys and values together."""
 WAITING_LIMIT: Final = 1 << 20
-"""Bytes of the questions of one asker that wait for their answer."""
+"""Bytes of one asker's questions that wait for an answer."""
 OVERHEAD_BYTES: Final = 128
-"""What an entry costs beside its key and value, and a question for each of its keys."""
+"""The cost of an entry besides its key and value, and of a question for each of its keys."""
 
 
 class Reply(NamedTuple):
-    """An answer, and whose question it answers."""
+    """An answer, and the question that it answers."""
 
     asker: int
     number: int
@@ -32,15 +32,15 @@ class RefusedError(Exception):
     """A question that cannot be answered; the text says why."""
 
 
-class Board:
-    """Entries and queues of a run. What members can make of it is bounded; beyond that they are refused."""
+class KeyValueStore:
+    """Entries and queues of a run. Its size is bounded; a question that exceeds the bounds is refused."""
 
     def __init__(self) -> None:
         self._entries: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
         self._bytes = self._queued = 0
         self._waiting: dict[tuple[int, int], wire.Get | wire.Await | wire.Pop] = {}
-        """In the order they came: who waits first for a queue is served first."""
+        """In the order of arrival: the first question that waits for a queue is served first."""
         self._missing: dict[tuple[int, int], set[str]] = {}
         self._wanted: dict[str, dict[tuple[int, int], None]] = {}
         """By key, the questions that wait for it: `g` before entries, `q` before queues."""
@@ -48,9 +48,9 @@ class Board:
         """By asker, the bytes of its questions that wait."""
 
     def ask(self, asker: int, number: int, question: wire.Question) -> list[Reply]:
-        """Take a question; return the answers that there are now, to it and to those that waited for it.
+        """Take a question; return the answers to it, and to questions that waited for what it changed.
 
-        One that waits already is put again.
+        A question that waits already is replaced.
         """
         self.withdraw(asker, number)
         try:
@@ -65,18 +65,18 @@ class Board:
         return replies
 
     def withdraw(self, asker: int, number: int) -> None:
-        """Forget a question that waits."""
+        """Drop a question that waits."""
         self._settle((asker, number))
 
     def forget(self, asker: int) -> None:
-        """Forget all questions of one who is gone."""
-        for who in [who for who in self._waiting if who[0] == asker]:
-            self._settle(who)
+        """Drop all questions of an asker that is gone."""
+        for waiter in [waiter for waiter in self._waiting if waiter[0] == asker]:
+            self._settle(waiter)
 
     # Answers
 
     def _answer(self, question: wire.Question) -> tuple[wire.Answer | None, list[str]]:
-        """Return the answer, or None if there is none yet, and the keys that may have been waited for."""
+        """Return the answer, or None if there is none yet, and the keys that changed."""
         match question:
             case wire.Put(entries):
                 self._afford({key: len(value) for key, value in entries})
@@ -163,7 +163,7 @@ class Board:
         return value
 
     def _afford(self, sizes: dict[str, int]) -> None:
-        """Refuse entries of these sizes if there is no room for all of them."""
+        """Raise RefusedError unless there is room for entries of all these sizes."""
         more, new = 0, 0
         for key, size in sizes.items():
             before = self._entries.get(key)
@@ -180,13 +180,13 @@ class Board:
         count = len(self._entries) + self._queued
         return (
             f"the store is full: it has {count} entries of {self._bytes} bytes, and may have {ENTRIES_LIMIT} "
-            f"of {BYTES_LIMIT}; delete what nobody needs"
+            f"of {BYTES_LIMIT}; delete what is not needed"
         )
 
     # Waiting
 
     def _wait(self, asker: int, number: int, question: wire.Question) -> None:
-        who = asker, number
+        waiter = asker, number
         assert isinstance(question, wire.Get | wire.Await | wire.Pop)
         cost = _waiting_cost(question)
         if self._waits_of[asker] + cost > WAITING_LIMIT:
@@ -195,48 +195,48 @@ class Board:
             wanted = {"q" + question.key}
         else:
             wanted = {"g" + key for key in question.keys if key not in self._entries}
-        self._waiting[who], self._missing[who] = question, wanted
+        self._waiting[waiter], self._missing[waiter] = question, wanted
         self._waits_of[asker] += cost
         for key in wanted:
-            self._wanted.setdefault(key, {})[who] = None
+            self._wanted.setdefault(key, {})[waiter] = None
 
-    def _settle(self, who: tuple[int, int]) -> None:
-        question = self._waiting.pop(who, None)
+    def _settle(self, waiter: tuple[int, int]) -> None:
+        question = self._waiting.pop(waiter, None)
         if question is None:
             return
-        self._waits_of[who[0]] -= _waiting_cost(question)
-        if not self._waits_of[who[0]]:
-            del self._waits_of[who[0]]
-        for key in self._missing.pop(who):
-            self._want_no_more(key, who)
+        self._waits_of[waiter[0]] -= _waiting_cost(question)
+        if not self._waits_of[waiter[0]]:
+            del self._waits_of[waiter[0]]
+        for key in self._missing.pop(waiter):
+            self._want_no_more(key, waiter)
 
-    def _want_no_more(self, key: str, who: tuple[int, int]) -> None:
-        del self._wanted[key][who]
+    def _want_no_more(self, key: str, waiter: tuple[int, int]) -> None:
+        del self._wanted[key][waiter]
         if not self._wanted[key]:
             del self._wanted[key]
 
     def _arrived(self, key: str) -> list[Reply]:
-        """Return the answers to those for whom `key` was the last thing missing."""
+        """Return the answers to questions for which `key` was the last one missing."""
         replies = []
-        for who in list(self._wanted.get(key, ())):
-            question = self._waiting[who]
+        for waiter in list(self._wanted.get(key, ())):
+            question = self._waiting[waiter]
             if isinstance(question, wire.Pop):
                 if question.key not in self._queues:
                     break
-                self._settle(who)
-                replies.append(Reply(*who, wire.Done((self._pop(question.key),))))
+                self._settle(waiter)
+                replies.append(Reply(*waiter, wire.Done((self._pop(question.key),))))
                 continue
-            self._missing[who].discard(key)
-            self._want_no_more(key, who)
-            if self._missing[who]:
+            self._missing[waiter].discard(key)
+            self._want_no_more(key, waiter)
+            if self._missing[waiter]:
                 continue
             if gone := {"g" + each for each in question.keys if each not in self._entries}:
-                self._missing[who] = gone  # it was there, and was deleted before the others came
+                self._missing[waiter] = gone  # an earlier one was deleted before the last one came
                 for each in gone:
-                    self._wanted.setdefault(each, {})[who] = None
+                    self._wanted.setdefault(each, {})[waiter] = None
                 continue
-            self._settle(who)
-            replies.append(Reply(*who, _fitting(self._found(question))))
+            self._settle(waiter)
+            replies.append(Reply(*waiter, _fitting(self._found(question))))
         return replies
 
 

@@ -1,6 +1,6 @@
-"""What is said about a board: entries and queues that one process keeps for all of its run.
+"""Questions to a key-value store and their answers: entries and queues that one process owns for its run.
 
-Whoever asks numbers its questions; the answer bears the same number. Tags and fields are only ever added, at the end.
+An asker numbers its questions; the answer has the same number. Tags and fields are only ever added, at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEYS_LIMIT: Final = 4096
 VALUE_LIMIT: Final = 1 << 18
 """Bytes of a value."""
 BODY_LIMIT: Final = CONTROL_LIMIT - 64
-"""Bytes of a question or an answer: it travels in one frame."""
+"""Bytes of a question or an answer: each travels in one frame."""
 
 Key = Annotated[str, msgspec.Meta(max_length=KEY_LIMIT)]
 Keys = Annotated[tuple[Key, ...], msgspec.Meta(max_length=KEYS_LIMIT)]
@@ -35,32 +35,32 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Wait until all of these are there, and tell their values."""
+    """Wait until all of these keys exist, and return their values."""
 
     keys: Keys
 
 
 class Await(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Wait until all of these are there."""
+    """Wait until all of these keys exist."""
 
     keys: Keys
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Are all of these there?"""
+    """Return whether all of these keys exist."""
 
     keys: Keys
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Add to a number, which is 0 if it is not there, and tell the sum."""
+    """Add to a number, which is 0 if the key does not exist, and return the sum."""
 
     key: Key
     amount: Number
 
 
 class Swap(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Set an entry if it is as expected, and tell what it is now; one that is not there is as an empty one."""
+    """Set an entry if it has the expected value, and return its value now; a missing entry counts as empty."""
 
     key: Key
     expected: Value
@@ -75,17 +75,17 @@ class Append(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Delete(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Remove an entry, and tell whether it was there."""
+    """Remove an entry, and return whether it existed."""
 
     key: Key
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Which entries are there?"""
+    """Return the keys of all entries."""
 
 
 class Count(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """How many entries are there?"""
+    """Return the number of entries."""
 
 
 class Push(msgspec.Struct, frozen=True, array_like=True, tag=11):
@@ -100,17 +100,17 @@ class Pop(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
     key: Key
     waits: bool
-    """Until there is one; else the answer to an empty queue has no value."""
+    """Wait until there is one; otherwise the answer of an empty queue has no value."""
 
 
 class Length(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """How many values are in a queue?"""
+    """Return the number of values in a queue."""
 
     key: Key
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """Whoever asked the question of this number waits for the answer no more."""
+    """The asker does not wait for the answer to the question of this number any more."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=15):
@@ -121,7 +121,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
 
 class Refused(Worded, frozen=True, array_like=True, tag=16):
-    """There is no answer, and why."""
+    """The question is refused, with the reason."""
 
     reason: Text
 
@@ -131,15 +131,15 @@ Answer = Done | Refused
 Body = Question | Withdraw | Answer
 
 REPEATABLE: Final = (Put, Get, Await, Check, Delete, Names, Count, Length)
-"""What may be asked again if it is not known whether it was heard: twice is as once."""
+"""Questions that may be repeated if it is not known whether they arrived: they are idempotent."""
 
 _bodies: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
 encode_body = msgspec.msgpack.Encoder().encode
 
 
 def decode_body(data: bytes) -> Body:
-    """Decode what is said about a board; RemoteProtocolError for anything else."""
+    """Decode a question or an answer; RemoteProtocolError for anything else."""
     try:
         return _bodies.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not about a board: {error}") from error
+        raise RemoteProtocolError(f"not a message about a store: {error}") from error

@@ -12,8 +12,8 @@ from covey.runtime.members import process_table as wards_module
 from covey.runtime.members.process_table import (
     LOOK_CLOSELY_EVERY,
     LOOK_EVERY,
+    PROCESSES_LIMIT,
     REMEMBERED_SECONDS,
-    WARDS_LIMIT,
     ProcessStatus,
     ProcessTable,
 )
@@ -76,16 +76,16 @@ def test_who_exited_is_told_of_for_a_while_and_then_forgotten(gone: int) -> None
 
 def test_of_too_many_the_living_are_told_first_and_then_the_latest(gone: int) -> None:
     process_table = ProcessTable()
-    for number in range(WARDS_LIMIT + 50):
+    for number in range(PROCESSES_LIMIT + 50):
         process_table.watch(card(number, gone), float(number))
-    for number in range(1000, 1000 + WARDS_LIMIT - 2):
+    for number in range(1000, 1000 + PROCESSES_LIMIT - 2):
         assert not process_table.is_full()
         process_table.watch(card(number), 5.0)
     told = process_table.vouch().processes
-    assert len(told) == WARDS_LIMIT
+    assert len(told) == PROCESSES_LIMIT
     assert {state for _, state in told[:-2]} == {Vouch.BUSY}
     assert told[-2:] == tuple(
-        (card(number, gone).life, Vouch.EXITED) for number in (WARDS_LIMIT + 49, WARDS_LIMIT + 48)
+        (card(number, gone).life, Vouch.EXITED) for number in (PROCESSES_LIMIT + 49, PROCESSES_LIMIT + 48)
     )
     for number in range(2000, 2002):
         process_table.watch(card(number), 6.0)

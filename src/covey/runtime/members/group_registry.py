@@ -1,0 +1,126 @@
+"""The open groups of a node: which group a message or a lane belongs to. Called on any thread, unless it says not."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+from covey.runtime import loop as control
+from covey.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from covey.runtime.fault import Fault
+    from covey.runtime.members.generation import Generation
+    from covey.runtime.members.lanes import LaneKey
+    from covey.runtime.members.node import Node
+    from covey.runtime.members.peers import Peer
+
+EARLY_CALLS: Final = 1000
+"""Messages that are kept for groups that do not exist here yet."""
+GroupMessage: TypeAlias = "messages.Announce | messages.Position | messages.Revoke | messages.Calls"
+
+
+class RegisteredGroup(Protocol):
+    """A group, as its node sees it. Called on the control loop; `peer` is a seat of the run."""
+
+    def heard(self, peer: int, message: GroupMessage) -> None: ...
+
+    def peer_gone(self, peer: int, *, left: bool) -> None: ...
+
+    def end(self, fault: Fault) -> None: ...
+
+    def fail(self, fault: Fault) -> None: ...
+
+    @property
+    def generation(self) -> Generation | None: ...
+
+    @property
+    def survives(self) -> bool: ...
+
+    @property
+    def members(self) -> Collection[int]: ...
+
+    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> bool: ...
+
+    def forked(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GroupRegistry:
+    """The groups of one node, by id. It does not keep a group alive that the program has dropped."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._lock = threading.Lock()
+        self._groups: weakref.WeakValueDictionary[int, RegisteredGroup] = weakref.WeakValueDictionary()
+        self._early_calls: dict[tuple[int, int], messages.Calls] = {}
+        """By group and seat: the last calls of ranks that have closed a group before it exists here."""
+
+    def __iter__(self) -> Iterator[RegisteredGroup]:
+        with self._lock:
+            return iter(list(self._groups.values()))
+
+    def __getitem__(self, group_id: int) -> RegisteredGroup:
+        return self._groups[group_id]
+
+    def register(self, group_id: int, group: RegisteredGroup) -> None:
+        """Pass on messages about a group to it from now on."""
+        with self._lock:
+            self._groups[group_id] = group
+            early = [(key[1], self._early_calls.pop(key)) for key in list(self._early_calls) if key[0] == group_id]
+        for seat, calls in early:
+            control.soon(group.heard, seat, calls)
+
+    def forget(self, group_id: int, sequence: int) -> None:
+        """Close the lanes of a group, whose last operation was `sequence`, and refuse new ones."""
+        with self._lock:
+            self._groups.pop(group_id, None)
+        self._node.lanes.forget(group_id, sequence)
+
+    def has_member(self, group_id: int, seat: int) -> bool:
+        """Tell whether a process is in a group; True for a group that does not exist here yet."""
+        group = self._groups.get(group_id)
+        return group is None or seat in group.members
+
+    def lane_arrived(self, key: LaneKey, lane: Any) -> bool:
+        """Give an open lane to its group; return whether the group exists and uses it from now on."""
+        group = self._groups.get(key.group)
+        return group is not None and group.lane_arrived(key.peer, key.purpose, lane)
+
+    def heard(self, seat: int, message: GroupMessage) -> None:
+        """Pass on a message about a group. On the control loop."""
+        group = self._groups.get(message.group)
+        if group is not None:
+            group.heard(seat, message)
+        elif isinstance(message, messages.Calls):
+            with self._lock:
+                self._early_calls[message.group, seat] = message
+                while len(self._early_calls) > EARLY_CALLS:
+                    del self._early_calls[next(iter(self._early_calls))]
+        elif isinstance(message, messages.Announce) and self._node.lanes.ended(message.group, message.sequence):
+            text = f"rank {self._node.rank} of the run has closed the group"
+            self._node.send(seat, messages.Revoke(message.group, "PeerLostError", text, ()))
+
+    def peer_gone(self, peer: Peer) -> None:
+        """Tell every group that it need not wait for a peer. On the control loop."""
+        for group in self:
+            group.peer_gone(peer.rank, left=peer.has_left)
+
+    def end(self, generation: Generation, fault: Fault, *, only_surviving: bool) -> None:
+        """End the groups of a generation that this node is not in any more. On the control loop.
+
+        With `only_surviving`, end only the groups that need its views to go on.
+        """
+        for group in self:
+            if group.generation is generation and (group.survives or not only_surviving):
+                group.end(fault)
+
+    def forked(self) -> None:
+        """Make the groups unusable: this process is a fork of the one that joined."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        for group in self:
+            group.forked()

@@ -1,0 +1,171 @@
+"""The store: what is answered at once, who is woken by what, and how little one member can make it keep."""
+
+from __future__ import annotations
+
+import pytest
+
+from covey.proto import store as limits
+from covey.proto.store import KeyValueStore
+from covey.wire import store as wire
+
+
+def ask(store: KeyValueStore, question: wire.Question, asker: int = 1, number: int = 0) -> wire.Answer:
+    """Ask what is answered at once, and wakes nobody."""
+    ((to, numbered, answer),) = store.ask(asker, number, question)
+    assert (to, numbered) == (asker, number)
+    return answer
+
+
+def put(key: str, value: bytes = b"v") -> wire.Put:
+    return wire.Put(((key, value),))
+
+
+def refusal(answer: wire.Answer) -> str:
+    assert isinstance(answer, wire.Refused), answer
+    return answer.reason
+
+
+def test_what_one_puts_another_gets() -> None:
+    store = KeyValueStore()
+    assert ask(store, wire.Put((("a", b"1"), ("b", b"2")))) == wire.Done()
+    assert ask(store, wire.Get(("b", "a")), asker=2) == wire.Done((b"2", b"1"))
+    assert ask(store, wire.Check(("a", "c"))) == wire.Done(number=0)
+    assert ask(store, wire.Count()) == wire.Done(number=2)
+    assert ask(store, wire.Names()) == wire.Done((b"a", b"b"))
+    assert [ask(store, wire.Delete("a")) for _ in range(2)] == [wire.Done(number=1), wire.Done(number=0)]
+
+
+def test_numbers_are_added_and_anything_else_is_refused() -> None:
+    store = KeyValueStore()
+    assert [ask(store, wire.Add("n", amount)) for amount in (5, -7)] == [wire.Done(number=5), wire.Done(number=-2)]
+    assert ask(store, wire.Get(("n",))) == wire.Done((b"-2",))
+    ask(store, put("text", b"five"))
+    assert "'text' is not a number" in refusal(ask(store, wire.Add("text", 1)))
+    ask(store, put("n", b"9" * 30))
+    assert "not a number" in refusal(ask(store, wire.Add("n", 1)))
+    ask(store, put("n", b"%d" % (2**63 - 1)))
+    assert "64 bits" in refusal(ask(store, wire.Add("n", 1)))
+
+
+@pytest.mark.parametrize(
+    ("before", "expected", "answer", "after"),
+    [
+        (None, b"", b"new", b"new"),
+        (None, b"old", b"old", None),
+        (b"old", b"old", b"new", b"new"),
+        (b"else", b"old", b"else", b"else"),
+    ],
+)
+def test_a_value_is_swapped_if_it_is_as_expected(
+    before: bytes | None, expected: bytes, answer: bytes, after: bytes | None
+) -> None:
+    store = KeyValueStore()
+    if before is not None:
+        ask(store, put("k", before))
+    assert ask(store, wire.Swap("k", expected, b"new")) == wire.Done((answer,))
+    assert ask(store, wire.Check(("k",))) == wire.Done(number=int(after is not None))
+    if after is not None:
+        assert ask(store, wire.Get(("k",))) == wire.Done((after,))
+
+
+def test_who_waits_is_answered_when_the_last_of_its_keys_comes() -> None:
+    store = KeyValueStore()
+    assert store.ask(1, 7, wire.Get(("a", "b"))) == []
+    assert store.ask(2, 7, wire.Await(("b",))) == []
+    assert store.ask(3, 1, put("a", b"1")) == [(3, 1, wire.Done())]
+    assert store.ask(3, 2, wire.Add("b", 4)) == [
+        (3, 2, wire.Done(number=4)),
+        (1, 7, wire.Done((b"1", b"4"))),
+        (2, 7, wire.Done()),
+    ]
+    assert store.ask(3, 3, put("b")) == [(3, 3, wire.Done())]
+
+
+def test_a_key_that_was_deleted_in_between_is_waited_for_again() -> None:
+    store = KeyValueStore()
+    store.ask(1, 0, wire.Get(("a", "b")))
+    store.ask(2, 0, put("a", b"first"))
+    store.ask(2, 1, wire.Delete("a"))
+    assert store.ask(2, 2, put("b", b"b")) == [(2, 2, wire.Done())]
+    assert store.ask(2, 3, put("a", b"second"))[1:] == [(1, 0, wire.Done((b"second", b"b")))]
+
+
+def test_who_has_withdrawn_or_is_gone_is_not_answered_and_who_asks_again_is_answered_once() -> None:
+    store = KeyValueStore()
+    for asker, number in ((1, 0), (1, 1), (2, 0), (1, 1)):
+        store.ask(asker, number, wire.Get(("k",)))
+    store.withdraw(1, 0)
+    store.withdraw(5, 5)
+    store.forget(2)
+    assert store.ask(3, 0, put("k")) == [(3, 0, wire.Done()), (1, 1, wire.Done((b"v",)))]
+    assert not store._waiting
+    assert not store._missing
+    assert not store._wanted
+    assert not store._waits_of
+
+
+def test_a_queue_serves_those_who_wait_in_turn() -> None:
+    store = KeyValueStore()
+    assert ask(store, wire.Pop("q", waits=False)) == wire.Done()
+    assert store.ask(1, 0, wire.Pop("q", waits=True)) == []
+    assert store.ask(2, 0, wire.Pop("q", waits=True)) == []
+    assert store.ask(3, 0, wire.Push("q", b"x")) == [(3, 0, wire.Done()), (1, 0, wire.Done((b"x",)))]
+    assert store.ask(3, 1, put("q")) == [(3, 1, wire.Done())]  # an entry of that name is none of the queue's
+    assert store.ask(3, 2, wire.Push("q", b"y"))[1:] == [(2, 0, wire.Done((b"y",)))]
+    ask(store, wire.Push("q", b"z"))
+    assert ask(store, wire.Length("q")) == wire.Done(number=1)
+    assert ask(store, wire.Pop("q", waits=True)) == wire.Done((b"z",))
+    assert ask(store, wire.Length("q")) == wire.Done(number=0)
+
+
+def test_a_store_that_is_full_refuses_and_has_room_again_when_something_is_deleted() -> None:
+    store, value = KeyValueStore(), bytes(wire.VALUE_LIMIT)
+    number = 0
+    while isinstance(answer := ask(store, put(f"{number}", value)), wire.Done):
+        number += 1
+    assert "is full" in refusal(answer)
+    assert number * wire.VALUE_LIMIT <= limits.BYTES_LIMIT < (number + 1) * (wire.VALUE_LIMIT + 1000)
+    assert "is full" in refusal(ask(store, wire.Push("q", value)))
+    assert ask(store, put("0", value)) == wire.Done()  # instead of what was there
+    ask(store, wire.Delete("0"))
+    assert ask(store, wire.Push("q", value)) == wire.Done()
+    assert "is full" in refusal(ask(store, put("0", value)))
+    assert ask(store, wire.Pop("q", waits=True)) == wire.Done((value,))
+    for each in range(1, number):
+        ask(store, wire.Delete(f"{each}"))
+    assert store._bytes == 0
+
+
+def test_entries_without_value_are_bounded_and_none_of_several_is_set_if_there_is_no_room_for_all() -> None:
+    store = KeyValueStore()
+    for first in range(0, limits.ENTRIES_LIMIT, 1 << 12):
+        ask(store, wire.Put(tuple((f"{number}", b"") for number in range(first, first + (1 << 12)))))
+    assert "is full" in refusal(ask(store, wire.Put((("0", b"changed"), ("one more", b"")))))
+    assert ask(store, wire.Get(("0",))) == wire.Done((b"",))
+
+
+def test_a_value_does_not_grow_beyond_its_bound_and_an_answer_fits_into_a_message() -> None:
+    store, half = KeyValueStore(), bytes(wire.VALUE_LIMIT // 2 + 1)
+    ask(store, wire.Append("k", half))
+    assert "bytes" in refusal(ask(store, wire.Append("k", half)))
+    assert "fewer keys" in refusal(ask(store, wire.Get(("k",) * 9)))
+    assert "fewer keys" in refusal(ask(store, wire.Get(("k",) * 9)))
+
+
+def test_what_one_member_waits_for_is_bounded_and_the_others_may_still_wait() -> None:
+    store, keys = KeyValueStore(), tuple(f"{number}{'k' * 900}" for number in range(100))
+    number = 0
+    while not (replies := store.ask(1, number, wire.Await(keys))):
+        number += 1
+    assert "wait" in refusal(replies[0].answer)
+    assert number == limits.WAITING_LIMIT // sum(limits.OVERHEAD_BYTES + 4 * len(key) for key in keys)
+    assert store.ask(2, 0, wire.Await(keys)) == []
+    store.withdraw(1, 0)
+    assert store.ask(1, number, wire.Await(keys)) == []
+
+
+def test_a_refusal_is_short_whatever_the_key() -> None:
+    store, key = KeyValueStore(), "\0" * wire.KEY_LIMIT
+    ask(store, put(key, b"no number"))
+    answer = ask(store, wire.Add(key, 1))
+    assert wire.decode_body(wire.encode_body(answer)) == answer

@@ -1,0 +1,98 @@
+"""The states of a peer, and what moves it from one to another."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from covey.runtime.members.health_monitor import HealthMonitor
+from covey.runtime.members.peers import TRANSITIONS, Peer, PeerEvent, PeerState
+from covey.wire.messages import Card, Contact
+
+READY, SUSPECTED, TRUSTED = PeerEvent.READY, PeerEvent.SUSPECTED, PeerEvent.TRUSTED
+GOODBYE, GIVEN_UP = PeerEvent.SAID_GOODBYE, PeerEvent.GIVEN_UP
+RELINKED, EXCLUDED = PeerEvent.RELINKED, PeerEvent.EXCLUDED
+
+
+def peer_after(*events: PeerEvent) -> Peer:
+    peer = Peer(1, None, is_dialled=False)
+    for event in events:
+        peer.note(event)
+    return peer
+
+
+def test_every_state_is_in_the_table_and_can_be_reached() -> None:
+    assert set(TRANSITIONS) == set(PeerState)
+    reached = {PeerState.EXPECTED}
+    while more := {after for state in reached for after in TRANSITIONS[state].values()} - reached:
+        reached |= more
+    assert reached == set(PeerState)
+
+
+def test_exclusion_is_final_and_can_come_in_every_state() -> None:
+    out = {PeerState.EXCLUDED, PeerState.RELEASED}
+    for state, follows in TRANSITIONS.items():
+        if state in out:
+            assert set(follows.values()) <= out
+        else:
+            assert follows[EXCLUDED] in out
+
+
+@pytest.mark.parametrize("event", [TRUSTED, SUSPECTED, READY, RELINKED, GIVEN_UP, EXCLUDED], ids=lambda each: each.name)
+def test_a_goodbye_is_never_forgotten(event: PeerEvent) -> None:
+    for before in ((), (SUSPECTED,), (GIVEN_UP,), (EXCLUDED,)):
+        assert peer_after(READY, *before, GOODBYE, event).has_left
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ((), PeerState.EXPECTED),
+        ((GOODBYE,), PeerState.EXPECTED),  # it never saw the run formed, so it may come again
+        ((READY,), PeerState.ACTIVE),
+        ((READY, SUSPECTED), PeerState.SUSPECTED),
+        ((READY, SUSPECTED, TRUSTED), PeerState.ACTIVE),
+        ((READY, GIVEN_UP), PeerState.LOST),
+        ((READY, GIVEN_UP, SUSPECTED), PeerState.LOST),
+        ((READY, GIVEN_UP, RELINKED), PeerState.ACTIVE),
+        ((READY, GIVEN_UP, EXCLUDED, RELINKED), PeerState.EXCLUDED),
+        ((READY, GOODBYE), PeerState.LEAVING),
+        ((READY, GOODBYE, SUSPECTED), PeerState.LEAVING),
+        ((READY, GOODBYE, GIVEN_UP), PeerState.LEFT),
+        ((READY, GOODBYE, EXCLUDED), PeerState.RELEASED),
+        ((READY, EXCLUDED, GOODBYE), PeerState.RELEASED),
+    ],
+)
+def test_what_becomes_of_a_peer(events: tuple[PeerEvent, ...], state: PeerState) -> None:
+    assert peer_after(*events).state is state
+
+
+def test_the_readers_of_each_state() -> None:
+    def where(name: str) -> set[PeerState]:
+        peer, found = Peer(1, None, is_dialled=False), set()
+        for peer.state in PeerState:
+            if getattr(peer, name):
+                found.add(peer.state)
+        return found
+
+    assert where("is_ready") == set(PeerState) - {PeerState.EXPECTED}
+    assert where("is_suspected") == {PeerState.SUSPECTED}
+    assert where("has_left") == {PeerState.LEAVING, PeerState.LEFT, PeerState.RELEASED}
+    assert where("is_gone") == {PeerState.LEFT, PeerState.LOST, PeerState.EXCLUDED, PeerState.RELEASED}
+    assert where("is_excluded") == {PeerState.EXCLUDED, PeerState.RELEASED}
+
+
+def test_a_lost_link_makes_a_peer_suspected_and_a_new_one_makes_it_active() -> None:
+    peer = peer_after(READY)
+    peer.introduce(Card(b"i" * 32, b"l" * 16, "n", "h", 0, Contact("elsewhere", (), ""), "", b""))
+    node: Any = SimpleNamespace(host="here", peers={1: peer}, send=lambda *_: None, is_closing=False)
+    monitor = HealthMonitor(node, lambda *_: None, lambda *_: None, lambda *_: None)
+    monitor.watch(peer)
+    monitor.link_up(peer)
+    assert not peer.is_suspected
+    monitor.link_lost(1)
+    assert peer.is_suspected
+    monitor.link_up(peer)
+    assert peer.state is PeerState.ACTIVE
