@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz format lock wheel sbom clean
+.PHONY: demo test fuzz format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -29,6 +29,16 @@ fuzz: $(VENV)/.fuzz
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The site: any warning and any dead link fails the build. MkDocs 1.6 is pinned, so Material need not advertise another.
+docs: $(VENV)/.docs
+	$(BIN)/python -m tools.command_reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "site/index.html"
+
+# The recording in README.md: runs the demo and draws what it prints.
+cast: $(VENV)/.package
+	$(BIN)/python -m tools.cast docs/demo.svg
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "covey needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
@@ -62,5 +72,9 @@ $(VENV)/.fuzz: requirements-fuzz.txt $(VENV)/.package
 	-$(PIP) --only-binary :all: -r requirements-fuzz.txt
 	@touch $@
 
+$(VENV)/.docs: requirements-docs.txt $(VENV)/.package
+	$(PIP) -r requirements-docs.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist site .mypy_cache .pytest_cache .ruff_cache

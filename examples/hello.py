@@ -7,4 +7,4 @@ import covey
 with covey.join() as group:
     x = np.arange(4, dtype=np.float32) + group.rank
     group.all_reduce(x)
-    print(f"rank {group.rank} of {group.size}: {x} by {group.lanes() or 'nobody else'}")
+    print(f"rank {group.rank} of {group.size}: {x} by {group.lanes() or 'no lane'}")

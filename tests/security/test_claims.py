@@ -103,7 +103,7 @@ def test_a_sentence_without_a_test_is_noticed(old: str, new: str, copy: Path) ->
 
 
 def test_a_passphrase_costs_what_the_page_says() -> None:
-    (power,) = re.findall(r"scrypt \(N = 2\^(\d+)\)", SECURITY)
+    (power,) = re.findall(r"scrypt \(N = 2\^(\d+)\)", plain(SECURITY))
     words = "marble ocean violin garden tractor pepper"
     key = hashlib.scrypt(
         words.encode(), salt=b"covey/1/passphrase/prey", n=2 ** int(power), r=8, p=1, maxmem=2**28, dklen=32
@@ -161,12 +161,12 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"{mdns.MOST_KNOWN} at most" in words
     assert f"The last {descriptors.MOST_SPARED}" in words
     assert (reach.RATE, reach.TOTAL_RATE) == (0.5, 4.0)
-    assert f"After a burst of {arrivals.SOURCE_BURST:.0f} it may send" in plain(SECURITY)
+    assert f"After a burst of {arrivals.SOURCE_BURST:.0f}, a source may open" in plain(SECURITY)
     assert clusters.GRACE == 10 * 60
     assert (seal.REKEY_SECONDS, seal.REKEY_RECORDS) == (15 * 60, 1 << 24)
     log = plain(section(AUDIT))
     assert f"at most {audit_log.TEXT_LIMIT} characters" in log
-    assert f"turned over at {audit_log.MOST_BYTES >> 20} MiB, and {audit_log.KEPT} old ones stay" in log
+    assert f"rotated at {audit_log.MOST_BYTES >> 20} MiB, and {audit_log.KEPT} old ones are kept" in log
     assert f"a source gets {audit.SOURCE_BURST:.0f} entries, then one in five minutes" in log
     assert f"all strangers together {audit.STRANGERS_BURST:.0f}, then one in {1 / audit.TOTAL_RATE:.0f} s" in log
     assert audit.SUMMARY_SECONDS == 1 / audit.SOURCE_RATE == 300

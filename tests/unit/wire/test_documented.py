@@ -110,7 +110,7 @@ def test_what_messages_about_views_are_made_of_is_listed_with_its_fields() -> No
 
 def test_every_question_to_a_board_is_listed_with_its_tag_and_fields() -> None:
     known = by_name(store.Body)
-    rows = table("Boards", "tag")
+    rows = table("Key-value stores", "tag")
     assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
     for row in rows:
         for name in named(row[1]):

@@ -368,7 +368,7 @@ def _drop(
     """Free what a group held that was not closed. The garbage collector calls this on any thread: it takes no lock."""
     work_queue.put(None)
     if node is not None:
-        control.soon(node.forget, group_id, 0)
+        control.soon(node.groups.forget, group_id, 0)
     if generation is not None:
         control.soon(generation.drop, group_id, generation.ranks_of(members))
     _close_all(descriptors)

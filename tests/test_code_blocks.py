@@ -1,0 +1,174 @@
+"""Every Python block of README and the guides runs, in the order of its page, on two ranks that are threads or alone.
+
+A block that needs variables gets them from `GIVEN`; one that cannot run here is listed in `NOT_RUN` with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import covey
+from covey.testing import run_threads
+
+ROOT = Path(__file__).parent.parent
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))}
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+NOT_RUN = {
+    "docs/guides/recipes.md": "tests/torch/test_recipes.py runs them on two ranks",
+    "docs/concepts/lanes-and-plans.md": "a session; test_the_session_shows_what_python_prints compares it",
+    "init_device_mesh": "needs GPUs and NCCL",
+}
+"""Pages, or blocks by a word in them, that this file does not run."""
+SHORTER = {"STEPS = 500": "STEPS = 5", "STEPS = 150": "STEPS = 5"}
+"""What is made smaller, for time."""
+
+
+@dataclass
+class Config:
+    rate: float
+
+
+def is_run(page: str, code: str) -> bool:
+    return page not in NOT_RUN and not any(word in code for word in NOT_RUN)
+
+
+def blocks(page: str) -> list[str]:
+    """Return the blocks of a page that are run."""
+    found = [code for code in BLOCK.findall(PAGES[page]) if is_run(page, code)]
+    for long, short in SHORTER.items():
+        found = [code.replace(long, short) for code in found]
+    return found
+
+
+def run(page: str, code: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a block with these names, and return them with those that it made."""
+    exec(compile(code, page, "exec", dont_inherit=True), names)
+    return names
+
+
+def test_the_programs_of_the_readme_run_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    hello, _, loop = blocks("README.md")
+    run("README.md", hello, {})
+    assert capsys.readouterr().out == "rank 0 of 1: [0. 1. 2. 3.] by no lane\n"
+    given = {"covey": covey, "weights": np.zeros(2), "STEPS": 5, "compute": lambda state: state["weights"] - 1.0}
+    assert 0.0 < run("README.md", loop, given)["state"]["weights"][0] < 1.0
+
+
+@pytest.mark.parametrize("page", ["docs/guides/first-cluster.md", "docs/guides/chaos.md"])
+def test_the_program_of_the_guide_runs_alone(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(page)
+    run(page, code, {})
+    assert re.match(r"rank 0 of 1: \[0\. 1\. 2\. 3\.\] by |step 5, ", capsys.readouterr().out)
+
+
+def test_the_programs_of_the_guide_to_losses_run() -> None:
+    page = "docs/guides/elastic.md"
+    loop, shrinking = blocks(page)
+    assert run(page, loop, {})["state"]["step"] == 5
+
+    def lose(group: covey.Group) -> int:
+        def step(group: covey.Group) -> None:
+            raise covey.PeerLostError("as if", rank=1, operation="all_reduce", sequence=0)
+
+        names = run(page, shrinking, {"covey": covey, "group": group, "step": step})
+        return int(names["group"].size)
+
+    assert run_threads(1, lose) == [1]
+
+
+def test_the_calls_of_the_guide_to_collectives_run_on_two_ranks() -> None:
+    page = "docs/guides/collectives.md"
+
+    def rank_main(group: covey.Group) -> float:
+        given = {"group": group, "batch": [1] * (group.rank + 1), "Config": Config, "config": Config(0.1)}
+        arrays = {name: np.full(4, group.rank, np.float32) for name in ("x", "gw", "gb")}
+        names = {**given, **arrays, "anything": {1, 2}, "__name__": "a_page"}
+        tour, pickles = blocks(page)
+        run(page, tour, names)
+        run(page, pickles, {**names, "config": Config(0.1)})
+        assert (names["gw"] == 0.5).all()
+        return float(names["x"][0])
+
+    assert run_threads(2, rank_main) == [1.0, 1.0]
+
+
+def test_the_function_of_the_guide_to_running_runs() -> None:
+    page = "docs/guides/running.md"
+    (code,) = blocks(page)
+    assert "print(covey.launch(mean_of_ranks, 4, 10))  # [15.0, 15.0, 15.0, 15.0]" in code
+    mean_of_ranks = run(page, code, {"__name__": "a_page"})["mean_of_ranks"]
+    assert run_threads(4, mean_of_ranks, 10) == [15.0] * 4
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher of one rank sets."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **address}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import covey.torch
+
+    page = "docs/guides/pytorch.md"
+    init, late, save, hook, elastic = blocks(page)
+    _, wrap, _ = blocks("README.md")
+    model = torch.nn.Linear(2, 1)
+    names: dict[str, Any] = {"covey": covey, "threading": threading, "torch": torch}
+    try:
+        run(page, init, names)
+        assert dist.get_backend() == "covey"
+        dist.barrier()
+        run(page, save, {**names, "state": {"model": model}, "folder": tmp_path, "step": 1})
+        assert list(tmp_path.iterdir())
+        run(page, late, names)
+        names["timer"].cancel()
+        names["timer"].function()  # what it would do after a minute
+        dist.destroy_process_group()
+        ddp = run("README.md", wrap, {"model": model})["model"]
+        inputs = torch.ones(3, 2)
+        run(page, hook, {**names, "ddp": ddp, "inputs": inputs, "loss": ddp(inputs).mean()})
+        assert model.weight.grad is not None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"model": model, "optimizer": optimizer, "data": torch.ones(600, 2), "targets": torch.ones(600, 1)}
+    loop = run(page, elastic, {**names, **given, "loss_fn": torch.nn.functional.mse_loss})
+    assert loop["elastic"].done
+    assert loop["elastic"].samples == 5 * 600
+
+
+def test_the_session_shows_what_python_prints() -> None:
+    import doctest
+
+    text = PAGES["docs/concepts/lanes-and-plans.md"]
+    session = doctest.DocTestParser().get_doctest("".join(BLOCK.findall(text)), {}, "lanes-and-plans", None, 0)
+    assert session.examples
+    assert doctest.DocTestRunner().run(session).failed == 0
+
+
+def test_every_block_of_every_page_is_run_or_listed() -> None:
+    run_here = {
+        **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md", "docs/guides/running.md"), 1),
+        **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/collectives.md"), 2),
+        "README.md": 3,
+        "docs/guides/pytorch.md": 5,
+    }
+    assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == run_here
+    assert all(word in PAGES or any(word in text for text in PAGES.values()) for word in NOT_RUN)

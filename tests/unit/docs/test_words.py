@@ -1,0 +1,267 @@
+"""One word for one thing: no class name means two things, and retired words do not come back.
+
+`docs/glossary.md` has the words of the project. This file is the one list of those that were retired.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+SRC = ROOT / "src" / "covey"
+
+RETIRED = frozenset(
+    [
+        "acquaintance",
+        "advocate",
+        "board",
+        "boards",
+        "candidacy",
+        "candidate",
+        "candidates",
+        "chamber",
+        "circle",
+        "company",
+        "council",
+        "crew",
+        "desk",
+        "despair",
+        "ear",
+        "ears",
+        "entrance",
+        "forming",
+        "gate",
+        "gathering",
+        "greet",
+        "greeting",
+        "history",
+        "kept",
+        "knock",
+        "ledger",
+        "letter",
+        "letters",
+        "lobby",
+        "mailbox",
+        "meeting",
+        "neighbour",
+        "neighbours",
+        "pact",
+        "place",
+        "places",
+        "post",
+        "roll",
+        "rollcall",
+        "spokesman",
+        "station",
+        "vigil",
+        "voice",
+        "voices",
+        "ward",
+        "warden",
+        "wards",
+        "watch",
+    ]
+)
+"""No module, class or function has one of these in its name: private metaphors, and words with two meanings."""
+
+EXCEPTIONS = {
+    "__post_init__": "Python's own name",
+    "_watch": "the option --watch of covey status and covey doctor; an observer in testing/proxy.py",
+    "watch": "torch and asyncio say so: a thread that watches a value; the method of a launcher's handler",
+    "judge_kept": "whether a guarantee was kept",
+    "may_lose_its_place": "a joiner's place in the order of admission, as the guides say",
+    "_letters_for": "letters of the alphabet, in join codes",
+    "_place": "the verb: to place an item",
+    "_places": "positions in a sequence of bytes or names",
+}
+"""Names with a retired word in its ordinary meaning."""
+
+REMAINING = frozenset(
+    [
+        "Board",
+        "Candidacy",
+        "Crew",
+        "Ear",
+        "Forming",
+        "Ledger",
+        "Lobby",
+        "Place",
+        "SecretKept",
+        "Watch",
+        "_Crew",
+        "_Ear",
+        "_Watch",
+        "_check_place",
+        "_gate_of",
+        "_gathering",
+        "_greet",
+        "_greet_as_voter",
+        "_is_candidate",
+        "_knock",
+        "_new_circle",
+        "_open_council",
+        "_perform_candidacy",
+        "_places_of",
+        "_post",
+        "board",
+        "by_place",
+        "candidacy",
+        "company",
+        "crew",
+        "decode_greeting",
+        "ear",
+        "find_place",
+        "gathering",
+        "greet",
+        "greeting",
+        "kept",
+        "knock",
+        "largest_company",
+        "ledger",
+        "meeting_folder",
+        "of_candidate",
+        "place",
+        "place_id",
+        "places",
+        "post_recv",
+        "post_send",
+        "watch_closely",
+        "watch_over",
+    ]
+)
+"""Names that are still to be changed. `python -m tests.unit.docs.test_words` prints those that may be struck off."""
+
+TWO_LAYERS = "the same thing in two layers: a rule and its message, or a thing and the option that names it"
+ONE_PROGRAM = "a record of one command, which no module outside of that command imports"
+IN_TESTING = "what the test kit has in place of the real one"
+SHARED = {
+    "Check": ONE_PROGRAM,
+    "Done": ONE_PROGRAM,
+    "Ending": TWO_LAYERS,
+    "Engine": ONE_PROGRAM,
+    "Founded": IN_TESTING,
+    "Header": TWO_LAYERS,
+    "Heard": ONE_PROGRAM,
+    "Hello": ONE_PROGRAM,
+    "Known": TWO_LAYERS,
+    "Lanes": TWO_LAYERS,
+    "Link": IN_TESTING,
+    "Member": TWO_LAYERS,
+    "Newcomer": TWO_LAYERS,
+    "Node": IN_TESTING,
+    "Operation": ONE_PROGRAM,
+    "Outcome": ONE_PROGRAM,
+    "Peer": TWO_LAYERS,
+    "Ping": TWO_LAYERS,
+    "Plan": ONE_PROGRAM,
+    "Point": ONE_PROGRAM,
+    "Prepare": ONE_PROGRAM,
+    "Process": IN_TESTING,
+    "Quorum": TWO_LAYERS,
+    "Raised": ONE_PROGRAM,
+    "Reached": IN_TESTING,
+    "Ready": ONE_PROGRAM,
+    "Recovery": ONE_PROGRAM,
+    "Round": ONE_PROGRAM,
+    "Row": ONE_PROGRAM,
+    "Run": ONE_PROGRAM,
+    "Search": ONE_PROGRAM,
+    "Seed": "the seed of random numbers; an address to dial first",
+    "Send": TWO_LAYERS,
+    "Standing": TWO_LAYERS,
+    "Started": ONE_PROGRAM,
+    "Story": IN_TESTING,
+    "Trial": ONE_PROGRAM,
+    "Trouble": TWO_LAYERS,
+    "Verdict": TWO_LAYERS,
+    "Vouch": TWO_LAYERS,
+    "Wait": TWO_LAYERS,
+    "Waiting": TWO_LAYERS,
+    "Way": ONE_PROGRAM,
+    "Worker": IN_TESTING,
+    "World": IN_TESTING,
+    "_Pipe": "a private pipe of its module",
+    "_Watch": "one for each kernel interface",
+}
+"""Class names that are defined more than once, and why."""
+
+REMAINING_CLASSES = frozenset(
+    [
+        "Acceptor",
+        "Arrival",
+        "Channel",
+        "Crew",
+        "Ended",
+        "Entry",
+        "Fault",
+        "Follower",
+        "Outlet",
+        "RefusedError",
+        "Switch",
+        "_Ear",
+    ]
+)
+"""Class names that still mean two things."""
+
+
+def parts(name: str) -> set[str]:
+    """Return the words of an identifier: `_new_circle` and `NewCircle` have the same two."""
+    return {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+@functools.cache
+def defined() -> dict[str, list[str]]:
+    """Return the names of all modules, classes and functions, with the files that define them."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(SRC.rglob("*.py")):
+        file = path.relative_to(SRC)
+        for part in file.with_suffix("").parts:
+            found[part].append(str(file))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found[node.name].append(str(file))
+    return found
+
+
+@functools.cache
+def classes() -> dict[str, list[str]]:
+    """Return the classes by name, with the files that define them."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path.relative_to(SRC)))
+    return found
+
+
+def struck_off() -> list[str]:
+    """Return what may leave the lists: retired names that are gone, and class names that occur once."""
+    names = {*REMAINING, *EXCEPTIONS} - defined().keys()
+    return sorted(names | {name for name in SHARED.keys() | REMAINING_CLASSES if len(classes().get(name, ())) < 2})
+
+
+def test_no_name_has_a_retired_word_in_it() -> None:
+    known = REMAINING | EXCEPTIONS.keys()
+    found = {name: files for name, files in defined().items() if parts(name) & RETIRED and name not in known}
+    assert found == {}, "say it with the words of docs/glossary.md"
+
+
+def test_no_class_name_means_two_things() -> None:
+    known = SHARED.keys() | REMAINING_CLASSES
+    found = {name: files for name, files in classes().items() if len(files) > 1 and name not in known}
+    assert found == {}, "give one of them another name, or list it in SHARED with the reason"
+
+
+def test_the_glossary_is_alphabetical_and_has_no_retired_word_as_an_entry() -> None:
+    entries = re.findall(r"^\*\*(.+?)\*\*", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert entries == sorted(entries, key=str.lower)
+    assert not [entry for entry in entries if parts(entry) & RETIRED]
+    assert len(entries) == len(set(entries)) >= 40
+
+
+if __name__ == "__main__":
+    print(*struck_off(), sep="\n")
