@@ -316,7 +316,7 @@ with covey.join() as group:
     sys.stdin.readline()
     x = np.arange(1000.0) * (group.rank + 1)
     group.all_reduce(x)
-    print(json.dumps([list(group.lanes().values()), float(x[-1]), node.entrance.turned_away]))
+    print(json.dumps([list(group.lanes().values()), float(x[-1]), node.acceptor.turned_away]))
 """
     stranger = f"""
 import encodings.idna, json, os, socket, sys  # all of it now: another user may not be able to read our Python
