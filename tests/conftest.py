@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hypothesis import settings
+from tests.durations import Durations
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +22,10 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # A process may stand still for longer than an example should take; tests have a deadline as a whole.
 settings.register_profile("covey", deadline=None)
 settings.load_profile("covey")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.support import forked
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -57,7 +59,7 @@ class Job:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
         clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": ""}
         clean |= {"COVEY_HOME": str(self.home)}  # the user's own clusters are no business of a test
-        process = subprocess.Popen(
+        process = forked.Popen(
             [*(before or [sys.executable]), str(script)],
             env=clean | {key: str(value) for key, value in env.items()},
             stdin=subprocess.PIPE,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from tests.e2e.jobs import LAUNCHERS, SOURCE, finish
+from tests.support import forked
 
 from covey.net.keys import clusters
 from covey.net.keys import owner as owner_key
@@ -73,7 +74,7 @@ class Machine:
 
     def covey(self, *words: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        return subprocess.run(
+        return forked.run(
             [sys.executable, "-m", "covey", *words],
             env=self.env | env,
             cwd=self.lab.folder,
@@ -86,7 +87,7 @@ class Machine:
 
     def start(self, *argv: str, **env: str) -> subprocess.Popen[str]:
         """Start a program with Python; the lab ends it, whatever happens."""
-        process = subprocess.Popen(
+        process = forked.Popen(
             [sys.executable, *argv],
             env=self.env | env,
             cwd=self.lab.folder,
@@ -95,8 +96,7 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # a test run in the background may have been told to ignore Ctrl-C, which children inherit
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=forked.interruptible,
         )
         self.lab.processes.append(process)
         return process

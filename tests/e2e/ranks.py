@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import covey
-from covey.runtime.keeper.keeper import LocalRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -71,6 +70,8 @@ class Ranks:
         start: Iterable[int] | None = None,
     ) -> None:
         """`args` are JSON. Ranks outside `start` (default: all) wait for `begin`."""
+        from covey.runtime.keeper.keeper import LocalRun  # ranks, which execute this file, have no use for it
+
         self._run = LocalRun(size)
         path = os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH", ""))))
         self._env = {"COVEY_LANES": lanes, "PYTHONPATH": path, **(env or {})}
@@ -96,8 +97,15 @@ class Ranks:
 
     def begin(self, rank: int) -> None:
         """Start `rank`; again, if it ended."""
+        from unittest.mock import patch
+
+        from tests.support import forked
+
+        from covey.runtime.keeper import keeper
+
         pipe = subprocess.PIPE
-        process = self._run.start(rank, self._argv, env=self._env, stdin=pipe, stdout=pipe, stderr=pipe)
+        with patch.object(keeper, "subprocess", forked):
+            process = self._run.start(rank, self._argv, env=self._env, stdin=pipe, stdout=pipe, stderr=pipe)
         self._processes[rank] = process
         for pipe, is_error in ((process.stdout, False), (process.stderr, True)):
             assert pipe is not None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.e2e.jobs import SOURCE, finish, new_job
+from tests.support import forked
 
 from covey.base.errors import ConfigError
 from covey.cli.chaos.checked.processes import started_for
@@ -164,7 +165,7 @@ def checked(job: Job, *words: str, **env: str) -> subprocess.Popen[str]:
     """Start checked runs, in folders of the test's own."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_")}
     clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(job.temp), "XDG_RUNTIME_DIR": ""} | env
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "covey", "chaos", *words],
         env=clean,
         stdin=subprocess.PIPE,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 from covey.net.keys import clusters
 from covey.wire.secret import ClusterSecret, decode_join_code, encode_join_code, is_weak
@@ -42,9 +43,10 @@ class Machine:
         self.env = kept | {"COVEY_HOME": str(folder), "COLUMNS": "200", "NO_COLOR": "1"}
 
     def run(self, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [COVEY, *words], env=self.env, input=stdin, capture_output=True, text=True, timeout=DEADLINE, check=False
-        )
+        return forked.run(
+            [sys.executable, "-m", "covey", *words],
+            env=self.env, input=stdin, capture_output=True, text=True, timeout=DEADLINE, check=False,
+        )  # fmt: skip
 
     def ok(self, *words: str, stdin: str = "") -> str:
         ended = self.run(*words, stdin=stdin)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,7 +89,7 @@ def covey_run(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         pipe = subprocess.PIPE
         env = {**os.environ, "PYTHONPATH": str(SOURCE), "XDG_RUNTIME_DIR": runtime}
         command = [sys.executable, *keeper, *words, "job.py"]
-        keepers.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=env))
+        keepers.append(forked.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=env))
         return keepers[-1]
 
     try:

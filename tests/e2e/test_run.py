@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,14 +37,13 @@ class Keeper:
         for name in ("COVEY_DEBUG", "NO_COLOR"):
             env.pop(name, None)
         env |= streams.pop("env", {})  # type: ignore[arg-type]
-        self.process = subprocess.Popen(
+        self.process = forked.Popen(
             [sys.executable, "-m", "covey", "run", *words],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},  # type: ignore[call-overload]
             text=True,
             cwd=cwd,
             env=env,
-            # a test run in the background may have been told to ignore Ctrl-C, which children inherit
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=forked.interruptible,
         )
 
     def finish(self) -> tuple[int, str, str]:

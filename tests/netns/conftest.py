@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from tests.support import forked
 
-from covey.testing.netns import require_namespaces
+from covey.testing import netns
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _namespaces() -> None:
-    require_namespaces()
+    netns.require_namespaces()
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs on hosts are forked where they can be."""
+    monkeypatch.setattr(netns, "subprocess", forked)

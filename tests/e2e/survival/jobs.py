@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.e2e.ranks import DEADLINE, LANES, SOURCE, Ranks, attempt, await_go, say
+from tests.support import forked
 
 import covey
 
@@ -129,7 +130,7 @@ class CoveyRun:
         }
         argv = [sys.executable, "-m", "covey", "run", *words, *command(function, *args)[1:]]
         pipe = subprocess.PIPE
-        self._keeper = subprocess.Popen(argv, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, env=env)
+        self._keeper = forked.Popen(argv, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, env=env)
         self._tails = {1: b"", 2: b""}
         self._said: list[dict[str, Any]] = []
         self.notes: list[str] = []

@@ -1,0 +1,183 @@
+"""A process that has imported numpy and covey, and forks itself for each Python program that a test starts.
+
+`tests.support.forked` starts this file as a program and sends it requests over a socket. Importing takes 0.25 s of
+processor time for a rank of one host and 0.5 s for a node of a cluster; a fork takes a few milliseconds.
+
+A forked program runs as `__main__` with the arguments, path, environment, working folder, streams, descriptors, session
+and exit code that a new interpreter would give it. It is a child of the process that sent the request: this process
+forks twice, and the kernel hands the orphan over to the nearest ancestor that asked for orphans.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+HIGH = 700
+"""Received descriptors are moved to this number and above while the wanted numbers are taken."""
+REQUEST_LIMIT = 1 << 18
+DESCRIPTOR_LIMIT = 64
+PRELOADED = (
+    "argparse",
+    "covey.cli.allow",
+    "covey.cli.charter",
+    "covey.cli.clusters",
+    "covey.cli.deny",
+    "covey.cli.enroll",
+    "covey.cli.init",
+    "covey.cli.main",
+    "covey.cli.run",
+    "covey.cli.secret",
+    "covey.cli.status.command",
+    "covey.net.discovery.mdns",
+    "covey.runtime.joining.cluster_join",
+    "inspect",
+    "logging",
+    "multiprocessing",
+    "runpy",
+    "tempfile",
+    "textwrap",
+    "unittest.mock",
+)
+"""Beside what the template process of `covey run` preloads."""
+
+
+def main() -> None:
+    """Serve the test; in a fork, become the program."""
+    import signal
+
+    root, channel_number = sys.argv[1:]
+    own_path = sys.path[1:]  # without the folder of this file
+    sys.path[:] = [f"{root}/src", root, *own_path]
+    channel = _preload(int(channel_number))
+    # A signal to all processes of a terminal ends the test, which closes the socket.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    request, descriptors = _serve(channel)
+    _become(request, descriptors, own_path)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _run(request["argv"])
+
+
+def _preload(number: int):
+    import gc
+    import importlib
+    import socket
+    import threading
+
+    from covey.runtime.keeper import template
+    from covey.runtime.processes import libc
+
+    for name in (*template.PRELOADED, *PRELOADED):
+        importlib.import_module(name)
+    libc()
+    assert threading.active_count() == 1, "a preloaded module starts a thread, which no fork would have"
+    gc.collect()
+    gc.freeze()
+    return socket.socket(fileno=number)
+
+
+def _serve(channel) -> tuple[dict, list[int]]:
+    """Answer requests. Returns in the programs only."""
+    import pickle
+    import socket
+    import time
+    import warnings
+
+    warnings.simplefilter("ignore")  # numpy's threads, of which there is none
+    while True:
+        body, descriptors, _, _ = socket.recv_fds(channel, REQUEST_LIMIT, DESCRIPTOR_LIMIT)
+        if not body:
+            os._exit(0)
+        first = os.fork()
+        if first == 0:
+            between = os.getpid()
+            pid = os.fork()
+            if pid:
+                channel.send(str(pid).encode())
+                os._exit(0)
+            request = pickle.loads(body)
+            while os.getppid() == between:
+                time.sleep(0.0002)
+            if os.getppid() != request["parent"]:
+                os._exit(1)
+            warnings.resetwarnings()
+            warnings.filters[:] = _FILTERS
+            return request, descriptors
+        os.waitpid(first, 0)
+        channel.send(b"adopted")
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _become(request: dict, descriptors: list[int], own_path: list[str]) -> None:
+    """Take over streams, descriptors, environment, folder and session."""
+    import fcntl
+    import io
+
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, HIGH) for descriptor in descriptors]
+    os.closerange(3, min(high))
+    os.closerange(max(high) + 1, max(high) + 64)
+    for descriptor, target in zip(high, request["targets"], strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if request["cwd"] is not None:
+        os.chdir(request["cwd"])
+    if request["new_session"]:
+        os.setsid()
+    if request["before"] is not None:
+        request["before"]()
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    sys.path[:] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path] + own_path
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    encoding = sys.stdout.encoding
+    sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        binary = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(
+            binary,
+            encoding,
+            errors,
+            line_buffering=not unbuffered and (number == 2 or binary.isatty()),
+            write_through=unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()  # Python's own generators do this by themselves
+
+
+def _run(argv: list[str]) -> None:
+    """Run a program as `__main__`, as the interpreter does with these arguments."""
+    sys.orig_argv = argv
+    if argv[1] == "-m":
+        import runpy
+
+        sys.path.insert(0, os.getcwd())
+        sys.argv = argv[1:2] + argv[3:]
+        runpy._run_module_as_main(argv[2])
+    elif argv[1] == "-c":
+        import builtins
+        import types
+
+        sys.path.insert(0, "")
+        sys.argv = argv[1:2] + argv[3:]
+        program = sys.modules["__main__"] = types.ModuleType("__main__")
+        vars(program).update(__builtins__=builtins)
+        exec(compile(argv[2], "<string>", "exec", dont_inherit=True), vars(program))
+    else:
+        from covey.runtime.keeper.template import run_as_main
+
+        sys.path.insert(0, os.path.dirname(os.path.realpath(argv[1])))
+        sys.argv = argv[1:]
+        run_as_main(argv[1])
+
+
+if __name__ == "__main__":
+    import warnings as _warnings
+
+    _FILTERS = [*_warnings.filters]
+    main()
