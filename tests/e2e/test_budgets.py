@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.jobs import Job, finish, finish_all, new_job
+from tests.support.jobs import Job, finish, finish_all, new_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

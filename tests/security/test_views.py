@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-from tests.security.attackers import DEADLINE, Insider, call_on_loop, new_cluster, until
-from tests.security.company import SURVIVING, Company, Participant, node_of
+from tests.support.attackers import DEADLINE, Insider, call_on_loop, new_cluster, until
+from tests.support.runs import SURVIVING, Participant, ThreadRun, node_of
 
 from covey.base.errors import CoveyError, GroupChangedError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.health import Cause
@@ -57,13 +57,13 @@ ANY = dataclasses.replace(PATIENT, quorum="any")
 class Scene:
     """A run of three real nodes. What a test does to them happens while none of them has begun an operation."""
 
-    def __init__(self, company: Company) -> None:
-        self._company = company
+    def __init__(self, thread_run: ThreadRun) -> None:
+        self._thread_run = thread_run
         self.groups: dict[int, Group] = {}
         self._send_vote: Callable[[int, messages.Control], None] | None = None
         self._begin = [threading.Event() for _ in range(3)]
-        self._together = company.steps(4)
-        self._participants = [company.start(self._work) for _ in range(3)]
+        self._together = thread_run.steps(4)
+        self._participants = [thread_run.start(self._work) for _ in range(3)]
         self._together()
 
     def _work(self, group: Group) -> Any:
@@ -99,7 +99,7 @@ class Scene:
         return next(participant for participant in self._participants if participant.identity.id == id)
 
     def terms(self) -> Any:
-        return self._company.terms()
+        return self._thread_run.terms()
 
     def node(self, rank: int) -> Node:
         return node_of(self.groups[rank])
@@ -175,15 +175,15 @@ def nothing_breaks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    with Company(new_cluster(), PATIENT, size=3) as company:
-        yield Scene(company)
+    with ThreadRun(new_cluster(), PATIENT, size=3) as thread_run:
+        yield Scene(thread_run)
 
 
 @pytest.fixture
 def free_scene() -> Iterator[Scene]:
     """Where halves may go on apart."""
-    with Company(new_cluster(), ANY, size=3) as company:
-        yield Scene(company)
+    with ThreadRun(new_cluster(), ANY, size=3) as thread_run:
+        yield Scene(thread_run)
 
 
 def assert_right(outcome: dict[int, list[Any]], *, of: Sequence[int] = HONEST) -> None:
@@ -362,8 +362,8 @@ def test_verdicts_of_groups_that_a_member_is_not_in_are_none_of_its_business(sce
 
 
 def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_differ() -> None:
-    with Company(new_cluster(), SURVIVING, size=3) as company:
-        together = company.steps(3)
+    with ThreadRun(new_cluster(), SURVIVING, size=3) as thread_run:
+        together = thread_run.steps(3)
 
         def work(group: Group) -> Any:
             group.barrier()
@@ -392,7 +392,7 @@ def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_diffe
             groups[group.rank] = group
             return group.rank, work(group)
 
-        ends = dict(node.result() for node in [company.start(main) for _ in range(3)])
+        ends = dict(node.result() for node in [thread_run.start(main) for _ in range(3)])
     assert ends == {0: PeerLostError, 1: MismatchError, LIAR: None}
 
 
