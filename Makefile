@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Without --no-compile pip compiles 10,000 modules, one after the other; Python compiles those that it imports.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz format docs cast lock wheel sbom clean
+.PHONY: demo test check stress fuzz format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -19,6 +20,20 @@ test: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m 'not alone'
 	$(BIN)/python -m pytest -q -m alone
+
+# The inner loop: what needs no second process and no network, with types checked meanwhile.
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	@$(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not alone' \
+		tests/unit tests/contract tests/test_architecture.py tests/test_public_api.py && wait $$types
+
+# Stops the processes of tests for random moments; prints what failed, with the seed.
+STRESS_ROUNDS ?= 1
+STRESS_TESTS ?= tests
+stress: $(VENV)/.dev
+	$(BIN)/python -m tools.stress --rounds $(STRESS_ROUNDS) $(if $(STRESS_SEED),--seed $(STRESS_SEED)) -- $(STRESS_TESTS)
 
 # Looks for inputs that break a reader of bytes, and for words of one member that break the others.
 FUZZ_SECONDS ?= 600

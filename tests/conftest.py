@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hypothesis import settings
-from tests.durations import Durations
+from tests.support.durations import Durations
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.contract.values import everyone, same, values
+from tests.support.values import everyone, same, values
 
+from covey.base.errors import ConfigError
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
@@ -258,3 +259,16 @@ def test_torch_tensors_that_have_no_plain_memory_are_refused() -> None:
         assert group.all_reduce(1) == 2
 
     run_threads(2, body)
+
+
+def test_arguments_that_are_not_whole_numbers_change_nothing() -> None:
+    def body(group: Group) -> float:
+        other = 1 - group.rank
+        with pytest.raises(ConfigError, match=r"tag=1\.5"):
+            group.send(np.ones(1), other, tag=1.5)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="counts"):
+            group.reduce_scatter(np.ones(4), counts=[2.5, 1.5])  # type: ignore[list-item]
+        group.send(np.array([7.0]), np.int64(other), tag=np.int8(3))
+        return float(group.recv(other, 3, timeout=float("inf"))[0])
+
+    assert run_threads(2, body) == [7.0, 7.0]

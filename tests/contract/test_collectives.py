@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.contract.values import LANES, around_thresholds, combined, everyone, same, total, values
+from tests.support.values import LANES, around_thresholds, combined, everyone, same, total, values
 
 from covey import ConfigError
 from covey.plan import choose

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.contract.values import LANES, combined, everyone, same, values
+from tests.support.values import LANES, combined, everyone, same, values
 
 from covey.base.dtypes import BFLOAT16, DTYPES
 from covey.plan import choose

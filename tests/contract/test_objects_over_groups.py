@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.contract.values import LANES, same, values
+from tests.support.values import LANES, same, values
 
 from covey import MismatchError
 from covey.testing.threads import run_threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.contract.values import LANES, combined, everyone, same, values
+from tests.support.values import LANES, combined, everyone, same, values
 
 from covey import BusyError, ClosedError, ConfigError, CoveyError, DeadlineError
 from covey.runtime.group.internals import engine_of
@@ -339,3 +340,87 @@ def test_a_group_of_one_needs_no_special_case() -> None:
             child.barrier()
 
     run_threads(1, body)
+
+
+def test_groups_that_the_garbage_collector_frees_take_no_lock() -> None:
+    def body(group: Group) -> int:
+        for _ in range(30):
+            child = group.split(0)
+            assert child is not None
+            other = 1 - child.rank
+            child.send(np.array([child.rank]), other)
+            assert child.recv(other) == other
+            del child
+        return group.all_reduce(1)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(2, 1, 1)
+    try:
+        assert run_threads(2, body) == [2, 2]
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_a_dropped_group_leaves_no_worker_thread() -> None:
+    def body(group: Group) -> None:
+        for _ in range(5):
+            child = group.split(0)
+            assert child is not None
+            child.all_reduce(np.ones(3), async_op=True).wait(PATIENCE)
+            del child
+        gc.collect()
+        deadline = time.monotonic() + PATIENCE
+        while any("/" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+            time.sleep(0.01)  # they end by themselves, a moment later
+        group.barrier()
+        assert not any("/" in thread.name for thread in threading.enumerate())
+
+    run_threads(2, body)
+
+
+def test_a_callback_that_raises_ends_neither_the_worker_nor_other_messages(caplog: pytest.LogCaptureFixture) -> None:
+    def body(group: Group) -> list[float]:
+        def fail(_: Any) -> None:
+            raise ZeroDivisionError
+
+        first = group.barrier(async_op=True)
+        first.add_done_callback(fail)
+        second = group.all_reduce(np.ones(1), async_op=True)
+        message = group.recv(1 - group.rank, async_op=True)
+        message.add_done_callback(fail)
+        group.send(np.array([5.0]), 1 - group.rank)
+        return [float(second.wait(PATIENCE)[0]), float(message.wait(PATIENCE)[0])]
+
+    assert run_threads(2, body) == [[2.0, 5.0]] * 2
+    assert "callback" in caplog.text
+
+
+def test_a_callback_may_wait_for_another_message_of_the_same_read() -> None:
+    def body(group: Group) -> float | None:
+        if group.rank == 0:
+            group.barrier()
+            for tag in (1, 2):
+                group.send(np.array([float(tag)]), 1, tag)
+            return None
+        one, two = (group.recv(0, tag, async_op=True) for tag in (1, 2))
+        seen: list[float] = []
+        one.add_done_callback(lambda _: seen.append(float(two.wait(PATIENCE)[0])))
+        group.barrier()
+        one.wait(PATIENCE)
+        deadline = time.monotonic() + PATIENCE
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return seen[0]
+
+    assert run_threads(2, body)[1] == 2.0
+
+
+def test_strided_arrays_are_read_when_the_operation_runs() -> None:
+    def body(group: Group) -> list[float]:
+        x = np.ones(8)[::2] if group.rank == 0 else np.ones(4)
+        works = [group.all_reduce(x, async_op=True) for _ in range(2)]
+        for work in works:
+            work.wait(PATIENCE)
+        return [float(value) for value in x]
+
+    assert run_threads(2, body) == [[4.0] * 4] * 2

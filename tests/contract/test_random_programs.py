@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.contract.values import LANES, combined, same, values
+from tests.support.values import LANES, combined, same, values
 
 from covey.base.dtypes import DTYPES
 from covey.plan import choose

@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from tests.contract.restoring import SECONDS, bits, give_one_chunk, leave_before_receiving
-from tests.contract.values import LANES
-from tests.e2e.ranks import Ranks, attempt, say
+from tests.support.ranks import Ranks, attempt, say
+from tests.support.restoring import SECONDS, bits, give_one_chunk, leave_before_receiving
+from tests.support.values import LANES
 
 import covey
 from covey import ConfigError, DeadlineError, MismatchError, PeerLostError
@@ -384,7 +384,7 @@ def test_progress_is_shown_when_asked_for_and_never_otherwise(capfd: pytest.Capt
 
 
 def restore_then_lose_a_donor(nbytes: int, on_loss: str) -> None:
-    from tests.contract.restoring import bits, give_one_chunk
+    from tests.support.restoring import bits, give_one_chunk
 
     from covey.runtime.group.restore import restore
 

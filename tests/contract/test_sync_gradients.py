@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.contract.values import combined, everyone, same, values
+from tests.support.values import combined, everyone, same, values
 
 from covey import ClosedError, ConfigError, MismatchError
 from covey.testing.threads import run_threads
@@ -126,3 +126,14 @@ def test_a_call_that_cannot_work_is_refused_before_anything_is_sent() -> None:
         assert group.all_reduce(1) == 3
 
     run_threads(3, body)
+
+
+def test_one_array_under_two_names_is_refused() -> None:
+    def body(group: Group) -> None:
+        x = np.ones(4)
+        with pytest.raises(ConfigError, match="'a' and 'b' share memory"):
+            group.sync_gradients({"a": x, "b": x[1:]})
+        group.sync_gradients({"even": x[::2], "odd": x[1::2]}, op="sum")
+        assert (x == 2).all()
+
+    run_threads(2, body)

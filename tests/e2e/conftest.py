@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.machines import Lab, new_lab
+from tests.support.machines import Lab, new_lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.machines import DEADLINE, Lab, end, heard, wait_until_joined
 from tests.e2e.test_cluster_commands import Terminal
+from tests.support.machines import DEADLINE, Lab, end, heard, wait_until_joined
 
 from covey.net import audit
 from covey.net.keys.identity import NodeIdentity
@@ -25,7 +25,7 @@ from covey.net.locks import only_one
 if TYPE_CHECKING:
     import subprocess
 
-    from tests.e2e.machines import Machine
+    from tests.support.machines import Machine
 
 pytestmark = pytest.mark.slow
 

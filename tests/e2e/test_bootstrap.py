@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.e2e.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
+from tests.support.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
 import covey
 

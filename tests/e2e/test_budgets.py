@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.jobs import Job, finish, finish_all, new_job
+from tests.support.jobs import Job, finish, finish_all, new_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with new_job() as job:
+    with new_job(subprocess.Popen) as job:
         yield job
 
 
@@ -49,6 +50,8 @@ def test_covey_run_of_four_empty_scripts_takes_less_than_1_5_seconds(job: Job) -
         process = job.start("", before=[sys.executable, "-m", "covey", "run", "-n", "4"])
         assert finish(process).code == 0
         taken.append(time.perf_counter() - start)
+        if taken[-1] < 1.5:
+            break
     print(f"covey run -n 4 of an empty script: {min(taken):.2f} s")
     assert min(taken) < 1.5
     assert job.left_behind() == []
@@ -71,6 +74,8 @@ with covey.join() as group:
         process = job.start(code, before=[sys.executable, "-m", "covey", "run", "-n", str(size)])
         assert finish(process).code == 0
         taken.append(time.perf_counter() - start)
+        if taken[-1] < seconds:
+            break
     print(f"covey run -n {size} of a script that joins: {min(taken):.2f} s")
     assert min(taken) < seconds
     assert job.left_behind() == []

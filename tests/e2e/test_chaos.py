@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.jobs import SOURCE, finish, new_job
 from tests.support import forked
+from tests.support.jobs import SOURCE, finish, new_job
 
 from covey.base.errors import ConfigError
 from covey.cli.chaos.checked.processes import started_for
@@ -23,7 +23,7 @@ from covey.cli.chaos.cutting import require_cutting
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e.jobs import Job
+    from tests.support.jobs import Job
 
 pytestmark = pytest.mark.slow
 

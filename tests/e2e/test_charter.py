@@ -8,10 +8,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard, wait_until_joined
 from tests.e2e.test_cluster_commands import Terminal
 from tests.e2e.test_cluster_elastic import Place
-from tests.netns.members import check_same_end, together
+from tests.support.machines import DEADLINE, Lab, Machine, end, heard, wait_until_joined
+from tests.support.members import check_same_end, together
 
 if TYPE_CHECKING:
     import subprocess

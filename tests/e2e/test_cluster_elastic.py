@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 import pytest
-from tests.e2e.machines import DEADLINE, Lab, Machine, end, heard
-from tests.netns.members import ELASTIC, PRELUDE, STEADY, Member, agree_on_loss, by_rank, check_same_end, together
+from tests.support.machines import DEADLINE, Lab, Machine, end, heard
+from tests.support.members import ELASTIC, PRELUDE, STEADY, Member, agree_on_loss, by_rank, check_same_end, together
 
 from covey.net.keys.identity import NodeIdentity
 

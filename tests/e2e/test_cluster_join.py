@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
+from tests.support.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
 from covey.net.lanes import shm
 from covey.runtime.mesh.joiner import FIRST_WORD_SECONDS

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.jobs import DEADLINE, Ended, Job, finish, new_job
+from tests.support.jobs import DEADLINE, Ended, Job, finish, new_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.ranks import LANES, Ranks, attempt, await_go, run_ranks, say
+from tests.support.ranks import LANES, Ranks, attempt, await_go, run_ranks, say
 
 import covey
 from covey.runtime import loop as control

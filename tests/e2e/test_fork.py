@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.ranks import LANES, attempt, run_ranks
+from tests.support.ranks import LANES, attempt, run_ranks
 
 import covey
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.e2e.ranks import LANES, Ranks, attempt, run_ranks
+from tests.support.ranks import LANES, Ranks, attempt, run_ranks
 
 import covey
 from covey.testing import run_threads

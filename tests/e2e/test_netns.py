@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.jobs import DEADLINE, Job, finish, finish_all, new_job, wait_until
+from tests.support.jobs import DEADLINE, Job, finish, finish_all, new_job, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

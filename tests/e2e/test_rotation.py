@@ -8,12 +8,12 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.machines import DEADLINE, Lab
 from tests.e2e.test_cluster_elastic import Place
-from tests.netns.members import check_same_end, together
+from tests.support.machines import DEADLINE, Lab
+from tests.support.members import check_same_end, together
 
 if TYPE_CHECKING:
-    from tests.e2e.machines import Machine
+    from tests.support.machines import Machine
 
 pytestmark = pytest.mark.slow
 

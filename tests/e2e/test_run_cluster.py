@@ -11,12 +11,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.machines import Lab, end, new_lab
+from tests.support.machines import Lab, end, new_lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e.machines import Machine
+    from tests.support.machines import Machine
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.jobs import Job, finish, new_job
+from tests.support.jobs import Job, finish, new_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.machines import Lab, end, new_lab
+from tests.support.machines import Lab, end, new_lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

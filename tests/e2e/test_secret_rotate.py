@@ -7,8 +7,8 @@ import re
 import secrets
 
 import pytest
-from tests.e2e.machines import end, heard, wait_until_joined
 from tests.e2e.test_cluster_commands import Terminal
+from tests.support.machines import end, heard, wait_until_joined
 
 from covey.net.keys.identity import NodeIdentity
 from covey.wire.secret import decode_join_code

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from tests.e2e.machines import DEADLINE, end, heard, wait_until_joined
+from tests.support.machines import DEADLINE, end, heard, wait_until_joined
 
 from covey.base.version import __version__
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 import subprocess
 import sys
@@ -269,3 +270,30 @@ def test_a_given_secret_needs_no_home_folder(tmp_path: Path, monkeypatch: pytest
     assert clusters.find(None, {"COVEY_SECRET": CODE}).name == "home"
     with pytest.raises(ConfigError, match="cannot use the folder /dev/null/nowhere"):
         clusters.find_saved(None)
+
+
+def test_a_new_key_of_a_cluster_does_not_let_those_in_again_who_were_denied() -> None:
+    old, kept_out = Cluster(ClusterSecret("lab", secrets.token_bytes(32))), secrets.token_bytes(32)
+    clusters.save(Cluster(old.secret, denied=frozenset({kept_out})))
+    code = encode_join_code(ClusterSecret("lab", secrets.token_bytes(32)))
+    done = subprocess.run(
+        [sys.executable, "-m", "covey", "enroll", "--force", "-"],
+        input=code,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert clusters.load("lab").denied == {kept_out}
+
+
+def test_a_cluster_is_not_made_when_its_join_code_cannot_be() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "covey", "init", "lab"],
+        env={**os.environ, "COVEY_INTERFACES": "no-such-interface"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 2
+    assert not clusters.cluster_path("lab").exists()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.io.secured import secure_end
+from tests.support.secured import secure_end
 
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.keys.tls import Credentials

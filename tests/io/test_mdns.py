@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net.discovery import responder as station
+from covey.net.discovery import responder
 from covey.net.discovery.interfaces import loopback_interfaces
 from covey.net.discovery.mdns import Beacon
 from covey.wire.beacon import SERVICE, read
@@ -379,7 +379,7 @@ def test_beacons_on_loopback_find_each_other_and_not_themselves() -> None:
 def test_a_node_is_announced_anew_under_a_fresh_tag_and_an_announcement_counts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(station, "RENEW_SECONDS", 0.3)
+    monkeypatch.setattr(responder, "RENEW_SECONDS", 0.3)
 
     async def listen() -> None:
         found: list[tuple[Address, ...]] = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.security.attackers import DEADLINE, LOOPBACK, Detour, call_on_loop, new_cluster, run_nodes, until
+from tests.support.attackers import DEADLINE, LOOPBACK, Detour, call_on_loop, new_cluster, run_nodes, until
 
 from covey.runtime.group.internals import engine_of
 from covey.runtime.members.epochs import Epochs

@@ -10,14 +10,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.io.test_gathering import Crew, home, know_each_other, new_cluster, run, seed_of, until
+from tests.io.test_mesh import Crew, home, know_each_other, new_cluster, run, seed_of, until
 
 from covey.base.errors import ConnectError
 from covey.net.discovery import interfaces, mdns
 from covey.net.discovery.mdns import Beacon
-from covey.runtime.links import handshake as greet
+from covey.runtime.links import handshake
 from covey.runtime.loop import aside
-from covey.runtime.mesh import mesh as gathering_module
+from covey.runtime.mesh import mesh as mesh_module
 from covey.runtime.mesh.follower import Follower, Outcome
 from covey.runtime.mesh.hints import TRIES, Hint, Origin
 from covey.wire.messages import Address
@@ -50,9 +50,9 @@ class Shortage:
 def test_addresses_are_kept_true_after_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = (Address("192.0.2.1", 9, "eth0"),)
     shortage = Shortage(interfaces.usable_interfaces)
-    monkeypatch.setattr(gathering_module, "PING_SECONDS", 0.02)
-    monkeypatch.setattr(gathering_module, "usable_interfaces", shortage)
-    monkeypatch.setattr(gathering_module, "advertised", lambda *_: moved)
+    monkeypatch.setattr(mesh_module, "PING_SECONDS", 0.02)
+    monkeypatch.setattr(mesh_module, "usable_interfaces", shortage)
+    monkeypatch.setattr(mesh_module, "advertised", lambda *_: moved)
 
     async def work(crew: Crew) -> None:
         node = await crew.add(new_cluster())
@@ -90,8 +90,8 @@ def test_multicast_begins_after_a_shortage_at_the_start_and_goes_on_after_one_la
 
 
 def test_seeds_and_neighbours_are_found_after_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
-    shortage = Shortage(greet._new_socket)
-    monkeypatch.setattr(greet, "_new_socket", shortage)
+    shortage = Shortage(handshake._new_socket)
+    monkeypatch.setattr(handshake, "_new_socket", shortage)
 
     async def work(crew: Crew) -> None:
         cluster = new_cluster()

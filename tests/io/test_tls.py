@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
-from tests.io.secured import secure_end
+from tests.support.secured import secure_end
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.cli.doctor.cures import Obstacle, obstacle

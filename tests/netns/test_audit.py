@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.netns.nodes import Cluster, node_id
+from tests.support.nodes import Cluster, node_id
 
 from covey.net import audit_reader
 from covey.testing.netns import Lan

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.netns.nodes import SOURCE, Cluster, Node
+from tests.support.nodes import SOURCE, Cluster, Node
 
 from covey.testing.netns import Lan
 

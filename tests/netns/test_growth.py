@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.netns.members import ELASTIC, check_same_end, indexes, start, together
-from tests.netns.nodes import Cluster
+from tests.support.members import ELASTIC, check_same_end, indexes, start, together
+from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
 

@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.netns.members import ELASTIC, Member, check_same_end, start, start_kept, together
-from tests.netns.nodes import Cluster
+from tests.support.members import ELASTIC, Member, check_same_end, start, start_kept, together
+from tests.support.nodes import Cluster
 
 import covey
 from covey.testing.netns import Lan

@@ -6,8 +6,8 @@ import signal
 import time
 
 import pytest
-from tests.netns.members import STEADY, by_rank, start_kept
-from tests.netns.nodes import Cluster
+from tests.support.members import STEADY, by_rank, start_kept
+from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
 

@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from tests.netns.nodes import Cluster, check_members, check_run, seconds_to_first_result
+from tests.support.nodes import Cluster, check_members, check_run, seconds_to_first_result
 
 from covey.testing.netns import Lan
 

@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from tests.netns.nodes import Cluster
+from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
 

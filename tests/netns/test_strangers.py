@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.netns.nodes import SOURCE, Cluster
+from tests.support.nodes import SOURCE, Cluster
 
 from covey.runtime.links.dial_limits import SOCKETS
 from covey.testing.netns import Lan

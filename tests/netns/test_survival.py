@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from tests.netns.members import (
+from tests.support.members import (
     ELASTIC,
     STEADY,
     Member,
@@ -21,7 +21,7 @@ from tests.netns.members import (
     start_kept,
     together,
 )
-from tests.netns.nodes import Cluster
+from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
 

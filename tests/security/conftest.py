@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.security.attackers import new_cluster, victim
+from tests.support.attackers import new_cluster, victim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.security.attackers import Victim
+    from tests.support.attackers import Victim
 
 
 @pytest.fixture(autouse=True)

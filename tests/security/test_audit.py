@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.security.attackers import BROKEN, DEADLINE, Insider, Victim, knock, new_cluster, read, until, victim
+from tests.support.attackers import BROKEN, DEADLINE, Insider, Victim, knock, new_cluster, read, until, victim
 
 from covey.net import audit_reader
 from covey.net.keys.identity import NodeIdentity

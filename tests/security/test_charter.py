@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.security.attackers import BROKEN, Insider, Victim, call_on_loop, new_cluster, until, victim
+from tests.support.attackers import BROKEN, Insider, Victim, call_on_loop, new_cluster, until, victim
 
 from covey.net.keys import charter, clusters, owner
 from covey.net.keys.identity import NodeIdentity

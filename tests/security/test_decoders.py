@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.security.attackers import new_cluster
+from tests.support.attackers import new_cluster
 
 from covey.base import text
 from covey.base.errors import AuthError, ConfigError, RemoteProtocolError

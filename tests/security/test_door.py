@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.security.attackers import (
+from tests.support.attackers import (
     BROKEN,
     DEADLINE,
     Insider,
@@ -34,7 +34,7 @@ from covey.wire import door, messages
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
-    from tests.security.attackers import Victim
+    from tests.support.attackers import Victim
 
 AT_ONCE = 1.0
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.security.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on_loop, new_cluster, until
-from tests.security.company import SURVIVING, Company, Participant, here, node_of, say
+from tests.support.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on_loop, new_cluster, until
+from tests.support.runs import SURVIVING, Participant, ThreadRun, here, node_of, say
 
 from covey.base.errors import GroupChangedError
 from covey.net.keys.identity import NodeIdentity
@@ -49,8 +49,8 @@ def claims(lineage: bytes, insider: Insider, terms: formation.Terms, members: li
 @pytest.mark.parametrize("purpose", ["candidate", "visitor", "keeper"])
 def test_no_node_outside_of_a_run_can_say_that_it_is_over(purpose: str) -> None:
     first, second = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
-    with Company(new_cluster(), SURVIVING, size=2) as company:
-        together = company.steps(3)
+    with ThreadRun(new_cluster(), SURVIVING, size=2) as thread_run:
+        together = thread_run.steps(3)
 
         def work(group: Group) -> Any:
             group.barrier()
@@ -60,12 +60,12 @@ def test_no_node_outside_of_a_run_can_say_that_it_is_over(purpose: str) -> None:
             joiner = node_of(group).acceptor.on_link.__self__  # type: ignore[union-attr]
             return total, joiner.records.lineages().ended
 
-        nodes = [company.start(work, first), company.start(work, second)]
+        nodes = [thread_run.start(work, first), thread_run.start(work, second)]
         together()
         lineage = origin_of(nodes[0])
         for node in nodes:
             with Insider(node.prey, purpose=purpose) as liar:
-                for claim in claims(lineage, liar, company.terms(), [first, second]):
+                for claim in claims(lineage, liar, thread_run.terms(), [first, second]):
                     liar.say(claim)
                 liar.ping()
         together()
@@ -74,8 +74,8 @@ def test_no_node_outside_of_a_run_can_say_that_it_is_over(purpose: str) -> None:
 
 
 def test_a_member_alone_cannot_say_that_the_run_is_over() -> None:
-    with Company(new_cluster(), SURVIVING, size=3) as company:
-        together = company.steps(3)
+    with ThreadRun(new_cluster(), SURVIVING, size=3) as thread_run:
+        together = thread_run.steps(3)
 
         def work(group: Group) -> Any:
             group.barrier()
@@ -102,7 +102,7 @@ def test_a_member_alone_cannot_say_that_the_run_is_over() -> None:
             assert joiner.records.lineages().ended == ()
             return total, group.contributors
 
-        nodes = [company.start(work) for _ in range(3)]
+        nodes = [thread_run.start(work) for _ in range(3)]
         results = [node.result() for node in nodes]
     honest = [result for result in results if result is not None]
     assert len(honest) >= 2
@@ -112,8 +112,8 @@ def test_a_member_alone_cannot_say_that_the_run_is_over() -> None:
 
 
 def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others() -> None:
-    with Company(new_cluster(), SURVIVING, size=3) as company:
-        together = company.steps(3)
+    with ThreadRun(new_cluster(), SURVIVING, size=3) as thread_run:
+        together = thread_run.steps(3)
 
         def work(group: Group) -> Any:
             group.barrier()
@@ -142,7 +142,7 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
             together()
             return total, group.contributors
 
-        results = [node.result() for node in [company.start(work) for _ in range(3)]]
+        results = [node.result() for node in [thread_run.start(work) for _ in range(3)]]
     assert [result for result in results if result is not None] == [([1, 3, 5], (0, 1))] * 2
 
 
@@ -246,8 +246,8 @@ def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_ta
     watcher, thief, owner = sorted((NodeIdentity.ephemeral() for _ in range(3)), key=lambda identity: identity.id)
     thief.life = owner.life
     over = threading.Event()
-    with Company(new_cluster(), SURVIVING, size=3) as company:
-        together = company.steps(4)
+    with ThreadRun(new_cluster(), SURVIVING, size=3) as thread_run:
+        together = thread_run.steps(4)
 
         def work(group: Group) -> Any:
             group.barrier()
@@ -262,9 +262,9 @@ def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_ta
                 assert over.wait(DEADLINE)
 
         monkeypatch.setenv("COVEY_KEEPER_ID", keeper.id.hex())
-        nodes = {thief.id: company.start(work, thief)}
+        nodes = {thief.id: thread_run.start(work, thief)}
         monkeypatch.delenv("COVEY_KEEPER_ID")
-        nodes |= {identity.id: company.start(work, identity) for identity in (watcher, owner)}
+        nodes |= {identity.id: thread_run.start(work, identity) for identity in (watcher, owner)}
         together()
         with Insider(nodes[watcher.id].prey, keeper, purpose="keeper") as speaker:
             speaker.say(messages.Vouch(((owner.life, int(Vouch.EXITED)),)))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.security.attackers import DEADLINE, LOOPBACK, call_on_loop, new_cluster, run_nodes, until
-from tests.security.company import node_of
+from tests.support.attackers import DEADLINE, LOOPBACK, call_on_loop, new_cluster, run_nodes, until
+from tests.support.runs import node_of
 
 from covey.base.dtypes import dtype_code
 from covey.base.errors import CoveyError, PeerLostError

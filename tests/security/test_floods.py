@@ -17,7 +17,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.security.attackers import BROKEN, DEADLINE, Insider, Victim, new_cluster, resident_bytes
+from tests.support.attackers import BROKEN, DEADLINE, Insider, Victim, new_cluster, resident_bytes
 
 from covey.wire import door, messages
 

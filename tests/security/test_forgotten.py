@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Any
 
-from tests.security.attackers import BROKEN, DEADLINE, Insider, call_on_loop, hear, new_cluster, until
-from tests.security.company import SURVIVING, Company, Participant, here, ids_of
+from tests.support.attackers import BROKEN, DEADLINE, Insider, call_on_loop, hear, new_cluster, until
+from tests.support.runs import SURVIVING, Participant, ThreadRun, here, ids_of
 
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Cause
@@ -50,8 +50,8 @@ def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_gene
                 time.sleep(0.02)
         return times
 
-    with Company(new_cluster(), SURVIVING) as company, contextlib.ExitStack() as stack:
-        members = [company.start(work, elastic=True) for _ in range(2)]
+    with ThreadRun(new_cluster(), SURVIVING) as thread_run, contextlib.ExitStack() as stack:
+        members = [thread_run.start(work, elastic=True) for _ in range(2)]
         nodes = [until_formed(member) for member in members]
         lineage = call_on_loop(lambda: nodes[0].generation.founded.origin)
         lives = tuple(member.identity.life for member in members)
@@ -61,7 +61,7 @@ def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_gene
 
         def say_here() -> None:
             for link in newcomer.links:
-                link.say(here(link, company.terms(), lives, lineage=lineage))
+                link.say(here(link, thread_run.terms(), lives, lineage=lineage))
 
         say_here()
         until(lambda: newcomer.seats)

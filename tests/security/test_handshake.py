@@ -16,7 +16,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.security.attackers import (
+from tests.support.attackers import (
     BROKEN,
     DEADLINE,
     LOOPBACK,

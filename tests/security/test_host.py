@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.security.attackers import new_cluster, victim
+from tests.support.attackers import new_cluster, victim
 
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_registry import HostRegistry

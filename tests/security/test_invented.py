@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from tests.security.attackers import (
+from tests.support.attackers import (
     BROKEN,
     DEADLINE,
     LOOPBACK,
@@ -20,7 +20,7 @@ from tests.security.attackers import (
     new_cluster,
     on_loop,
 )
-from tests.security.company import SURVIVING, Company, here
+from tests.support.runs import SURVIVING, ThreadRun, here
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.net.keys.identity import NodeIdentity
@@ -174,8 +174,8 @@ NONSENSE: dict[str, Any] = {
 @pytest.mark.parametrize("words", NONSENSE.values(), ids=NONSENSE)
 def test_a_member_whose_words_about_the_next_generation_are_nonsense_is_not_in_it(words: Any) -> None:
     config = dataclasses.replace(SURVIVING, patience=2.0)
-    with Company(new_cluster(), config, min_size=2, max_size=3) as company:
-        together = company.steps(3)
+    with ThreadRun(new_cluster(), config, min_size=2, max_size=3) as thread_run:
+        together = thread_run.steps(3)
 
         def work(groups: Any) -> Any:
             for group in groups:
@@ -186,9 +186,9 @@ def test_a_member_whose_words_about_the_next_generation_are_nonsense_is_not_in_i
                     lie(group, words)
             return None
 
-        nodes = [company.start(work, elastic=True) for _ in range(3)]
+        nodes = [thread_run.start(work, elastic=True) for _ in range(3)]
         ends = [outcome(node.result) for node in nodes]
-        company.forgive()
+        thread_run.forgive()
     assert sorted(map(str, ends))[:2] == ["(2, 3)", "(2, 3)"]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.security.attackers import (
+from tests.support.attackers import (
     DEADLINE,
     LOOPBACK,
     Detour,

@@ -13,7 +13,7 @@ import typing
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.security.attackers import (
+from tests.support.attackers import (
     BROKEN,
     DEADLINE,
     Insider,

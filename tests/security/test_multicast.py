@@ -12,7 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.security.attackers import (
+from tests.support.attackers import (
     DEADLINE,
     call_on_loop,
     new_cluster,
@@ -30,7 +30,7 @@ from covey.wire import beacon
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.security.attackers import Victim
+    from tests.support.attackers import Victim
 
 GROUP = ("224.0.0.251", 5353)
 GROWTH = 30 << 20

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.security.attackers import BROKEN, Insider, Victim, new_cluster, until, victim
+from tests.support.attackers import BROKEN, Insider, Victim, new_cluster, until, victim
 
 from covey.net.keys import clusters, owner, rotation
 from covey.wire import messages

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.security.attackers import BROKEN, DEADLINE, Insider, Victim, call_on_loop, new_cluster, until
-from tests.security.company import SURVIVING, Company, Participant, here, ids_of, node_of
+from tests.support.attackers import BROKEN, DEADLINE, Insider, Victim, call_on_loop, new_cluster, until
+from tests.support.runs import SURVIVING, Participant, ThreadRun, here, ids_of, node_of
 
 from covey.net.discovery.interfaces import usable_interfaces
 from covey.net.keys.identity import NodeIdentity
@@ -48,15 +48,15 @@ def test_a_member_outside_that_says_it_is_the_life_of_another_gets_no_seat_when_
         total = group.all_reduce(np.arange(5.0) + group.rank)
         return links_by_rank(group), ids, total
 
-    with Company(new_cluster(), size=3) as company, contextlib.ExitStack() as stack:
-        first = company.start(work, identities["first"])
-        second = company.start(work, identities["second"])
+    with ThreadRun(new_cluster(), size=3) as thread_run, contextlib.ExitStack() as stack:
+        first = thread_run.start(work, identities["first"])
+        second = thread_run.start(work, identities["second"])
         until(lambda: identities["second"].id in first.joiner.met)
         poser = stack.enter_context(Insider(first.prey, card={"life": identities["second"].life}))
         lives = (identities["first"].life,)
-        poser.say(here(poser, company.terms(), lives))
+        poser.say(here(poser, thread_run.terms(), lives))
         poser.ping()
-        third = company.start(work, identities["third"])
+        third = thread_run.start(work, identities["third"])
         assert attacked.wait(DEADLINE)
         poser.say(revoke())
         poser.ping()
@@ -86,8 +86,8 @@ def everything_about_a_run(lineage: bytes) -> list[messages.Control]:
 @pytest.mark.parametrize("purpose", ["candidate", "visitor", "keeper"])
 def test_a_member_outside_that_says_it_is_the_life_of_another_has_no_say_in_a_run(purpose: str) -> None:
     first, second = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
-    with Company(new_cluster(), SURVIVING, size=2) as company:
-        together = company.steps(3)
+    with ThreadRun(new_cluster(), SURVIVING, size=2) as thread_run:
+        together = thread_run.steps(3)
 
         def work(group: Group) -> None:
             for number in range(3):
@@ -100,14 +100,14 @@ def test_a_member_outside_that_says_it_is_the_life_of_another_has_no_say_in_a_ru
                 assert set(links_by_rank(group).values()) < {first.id, second.id}
                 together()
 
-        nodes = [company.start(work, first), company.start(work, second)]
+        nodes = [thread_run.start(work, first), thread_run.start(work, second)]
         together()
         together()
         lineage = call_on_loop(lambda: node_of_participant(nodes[0]).generation.founded.lineage)
         for node, other in ((nodes[0], second), (nodes[1], first)):
             with Insider(node.prey, purpose=purpose, card={"life": other.life}) as poser:
                 if purpose == "candidate":
-                    poser.say(here(poser, company.terms(), (node.identity.life,)))
+                    poser.say(here(poser, thread_run.terms(), (node.identity.life,)))
                 for message in everything_about_a_run(lineage):
                     poser.say(message)
                 poser.ping()
@@ -154,7 +154,7 @@ def node_of_participant(participant: Participant) -> Any:
 
 def test_a_newcomer_with_the_life_of_another_newcomer_takes_no_seat_from_it() -> None:
     honest, ready = NodeIdentity.ephemeral(), threading.Event()
-    with Company(new_cluster(), SURVIVING) as company, contextlib.ExitStack() as stack:
+    with ThreadRun(new_cluster(), SURVIVING) as thread_run, contextlib.ExitStack() as stack:
 
         def work(groups: Any) -> list[list[bytes]]:
             seen = []
@@ -169,15 +169,15 @@ def test_a_newcomer_with_the_life_of_another_newcomer_takes_no_seat_from_it() ->
                     time.sleep(0.02)
             return seen
 
-        members = [company.start(work, elastic=True) for _ in range(2)]
+        members = [thread_run.start(work, elastic=True) for _ in range(2)]
         until(lambda: all(node_of_participant(member) is not None for member in members))
         lineage = call_on_loop(lambda: origin_of(node_of_participant(members[0]).generation))
-        newcomer = company.start(work, honest, elastic=True)
+        newcomer = thread_run.start(work, honest, elastic=True)
         lives = tuple(member.identity.life for member in members)
         identity = NodeIdentity.ephemeral()
         for member in members:
             poser = stack.enter_context(Insider(member.prey, identity, card={"life": honest.life}))
-            poser.say(here(poser, company.terms(), lives, lineage=lineage))
+            poser.say(here(poser, thread_run.terms(), lives, lineage=lineage))
             poser.ping()
             threading.Thread(target=leave_when_seated, args=(poser,), daemon=True).start()
         until(lambda: all(len(list(node_of_participant(member).newcomers)) == 2 for member in members))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.security.attackers import DEADLINE, resident_bytes
+from tests.support.attackers import DEADLINE, resident_bytes
 
 from covey.base.config import GroupConfig
 from covey.base.dtypes import dtype_code

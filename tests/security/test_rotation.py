@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.security.attackers import (
+from tests.support.attackers import (
     BROKEN,
     Insider,
     Victim,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.netns.nodes import Cluster as Nodes
-from tests.netns.nodes import node_id
-from tests.security.attackers import DEADLINE, LOOPBACK, new_cluster, run_nodes
+from tests.support.attackers import DEADLINE, LOOPBACK, new_cluster, run_nodes
+from tests.support.nodes import Cluster as Nodes
+from tests.support.nodes import node_id
 
 from covey.base.errors import CoveyError
 from covey.net.keys import clusters

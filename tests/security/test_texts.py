@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.security.attackers import (
+from tests.security.test_handshake import greet
+from tests.support.attackers import (
     BROKEN,
     DEADLINE,
     Insider,
@@ -27,7 +28,6 @@ from tests.security.attackers import (
     run_nodes,
     until,
 )
-from tests.security.test_handshake import greet
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.net.keys.tls import Credentials
@@ -37,7 +37,7 @@ from covey.wire import door, formation, frame, messages, store
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.security.attackers import Victim
+    from tests.support.attackers import Victim
 
     from covey.runtime.group.group import Group
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-from tests.security.attackers import DEADLINE, Insider, call_on_loop, new_cluster, until
-from tests.security.company import SURVIVING, Company, Participant, node_of
+from tests.support.attackers import DEADLINE, Insider, call_on_loop, new_cluster, until
+from tests.support.runs import SURVIVING, Participant, ThreadRun, node_of
 
 from covey.base.errors import CoveyError, GroupChangedError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.health import Cause
@@ -58,13 +58,13 @@ ANY = dataclasses.replace(PATIENT, quorum="any")
 class Scene:
     """A run of three real nodes. What a test does to them happens while none of them has begun an operation."""
 
-    def __init__(self, company: Company) -> None:
-        self._company = company
+    def __init__(self, thread_run: ThreadRun) -> None:
+        self._thread_run = thread_run
         self.groups: dict[int, Group] = {}
         self._send_vote: Callable[[int, messages.Control], None] | None = None
         self._begin = [threading.Event() for _ in range(3)]
-        self._together = company.steps(4)
-        self._participants = [company.start(self._work) for _ in range(3)]
+        self._together = thread_run.steps(4)
+        self._participants = [thread_run.start(self._work) for _ in range(3)]
         self._together()
 
     def _work(self, group: Group) -> Any:
@@ -100,7 +100,7 @@ class Scene:
         return next(participant for participant in self._participants if participant.identity.id == id)
 
     def terms(self) -> Any:
-        return self._company.terms()
+        return self._thread_run.terms()
 
     def node(self, rank: int) -> Node:
         return node_of(self.groups[rank])
@@ -138,6 +138,11 @@ class Scene:
         bodies = [messages.Agreeing(0, membership.encode_membership(vote)) for vote in votes]
         call_on_loop(lambda: [send_vote(rank, body) for body in bodies])
 
+    def give_up_the_liar(self) -> None:
+        """Let the honest ranks take the liar for lost; they would wait for it to come back for half their patience."""
+        for rank in HONEST:
+            call_on_loop(self.node(rank).losses.silent, LIAR, "it is cut off", Cause.SILENT)
+
     def mute(self) -> None:
         """Let the liar say no more about views than it is told to: it could win a ballot without one of the others."""
         node = self.node(LIAR)
@@ -171,15 +176,15 @@ def nothing_breaks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    with Company(new_cluster(), PATIENT, size=3) as company:
-        yield Scene(company)
+    with ThreadRun(new_cluster(), PATIENT, size=3) as thread_run:
+        yield Scene(thread_run)
 
 
 @pytest.fixture
 def free_scene() -> Iterator[Scene]:
     """Where halves may go on apart."""
-    with Company(new_cluster(), ANY, size=3) as company:
-        yield Scene(company)
+    with ThreadRun(new_cluster(), ANY, size=3) as thread_run:
+        yield Scene(thread_run)
 
 
 def assert_right(outcome: dict[int, list[Any]], *, of: Sequence[int] = HONEST) -> None:
@@ -202,8 +207,7 @@ def assert_cut_off(scene: Scene, lie: Callable[[], None]) -> None:
         until(lambda rank=rank: any(isinstance(link.error, RemoteProtocolError) for link in before[rank]))
     assert not any(isinstance(link.error, CoveyError) for link in between)
     until(lambda: any(link.is_open for link in between))
-    for rank in HONEST:  # they would wait for the liar to come back
-        call_on_loop(scene.node(rank).losses.silent, LIAR, "it is cut off", Cause.SILENT)
+    scene.give_up_the_liar()
 
 
 def successor(scene: Scene, *, members: Sequence[int] = (0, 1, 2), tie_breaker: int = 0) -> Successor:
@@ -303,6 +307,7 @@ def test_a_member_that_answers_what_cannot_be_is_cut_off_and_the_others_go_on(
     call_on_loop(lambda: scene.generation(0).disturbed(scene.base.number))
     until(lambda: any(isinstance(link.error, RemoteProtocolError) for link in links))
     assert lies
+    scene.give_up_the_liar()
     assert_right(scene.outcome())
 
 
@@ -358,8 +363,8 @@ def test_verdicts_of_groups_that_a_member_is_not_in_are_none_of_its_business(sce
 
 
 def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_differ() -> None:
-    with Company(new_cluster(), SURVIVING, size=3) as company:
-        together = company.steps(3)
+    with ThreadRun(new_cluster(), SURVIVING, size=3) as thread_run:
+        together = thread_run.steps(3)
 
         def work(group: Group) -> Any:
             group.barrier()
@@ -388,7 +393,7 @@ def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_diffe
             groups[group.rank] = group
             return group.rank, work(group)
 
-        ends = dict(node.result() for node in [company.start(main) for _ in range(3)])
+        ends = dict(node.result() for node in [thread_run.start(main) for _ in range(3)])
     assert ends == {0: PeerLostError, 1: MismatchError, LIAR: None}
 
 

@@ -9,8 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.support.torch_ranks import run_torch_ranks
 from tests.torch import programs
-from tests.torch.crew import run_crew
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,11 +34,11 @@ ROOT = Path(__file__).parents[2]
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_ranks_find_what_they_expect(program: object, size: int) -> None:
-    run_crew(size, program)
+    run_torch_ranks(size, program)
 
 
 def test_a_rank_that_waits_can_ask_who_is_late() -> None:
-    first, *_ = run_crew(4, programs.ask_who_is_late)
+    first, *_ = run_torch_ranks(4, programs.ask_who_is_late)
     behind, silent = first
     assert "rank 2 (" in behind
     assert behind.endswith("is 1 operation behind; it last entered all_reduce(float32[3], op=sum)")
@@ -47,7 +47,7 @@ def test_a_rank_that_waits_can_ask_who_is_late() -> None:
 
 
 def test_ranks_meet_again_and_again_over_one_store() -> None:
-    first, second = run_crew(2, programs.again_and_again)
+    first, second = run_torch_ranks(2, programs.again_and_again)
     assert first == second
     assert len(first) == 3
 

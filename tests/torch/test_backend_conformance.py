@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.torch_ranks import run_torch_ranks
 from tests.torch.conformance import compare
-from tests.torch.crew import run_crew
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective_gives_what_gloo_gives(size: int) -> None:
-    for report in run_crew(size, compare):
+    for report in run_torch_ranks(size, compare):
         assert report["different"] == []
         assert report["count"] > 900

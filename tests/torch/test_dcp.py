@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.torch.crew import Lost, run_crew
+from tests.support.torch_ranks import Lost, run_torch_ranks
 from tests.torch.equality import adam, batch, moments, share, small_model, start, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -103,7 +103,7 @@ def _save(model: nn.Module, optimizer: torch.optim.Optimizer, path: str, *, is_a
 )
 def test_torch_loads_on_any_number_of_ranks_what_others_saved(tmp_path: Path, turns: list[tuple[int, str]]) -> None:
     for turn, (size, kind) in enumerate(turns):
-        run_crew(size, go_on, str(tmp_path), turn, kind)
+        run_torch_ranks(size, go_on, str(tmp_path), turn, kind)
 
 
 def wrapped(rank: int, size: int, store: str, folder: str, turn: int) -> None:
@@ -133,7 +133,7 @@ def wrapped(rank: int, size: int, store: str, folder: str, turn: int) -> None:
 
 def test_a_state_saved_by_covey_is_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
     for turn, size in enumerate((2, 4)):
-        run_crew(size, wrapped, str(tmp_path / "kept"), turn)
+        run_torch_ranks(size, wrapped, str(tmp_path / "kept"), turn)
 
 
 class OddError(Exception):
@@ -208,7 +208,7 @@ def fail_on_one(rank: int, size: int, store: str, folder: str) -> list[tuple[typ
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_earlier_one_and_no_other(tmp_path: Path) -> None:
-    for told in run_crew(3, fail_on_one, str(tmp_path)):
+    for told in run_torch_ranks(3, fail_on_one, str(tmp_path)):
         assert told[5:] == told[:5]  # in the background as well
         kinds = [ConfigError, CheckpointError, CheckpointError, CheckpointError, OSError]
         assert [kind for kind, _ in told[:5]] == kinds
@@ -231,7 +231,7 @@ def leave_while_it_is_written(_rank: int, _size: int, _store: str, folder: str) 
 
 
 def test_a_process_does_not_end_before_what_it_saves_is_written(tmp_path: Path) -> None:
-    run_crew(1, leave_while_it_is_written, str(tmp_path))
+    run_torch_ranks(1, leave_while_it_is_written, str(tmp_path))
     x = torch.zeros(1 << 23, dtype=torch.int64)
     assert covey.torch.load(state := {"x": x}, tmp_path) == 5
     assert state["x"] is x  # in place
@@ -266,7 +266,7 @@ def die_in_a_save(rank: int, size: int, store: str, folder: str, async_: bool) -
 def test_a_rank_killed_in_a_save_is_named_by_the_others_and_the_earlier_checkpoint_is_there(
     tmp_path: Path, async_: bool
 ) -> None:
-    first, lost, last = run_crew(3, die_in_a_save, str(tmp_path), async_)
+    first, lost, last = run_torch_ranks(3, die_in_a_save, str(tmp_path), async_)
     assert lost is Lost
     for text, seconds in (first, last):
         assert "rank 1" in text

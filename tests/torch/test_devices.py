@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
+from tests.support.torch_ranks import Lost, run_torch_ranks
 from tests.torch import conformance, staging
-from tests.torch.crew import Lost, run_crew
 
 from covey.runtime.buffers import writable
 from covey.torch.backend import devices
@@ -15,7 +15,7 @@ from covey.torch.backend import devices
 
 @pytest.mark.parametrize("piece_bytes", [16, devices.PIECE_BYTES])
 def test_what_goes_through_a_device_that_lags_is_what_gloo_gives(piece_bytes: int) -> None:
-    for said in run_crew(2, staging.compare_lagging, piece_bytes):
+    for said in run_torch_ranks(2, staging.compare_lagging, piece_bytes):
         assert said["different"] == []
         assert said["count"] > 30
         assert said["fetched"] > said["count"]
@@ -24,12 +24,12 @@ def test_what_goes_through_a_device_that_lags_is_what_gloo_gives(piece_bytes: in
 
 def test_what_a_device_was_given_before_and_after_stays_before_and_after() -> None:
     want = [[7.0] * 4, [7.0] * 2, [3.0] * 2]
-    for seen in run_crew(2, staging.keep_queued_work_in_order):
+    for seen in run_torch_ranks(2, staging.keep_queued_work_in_order):
         assert seen == [want] * 3
 
 
 def test_tensors_of_a_device_stay_whole_where_a_run_goes_on_without_the_lost() -> None:
-    *survivors, lost = run_crew(3, staging.lose_one)
+    *survivors, lost = run_torch_ranks(3, staging.lose_one)
     assert lost is Lost
     total = sum(conformance.values((1000,), rank) for rank in (0, 1))
     for found in survivors:
@@ -58,7 +58,7 @@ def test_devices_that_covey_does_not_know_are_refused() -> None:
 
 
 def test_rows_of_a_mesh_may_talk_by_another_backend() -> None:
-    assert run_crew(4, staging.train_on_hybrid_mesh) == [True] * 4
+    assert run_torch_ranks(4, staging.train_on_hybrid_mesh) == [True] * 4
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -67,14 +67,14 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @on_gpu
 @pytest.mark.parametrize("piece_bytes", [16, devices.PIECE_BYTES])
 def test_a_gpu_gives_what_the_host_gives(piece_bytes: int) -> None:
-    for said in run_crew(2, staging.compare_on_gpu, piece_bytes):
+    for said in run_torch_ranks(2, staging.compare_on_gpu, piece_bytes):
         assert said["different"] == []
         assert said["count"] > 30
 
 
 @on_gpu
 def test_only_what_must_wait_for_the_gpu_waits() -> None:
-    for times in run_crew(2, staging.keep_streams_in_order):
+    for times in run_torch_ranks(2, staging.keep_streams_in_order):
         assert times.pop("other still runs") == 1.0
         assert max(times.values()) < 0.1
 
@@ -82,5 +82,5 @@ def test_only_what_must_wait_for_the_gpu_waits() -> None:
 @on_gpu
 @pytest.mark.parametrize("how", ["ddp", "sync batch norm", "fsdp2", "hybrid"])
 def test_training_on_gpus_equals_one_process(how: str) -> None:
-    for off in run_crew(2, staging.train_on_gpu, how):
+    for off in run_torch_ranks(2, staging.train_on_gpu, how):
         assert off < 1e-5

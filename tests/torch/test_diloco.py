@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.crew import run_crew
+from tests.support.torch_ranks import run_torch_ranks
 from tests.torch.gloo_ranks import be_a_rank, run_ranks
 
 from covey.base.errors import ConfigError
@@ -281,7 +281,7 @@ def change_what_is_trained(rank: int, size: int, store: str) -> None:
 
 
 def test_parameters_that_are_frozen_thawed_or_added_are_named_and_what_nobody_trains_is_rank_0s() -> None:
-    run_crew(3, change_what_is_trained)
+    run_torch_ranks(3, change_what_is_trained)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.torch.crew import _context
+from tests.support.torch_ranks import _context
 
 from covey.base.errors import ConfigError
 from covey.runtime.group.internals import engine_of

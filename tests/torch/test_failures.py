@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.crew import Lost, all_here, run_crew
+from tests.support.torch_ranks import Lost, all_here, run_torch_ranks
 from tests.torch.equality import batch, share, small_model, start, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,7 +51,7 @@ def lose_one(rank: int, size: int, store: str, wrap: Any) -> tuple[str, str, flo
 @pytest.mark.alone
 @pytest.mark.parametrize("wrap", [replicated, sharded], ids=lambda wrap: wrap.__name__)
 def test_a_rank_killed_in_backward_is_named_by_the_others_within_two_seconds(wrap: Any) -> None:
-    *survivors, lost = run_crew(3, lose_one, wrap)
+    *survivors, lost = run_torch_ranks(3, lose_one, wrap)
     assert lost is Lost
     for kind, text, seconds in survivors:
         assert kind in ("RuntimeError", "PeerLostError")
@@ -81,7 +81,7 @@ def start_again(rank: int, size: int, store: str) -> tuple[list[str], int]:
 
 
 def test_after_a_loss_the_others_destroy_their_groups_and_start_again() -> None:
-    first, lost, last = run_crew(3, start_again)
+    first, lost, last = run_torch_ranks(3, start_again)
     assert lost is Lost
     for said, size in (first, last):
         assert size == 2
@@ -116,4 +116,4 @@ def fork_while_waiting(rank: int, size: int, store: str) -> tuple[int, list[floa
 
 
 def test_futures_of_a_fork_are_ended_whoever_was_at_them() -> None:
-    assert run_crew(2, fork_while_waiting) == [(0, [3.0, 3.0, 3.0])] * 2
+    assert run_torch_ranks(2, fork_while_waiting) == [(0, [3.0, 3.0, 3.0])] * 2

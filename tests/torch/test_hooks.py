@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.crew import Lost, run_crew
+from tests.support.torch_ranks import Lost, run_torch_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.base.errors import ConfigError
@@ -185,7 +185,7 @@ def converge(rank: int) -> float:
 
 @pytest.fixture(scope="module", params=["covey", "gloo"])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_crew(SIZE, every_hook, request.param)
+    return run_torch_ranks(SIZE, every_hook, request.param)
 
 
 def test_unequal_batches_are_trained_on_as_one_process_trains_on_all_of_them(results: list[dict[str, Any]]) -> None:
@@ -298,7 +298,7 @@ def lose_one(rank: int, size: int, store: str) -> Any:
 
 
 def test_after_a_loss_gradients_are_the_mean_over_those_who_are_left() -> None:
-    returned = run_crew(SIZE, lose_one)
+    returned = run_torch_ranks(SIZE, lose_one)
     assert returned[1] is Lost
     for rank in (0, 2):
         for place in range(3):

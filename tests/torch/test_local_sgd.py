@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.crew import run_crew
+from tests.support.torch_ranks import run_torch_ranks
 from tests.torch.gloo_ranks import be_a_rank, run_ranks
 from torch.distributed.fsdp import fully_shard
 
@@ -137,7 +137,7 @@ def change_what_is_trained(rank: int, size: int, store: str) -> dict[str, list[A
 
 
 def test_all_begin_with_rank_0s_parameters_and_average_those_that_are_trained_at_the_moment() -> None:
-    for rank, found in enumerate(run_crew(SIZE, change_what_is_trained)):
+    for rank, found in enumerate(run_torch_ranks(SIZE, change_what_is_trained)):
         moves = (0.0, 1.0, 1.0 + rank, 1.0 + 2 * rank)
         assert found == {
             "trained": [[[more, more + 3], [more + 1, more + 4], [more + 2, more + 5]] for more in moves],

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import torch.distributed as dist
-from tests.torch.crew import run_crew
+from tests.support.torch_ranks import run_torch_ranks
 from tests.torch.equality import batch, share, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,7 +50,7 @@ def overlapped(rank: int, size: int, store: str) -> list[str]:
 
 
 def test_buckets_are_reduced_while_backward_is_still_at_work() -> None:
-    for story in run_crew(2, overlapped):
+    for story in run_torch_ranks(2, overlapped):
         middle = story.index("backward of the first layer")
         early, late = story[:middle], story[middle:]
         assert sum(line.endswith("finished") for line in early) >= 3

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.crew import run_crew
+from tests.support.torch_ranks import run_torch_ranks
 from tests.torch.equality import (
     STEPS,
     Trace,
@@ -247,12 +247,12 @@ def _chosen(tensors: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_sharded_model_trains_as_a_whole_one_does(program: Any, size: int) -> None:
-    run_crew(size, program)
+    run_torch_ranks(size, program)
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_dtensor_is_the_same_wherever_its_parts_are_moved(size: int) -> None:
-    run_crew(size, redistribute)
+    run_torch_ranks(size, redistribute)
 
 
 @pytest.mark.parametrize(
@@ -267,4 +267,4 @@ def test_a_dtensor_is_the_same_wherever_its_parts_are_moved(size: int) -> None:
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_pipeline_trains_as_its_layers_in_one_process_do(schedule: Any, size: int, stages: int) -> None:
-    run_crew(size, pipeline, schedule, stages)
+    run_torch_ranks(size, pipeline, schedule, stages)

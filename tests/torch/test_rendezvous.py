@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.crew import Lost, all_here, run_crew
+from tests.support.torch_ranks import Lost, all_here, run_torch_ranks
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 from torch.distributed.run import config_from_args, parse_args
 
@@ -178,7 +178,7 @@ def meet_by_name(process: int, size: int, _path: str, folder: str, secret: str) 
 
 def test_processes_meet_in_a_run_by_its_name_and_again_after_they_parted() -> None:
     with short_folder() as folder:
-        found = run_crew(3, meet_by_name, folder, secrets.token_hex(32))
+        found = run_torch_ranks(3, meet_by_name, folder, secrets.token_hex(32))
     assert sorted(rank for rank, _ in found) == [0, 1, 2]
     assert all(rounds == [(3, 111, "3")] * 2 for _, rounds in found)
 
@@ -197,7 +197,7 @@ def go_on_by_name(_process: int, size: int, _path: str, folder: str, secret: str
 
 def test_an_address_may_say_that_a_run_goes_on_without_lost_ranks() -> None:
     with short_folder() as folder:
-        found = run_crew(3, go_on_by_name, folder, secrets.token_hex(32))
+        found = run_torch_ranks(3, go_on_by_name, folder, secrets.token_hex(32))
     assert found.count(Lost) == 1
     assert [each for each in found if each is not Lost] == [(11, [0, 1], False)] * 2
 
@@ -211,7 +211,7 @@ def wait_in_vain(_process: int, _size: int, _path: str, folder: str, secret: str
 
 def test_torchs_timeout_bounds_the_wait_for_the_others() -> None:
     with short_folder() as folder:
-        (text,) = run_crew(1, wait_in_vain, folder, secrets.token_hex(32))
+        (text,) = run_torch_ranks(1, wait_in_vain, folder, secrets.token_hex(32))
     assert "nobody" in text
 
 
@@ -310,7 +310,7 @@ def be_an_agent(process: int, size: int, _path: str, folder: str, secret: str) -
 
 def test_an_agent_that_closes_the_run_closes_it_for_one_that_waits_for_the_next_round() -> None:
     with short_folder() as folder:
-        found = run_crew(2, be_an_agent, folder, secrets.token_hex(32))
+        found = run_torch_ranks(2, be_an_agent, folder, secrets.token_hex(32))
     first, second = sorted(found)
     assert [first[:2], second[:2]] == [(0, 2), (1, 2)]
     assert max(first[2], second[2]) < 20
@@ -343,9 +343,9 @@ def meet_where_others_died(rank: int, size: int, path: str, folder: str) -> int:
 
 def test_what_processes_left_that_were_all_killed_is_gone_when_others_meet() -> None:
     with short_folder() as folder:
-        assert run_crew(2, die_together, folder) == [Lost, Lost]
+        assert run_torch_ranks(2, die_together, folder) == [Lost, Lost]
         assert len(list(Path(folder).glob("covey-*/torch-*"))) == 1
-        assert run_crew(2, meet_where_others_died, folder) == [1, 1]
+        assert run_torch_ranks(2, meet_where_others_died, folder) == [1, 1]
         assert list(Path(folder).glob("covey-*/torch-*")) == []
 
 

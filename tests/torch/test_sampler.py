@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.torch.crew import run_crew
+from tests.support.torch_ranks import run_torch_ranks
 
 from covey.base.errors import ConfigError
 from covey.torch.training.sampler import ElasticSampler
@@ -111,7 +111,7 @@ def load_an_epoch(rank: int, size: int, store: str) -> list[tuple[int, list[int]
 
 
 def test_ranks_share_an_epoch_and_each_knows_how_long_its_part_is() -> None:
-    for drop_last, parts in enumerate(zip(*run_crew(3, load_an_epoch), strict=True)):
+    for drop_last, parts in enumerate(zip(*run_torch_ranks(3, load_an_epoch), strict=True)):
         assert [count for count, _ in parts] == [len(own) - 2 for _, own in parts]
         # 6 are taken at first, and of the other 17 two do not make a round of three ranks.
         assert [count for count, _ in parts] == ([5, 5, 5] if drop_last else [5, 6, 6])

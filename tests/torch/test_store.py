@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.crew import Lost, run_crew
+from tests.support.torch_ranks import Lost, run_torch_ranks
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, ConnectError, CoveyError, DeadlineError, PeerLostError
@@ -176,7 +176,7 @@ def carry_gloo(rank: int, size: int, store: CoveyStore) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_it_answers_as_torchs_own_stores_do_and_carries_gloo(size: int) -> None:
-    run_crew(size, use)
+    run_torch_ranks(size, use)
 
 
 def lose_the_keeper(rank: int, size: int, path: str) -> tuple[str, int, float]:
@@ -196,7 +196,7 @@ def lose_the_keeper(rank: int, size: int, path: str) -> tuple[str, int, float]:
 
 
 def test_when_rank_0_is_killed_all_who_wait_are_told_so_at_once() -> None:
-    lost, *others = run_crew(3, lose_the_keeper)
+    lost, *others = run_torch_ranks(3, lose_the_keeper)
     assert lost is Lost
     for text, rank, seconds in others:
         assert "rank 0" in text
@@ -248,7 +248,7 @@ def break_links(rank: int, size: int, path: str) -> None:
 
 
 def test_who_waits_is_answered_over_another_link_when_one_breaks() -> None:
-    run_crew(2, break_links)
+    run_torch_ranks(2, break_links)
 
 
 def talk_nonsense(rank: int, size: int, path: str) -> None:
@@ -277,7 +277,7 @@ def talk_nonsense(rank: int, size: int, path: str) -> None:
 
 
 def test_a_member_that_talks_nonsense_is_cut_off_and_the_others_are_served() -> None:
-    run_crew(3, talk_nonsense)
+    run_torch_ranks(3, talk_nonsense)
 
 
 @pytest.mark.parametrize("kind", [dist.DistStoreError, DeadlineError])

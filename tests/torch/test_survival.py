@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.support.torch_ranks import Lost, run_torch_ranks
 from tests.torch import surviving
-from tests.torch.crew import Lost, run_crew
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ def is_close(got: list[Any], want: list[Any]) -> bool:
 
 
 def test_ddp_finishes_the_step_in_which_a_rank_is_killed_and_goes_on() -> None:
-    *survivors, lost = run_crew(3, surviving.lose_one_in_ddp)
+    *survivors, lost = run_torch_ranks(3, surviving.lose_one_in_ddp)
     assert lost is Lost
     (first, _), (second, _) = survivors
     assert first == second
@@ -32,7 +32,7 @@ def test_ddp_finishes_the_step_in_which_a_rank_is_killed_and_goes_on() -> None:
 
 @pytest.mark.parametrize(("everywhere", "inside"), [("covey", "covey"), ("covey", "gloo"), ("gloo", "gloo")])
 def test_fsdp2_finishes_the_step_in_which_a_replica_is_killed_and_goes_on(everywhere: str, inside: str) -> None:
-    *survivors, third, fourth = run_crew(4, surviving.lose_a_replica, everywhere, inside)
+    *survivors, third, fourth = run_torch_ranks(4, surviving.lose_a_replica, everywhere, inside)
     assert third is fourth is Lost
     (first, _), (second, _) = survivors
     assert first == second
@@ -42,7 +42,7 @@ def test_fsdp2_finishes_the_step_in_which_a_replica_is_killed_and_goes_on(everyw
 
 
 def test_fsdp2_without_replicas_is_told_which_shard_is_lost() -> None:
-    *survivors, lost = run_crew(3, surviving.lose_a_shard)
+    *survivors, lost = run_torch_ranks(3, surviving.lose_a_shard)
     assert lost is Lost
     for text, seconds, total in survivors:
         assert "rank 2" in text
@@ -52,7 +52,7 @@ def test_fsdp2_without_replicas_is_told_which_shard_is_lost() -> None:
 
 
 def test_fsdp2_that_keeps_what_it_gathered_finishes_the_step_in_which_a_shard_is_lost() -> None:
-    *survivors, lost = run_crew(3, surviving.lose_a_shard_after_forward)
+    *survivors, lost = run_torch_ranks(3, surviving.lose_a_shard_after_forward)
     assert lost is Lost
     for rank, (gradients, text, seconds) in enumerate(survivors):
         assert is_close(gradients, surviving.gradients_alone(LEFT, 1, 3, rank))
@@ -63,7 +63,7 @@ def test_fsdp2_that_keeps_what_it_gathered_finishes_the_step_in_which_a_shard_is
 
 @pytest.mark.parametrize("size", [3])
 def test_what_means_something_without_the_lost_finishes_and_the_rest_names_them(size: int) -> None:
-    first, lost, last = run_crew(size, surviving.name_the_missing)
+    first, lost, last = run_torch_ranks(size, surviving.name_the_missing)
     assert lost is Lost
     for rank, said in ((0, first), (2, last)):
         assert said["sum"] == [2.0, 2.0]
@@ -75,7 +75,7 @@ def test_what_means_something_without_the_lost_finishes_and_the_rest_names_them(
 
 
 def test_rare_meetings_average_over_those_who_are_left() -> None:
-    *survivors, lost = run_crew(3, surviving.meet_rarely)
+    *survivors, lost = run_torch_ranks(3, surviving.meet_rarely)
     assert lost is Lost
     assert survivors == [[pytest.approx(-0.5)] * 3] * 2
 
@@ -83,7 +83,7 @@ def test_rare_meetings_average_over_those_who_are_left() -> None:
 def test_groups_of_some_ranks_name_the_lost_by_their_own_numbers_and_a_group_of_the_others_has_no_holes(
     tmp_path: Path,
 ) -> None:
-    returned = run_crew(4, surviving.work_in_groups, str(tmp_path))
+    returned = run_torch_ranks(4, surviving.work_in_groups, str(tmp_path))
     assert returned[1] is Lost
     for rank in (0, 2, 3):
         said = returned[rank]

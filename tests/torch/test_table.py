@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests.torch.crew import run_crew
+from tests.support.torch_ranks import run_torch_ranks
 
 from covey.torch.backend.devices import KINDS
 from covey.torch.backend.table import guide, table
@@ -27,6 +27,6 @@ def test_the_guide_shows_what_every_operation_does_with_every_dtype() -> None:
         r"<!-- python -m covey.torch.backend.table -->\n(.*?)\n<!-- end -->", GUIDE.read_text(), re.DOTALL
     )
     assert shown is not None
-    for tried, tables in run_crew(2, try_everything):
+    for tried, tables in run_torch_ranks(2, try_everything):
         assert tried == shown[1], f"run `python -m covey.torch.backend.table` and put this into the guide:\n{tried}"
         assert all(tried.startswith(other) for other in tables)

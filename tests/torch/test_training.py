@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.crew import run_crew
+from tests.support.torch_ranks import run_torch_ranks
 from tests.torch.equality import Trace, adam, batch, moments, share, small_model, start, train, whole
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -202,7 +202,7 @@ def refused(rank: int, size: int, store: str) -> None:
 
 
 def test_torch_itself_refuses_sync_batch_norm_and_mixed_precision_of_ddp_on_the_cpu() -> None:
-    run_crew(2, refused)
+    run_torch_ranks(2, refused)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_torch_itself_refuses_sync_batch_norm_and_mixed_precision_of_ddp_on_the_
     ids=str,
 )
 def test_ddp_trains_as_one_process_does(size: int, options: dict[str, Any]) -> None:
-    run_crew(size, plain, options)
+    run_torch_ranks(size, plain, options)
 
 
 @pytest.mark.parametrize(
@@ -237,4 +237,4 @@ def test_ddp_trains_as_one_process_does(size: int, options: dict[str, Any]) -> N
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_ddp_trains_as_one_process_does_with(program: Any, size: int) -> None:
-    run_crew(size, program)
+    run_torch_ranks(size, program)

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.e2e.survival.jobs import (
+from tests.support.survivors import (
     DEADLINE,
     LANES,
     Members,

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.e2e.survival.jobs import Members, attempt, await_go, covey, hold_the_interpreter, say, total, values
+from tests.support.survivors import Members, attempt, await_go, covey, hold_the_interpreter, say, total, values
 
 from covey.runtime import loop as control
 

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from tests.e2e.survival.jobs import Members, attempt, covey, np, say, stop, threading, values
+from tests.support.survivors import Members, attempt, covey, np, say, stop, threading, values
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.e2e.survival.jobs import Members, attempt, covey, say, tell_changes, threading, total, values
+from tests.support.survivors import Members, attempt, covey, say, tell_changes, threading, total, values
 
 pytestmark = pytest.mark.slow
 

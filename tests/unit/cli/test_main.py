@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.jobs import SOURCE
+from tests.support.jobs import SOURCE
 
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError
 from covey.cli import main as command_line

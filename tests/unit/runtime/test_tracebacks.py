@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.jobs import SOURCE
+from tests.support.jobs import SOURCE
 
 import covey
 from covey.base.errors import ClosedError, DeadlineError, MismatchError

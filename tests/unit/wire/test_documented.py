@@ -19,7 +19,7 @@ from covey.net.lanes import ring
 from covey.proto import health, matching, message, message_stream, views
 from covey.proto import membership as agreement
 from covey.runtime.collectives import attempt as attempt
-from covey.runtime.links import handshake as greet
+from covey.runtime.links import handshake
 from covey.runtime.members import lanes
 from covey.runtime.members import store as stores
 from covey.wire import (
@@ -199,7 +199,7 @@ NUMBERS = (
     f"{door.BOUND_BYTES} bytes B",
     f'"{door._LABEL.decode()}" C purpose B',
     f"both are limited to {frame.GREETING_LIMIT} bytes",
-    f"A greeting has {greet.GREETING_SECONDS:.0f} s",
+    f"A greeting has {handshake.GREETING_SECONDS:.0f} s",
     f"A frame is a length ({frame.LENGTH.size} bytes) and a msgpack message (at most {frame.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",

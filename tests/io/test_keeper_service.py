@@ -206,6 +206,7 @@ async def found(stack: contextlib.AsyncExitStack, ranks: list[Rank], generation:
     return members
 
 
+@pytest.mark.alone
 def test_a_killed_process_is_told_of_as_exited_at_once(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         ranks = [await Rank.come(stack, service) for _ in range(3)]

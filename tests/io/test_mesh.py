@@ -24,7 +24,7 @@ from covey.net.keys.identity import NodeIdentity, short_id
 from covey.net.keys.tls import Credentials
 from covey.proto.formation import Formed
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
-from covey.runtime.mesh import joiner as candidate_module
+from covey.runtime.mesh import joiner as joiner_module
 from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.follower import Outcome
 from covey.runtime.mesh.hints import Hint
@@ -617,7 +617,7 @@ def test_a_candidate_whose_identity_is_in_use_gives_up_and_says_where() -> None:
 def test_a_candidate_whose_seeds_all_hang_up_believes_that_its_secret_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(candidate_module, "WRONG_KEY_SECONDS", 0.3)
+    monkeypatch.setattr(joiner_module, "WRONG_KEY_SECONDS", 0.3)
 
     async def work(crew: Crew) -> None:
         other = await crew.add(new_cluster())
@@ -665,3 +665,42 @@ def test_closing_at_any_moment_of_meeting_leaves_nothing_behind() -> None:
                 await asyncio.gather(*dials, return_exceptions=True)
 
     run(work)
+
+
+def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
+    """A node that got another address is dialled there, too. What the others say must not vanish in that link."""
+
+    async def work() -> None:
+        cluster = new_cluster()
+        nodes = []
+        try:
+            for _ in range(2):
+                endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(0,), identity=NodeIdentity.ephemeral())
+                nodes.append(Joiner(cluster, CONFIG, endpoint, TERMS))
+            smaller, larger = sorted(nodes, key=lambda node: node.card.id)
+            for node in nodes:
+                await node.open()
+            await asyncio.gather(larger.form(10), smaller.form(10))
+            (remote,) = larger.seated({messages.key_of(smaller.card): 0}).values()
+            used: list[object] = []
+            in_use = remote.link
+            switched = larger.switched
+
+            def note(who: RemoteNode) -> None:
+                used.append(who.link)
+                switched(who)
+
+            larger.switched = note  # type: ignore[method-assign]
+            port = smaller.card.contact.addresses[0].port
+            await larger._dial((messages.Address("127.0.0.1", port),), same_host=True)
+            assert all(link is in_use for link in used), "a link that the smaller one is about to close was used"
+        finally:
+            for node in nodes:
+                await node.close()
+                node.endpoint.on_close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE):
+            await work()
+
+    asyncio.run(bounded())

@@ -51,14 +51,14 @@ class Lost:
     """What a rank that was killed returned."""
 
 
-def run_crew(size: int, program: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+def run_torch_ranks(size: int, program: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
     """Run `program(rank, size, store, *args)` as every rank; return what they returned, `Lost` for those killed.
 
     `store` is the path of a file for `init_method="file://..."`.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        crew = [stack.enter_context(_rank(rank, size, f"{folder}/store", program, args)) for rank in range(size)]
-        ends = {connection: process for process, connection in crew}
+        ranks = [stack.enter_context(_rank(rank, size, f"{folder}/store", program, args)) for rank in range(size)]
+        ends = {connection: process for process, connection in ranks}
         results: dict[Connection, Any] = {}
         until = time.monotonic() + deadline
         while len(results) < size:
@@ -68,10 +68,10 @@ def run_crew(size: int, program: Callable[..., Any], *args: Any, deadline: float
             for end in ready:
                 assert end in ends
                 results[end] = _result(end)
-        for process, _ in crew:
+        for process, _ in ranks:
             process.join(max(0.0, until - time.monotonic()))
             assert process.exitcode in (0, -9), f"a rank ended with {process.exitcode}"
-        return [results[connection] for _, connection in crew]
+        return [results[connection] for _, connection in ranks]
 
 
 def _result(end: Any) -> Any:

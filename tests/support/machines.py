@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from tests.e2e.jobs import LAUNCHERS, SOURCE, finish
 from tests.support import forked
+from tests.support.jobs import LAUNCHERS, SOURCE, finish
 
 from covey.net.keys import clusters
 from covey.net.keys import owner as owner_key

@@ -1,7 +1,7 @@
 """Jobs that lose and gain members: real processes whose ranks a test kills, stops, cuts off and starts again.
 
-As in `tests.e2e.ranks`, only the source of a rank's function travels: it may use what is imported at the top of this
-file and what is defined under "In a rank".
+As in `tests.support.ranks`, only the source of a rank's function travels: it may use what is imported at the top of
+this file and what is defined under "In a rank".
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tests.e2e.ranks import DEADLINE, LANES, SOURCE, Ranks, attempt, await_go, say
 from tests.support import forked
+from tests.support.ranks import DEADLINE, LANES, SOURCE, Ranks, attempt, await_go, say
 
 import covey
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import Self
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 STOPS = int(os.environ.get("SURVIVAL_STOPS", "20"))
 """How many times ranks are stopped, given up and continued; 100 when there is time."""
 

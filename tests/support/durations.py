@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MOST_SHOWN = 20
-FEWEST_TESTS = 200
+FEWEST_TESTS = 100
 """Runs of fewer tests print nothing: a person who runs one file did not ask."""
 _USED = "processor seconds"
 

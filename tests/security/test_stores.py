@@ -8,8 +8,8 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.security.attackers import DEADLINE, call_on_loop, new_cluster, until
-from tests.security.company import SURVIVING, Company, node_of, say
+from tests.support.attackers import DEADLINE, call_on_loop, new_cluster, until
+from tests.support.runs import SURVIVING, ThreadRun, node_of, say
 
 from covey.runtime.group.internals import engine_of
 from covey.runtime.group.store import open_group_store
@@ -49,8 +49,8 @@ def listening() -> set[str]:
 
 
 def test_a_board_listens_at_no_port() -> None:
-    with Company(new_cluster(), size=2) as company:
-        together = company.steps(3)
+    with ThreadRun(new_cluster(), size=2) as thread_run:
+        together = thread_run.steps(3)
 
         def work(group: Group) -> bytes:
             group.barrier()
@@ -64,7 +64,7 @@ def test_a_board_listens_at_no_port() -> None:
             together()
             return found
 
-        nodes = [company.start(work) for _ in range(2)]
+        nodes = [thread_run.start(work) for _ in range(2)]
         together()
         before = listening()
         assert before, "nodes listen for links"
@@ -84,8 +84,8 @@ def test_a_board_gives_back_bytes_as_they_are() -> None:
             client.ask(store.Put((("key", data),)), DEADLINE)
         return client.ask(store.Get(("key",)), DEADLINE).values[0]
 
-    with Company(new_cluster(), size=2) as company:
-        nodes = [company.start(work) for _ in range(2)]
+    with ThreadRun(new_cluster(), size=2) as thread_run:
+        nodes = [thread_run.start(work) for _ in range(2)]
         assert [node.result() for node in nodes] == [data] * 2
     assert MADE == []
     pickle.loads(data)
@@ -93,8 +93,8 @@ def test_a_board_gives_back_bytes_as_they_are() -> None:
 
 
 def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
-    with Company(new_cluster(), SURVIVING, size=3) as company:
-        together = company.steps(3)
+    with ThreadRun(new_cluster(), SURVIVING, size=3) as thread_run:
+        together = thread_run.steps(3)
 
         def work(group: Group) -> Any:
             node, generation = node_of(group), engine_of(group).generation
@@ -138,5 +138,5 @@ def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
             together()
             return count, known
 
-        results = [node.result() for node in [company.start(work) for _ in range(3)]]
+        results = [node.result() for node in [thread_run.start(work) for _ in range(3)]]
     assert sorted(results, key=str) == [(3, 0), (3, 0), []]

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tests.netns.nodes import SOURCE, Cluster
+from tests.support.nodes import SOURCE, Cluster
 
 if TYPE_CHECKING:
     import subprocess

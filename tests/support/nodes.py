@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.jobs import finish
+from tests.support.jobs import finish
 
 from covey.net.keys.identity import NodeIdentity
 

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from tests.security.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on_loop
+from tests.support.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on_loop
 
 from covey.base.errors import ClosedError
 from covey.net.keys.identity import NodeIdentity
@@ -34,8 +34,8 @@ SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=4.0)
 class Participant:
     """A node that joins a run on a thread; `result` waits for what its function returns."""
 
-    def __init__(self, company: Company, function: Callable[..., Any], identity: NodeIdentity, *, elastic: bool):
-        self._company, self._function, self._is_elastic = company, function, elastic
+    def __init__(self, thread_run: ThreadRun, function: Callable[..., Any], identity: NodeIdentity, *, elastic: bool):
+        self._thread_run, self._function, self._is_elastic = thread_run, function, elastic
         self.identity = identity
         self.endpoint: Endpoint
         self._is_seated = threading.Event()
@@ -54,7 +54,7 @@ class Participant:
     def prey(self) -> Victim:
         """What an insider attacks."""
         address = ("127.0.0.1", self.endpoint.card.contact.addresses[0].port)
-        return Victim(self._company.cluster, self.endpoint, None, address)  # type: ignore[arg-type]
+        return Victim(self._thread_run.cluster, self.endpoint, None, address)  # type: ignore[arg-type]
 
     @property
     def is_alive(self) -> bool:
@@ -72,20 +72,20 @@ class Participant:
         self._is_seated.set()
 
     def _main(self) -> None:
-        self._company.local.participant = self
+        self._thread_run.local.participant = self
         try:
             if self._is_elastic:
-                self._value = self._function(_Elastic(self._company).each())
+                self._value = self._function(_Elastic(self._thread_run).each())
             else:
-                with self._company.join() as group:
+                with self._thread_run.join() as group:
                     self._value = self._function(group)
         except BaseException as error:
             self._error = error
             self._is_seated.set()
-            self._company.failed()
+            self._thread_run.failed()
 
 
-class Company:
+class ThreadRun:
     """The nodes of one run of a cluster. At the end all of them must have ended by themselves."""
 
     def __init__(self, cluster: Cluster, config: GroupConfig = LOOPBACK, **limits: Any) -> None:
@@ -135,7 +135,7 @@ class Company:
             config.lanes, config.on_loss,
         )  # fmt: skip
 
-    def __enter__(self) -> Company:
+    def __enter__(self) -> ThreadRun:
         take = joining.cluster_endpoint
 
         def seat_of_this_thread(*args: Any, **options: Any) -> Endpoint:
@@ -157,14 +157,14 @@ class Company:
 class _Elastic(generations._Generations):
     """As `covey.generations`, of which a process has only one at a time."""
 
-    def __init__(self, company: Company) -> None:
-        super().__init__("run", company.wanted.min_size, company.wanted.max_size, DEADLINE, {})
-        self._company = company
+    def __init__(self, thread_run: ThreadRun) -> None:
+        super().__init__("run", thread_run.wanted.min_size, thread_run.wanted.max_size, DEADLINE, {})
+        self._thread_run = thread_run
 
     def _join(self, *, again: bool = False) -> Group:
         self._group = None
         try:
-            group = self._company.join(is_elastic=True, **({"is_returning": again} if again else {}))
+            group = self._thread_run.join(is_elastic=True, **({"is_returning": again} if again else {}))
         except ClosedError as error:
             raise generations._OverError from error
         node = node_of(group)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from covey.base.errors import AuthError, ConnectError
-from covey.runtime.links import acceptor as entrance_module
+from covey.runtime.links import acceptor as acceptor_module
 from covey.runtime.links.acceptor import STRANGERS_AT_ONCE, Acceptor
 from covey.runtime.links.handshake import LinkCredentials, connect, receive_exactly
 from covey.runtime.links.probe import best_way, sound, throughput
@@ -284,7 +284,7 @@ def test_a_member_gets_in_while_strangers_keep_coming() -> None:
 
 
 def test_who_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance_module, "STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(acceptor_module, "STRANGER_SECONDS", 0.3)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))
@@ -354,7 +354,7 @@ def test_a_failed_greeting_is_told_and_the_next_one_is_served(caplog: pytest.Log
 def test_the_one_too_many_of_the_guests_sends_the_oldest_away_unless_it_has_a_members_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entrance_module, "GUESTS_AT_ONCE", 3)
+    monkeypatch.setattr(acceptor_module, "GUESTS_AT_ONCE", 3)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))
@@ -456,3 +456,37 @@ def test_a_unix_socket_has_a_door_too() -> None:
         assert (await sound(f"{folder}/node.sock", LinkCredentials(OTHER_KEY))).round_trip < 0
 
     run(work)
+
+
+def test_a_wrong_key_is_told_although_something_harmless_was_told_just_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        acceptor = Acceptor([listener], secrets.token_bytes(32), "the run")
+        acceptor.open()
+        try:
+            address = listener.getsockname()
+            _, scanner = await asyncio.open_connection(*address)
+            scanner.close()
+            await scanner.wait_closed()
+            while not acceptor.turned_away:  # noqa: ASYNC110 - an entrance tells nobody
+                await asyncio.sleep(0.005)
+            reader, writer = await asyncio.open_connection(*address)
+            await reader.readexactly(door.CHALLENGE_BYTES)
+            writer.write(bytes(door.ANSWER_BYTES))
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        finally:
+            await acceptor.close()
+
+    with caplog.at_level(logging.INFO, "covey"):
+        asyncio.run(asyncio.wait_for(work(), DEADLINE))
+    assert any(
+        record.levelno == logging.WARNING and "does not hold this cluster's key" in record.message
+        for record in caplog.records
+    )

@@ -1,4 +1,4 @@
-"""What a keeper makes of its processes, by a clock of our own; `tests/io/test_warden.py` has some that stop and die."""
+"""The process table by a clock of our own; `tests/io/test_keeper_service.py` has processes that stop and die."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from covey.proto.health import STOPPED_SILENCE, Vouch
-from covey.runtime.members import process_table as wards_module
+from covey.runtime.members import process_table as process_table_module
 from covey.runtime.members.process_table import (
     LOOK_CLOSELY_EVERY,
     LOOK_EVERY,
@@ -124,10 +124,10 @@ def test_a_process_is_not_taken_to_be_dead_because_the_kernel_cannot_be_asked(mo
 def test_a_process_that_ended_while_the_kernel_could_not_be_asked_is_noticed_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wards_module, "_state", lambda _pid: None)
+    monkeypatch.setattr(process_table_module, "_state", lambda _pid: None)
     ward = ProcessStatus(b"life", 1, 0.0)
     assert ward.state is Vouch.BUSY
-    monkeypatch.setattr(wards_module, "_state", lambda _pid: ("", None))
+    monkeypatch.setattr(process_table_module, "_state", lambda _pid: ("", None))
     assert ward.look(1.0) is True
     assert ward.state is Vouch.EXITED
 
@@ -138,7 +138,7 @@ def test_time_in_which_the_keeper_stood_still_too_is_not_time_that_a_process_was
     process_table = ProcessTable()
     ward = process_table.watch(card(1), 10.0)
     process_table.look(10.0)
-    monkeypatch.setattr(wards_module, "_state", lambda _pid: ("T", ward._began))
+    monkeypatch.setattr(process_table_module, "_state", lambda _pid: ("T", ward._began))
     process_table.look(10.1)
     assert ward.state is Vouch.STOPPED
     process_table.look(70.1)

@@ -15,7 +15,7 @@ from covey.base.config import GroupConfig
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_seeds
 from covey.net.keys import clusters
-from covey.runtime import environment as places
+from covey.runtime import environment as environment_module
 from covey.runtime.environment import ClusterOptions, Place, WantedRun, find_place, find_run, is_loopback
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.mesh.search import parse_seed
@@ -65,7 +65,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("COVEY_HOME", f"{folder}/home")
         for name in ("COVEY_SECRET", "COVEY_SECRET_FILE", "COVEY_CLUSTER"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(places, "_tokens", {})
+        monkeypatch.setattr(environment_module, "_tokens", {})
         monkeypatch.setattr(clusters, "_environment_secret", None)
         yield Path(folder)
 

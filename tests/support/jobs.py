@@ -50,6 +50,8 @@ class Job:
     """Processes that share a temporary folder of their own, which has a short path."""
 
     folder: Path
+    popen: type[subprocess.Popen[str]] = forked.Popen
+    """What starts them; `subprocess.Popen` where a test measures what a new process costs."""
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, code: str, *, before: Sequence[str] = (), **env: object) -> subprocess.Popen[str]:
@@ -59,7 +61,7 @@ class Job:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
         clean |= {"PYTHONPATH": str(SOURCE), "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": ""}
         clean |= {"COVEY_HOME": str(self.home)}  # the user's own clusters are no business of a test
-        process = forked.Popen(
+        process = self.popen(
             [*(before or [sys.executable]), str(script)],
             env=clean | {key: str(value) for key, value in env.items()},
             stdin=subprocess.PIPE,
@@ -104,10 +106,10 @@ class Job:
 
 
 @contextlib.contextmanager
-def new_job() -> Iterator[Job]:
+def new_job(popen: type[subprocess.Popen[str]] = forked.Popen) -> Iterator[Job]:
     """A job whose processes, with all that they started, are gone at the end."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
-        job = Job(Path(name))
+        job = Job(Path(name), popen)
         job.temp.mkdir(mode=0o1777)
         try:
             yield job

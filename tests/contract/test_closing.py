@@ -1,0 +1,79 @@
+"""What the others find when a rank closes a group or leaves it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from covey.base.errors import ClosedError, PeerLostError
+from covey.testing import run_threads
+
+if TYPE_CHECKING:
+    from covey.runtime.group.group import Group
+
+PATIENCE = 20.0
+
+
+@pytest.mark.parametrize("closer", [0, 1])
+def test_a_group_that_another_rank_has_closed_is_lost_at_once(closer: int) -> None:
+    def body(group: Group) -> None:
+        child = group.split(0)
+        assert child is not None
+        if group.rank == closer:
+            child.close()
+        group.barrier()
+        if group.rank != closer:
+            started = time.monotonic()
+            with pytest.raises(PeerLostError):
+                child.barrier(timeout=PATIENCE)
+            assert time.monotonic() - started < 2
+        group.barrier()
+
+    run_threads(2, body)
+
+
+def test_closing_the_run_ends_messages_of_split_groups() -> None:
+    def body(group: Group) -> None:
+        child = group.split(0)
+        assert child is not None
+        ended: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                child.recv(1 - child.rank, timeout=PATIENCE)
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        group.barrier()
+        group.close()
+        thread.join(PATIENCE)
+        assert isinstance(ended[0], ClosedError | PeerLostError)
+
+    run_threads(2, body)
+
+
+def leave_after(group: Group, x: Any) -> None:
+    with group:
+        group.broadcast(x)
+        sys.exit(0)
+
+
+def test_leaving_by_sys_exit_zero_is_an_orderly_end() -> None:
+    def body(group: Group) -> float | None:
+        x = np.array([3.0 if group.rank == 0 else 0.0])
+        if group.rank == 0:
+            with pytest.raises(SystemExit):
+                leave_after(group, x)
+            return None
+        time.sleep(0.3)  # slow, so that rank 0 is gone by now
+        group.broadcast(x)
+        return float(x[0])
+
+    assert run_threads(2, body) == [None, 3.0]
