@@ -330,9 +330,9 @@ class Formation:
         if self.formed is not None:
             if here.phase is Phase.FORMED and here.lineage != self.formed.lineage:
                 self._note_rival(here.lineage, here, self.formed.lineage)
-                self.lineages.learn(here.lineage, here.company)
+                self.lineages.learn(here.lineage, here.names)
             return
-        self.lineages.learn(here.lineage, here.company)
+        self.lineages.learn(here.lineage, here.names)
         if self._is_elastic and here.phase is Phase.FORMED and here.lineage == self.lineages.current:
             self._followed = here.lineage
 
@@ -348,12 +348,12 @@ class Formation:
         hears = tuple(sorted(peer.life for peer in self._peers.values()))[: wire.MAX_LINKS]
         endings = (*endings, *self.lineages.latest_endings())[: wire.MAX_ENDINGS]
         if (formed := self.formed) is not None:
-            company = tuple(member.name for member in formed.view)
-            return Here(self._terms, self._me, hears, Phase.FORMED, company, formed.lineage, formed.generation, endings)
-        phase = Phase.GATHERING if self._lock is None else Phase.LOCKED
+            names = tuple(member.name for member in formed.view)
+            return Here(self._terms, self._me, hears, Phase.FORMED, names, formed.lineage, formed.generation, endings)
+        phase = Phase.JOINING if self._lock is None else Phase.LOCKED
         lineage = self.lineages.current
-        company = self.lineages.names(lineage)
-        return Here(self._terms, self._me, hears, phase, company, lineage or None, endings=endings)
+        names = self.lineages.names(lineage)
+        return Here(self._terms, self._me, hears, phase, names, lineage or None, endings=endings)
 
     def _announce_soon(self, now: float) -> None:
         self._here_at = min(self._here_at, now + HERE_SOON)
@@ -369,9 +369,9 @@ class Formation:
             self._enough_at = math.inf
             return
         others = founders(self._peers, self._me.life)
-        company = tuple(peer.life for peer in others)
-        if company != self._founders:
-            self._founders, self._changed_at = company, now
+        lives = tuple(peer.life for peer in others)
+        if lives != self._founders:
+            self._founders, self._changed_at = lives, now
         there = [self._me, *(peer.here.member for peer in others if peer.here is not None)]
         if len(there) < self._terms.smallest or count_hosts(there) < self._min_hosts:
             self._enough_at = math.inf
@@ -543,7 +543,7 @@ class Formation:
             here=tuple(sorted([self._me.name, *(peer.name for peer in peers if peer.here and not peer.objection)])),
             refused=tuple((peer.name, peer.objection) for peer in peers if peer.objection),
             waiting=self._waiting(),
-            elsewhere=() if other is None else other.company,
+            elsewhere=() if other is None else other.names,
             awaited=() if other is not None else self.lineages.names(self.lineages.current),
             in_use=tuple(sorted(self._in_use)),
         )
@@ -570,7 +570,7 @@ class Formation:
         if self._lock is not None:
             return self._waiting_locked(self._lock)
         if (other := self.going_on) is not None:
-            return f"the run is already going on with {', '.join(other.company)}"
+            return f"the run is already going on with {', '.join(other.names)}"
         if self.lineages.current:
             names = ", ".join(self.lineages.names(self.lineages.current)) or "unknown nodes"
             return (

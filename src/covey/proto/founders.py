@@ -54,7 +54,7 @@ def newcomers(peers: Mapping[bytes, RemoteJoiner], life: bytes, lineage: bytes) 
 
 
 def _linked(peers: Mapping[bytes, RemoteJoiner], life: bytes) -> list[RemoteJoiner]:
-    found = (peer for peer in peers.values() if peer.is_in(Phase.GATHERING) and peer.hears(life))
+    found = (peer for peer in peers.values() if peer.is_in(Phase.JOINING) and peer.hears(life))
     return sorted(found, key=lambda peer: peer.id)
 
 
@@ -100,4 +100,4 @@ def wanting(me: Member, others: list[RemoteJoiner], terms: Terms, min_hosts: int
         return f"{terms.smallest} nodes that all hear each other; there is no link between {', '.join(deaf)}"
     if count_hosts(clique(me, others, terms.largest)) < min_hosts:
         return f"{count} nodes so far, all on this machine; waiting for another one (--min {count} begins without it)"
-    return f"{count} nodes are here; forming the group"
+    return f"{count} nodes are here; agreeing on the group"

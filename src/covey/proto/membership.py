@@ -669,7 +669,7 @@ class Membership:
     def _promise_to(self, ballot: int, now: float) -> None:
         self._acceptor.promised = ballot
         self._effects.append(Persist(self._acceptor.record))
-        self._lease.lost()  # even if the ballot is our own: another member may have led by one in between
+        self._lease.lost()  # even if the ballot is this member's own: another may have led by one in between
         if self._proposal is not None and self._proposal.ballot < ballot:
             self._drop_proposal(now)
 
