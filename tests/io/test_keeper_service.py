@@ -24,7 +24,7 @@ from covey.proto.health import Vouch
 from covey.runtime.keeper import local_keeper as local_keeper
 from covey.runtime.keeper.service import KeeperService, keeper_path
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
-from covey.runtime.members.view_driver import ViewDriver, place_id
+from covey.runtime.members.view_driver import ViewDriver, rank_id
 from covey.wire import messages
 from covey.wire.membership import Seat
 
@@ -152,7 +152,7 @@ class Member:
         self.views: list[View] = []
         self.lost: list[tuple[int, ...]] = []
         self.is_excluded = False
-        seats = [Seat(place_id(rank), each.card.life) for rank, each in enumerate(ranks)]
+        seats = [Seat(rank_id(rank), each.card.life) for rank, each in enumerate(ranks)]
         record = first_record(seats, LINEAGE, has_keeper=True)
         self.view_driver = ViewDriver(generation, record, place, ranks[place].card.life, self, has_keeper=True)
         ranks[place].on_message = self.heard

@@ -138,7 +138,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert visitors.LINKS_PER_KEY == mesh.LINKS_LIMIT
     rows = (
         f"{acceptor.STRANGERS_AT_ONCE}; {acceptor.GUESTS_AT_ONCE}",
-        f"{acceptor.STRANGER_SECONDS:.0f}; {handshake.GREETING_SECONDS:.0f}",
+        f"{acceptor.STRANGER_SECONDS:.0f}; {handshake.HANDSHAKE_SECONDS:.0f}",
         f"{arrivals.SOURCE_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.TOTAL_RATE:.0f}",
         dials,
         f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",

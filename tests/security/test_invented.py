@@ -70,7 +70,7 @@ def founded(members: list[messages.Card], *, seats: list[int] | None = None, **c
 
 
 def formed(insider: Insider, terms: Terms = PAIR, lineage: bytes = LINEAGE) -> messages.Forming:
-    return here(insider, terms, (), phase=Phase.FORMED, company=("somebody",), lineage=lineage)
+    return here(insider, terms, (), phase=Phase.FORMED, names=("somebody",), lineage=lineage)
 
 
 def is_waiting(prey: Victim) -> bool:

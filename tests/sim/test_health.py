@@ -473,7 +473,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[int], bool]]] = {
     "starts all clocks anew after every gap": (health, "SLEPT", 0.0, seldom_listening),
     "takes silence of its members for silence of a host": (
         health._Host,
-        "has_voice",
+        "gives_signs",
         property(lambda self: True, lambda self, value: None),
         lambda seed: held(seed, kernels=False),
     ),

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from covey.proto import views
-from covey.proto.ballot import Acceptor, Proposal
+from covey.proto.ballot import PaxosAcceptor, Proposal
 from covey.proto.commit import Commit
 from covey.testing.churn import BrokenError, Play, play_of
 from covey.testing.workers import Age, Bytes, Job, Token, Worker
@@ -122,11 +122,11 @@ MUTANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "takes anybody for a quorum": ([(views, "is_quorum", lambda view, ranks: bool(ranks))], {}),
     "takes any half for a quorum": ([(views, "is_quorum", half)], {"sizes": (2, 4)}),
     "does not write down what it accepted": (
-        [(Acceptor, "record", property(lambda self: Record(self.members, self.view, self.promised)))],
+        [(PaxosAcceptor, "record", property(lambda self: Record(self.members, self.view, self.promised)))],
         CUTS,
     ),
     "does not write down what it promised": (
-        [(Acceptor, "record", property(lambda self: msgspec.structs.replace(record(self), promised=0)))],
+        [(PaxosAcceptor, "record", property(lambda self: msgspec.structs.replace(record(self), promised=0)))],
         CUTS,
     ),
     "does not finish what was accepted": ([(Proposal, "found", property(lambda self: None))], CUTS),
@@ -138,7 +138,7 @@ MUTANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def record(acceptor: Acceptor) -> Record:
+def record(acceptor: PaxosAcceptor) -> Record:
     view = acceptor.view
     return Record(acceptor.members, view, acceptor.promised, acceptor.accepted_ballot, acceptor.accepted)
 

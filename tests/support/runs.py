@@ -195,5 +195,5 @@ def here(insider: Insider, terms: formation.Terms, hears: tuple[bytes, ...], **f
     """What a candidate tells of itself."""
     card = insider.card
     member = formation.Member(card.id, card.life, "insider", card.contact.host, b"")
-    values: dict[str, Any] = {"phase": formation.Phase.GATHERING}
+    values: dict[str, Any] = {"phase": formation.Phase.JOINING}
     return messages.Forming(messages.encode(formation.Here(terms, member, hears, **(values | fields))))

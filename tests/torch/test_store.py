@@ -200,7 +200,7 @@ def test_when_rank_0_is_killed_all_who_wait_are_told_so_at_once() -> None:
     assert lost is Lost
     for text, rank, seconds in others:
         assert "rank 0" in text
-        assert "keeps the store" in text
+        assert "owns the store" in text
         assert rank == 0
         assert seconds < 5
 
@@ -231,7 +231,7 @@ def break_links(rank: int, size: int, path: str) -> None:
             for thread in (waits, pops):
                 thread.start()
             until = time.monotonic() + 30
-            while len([asked for asked in list(node.stores._asked.values()) if asked.is_sent]) < 2:
+            while len([each for each in list(node.stores._requests.values()) if each.is_sent]) < 2:
                 assert time.monotonic() < until
                 time.sleep(0.01)
             link = node.peers[0].link

@@ -32,7 +32,7 @@ def without(successor: Successor, lost: Collection[Seat]) -> Successor | None:
     return Successor(successor.generation, successor.lineage, members, tie_breaker)
 
 
-class Acceptor:
+class PaxosAcceptor:
     """What a member is bound to. After a change, `record` must be durable before anything is sent."""
 
     def __init__(self, record: Record) -> None:

@@ -1,11 +1,11 @@
-"""A node on its way into a run: it gathers with others, and votes for what its last life was bound to.
+"""A node on its way into a run: it forms or waits for the run, and votes for its earlier life.
 
-Joins two cores. `proto.formation` finds the founders of a run, or the run that this node has to wait for. A *voter*
-(`proto.membership`) answers for the place that an earlier life of this node had in a view: without its vote the members
-that are left might be no quorum, and the run could not end either.
+Combines two cores. `proto.formation` finds the founders of a run, or the run that this node has to wait for. A *voter*
+(`proto.membership`) answers for the rank that an earlier life of this node has in a view: without its vote, the
+remaining members might not be a quorum, and the run could not even end.
 
-What this node is bound to outlives its process: the lineages that it knows of (`Remember`), and its promises (`Bind`).
-The effects are to be performed in order, so that both are on disk before anything is said that rests on them.
+What this node is bound to outlives its process: the lineages that it knows (`Remember`), and its promises (`Bind`).
+Effects are performed in order, so that both are on disk before a message that depends on them is sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterable
 
-    from covey.wire.formation import Formation as Gathering
+    from covey.wire.formation import Formation as FormationMessage
     from covey.wire.formation import Member, Terms
     from covey.wire.lineage import Remembered
     from covey.wire.membership import Membership as Agreeing
@@ -36,34 +36,34 @@ if TYPE_CHECKING:
 
 
 TELL_AGAIN: Final = 5.0
-"""Seconds after which a node that waits is told of its seat again."""
+"""Seconds after which a waiting node is told of its seat again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Make what this machine knows of the lineages of the run durable."""
+    """Make durable what this machine knows of the lineages of the run."""
 
     remembered: Remembered
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Make what this node is bound to durable; None: to nothing any more."""
+    """Make durable what this node is bound to; None if it is not bound any more."""
 
     bound: Bound | None
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Give a message of the formation to the link with this node, if there is one."""
+    """Send a message of the formation to this node, if there is a link."""
 
     peer: bytes
-    message: Gathering
+    message: FormationMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """Give a vote in a generation to the link with this node, if there is one."""
+    """Send a vote in a generation to this node, if there is a link."""
 
     peer: bytes
     generation: int
@@ -74,14 +74,14 @@ Effect: TypeAlias = Remember | Bind | Say | Agree
 
 
 def founding_record(members: Iterable[Member], lineage: bytes) -> Record:
-    """Return what a member of a run that is founded with this proposal is bound to."""
+    """Return the record of a member of a run that this proposal founds."""
     members = tuple(members)
     tie_breaker = next((rank for rank, member in enumerate(members) if member.breaks_ties), 0)
     return first_record((Seat(member.id, member.life) for member in members), lineage, anchor=tie_breaker)
 
 
 def seated_for(peer_id: bytes, bound: Bound | None) -> Seated | None:
-    """Return what to tell a node that has a seat in the generation that this node is bound to, and may not know."""
+    """Return the message for a node with a seat in the generation that this node is bound to; None if it has none."""
     if bound is None or all(seat.id != peer_id for seat in bound.record.members):
         return None
     generation, view = bound.generation, bound.record.view
@@ -92,7 +92,7 @@ def seated_for(peer_id: bytes, bound: Bound | None) -> Seated | None:
 
 
 class Candidacy:
-    """One node's way into a run. Perform `effects` in order after every call; `tick` at `next_deadline`."""
+    """One node's way into a run. Perform `effects` in order after every call; call `tick` at `next_deadline`."""
 
     def __init__(
         self,
@@ -113,20 +113,20 @@ class Candidacy:
         view_patience: float = VIEW_PATIENCE,
         relink: float = RELINK,
     ) -> None:
-        """Begin with what is on disk: the lineages that this machine knows of, and what an earlier life was bound to.
+        """Begin with what is on disk: the lineages that this machine knows, and what an earlier life was bound to.
 
-        Of the `abandoned` lineages a person wants to hear no more. A node that `is_returning` was in the run, or waited
-        for it, just before.
+        The user has given up the `abandoned` lineages. A node that `is_returning` was in the run, or waited for it,
+        just before.
         """
         self._me, self._random = me, random
         self._view_patience, self._relink = view_patience, relink
         self._effects: list[Effect] = []
         self._binds: list[Bind] = []
-        """What this node is bound to, one thing after the other; only the last has to be durable."""
+        """What this node is bound to, in order; only the last has to be durable."""
         self._seats: list[Effect] = []
-        """What to tell later lives of members."""
+        """Messages to later lives of members about their seats."""
         self.may_go_on: Callable[[], bool] = lambda: False
-        """Tells whether this node hears a quorum of the generation that it is in: then the run is not over."""
+        """Tells whether this node hears a quorum of its generation: then the run is not over."""
         self._tell_again_at: dict[bytes, float] = {}
         self._links: dict[bytes, bytes] = {}
         lineages = Lineages(remembered, abandoned)
@@ -153,41 +153,41 @@ class Candidacy:
         self._collect(now)
 
     def may_enter(self, origin: bytes, generation: int) -> bool:
-        """Tell whether this node can be a member of a generation: it has not heard that a view excluded it there."""
+        """Tell whether this node can be a member of a generation: False if it knows that a view excluded it there."""
         bound = self._bound
         if bound is None or (bound.origin, bound.generation) != (origin, generation):
             return True
         return any(bound.record.members[rank].id == self._me.id for rank in bound.record.view.ranks)
 
-    # What happens.
+    # Inputs
 
     def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
-        """There is a new link with this life of a node; False if it is to be refused."""
+        """Note a new link with this life of a node; False if the link is to be refused."""
         is_wanted = self.formation.link_up(peer_id, peer_life, now)
         if is_wanted:
             self._links[peer_id] = peer_life
             if self._voter is not None:
-                self._greet_as_voter(self._voter, peer_id, peer_life, now)
+                self._link_voter(self._voter, peer_id, peer_life, now)
         self._collect(now)
         return is_wanted
 
     def link_down(self, peer_id: bytes, now: float) -> None:
-        """The link with a node is gone."""
+        """Note that the link with a node ended."""
         if self._links.pop(peer_id, None) is not None:
             self.formation.link_down(peer_id, now)
             if self._voter is not None:
                 self._voter.link_down(peer_id, now)
             self._collect(now)
 
-    def heard(self, peer_id: bytes, message: Gathering, now: float) -> None:
-        """Take a message of the formation; RemoteProtocolError if no candidate says such a thing."""
+    def heard(self, peer_id: bytes, message: FormationMessage, now: float) -> None:
+        """Take a message of the formation; RemoteProtocolError if it breaks the protocol."""
         self.formation.received(peer_id, message, now)
         if isinstance(message, Here) and now >= self._tell_again_at.get(peer_id, now):
             self._tell_of_seat(peer_id, now)
         self._collect(now)
 
     def agreeing(self, peer_id: bytes, generation: int, message: Agreeing, now: float) -> None:
-        """Take a vote in a generation; RemoteProtocolError if no member says such a thing."""
+        """Take a vote in a generation; RemoteProtocolError if it breaks the protocol."""
         if isinstance(message, Seated):
             if any(seat.id == peer_id for seat in message.generation.members):
                 self._heard_of_seat(message, now)
@@ -197,15 +197,15 @@ class Candidacy:
             self._collect(now)
 
     def ended(self, ending: Ending, now: float, teller: bytes | None = None) -> None:
-        """A lineage of the run is over: this node decided so with others, or the node with the id `teller` says so."""
+        """Note that a lineage is over: this node agreed on it, or the node with the id `teller` says so."""
         self.formation.ended(ending, now, teller)
         self._collect(now)
 
     def _believes(self, teller: bytes, ending: Ending) -> bool:
-        """Tell whether the word of another node counts, that a lineage is over.
+        """Tell whether to believe another node that a lineage is over.
 
-        A node that is or was in that run believes its members only, and no node as long as it hears a quorum of them.
-        A node that only waits for the run can ask no more.
+        A node that is or was in that run believes only its members, and none of them while it hears a quorum. A node
+        that only waits for the run cannot ask for more.
         """
         formed, bound = self.formation.formed, self._bound
         if formed is not None and formed.lineage == ending.lineage:
@@ -215,14 +215,14 @@ class Candidacy:
         return True
 
     def entered(self, view: tuple[Member, ...], lineage: bytes, generation: int, now: float) -> None:
-        """This node is in a generation of the run; from now on that generation has its promises."""
+        """Note that this node is in a generation of the run, which holds its promises from now on."""
         self._voter = self._bound = None
         self.formation.entered(view, lineage, generation, now)
         self._accepted = lineage
         self._collect(now)
 
     def tick(self, now: float) -> None:
-        """Do what time has brought."""
+        """Act on the deadlines that have passed."""
         if now >= self.formation.next_deadline():
             self.formation.tick(now)
         if self._voter is not None and now >= self._voter.next_deadline():
@@ -230,22 +230,22 @@ class Candidacy:
         self._collect(now)
 
     def next_deadline(self) -> float:
-        """Return when `tick` wants to be called, inf for never."""
+        """Return when to call `tick`; inf for never."""
         deadline = self.formation.next_deadline()
         return deadline if self._voter is None else min(deadline, self._voter.next_deadline())
 
     def effects(self) -> list[Effect]:
-        """Return what is to be done, in order, and forget it."""
+        """Return the effects to perform, in order, and clear them."""
         effects, self._effects = self._effects, []
         return effects
 
-    # Votes of an earlier life.
+    # Votes of an earlier life
 
     def _heard_of_seat(self, seated: Seated, now: float) -> None:
-        """Vote in a generation in which this node has a seat that it never heard of.
+        """Vote in a generation in which this node has a seat that it did not know of.
 
-        A founding that it has not accepted has come to nothing, and never will to anything. It may have forgotten one
-        that a person gave up, or that it left for an older run.
+        A founding that this node has not accepted has failed for good. But this node may have forgotten one that the
+        user gave up, or that it left for an older run.
         """
         lineages, generation, bound = self.formation.lineages, seated.generation, self._bound
         is_bound = bound is not None and bound.origin == seated.lineage
@@ -267,22 +267,22 @@ class Candidacy:
         self._binds.append(Bind(bound))
         self._vote_for(bound, now)
 
-    def _greet_as_voter(self, voter: Membership, peer_id: bytes, life: bytes, now: float) -> None:
-        """Be linked with a node as a voter, too."""
+    def _link_voter(self, voter: Membership, peer_id: bytes, life: bytes, now: float) -> None:
+        """Link the voter with a node, too."""
         voter.link_up(peer_id, life, now)
         self._tell_of_seat(peer_id, now)
 
     def _tell_of_seat(self, peer_id: bytes, now: float) -> None:
-        """Tell a node that has a seat where this one votes about it."""
+        """Tell a node about its seat in the generation in which this node votes."""
         if (seated := seated_for(peer_id, self._bound)) is not None:
             self._tell_again_at[peer_id] = now + TELL_AGAIN
             self._seats.append(Agree(peer_id, seated.generation.generation, seated))
 
     def _vote_for(self, bound: Bound, now: float) -> None:
-        """Take up what an earlier life of this node was bound to, as far as that is not over."""
+        """Vote for the earlier life of this node, unless its run is over."""
         lineages, record = self.formation.lineages, bound.record
         if not lineages.is_open(bound.origin):
-            self._unbind()  # it is over, or a person gave it up, or it was never said to anybody
+            self._unbind()  # it is over, or the user gave it up, or no message about it was ever sent
         elif not record.view.ranks:
             self._unbind()
             self.formation.ended(Ending(bound.origin, record.view.is_finished), now)
@@ -301,12 +301,12 @@ class Candidacy:
                 votes_only=True,
             )
             for peer_id, life in self._links.items():
-                self._greet_as_voter(self._voter, peer_id, life, now)
+                self._link_voter(self._voter, peer_id, life, now)
         else:
             self._unbind()
 
     def _follow(self, bound: Bound, view: View, now: float) -> None:
-        """Go on voting in the generation that followed, if an earlier life of this node is in it."""
+        """Vote in the next generation, if an earlier life of this node is in it."""
         successor = view.successor
         assert successor is not None
         if any(seat.id == self._me.id for seat in successor.members):
@@ -316,14 +316,14 @@ class Candidacy:
         self._voter = self._bound = None
         self._binds.append(Bind(None))
 
-    # What follows.
+    # Effects
 
     def _collect(self, now: float) -> None:
-        """Gather what both cores want done: what has to be durable first."""
+        """Collect the effects of both cores: what has to be durable comes first."""
         votes = self._collect_votes(now)
         if self._bound is not None and self.formation.lineages.ending(self._bound.origin) is not None:
             self._unbind()  # before it is bound to what it may have accepted since
-        self._write_down_what_was_accepted()
+        self._bind_to_accepted()
         self._effects += self._durable_in_order()
         self._effects += votes
         self._effects += self._seats
@@ -331,10 +331,10 @@ class Candidacy:
         self._effects += [Say(peer, message) for peer, message in self.formation.outgoing()]
 
     def _durable_in_order(self) -> list[Effect]:
-        """Return what has to be durable, in the order in which a crash in between does no harm.
+        """Return what has to be durable, in an order in which a crash in between does no harm.
 
-        A node that is bound to a lineage which it does not know of has said nothing about it yet. A node that is bound
-        to nothing and does not know that the lineage is over would wait for it, and might vote in it anew.
+        A node that is bound to a lineage it does not remember has sent nothing about it yet. A node that is not bound,
+        and does not remember that the lineage is over, would wait for it, and might vote in it anew.
         """
         lineages, binds = self.formation.lineages, self._binds[-1:]
         self._binds = []
@@ -362,7 +362,7 @@ class Candidacy:
                     case Excluded(view):
                         self._excluded(view, now)
                     case _:
-                        pass  # a voter is in no view, and may wait for as long as it takes
+                        pass  # a voter is in no view, and waits without a limit
         return sends
 
     def _excluded(self, view: View, now: float) -> None:
@@ -374,8 +374,8 @@ class Candidacy:
         elif view.successor is not None:
             self._follow(bound, view, now)
 
-    def _write_down_what_was_accepted(self) -> None:
-        """Bind this node to a founding that it has accepted; when that comes to nothing, to nothing."""
+    def _bind_to_accepted(self) -> None:
+        """Bind this node to a founding that it has accepted; unbind it when the founding fails."""
         formed = self.formation.formed
         accepted = self.formation.accepted if formed is None else (formed.lineage, formed.view)
         if accepted is not None and accepted[0] != self._accepted:

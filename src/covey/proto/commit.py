@@ -1,23 +1,23 @@
-"""One member's side of a group's operations that are all or nothing.
+"""One member's side of a group's atomic operations.
 
-An operation is *running* until its whole result is in memory that nobody else can write, then *complete*. Whoever is
-complete enters a barrier among all who take part, and nobody else does; whoever has *passed* it returns. So if anybody
-returned, everybody was complete. What moves the bytes also runs the barrier, over lanes that are made anew for every
-attempt, so that nothing of an older one can be taken for the present one. This core hears what became of it.
+An operation is *running* until its whole result is in memory that no other rank can write, then *complete*. A complete
+rank enters a barrier among all ranks of the attempt; a rank that has *passed* it returns. So if any rank returned, all
+were complete. The executor that moves the bytes also runs the barrier, over lanes that are made anew for every attempt,
+so that no byte of an older attempt is taken for the present one. It reports the outcome to this core.
 
-Before a member answers who proposes a view it is *frozen*: the attempt it is in can neither complete nor return any
-more, so its answer stays true until a view is installed. The view's verdict then ends the operation or has it run again
-as the attempt of that number:
+Before a member answers the proposer of a view it is *frozen*: its attempt can neither complete nor return any more, so
+its answer stays true until a view is installed. The verdict of the view then ends the operation, or runs it again as
+the attempt of that number:
 
-- it returns what it has, if all who are left are complete, since one of the lost may have returned it;
-- it is revoked if somebody gave up: this operation, or the next if this one returns, ends without a result on all
+- it returns its result, if all remaining ranks are complete, because a lost rank may have returned it;
+- it is revoked, if a rank gave up: this operation, or the next if this one returns, ends without a result on all
   members, and the group is over for good;
-- it raises if its root is gone, and the group goes on;
-- else it is tried again from the kept input, without the lost.
+- it raises, if its root is gone, and the group goes on;
+- otherwise it is tried again from the saved input, without the lost ranks.
 
-The barrier also carries whether anybody knows of a change that is waiting. What it says is known by all who pass it as
-of the same operation, and sticks; to those who return by a verdict the view says what the foremost know. So all members
-of a view that have returned the same operations know the same (`pending`), and loops that ask for it end together.
+The barrier also tells whether any rank knows of a change that waits. All ranks that pass it learn this with the same
+operation, and keep it; a rank that returns by a verdict learns it from the view. So all members of a view that have
+returned the same operations agree on `pending`, and loops that ask for it end together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Run:
-    """Execute the operation among `live` from its kept input; nothing of an earlier attempt may be used."""
+    """Execute the operation among `live` from its saved input; nothing of an earlier attempt may be used."""
 
     sequence: int
     attempt: int
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(slots=True)
 class Returned:
-    """The operation is over: its result, of these contributors, may be used and its input forgotten."""
+    """The operation is over: its result, from these contributors, may be used and its saved input dropped."""
 
     sequence: int
     attempt: int
@@ -69,12 +69,12 @@ class Revoked:
 
 
 class _Phase(enum.Enum):
-    """Of the operation after the last that is over."""
+    """The phase of the first operation that is not over."""
 
     IDLE = enum.auto()
-    """Nobody asked for it."""
+    """The caller has not started it."""
     ASKED = enum.auto()
-    """While frozen: it begins with the next view."""
+    """Started while frozen: it begins with the next view."""
     RUNNING = enum.auto()
     COMPLETE = enum.auto()
 
@@ -85,9 +85,8 @@ _IDLE, _ASKED, _RUNNING, _COMPLETE = _Phase
 class Commit:
     """The operations of one group, one after another, at one member.
 
-    Ranks are those of view 0. Whoever drives it, one call at a time, executes what `Run` says, tells when that is
-    `completed`, and only if that was still in time runs the barrier and tells when it is `passed`; before `freeze` it
-    stops both.
+    Ranks are those of view 0. The driver calls one method at a time. It executes what `Run` says and calls `completed`;
+    if that returns True, it runs the barrier and calls `passed`. It stops both before it calls `freeze`.
     """
 
     __slots__ = (
@@ -107,36 +106,36 @@ class Commit:
     )
 
     def __init__(self, group: int, ranks: Sequence[int], me: int, view: View) -> None:
-        """Begin in a view. If members that knew the group before have revoked it already, so it is here."""
+        """Begin in a view. If members that had the group before have revoked it, it is revoked here, too."""
         self.group, self.ranks, self.me = group, tuple(ranks), me
         self.returned = 0
-        """The last operation that is over. One that was revoked does not count."""
+        """The last operation that is over, not counting a revoked one."""
         self.attempt = view.number
         self.live = self._living(view)
         """The ranks of the group that are in the view, in the group's order."""
         self.pending = False
-        """All know of a waiting change, as of operation `returned`."""
+        """Whether all ranks know of a waiting change, as of operation `returned`."""
         self.gives_up = False
-        """This member wants the group revoked, or it is. If it is not, a view has to be asked for."""
+        """Whether this member wants the group revoked, or it is. If it is not yet, a view has to be asked for."""
         self.is_frozen = False
         self._over = 0
-        """The last operation that is over by a view's word. Who has not asked for it yet will raise: if it had
-        returned anywhere, it would be complete here."""
+        """The last operation that a view ended. A rank that has not started it yet will raise: had it returned on any
+        rank, it would be complete here."""
         self._revoked_at = 0
-        """The first operation without an end of its own; 0: there is none."""
+        """The first revoked operation; 0 if there is none."""
         self._phase, self._root = _IDLE, -1
         self._heed(view)
 
     @property
     def is_revoked(self) -> bool:
-        """Whether the group is over for good. Operations that others had ended before may still have to end here."""
+        """Whether the group is over for good. Operations that ended on other ranks may still have to end here."""
         return self._revoked_at > 0
 
     def start(self, root: int = -1) -> Run | Raised | Revoked | None:
-        """Begin the next operation, and say what to do; None if frozen: `install` will say.
+        """Begin the next operation, and return what to do; None if frozen: then `install` returns it.
 
         Raises:
-            RuntimeError: the last is not over.
+            RuntimeError: the last operation is not over.
         """
         if self._phase is not _IDLE:
             raise RuntimeError(f"operation {self.returned + 1} is not over")
@@ -147,14 +146,14 @@ class Commit:
         return self._begin()
 
     def completed(self, attempt: int) -> bool:
-        """Note that the whole result of this attempt is here, where nobody else can write; False if it is too late."""
+        """Note that the whole result of this attempt is here, where no other rank writes; False if it is too late."""
         if self._phase is not _RUNNING or attempt != self.attempt or self.is_frozen:
             return False
         self._phase = _COMPLETE
         return True
 
     def passed(self, attempt: int, pending: bool = False) -> Returned | None:
-        """Note that all are complete in this attempt, and if any knows of a waiting change; None if it is too late.
+        """Note that all ranks are complete in this attempt, and whether a change waits; None if it is too late.
 
         Raises:
             RuntimeError: this member is not complete, so it cannot have entered the barrier.
@@ -169,24 +168,23 @@ class Commit:
     def give_up(self) -> None:
         """Want the operation in progress, or the next, to end without a result, and all that follow.
 
-        Its deadline has passed, somebody revoked the group, the ranks called different things. The next view grants it
-        if it is asked for before this member freezes; until then everything goes on, and may still return.
+        Reasons: its deadline has passed, a rank revoked the group, or the ranks called different operations. The next
+        view grants it if this comes before this member freezes; until then operations go on, and may still return.
         """
         self.gives_up = True
 
     def disagree(self) -> None:
         """Give up the operation in progress because the ranks called it differently.
 
-        None of them can pass its barrier, in which each compares its call with others, so none can have returned it;
-        and what is here is not a result. So it does not count as complete, unless this member is frozen and has said
-        that it is.
+        No rank can pass its barrier, which compares the calls, so none can have returned it, and what is here is not a
+        result. So it does not count as complete, unless this member is frozen and has reported it as complete.
         """
         self.give_up()
         if self._phase is _COMPLETE and not self.is_frozen:
             self._phase = _RUNNING
 
     def freeze(self) -> State:
-        """Stop the present attempt for good, and say how far this member is."""
+        """Stop the present attempt for good, and return the state of this member."""
         self.is_frozen = True
         is_trying = self._phase is _RUNNING or self._phase is _COMPLETE
         return State(
@@ -202,10 +200,10 @@ class Commit:
         )
 
     def install(self, view: View) -> Run | Returned | Raised | Revoked | None:
-        """Do what a view says, and thaw; return what becomes of the operation in progress, None if there is none.
+        """Do what a view says, and unfreeze; return what to do with the operation in progress, None if there is none.
 
         Raises:
-            RemoteProtocolError: the view commits what is not complete here; whoever judged did not keep the rules.
+            RemoteProtocolError: the view commits an operation that is not complete here: its proposer broke the rules.
         """
         attempt, live, sequence = self.attempt, self.live, self.returned + 1
         self.attempt, self.live, self.is_frozen = view.number, self._living(view), False
@@ -221,13 +219,13 @@ class Commit:
             raise RemoteProtocolError(f"view {view.number} commits operation {sequence}, which is not complete here")
         return self._begin()
 
-    # How it goes on.
+    # Helpers
 
     def _living(self, view: View) -> tuple[int, ...]:
         return tuple(rank for rank in self.ranks if rank in view.ranks)
 
     def _heed(self, view: View) -> Verdict:
-        """Learn what a view says of the group, and return it; once the group is revoked, nothing more is said of it."""
+        """Note and return the verdict of a view on the group; after a revocation, verdicts do not matter any more."""
         verdict = next((verdict for verdict in view.verdicts if verdict.group == self.group), None)
         if verdict is None or self.is_revoked:
             return Verdict(self.group, self.returned + 1, Fate.REDO)
@@ -235,15 +233,15 @@ class Commit:
         self._over = verdict.sequence - (verdict.fate in (Fate.REDO, Fate.REVOKE))
         if verdict.fate is Fate.REVOKE:
             self._revoked_at = verdict.sequence
-            self.gives_up = True  # those who do not know the group yet learn it from every view to come
+            self.gives_up = True  # ranks that do not have the group yet learn it from every later view
         return verdict
 
     def _is_headless(self) -> bool:
         return self._root >= 0 and self._root not in self.live
 
     def _begin(self) -> Run | Raised | Revoked:
-        # What others have ended before the group was revoked has raised if it does not return. Who asks for something
-        # else called it differently, and would wait for ever.
+        # Operations that ended on other ranks before the revocation have raised if they do not return here. A rank that
+        # starts another operation called it differently, and would wait for ever.
         if self._revoked_at and (self.returned + 1 >= self._revoked_at or not self._is_headless()):
             self._phase = _IDLE
             return Revoked(self.returned + 1)

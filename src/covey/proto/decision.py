@@ -1,21 +1,22 @@
-"""Whether a proposed view becomes real: one choice, COMMIT or ABORT, that its members make together.
+"""The decision about a proposed view: its members agree on COMMIT or ABORT.
 
-Commit is possible once *all* have accepted; abort is certain once one has refused. In between the members vote, in
-numbered ballots (single-decree Paxos, "The Part-Time Parliament"; the value is one bit):
+Commit is possible once *all* members have accepted; abort is certain once one has refused. In between the members vote
+in numbered ballots (single-decree Paxos, "The Part-Time Parliament"; the value is one bit):
 
-- Ballot 0 belongs to everybody and can only commit: a member votes in it as soon as it knows that all accepted, unless
-  it has promised a later ballot. Nothing else is needed when nothing goes wrong.
-- Ballot k > 0 belongs to member k mod size. It starts one when a member is lost or patience is; whoever hears of it
-  promises never to vote in an earlier one. With the promises of a quorum it votes first: for what the latest vote it
-  knows of was for; if there is none, to commit if all accepted and all are here, else to abort. The others follow.
-- What a quorum voted for in one ballot is the outcome. A quorum is more than half, or half with the first member.
+- Ballot 0 belongs to all members and can only commit: a member votes in it as soon as it knows that all accepted,
+  unless it has promised a later ballot. If nothing goes wrong, no other ballot is needed.
+- Ballot k > 0 belongs to member k mod size. It starts one when a member is lost or the patience has passed; a member
+  that learns of it promises never to vote in an earlier one. With the promises of a quorum the owner votes first: for
+  the value of the latest vote that it knows; if there is none, to commit if all accepted and have links, otherwise to
+  abort. The others follow.
+- The value that a quorum voted for in one ballot is the outcome. A quorum is more than half, or half with member 0.
 
-A quorum's worth of members that died in the middle would leave the others in doubt for ever. But a life has ended when
-a later life of the same node is met, and the dead need no protection: when all others of a proposal have ended, as seen
-by each of the survivors, the survivors are a quorum. Each says which lives it takes no more words from, together with
-all it knows of them, so whoever counts knows all that any survivor will ever know of the dead, and no survivor can
-later learn of an outcome that was passed over. A node that lost the quorum for good stays in doubt, as it must: the
-others may have gone ahead with it.
+If a quorum of members died during the vote, the others would stay in doubt for ever. But a life has certainly ended
+when there is a link with a later life of the same node. When all other members of a proposal have ended in this sense,
+as each survivor sees it, the survivors are a quorum. Each says which lives it takes no more messages from, together
+with all it knows of them. So the member that counts knows all that any survivor will ever know of the ended lives, and
+no survivor can later learn of an outcome that was passed over. A node whose quorum is lost for good stays in doubt, as
+it must: the others may have gone ahead with it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Decision:
     def __init__(
         self, proposal: bytes, members: tuple[Member, ...], rank: int, answer: Answer, reason: str = ""
     ) -> None:
-        """Answer the proposal, for good."""
+        """Answer the proposal; the answer is final."""
         self.proposal, self.members, self.rank = proposal, members, rank
         self.ranks = {member.id: index for index, member in enumerate(members)}
         self.rows = [Row()] * len(members)
@@ -45,14 +46,14 @@ class Decision:
         self.outcome = Outcome.OPEN
         self._ended: frozenset[int] = frozenset()
         self._ended_for: dict[int, frozenset[int]] = {}
-        """Which lives each other member said to have ended."""
+        """By member: the lives that it says have ended."""
 
     def standing(self) -> Standing:
-        """Return all that is known here, to be told to the other members."""
+        """Return all that this member knows, for the other members."""
         return Standing(self.proposal, tuple(self.rows), self.outcome, tuple(sorted(self._ended)))
 
     def heard(self, rank: int, standing: Standing) -> None:
-        """Take in what the member `rank` knows."""
+        """Merge what the member `rank` knows."""
         size = len(self.rows)
         if len(standing.rows) != size or any(ended >= size for ended in standing.ended):
             raise RemoteProtocolError(f"a standing of {len(standing.rows)} members; the proposal has {size}")
@@ -64,11 +65,11 @@ class Decision:
             self.outcome = standing.outcome
 
     def met_later_life(self, rank: int) -> None:
-        """The node of member `rank` has been started anew: the life that was proposed is over."""
+        """Note that the node of member `rank` was started anew: the life in the proposal is over."""
         self._ended |= {rank}
 
     def start_ballot(self) -> bool:
-        """Start a ballot of this member's own above all it knows of, unless the latest is its own already."""
+        """Start a ballot of this member above all it knows, unless the latest is its own already."""
         latest = max(row.promised for row in self.rows)
         if latest > 0 and self._owner(latest) == self.rank == self._owner(self.rows[self.rank].promised):
             return False
@@ -77,7 +78,7 @@ class Decision:
         return True
 
     def advance(self, *, all_here: bool) -> bool:
-        """Go as far as what is known allows; return whether this member's row or the outcome has changed.
+        """Take all steps that are possible now; return whether this member's row or the outcome has changed.
 
         `all_here`: this member has a link with every other.
         """
@@ -107,7 +108,7 @@ class Decision:
             return self._vote(latest, commit=last.commit if last.voted >= 0 else all_here and self._all_accepted())
         return False
 
-    # The rules.
+    # Rules
 
     def _all_accepted(self) -> bool:
         return all(row.answer is Answer.ACCEPTED for row in self.rows)
@@ -124,7 +125,7 @@ class Decision:
         return self._is_quorum(promised) or self._are_survivors(promised)
 
     def _are_survivors(self, ranks: Collection[int]) -> bool:
-        """Tell whether `ranks` are all whose life has not ended, and each of them knows it."""
+        """Tell whether `ranks` are all members whose life has not ended, and each of them knows it."""
         agreeing = {
             rank for rank in ranks if rank == self.rank or self._ended <= self._ended_for.get(rank, frozenset())
         }
@@ -136,7 +137,7 @@ class Decision:
         latest = max(row.promised for row in self.rows)
         for ballot in sorted({row.voted for row in self.rows} - {-1}):
             voters = [rank for rank, row in enumerate(self.rows) if row.voted == ballot]
-            # Only the owner counts survivors, and only in the latest ballot: the dead may have gone on to later ones.
+            # Only the owner counts survivors, and only in the latest ballot: ended members may have seen later ones.
             is_mine = ballot == latest > 0 and self._owner(ballot) == self.rank
             if self._is_quorum(voters) or (is_mine and self._are_survivors(voters)):
                 return Outcome.COMMIT if self.rows[voters[0]].commit else Outcome.ABORT

@@ -1,26 +1,26 @@
-"""How nodes that find each other one by one agree on the first view of a run: the same members in the same order.
+"""Agreement of nodes that find each other one by one on the first view of a run: the same members in the same order.
 
-Every candidate tells all it has a link with what its terms are and whom it hears (`Here`). The smallest of those that
-hear each other proposes as many as hear one another: at once when the run is full, else when nobody new has come for
-`settle`. Who can accept the proposal is *locked* on it until it is decided (`proto.decision`): while locked it refuses
-all others. A committed proposal is the view; after an aborted one everybody gathers again.
+Every joiner sends its terms, and the lives it hears, to all nodes that it has a link with (`Here`). Of the joiners that
+hear each other, the one with the smallest id proposes the view: at once if the run is full, otherwise when no joiner
+came for `settle`. A joiner that accepts a proposal is *locked* on it until it is decided (`proto.decision`), and
+refuses all others meanwhile. A committed proposal is the view; after an aborted one all joiners begin again.
 
-A candidate that knows of a *lineage* of this run, one that may be going on, founds no other (`proto.lineages`): it says
-so in its `Here`, proposes nothing, accepts nothing, and waits to be taken in as a newcomer. What it knows comes from
-its disk and from what its peers say; an accepted proposal is on disk before the answer leaves. When the members of two
-lineages of one run meet, both learn it (`rivals`): the younger one has to end.
+A joiner that knows of a *lineage* of this run that may be going on founds no other (`proto.lineages`): it says so in
+its `Here`, proposes and accepts nothing, and waits for a seat as a newcomer. It knows lineages from its disk and from
+its peers; an accepted proposal is on disk before the answer is sent. When members of two lineages of one run link with
+each other, both learn it (`rivals`): the younger one has to end.
 
-Held in the simulation, whatever the network does:
+Invariants, held in the simulation whatever the network does:
 
-1. If a node returns a view, no member of it ever returns another (unless all who returned the first have died).
-2. Everybody's view has the same order: `rank_order`.
+1. If a node returns a view, no member of it ever returns another (unless all that returned the first have died).
+2. The view has the same order everywhere: `rank_order`.
 3. A view keeps the limits of the terms.
-4. When the network is good from some time on, all who hear each other form within a bounded time, or hear that the run
-   is already going on. A smallest candidate that hears too few does not hold up the others: each next one proposes
-   after another `patience`.
-5. Nobody waits for what cannot come: links and silence end a proposal, a stranger's flapping link prolongs settling
-   only so far. The exception cannot be helped: who has accepted a view whose quorum has died cannot know whether the
-   others went ahead; `report` says so, and it is free again when they are back or have been started anew.
+4. Once the network is good, all joiners that hear each other form within a bounded time, or learn that the run is
+   already going on. A smallest joiner that hears too few does not delay the others: each next one proposes after
+   another `patience`.
+5. No joiner waits for what cannot come: lost links and silence end a proposal, and a flapping link prolongs settling
+   only to a limit. One exception is unavoidable: a joiner that accepted a view whose quorum has died cannot know
+   whether the others went ahead. `report` says so, and it is free again when they are back or were started anew.
 6. No member of a founded run knew of an earlier one that was not over.
 """
 
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto.decision import Decision
-from covey.proto.founders import Peer, clique, count_hosts, founders, going_on, newcomers, rank_order, wanting
+from covey.proto.founders import RemoteJoiner, clique, count_hosts, founders, going_on, newcomers, rank_order, wanting
 from covey.proto.lineages import Lineages
 from covey.wire import formation as wire
 from covey.wire.formation import Answer, Here, Member, Outcome, Phase, Propose, Standing, Terms, difference
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SETTLE: Final = 1.0
-"""Seconds without a new candidate after which those who are here go ahead."""
+"""Seconds without a new joiner after which the present ones form the run."""
 MAX_SETTLES: Final = 5
-"""Settling is over after so many times SETTLE, however often candidates come and go."""
+"""Settling ends after this many times SETTLE, however often joiners come and go."""
 PATIENCE: Final = 2.0
-"""Seconds in which a proposal should be decided, and a smaller candidate propose; then somebody else steps in."""
+"""Seconds in which a proposal should be decided, or a joiner with a smaller id propose; then another one steps in."""
 HERE_EVERY: Final = 0.5
 REPEAT_EVERY: Final = 0.3
 HERE_SOON: Final = 0.05
-"""Changes within this time are told together: links come up in dozens."""
+"""Changes within this time are announced together: links come up in dozens."""
 STAGGER: Final = 0.2
-"""Of patience: the time between members that start a ballot for the same reason, by rank."""
+"""Share of `patience` between the ballots that members start for the same reason, by rank."""
 REMEMBERED: Final = 256
-"""Proposals of which the answer is kept, to repeat it to those who ask; and proposals that wait for an answer."""
+"""Proposals whose answer is kept, to repeat it on request; and proposals that wait for an answer."""
 MOST_PAST_LIVES: Final = 4096
-"""Lives that are known to be over. A member that starts anew again and again makes a node forget the first of them."""
+"""Lives that are known to be over. A member that starts anew very often makes a node forget the first of them."""
 
 Message: TypeAlias = wire.Formation
 
@@ -69,32 +69,32 @@ class Formed:
     view: tuple[Member, ...]
     """By rank."""
     lineage: bytes
-    """Of the run: the proposal that founded it."""
+    """The lineage of the run: the proposal that founded it."""
     lost: tuple[bytes, ...] = ()
-    """Ids of members there was no link with when the decision became known."""
+    """Ids of members without a link when the decision became known."""
     generation: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """How the formation stands, for people."""
+    """The progress of the formation, for messages to users."""
 
     here: tuple[str, ...]
-    """Names of those that could be in the view, this node among them."""
+    """Names of the nodes that could be in the view, this node among them."""
     refused: tuple[tuple[str, str], ...]
-    """Names of those heard that could not, and why."""
+    """Names of the nodes that could not, and why."""
     waiting: str
-    """What is waited for."""
+    """What this node waits for."""
     elsewhere: tuple[str, ...]
-    """Names of the view in which the run is already going on, without this node."""
+    """Names of the members with which the run is already going on, without this node."""
     awaited: tuple[str, ...]
-    """Names of a run that this node knows of and none of whose members is here."""
+    """Names of the members of a run that this node knows, if it has a link with none of them."""
     in_use: tuple[bytes, ...]
-    """Ids of which two lives are here at once: a copied identity."""
+    """Ids of which two lives have links at once: a copied identity."""
 
 
 class Formation:
-    """One candidate's part in agreeing on the view. Drain `outgoing` after every call; `tick` at `next_deadline`."""
+    """One joiner's part in agreeing on the view. Drain `outgoing` after every call; call `tick` at `next_deadline`."""
 
     def __init__(
         self,
@@ -111,41 +111,41 @@ class Formation:
         settle: float = SETTLE,
         patience: float = PATIENCE,
     ) -> None:
-        """Begin to gather.
+        """Begin without links.
 
-        `lineages` is what this node knows of runs of this name. A node that comes back to a run `follows` its lineage,
-        and an elastic one that of the members that it meets: if that lineage ends because the work is done, this node
-        has nothing more to do (`ending`). A first view spans at least `min_hosts` machines. `wall` tells the seconds
-        since 1970.
+        `lineages` is what this node knows of runs of this name. A node that comes back to a run `follows` its lineage;
+        an elastic node follows the lineage of the members it links with. If that lineage ends because the work is
+        done, this node has nothing more to do (`ending`). A first view spans at least `min_hosts` machines. `wall`
+        returns the seconds since 1970.
         """
         self.formed: Formed | None = None
         self.lineages = lineages if lineages is not None else Lineages()
         self.ending: Ending | None = None
-        """The run that this node is in, or followed, is over."""
+        """Set when the run that this node is in, or follows, is over."""
         self.rivals: dict[bytes, Here] = {}
-        """By lineage: what a member of another run of the same name said, once this node is in one."""
+        """By lineage: the announcement of a member of another run of the same name, once this node is in a run."""
         self.not_given_up: Here | None = None
-        """What a member says of a run that a person gave up, and that is going on all the same."""
+        """The announcement of a member of a run that the user gave up, and that is going on all the same."""
         self.unaware: set[bytes] = set()
-        """Peers that are members of this node's generation and wait outside, because they have not heard of it."""
+        """Peers that are members of this node's generation and do not know it yet."""
         self.believes: Callable[[bytes, Ending], bool] = lambda _teller, _ending: True
-        """Whether the word of the node with this id counts, that a lineage is over."""
+        """Tells whether to believe the node with this id that a lineage is over."""
         self._followed, self._is_elastic = follows, is_elastic
         self._min_hosts, self._wall = min_hosts, wall
         self._me, self._terms, self._random = me, terms, random
         self._settle, self._patience = settle, patience
-        self._peers: dict[bytes, Peer] = {}
+        self._peers: dict[bytes, RemoteJoiner] = {}
         self._past_lives: dict[tuple[bytes, bytes], None] = {}
-        """By id: lives of which a later one was here."""
+        """Id and life: lives that a later one has replaced."""
         self._last_life: dict[bytes, bytes] = {}
         self._in_use: set[bytes] = set()
         self._outgoing: list[tuple[bytes, Message]] = []
         self._decisions: dict[bytes, Decision] = {}
         self._lock: Decision | None = None
-        """What this node has accepted and is not decided."""
+        """The proposal that this node has accepted and that is not decided."""
         self._held: dict[bytes, float] = {}
-        """Proposals that cannot be accepted yet, and when they came."""
-        self._company: tuple[bytes, ...] = ()
+        """Proposals that cannot be accepted yet, and when each came."""
+        self._founders: tuple[bytes, ...] = ()
         self._changed_at = now
         self._enough_at = math.inf
         self._not_before = now
@@ -159,27 +159,27 @@ class Formation:
 
     @property
     def is_deciding(self) -> bool:
-        """Whether a view is being agreed on or is agreed: no link should be exchanged for another now."""
+        """Whether a view is being agreed on or is agreed: no link should be replaced now."""
         return self._lock is not None or self.formed is not None
 
     @property
     def going_on(self) -> Here | None:
-        """What a member of the run says that goes on without this node, if there is one."""
+        """The announcement of a member, if the run is going on without this node."""
         return None if self.formed is not None else going_on(self._peers, self.lineages.current)
 
     @property
     def accepted(self) -> tuple[bytes, tuple[Member, ...]] | None:
-        """The proposal that this node has accepted and that is not decided, with its members."""
+        """The undecided proposal that this node has accepted, with its members."""
         return None if self._lock is None else (self._lock.proposal, self._lock.members)
 
     def newcomers(self) -> tuple[bytes, ...]:
-        """Return the ids of the nodes that want to be in the run that goes on here."""
+        """Return the ids of the nodes that wait for a seat in this node's run."""
         if self.formed is None or self._has_older_rival:
             return ()
         return tuple(peer.id for peer in newcomers(self._peers, self._me.life, self.formed.lineage))
 
     def is_member_of_ours(self, peer_id: bytes, lineage: bytes) -> bool:
-        """Tell whether a peer said, under our terms, that it is in the run of this lineage, which we wait for."""
+        """Tell whether a peer with the same terms says that it is in the run of this lineage."""
         peer = self._peers.get(peer_id)
         is_formed = peer is not None and peer.is_in(Phase.FORMED)
         return is_formed and peer is not None and peer.here is not None and peer.here.lineage == lineage
@@ -188,10 +188,10 @@ class Formation:
     def _has_older_rival(self) -> bool:
         return self.formed is not None and any(lineage < self.formed.lineage for lineage in self.rivals)
 
-    # What happens.
+    # Inputs
 
     def entered(self, view: tuple[Member, ...], lineage: bytes, generation: int, now: float) -> None:
-        """The run goes on with these members, and this node is one of them."""
+        """Note that this node is in a generation of the run, with these members."""
         self._lock, self._repeat_at, self._ballot_at = None, math.inf, math.inf
         self._propose_at = math.inf
         self.lineages.learn(lineage, (member.name for member in view), is_ours=True)
@@ -200,23 +200,27 @@ class Formation:
         self._here_at = now
 
     def ended(self, ending: Ending, now: float, teller: bytes | None = None) -> None:
-        """A lineage is over: this node decided so with others, or was told by the node with the id `teller`."""
+        """Note that a lineage is over: this node agreed on it, or the node with the id `teller` says so."""
         if teller is not None and not self.believes(teller, ending):
             return
         is_ours = ending.lineage == (self._followed if self.formed is None else self.formed.lineage)
         self.lineages.end(ending)
         self.rivals.pop(ending.lineage, None)
         if self._lock is not None and self._lock.proposal == ending.lineage:
-            self._lock, self._repeat_at, self._ballot_at = None, math.inf, math.inf  # what it led to is over already
+            self._lock, self._repeat_at, self._ballot_at = (
+                None,
+                math.inf,
+                math.inf,
+            )  # the run that it founded is over already
         if is_ours and (ending.is_finished or self.formed is not None):
             self.ending = ending
         self._announce_soon(now)
         self._gather(now)
 
     def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
-        """There is a new link with this life of a node, in place of an older one if there was.
+        """Note a new link with this life of a node; it replaces an older link.
 
-        Returns False if the link is to be refused: another life of the node is here, or a later one was.
+        Return False if the link is to be refused: another life of the node has a link, or a later one had.
         """
         known = self._peers.get(peer_id)
         if peer_id == self._me.id or (known is not None and known.life != peer_life):
@@ -226,7 +230,7 @@ class Formation:
             return False
         self._in_use.discard(peer_id)
         if known is None:
-            self._peers[peer_id] = Peer(peer_id, peer_life)
+            self._peers[peer_id] = RemoteJoiner(peer_id, peer_life)
         last = self._last_life.setdefault(peer_id, peer_life)
         if last != peer_life:
             self._past_lives[peer_id, last] = None
@@ -242,7 +246,7 @@ class Formation:
         return True
 
     def link_down(self, peer_id: bytes, now: float) -> None:
-        """The link with a node is gone."""
+        """Note that the link with a node ended."""
         if self._peers.pop(peer_id, None) is None:
             return
         self._announce_soon(now)
@@ -254,7 +258,7 @@ class Formation:
         """Take a message that came over the link with this node.
 
         Raises:
-            RemoteProtocolError: no candidate of this version says such a thing; the link should be closed.
+            RemoteProtocolError: the message breaks the protocol; the link should be closed.
         """
         peer = self._peers.get(peer_id)
         if peer is None:
@@ -268,7 +272,7 @@ class Formation:
                 self._received_standing(peer, message, now)
 
     def tick(self, now: float) -> None:
-        """Do what time has brought."""
+        """Act on the deadlines that have passed."""
         if self.formed is None:
             self._gather(now)
         if now >= self._here_at:
@@ -285,17 +289,17 @@ class Formation:
             self._repeat(self._lock, now)
 
     def next_deadline(self) -> float:
-        """Return when `tick` wants to be called, inf for never."""
+        """Return when to call `tick`; inf for never."""
         return min(self._here_at, self._propose_at, self._repeat_at, self._ballot_at)
 
     def outgoing(self) -> list[tuple[bytes, Message]]:
-        """Return the messages to send, each with the node it is for, and forget them."""
+        """Return the messages to send, each with the id of its receiver, and clear them."""
         messages, self._outgoing = self._outgoing, []
         return messages
 
-    # Who is here.
+    # Announcements
 
-    def _received_here(self, peer: Peer, here: Here, now: float) -> None:
+    def _received_here(self, peer: RemoteJoiner, here: Here, now: float) -> None:
         if (here.member.id, here.member.life) != (peer.id, peer.life):
             raise RemoteProtocolError(f"node {peer.id.hex()[:8]} says that it is {here.member.id.hex()[:8]}")
         known, peer.here = peer.here, here
@@ -318,7 +322,7 @@ class Formation:
         if here.lineage is None:
             return
         if (over := self.lineages.ending(here.lineage)) is not None:
-            if over not in self.lineages.latest_endings():  # which it is told of anyway
+            if over not in self.lineages.latest_endings():  # those are announced anyway
                 self._send(here.member.id, self._here(over))
             return
         if self.lineages.is_abandoned(here.lineage) and here.phase is Phase.FORMED:
@@ -326,14 +330,14 @@ class Formation:
         if self.formed is not None:
             if here.phase is Phase.FORMED and here.lineage != self.formed.lineage:
                 self._note_rival(here.lineage, here, self.formed.lineage)
-                self.lineages.learn(here.lineage, here.company)
+                self.lineages.learn(here.lineage, here.names)
             return
-        self.lineages.learn(here.lineage, here.company)
+        self.lineages.learn(here.lineage, here.names)
         if self._is_elastic and here.phase is Phase.FORMED and here.lineage == self.lineages.current:
             self._followed = here.lineage
 
     def _note_rival(self, lineage: bytes, here: Here, ours: bytes) -> None:
-        """Note another run of the same name. A peer may tell of any number of them; the older ones count."""
+        """Note another run of the same name. A peer may name any number of them; the oldest are kept."""
         if lineage not in self.rivals and len(self.rivals) >= MAX_OPEN:
             if lineage > ours:
                 return
@@ -344,20 +348,20 @@ class Formation:
         hears = tuple(sorted(peer.life for peer in self._peers.values()))[: wire.MAX_LINKS]
         endings = (*endings, *self.lineages.latest_endings())[: wire.MAX_ENDINGS]
         if (formed := self.formed) is not None:
-            company = tuple(member.name for member in formed.view)
-            return Here(self._terms, self._me, hears, Phase.FORMED, company, formed.lineage, formed.generation, endings)
-        phase = Phase.GATHERING if self._lock is None else Phase.LOCKED
+            names = tuple(member.name for member in formed.view)
+            return Here(self._terms, self._me, hears, Phase.FORMED, names, formed.lineage, formed.generation, endings)
+        phase = Phase.JOINING if self._lock is None else Phase.LOCKED
         lineage = self.lineages.current
-        company = self.lineages.names(lineage)
-        return Here(self._terms, self._me, hears, phase, company, lineage or None, endings=endings)
+        names = self.lineages.names(lineage)
+        return Here(self._terms, self._me, hears, phase, names, lineage or None, endings=endings)
 
     def _announce_soon(self, now: float) -> None:
         self._here_at = min(self._here_at, now + HERE_SOON)
 
-    # Proposing.
+    # Proposing
 
     def _gather(self, now: float) -> None:
-        """Propose a view if it is time to, or note when it will be."""
+        """Propose a view if it is due, or note when it will be."""
         self._propose_at = math.inf
         if self._lock is not None or self.formed is not None:
             return
@@ -365,9 +369,9 @@ class Formation:
             self._enough_at = math.inf
             return
         others = founders(self._peers, self._me.life)
-        company = tuple(peer.life for peer in others)
-        if company != self._company:
-            self._company, self._changed_at = company, now
+        lives = tuple(peer.life for peer in others)
+        if lives != self._founders:
+            self._founders, self._changed_at = lives, now
         there = [self._me, *(peer.here.member for peer in others if peer.here is not None)]
         if len(there) < self._terms.smallest or count_hosts(there) < self._min_hosts:
             self._enough_at = math.inf
@@ -386,21 +390,21 @@ class Formation:
             lineage = new_lineage(self._wall(), self._random.randbytes(RANDOM_BYTES))
             self._lock_on(lineage, rank_order(view), now, is_mine=True)
 
-    # Answering.
+    # Answering
 
-    def _received_proposal(self, peer: Peer, message: Propose, now: float) -> None:
+    def _received_proposal(self, peer: RemoteJoiner, message: Propose, now: float) -> None:
         known = self._decisions.get(message.proposal)
         if known is not None:
             self._send(peer.id, known.standing())
             return
         if peer.here is None or peer.objection:
-            return  # its terms are not known to be ours; who proposes repeats it
+            return  # its terms are not known yet; it repeats the proposal
         members, terms = message.members, self._terms
         is_in_order = len({member.id for member in members}) == len(members) and members == rank_order(members)
         if not is_in_order or not terms.smallest <= len(members) <= terms.largest:
             raise RemoteProtocolError(f"{peer.name} proposed {len(members)} members that cannot be a view")
         if not any((member.id, member.life) == (self._me.id, self._me.life) for member in members):
-            return  # for an earlier life of this node, which alone could answer
+            return  # meant for an earlier life of this node, which alone could answer
         refusal = self._refusal(message.proposal, members)
         if not refusal:
             unmet = [member.name for member in members if not self._is_met(member)]
@@ -410,7 +414,7 @@ class Formation:
             if message.proposal not in self._held and len(self._held) >= REMEMBERED:
                 self._held.clear()
             if now < self._held.setdefault(message.proposal, now) + self._patience / 2:
-                return  # a link may be about to come up, a word may have been lost; the proposal will be repeated
+                return  # a link may be about to come up, a message may be lost; the proposal is repeated
             refusal = f"{self._me.name} has not met {', '.join(unmet)}"[:256]
         decision = self._answer(message.proposal, members, Answer.REFUSED, refusal)
         decision.advance(all_here=False)
@@ -418,7 +422,7 @@ class Formation:
         self._tell(decision)
 
     def _refusal(self, proposal: bytes, members: tuple[Member, ...]) -> str:
-        """Return why this node cannot be in a new view of these members, if it is so."""
+        """Return why this node cannot be in a new view of these members, or ""."""
         if self.formed is not None:
             return f"{self._me.name} is in a view already"
         if self._lock is not None:
@@ -446,7 +450,7 @@ class Formation:
         self._lock.advance(all_here=True)
         if is_mine:
             self._repeat(self._lock, now)
-        else:  # the proposal itself is passed on only if it seems to have been lost
+        else:  # the proposal itself is repeated only if it seems to be lost
             self._tell(self._lock)
         self._settle_outcome(self._lock, now)
 
@@ -458,9 +462,9 @@ class Formation:
             del self._decisions[next(old for old, it in self._decisions.items() if it.outcome is Outcome.ABORT)]
         return decision
 
-    # Deciding.
+    # Deciding
 
-    def _received_standing(self, peer: Peer, message: Standing, now: float) -> None:
+    def _received_standing(self, peer: RemoteJoiner, message: Standing, now: float) -> None:
         decision = self._decisions.get(message.proposal)
         if decision is None:
             return
@@ -475,14 +479,14 @@ class Formation:
             self._send(peer.id, decision.standing())
 
     def _advance(self, now: float) -> None:
-        """Go on with what we are locked on, now that more is known."""
+        """Continue with the accepted proposal, now that more is known."""
         lock = self._lock
         if lock is None:
             return
         promised = lock.rows[lock.rank].promised
         if lock.advance(all_here=all(self._is_linked(member) for member in lock.members)):
             self._tell(lock)
-        if lock.rows[lock.rank].promised > promised:  # somebody has stepped in: give it time
+        if lock.rows[lock.rank].promised > promised:  # another member has started a ballot: give it time
             self._ballot_at = now + self._patience + self._stagger(lock)
         self._settle_outcome(lock, now)
 
@@ -508,7 +512,7 @@ class Formation:
         return member.id == self._me.id or (peer is not None and peer.life == member.life)
 
     def _stagger(self, decision: Decision) -> float:
-        """Return how long this member lets those before it start a ballot first."""
+        """Return how long this member waits for members of lower rank to start a ballot first."""
         before = sum(self._is_linked(member) for member in decision.members[: decision.rank])
         return STAGGER * self._patience * (before + self._random.random() / 4)
 
@@ -529,23 +533,23 @@ class Formation:
     def _send(self, peer_id: bytes, message: Message) -> None:
         self._outgoing.append((peer_id, message))
 
-    # For people.
+    # Messages to users
 
     def report(self) -> Report:
-        """Say who is here, who was refused and why, and what is waited for."""
+        """Return which nodes are present, which are refused and why, and what this node waits for."""
         peers = sorted(self._peers.values(), key=lambda peer: peer.id)
         other = self.going_on
         return Report(
             here=tuple(sorted([self._me.name, *(peer.name for peer in peers if peer.here and not peer.objection)])),
             refused=tuple((peer.name, peer.objection) for peer in peers if peer.objection),
             waiting=self._waiting(),
-            elsewhere=() if other is None else other.company,
+            elsewhere=() if other is None else other.names,
             awaited=() if other is not None else self.lineages.names(self.lineages.current),
             in_use=tuple(sorted(self._in_use)),
         )
 
     def waits_for(self) -> str:
-        """Return what this node waits for, as a word for programs: see `wire.messages.Wait`; empty if it is formed."""
+        """Return what this node waits for as a keyword (`wire.messages.Wait`); "" once the view is agreed."""
         if self.formed is not None:
             return ""
         if self._lock is not None:
@@ -566,7 +570,7 @@ class Formation:
         if self._lock is not None:
             return self._waiting_locked(self._lock)
         if (other := self.going_on) is not None:
-            return f"the run is already going on with {', '.join(other.company)}"
+            return f"the run is already going on with {', '.join(other.names)}"
         if self.lineages.current:
             names = ", ".join(self.lineages.names(self.lineages.current)) or "unknown nodes"
             return (

@@ -1,22 +1,22 @@
-"""Who is well: each member judges the others by what it *heard* of them, never by what it could send.
+"""Failure detection: each member judges the others by what it *received* from them, never by what it could send.
 
-Any message on a peer's link is a word of it; only a peer that was quiet for an interval is asked for one (`Ping`). A
-peer on this node's own machine is asked rarely as long as its keeper vouches for it.
-A silent peer is suspect first and dead later. How soon depends on what else there is to go by:
+Any message on a peer's link is a sign of life; only a peer that was quiet for an interval is pinged. A peer on this
+node's own machine is pinged rarely while its keeper vouches for it. A silent peer is first suspected, later dead. How
+soon depends on other evidence:
 
-- *Another word from its machine* (of another member, of the keeper, an acknowledgement of its kernel) tells a busy
-  process from a dead host. A host that can give such words and gives none is dead after HOST_SILENCE. A process on a
-  host that is heard, or on one that never had a second voice, has PROCESS_SILENCE: it may only be in a long C call.
-- *The keeper*, which sees its processes in the kernel, vouches for one that is alive and busy, and tells of one that is
-  stopped or has exited.
-- *A link that ends* proves nothing about the machine behind it, and anybody can forge a reset: it makes a peer suspect
-  at once, and changes no clock.
+- *Another sign from its machine* (of another member, of the keeper, an acknowledgement of its kernel) tells a busy
+  process from a dead host. A host that can give such signs and gives none is dead after HOST_SILENCE. A process on a
+  host that is heard, or that never gave other signs, has PROCESS_SILENCE: it may only be in a long C call.
+- *The keeper*, which sees its processes in the kernel, vouches for a process that is alive and busy, and reports one
+  that is stopped or has exited.
+- *The end of a link* proves nothing about the machine behind it, and a reset can be forged. It makes a peer suspected
+  at once, and changes no deadline.
 
-Time in which this node did not listen is not silence of the others. A tick that comes late shows it: the node was
-suspended, or its interpreter was held. It then accuses nobody, and its clocks go on as if that time had not been.
+Time in which this node did not listen does not count as silence of its peers. A late tick reveals such time: the node
+was suspended, or its interpreter was held. The node then suspects no peer, and shifts its deadlines by that time.
 
-These are opinions, and a word takes them back; that a process exited is a fact and final. What follows from an opinion
-is agreed by all members (`proto.membership`).
+These are opinions, and a sign of life takes them back; only the exit of a process is final. All members agree on what
+follows from an opinion (`proto.membership`).
 """
 
 from __future__ import annotations
@@ -27,57 +27,58 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 INTERVAL: Final = 0.5
-"""Seconds without a word after which a peer is asked for one, and between the words of a keeper. A quiet pair exchanges
+"""Seconds without a message after which a peer is pinged, and between the reports of a keeper. A quiet pair exchanges
 some four small messages a second."""
 REPEAT: Final = INTERVAL / 2
-"""Seconds between pings while none is answered: on a bad link every one is another chance."""
+"""Seconds between pings while none is answered: on a bad link each is another chance."""
 SUSPECT_LEAST: Final = 3 * INTERVAL
-"""Seconds of silence that make a peer suspect on a perfect link: four pings have gone unanswered and the fifth leaves.
-A word that is lost, or stalls for 200 ms as on Wi-Fi, is nothing."""
+"""Seconds of silence that make a peer suspected on a perfect link: four pings were not answered and the fifth is sent.
+A message that is lost, or stalls for 200 ms as on Wi-Fi, does not matter."""
 SUSPECT_MOST: Final = 3.0
 """The same on the worst link, and on one that was never measured. It leaves time before HOST_SILENCE to dial anew:
-after an outage TCP waits as long again before it repeats itself, a new connection does not."""
+after an outage TCP waits as long again before it retransmits, a new connection does not."""
 HOST_SILENCE: Final = 4.5
-"""Seconds without any word from a machine after which it is dead: with half a second for words that were on the way
-and for this node's own timers, a pulled cable is known in under 5 s."""
+"""Seconds without any sign from a machine after which it is dead: with half a second for messages on the way and for
+this node's own timers, a pulled cable is noticed in under 5 s."""
 PROCESS_SILENCE: Final = 15.0
 """The same for one process, if nothing shows that its machine is dead: longer than ordinary code keeps an interpreter
 from running other threads."""
 STOPPED_SILENCE: Final = 0.5
-"""Seconds that a process may be stopped: a debugger that attaches stops it for moments, and the keeper needs some of
-the second in which others want to know."""
+"""Seconds that a process may be stopped: a debugger that attaches stops it for a moment. A stopped process should be
+known within a second, and the keeper needs part of that to notice."""
 ASK_VOUCHED: Final = 10.0
-"""Seconds without a word after which a peer on this machine is asked for one while its keeper vouches for it. Processes
-of one machine cannot be cut off from each other, and the kernel tells the keeper more than an answer would; with a
-hundred of them, pings twice a second for every pair would take both cores of a small machine."""
+"""Seconds without a message after which a peer on this machine is pinged while its keeper vouches for it. Processes of
+one machine cannot be cut off from each other, and the kernel tells the keeper more than an answer would. With a hundred
+of them, pings twice a second for every pair would take both cores of a small machine."""
 FRESH: Final = SUSPECT_MOST
-"""Seconds for which a keeper's "alive, busy" takes the place of such an answer. Six words of a keeper can be lost."""
+"""Seconds for which a keeper's "alive, busy" replaces such an answer. Six reports of a keeper can be lost."""
 VOUCHED: Final = 300.0
-"""Seconds of silence that a keeper's "alive, busy" can explain; after that a process is taken to hang for good."""
+"""Seconds of silence that a keeper's "alive, busy" explains; after that a process is taken to hang for good."""
 BEAT: Final = 0.25
-"""Longest time between ticks: so closely is known how long this node did not listen."""
+"""Longest time between ticks: the precision with which this node knows how long it did not listen."""
 GRAIN: Final = 0.05
-"""Shortest time between two looks at everybody, so that many peers are looked at together."""
+"""Shortest time between two checks of all peers, so that many are checked together."""
 LATE: Final = 0.25
 """Seconds by which a tick of a listening node may be late: a loaded machine, a garbage collection."""
 SLEPT: Final = 5.0
-"""A tick later than this means that the machine was suspended, and its network has to come up again: clocks start anew.
-After shorter gaps they only go on, or who is kept from listening again and again would never miss anybody."""
+"""A tick later than this means that the machine was suspended and its network has to come up again: all deadlines start
+anew. After shorter gaps they are only shifted; otherwise a node that is held up again and again would never notice a
+loss."""
 
 
 class Vouch(enum.IntEnum):
-    """What a keeper says of a process."""
+    """What a keeper reports about a process."""
 
     BUSY = 1
-    """It is alive, whether or not it talks."""
+    """It is alive, whether or not it sends messages."""
     STOPPED = 2
     """A signal or a debugger has stopped it."""
     EXITED = 3
-    """It is no more. A later life of the same node proves that too."""
+    """It has ended. A later life of the same node proves that too."""
 
 
 class Standing(enum.Enum):
-    """What this node thinks of another."""
+    """This node's opinion of a peer."""
 
     TRUSTED = "trusted"
     SUSPECT = "suspect"
@@ -85,7 +86,7 @@ class Standing(enum.Enum):
 
 
 class Cause(enum.IntEnum):
-    """What an accusation rests on; a peer that is suspect becomes so again for a later one of these."""
+    """Why a peer is suspected or dead; a suspected peer is suspected again for a later cause in this list."""
 
     SILENT = 1
     LINK_LOST = 2
@@ -96,14 +97,14 @@ class Cause(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Ask this peer for a word, if its link will take it; the round trip of the answer is wanted."""
+    """Ping this peer, if it has a link, and report the round trip of the answer."""
 
     peer: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Unheard:
-    """Nothing is heard on the link with this peer: dial it by other ways, even if its keeper vouches for the process.
+    """Nothing is received on the link with this peer: dial its other addresses, even if its keeper vouches for it.
 
     The path of the link may be dead.
     """
@@ -113,7 +114,7 @@ class Unheard:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """The peer may be gone. A lost link or a stop is reason to ask the others at once."""
+    """The peer may be gone. Show it as suspected."""
 
     peer: bytes
     cause: Cause
@@ -122,7 +123,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The peer is well after all."""
+    """The peer is well after all. Show it as active."""
 
     peer: bytes
 
@@ -140,7 +141,7 @@ Effect: TypeAlias = Ping | Unheard | Suspect | Trust | Dead
 
 
 def suspect_after(round_trip: float, jitter: float) -> float:
-    """Return the seconds of silence that make a peer suspect, by the mean and the mean deviation of its round trip.
+    """Return the seconds of silence that make a peer suspected, from the mean and mean deviation of its round trip.
 
     Answers may take four mean deviations (RFC 6298) more than usual, within bounds.
     """
@@ -148,26 +149,26 @@ def suspect_after(round_trip: float, jitter: float) -> float:
 
 
 class _Host:
-    """A machine, as far as it was heard."""
+    """The signs of life of one machine."""
 
     def __init__(self, name: str, now: float, *, is_own: bool) -> None:
         self.name, self.heard_at, self.is_own = name, now, is_own
-        self.has_voice = False
-        """It can be heard while its members are busy: by a keeper or by its kernel."""
+        self.gives_signs = False
+        """Whether it gives signs while its members are busy: reports of a keeper, acknowledgements of its kernel."""
 
-    def spoke(self, at: float) -> None:
-        """A voice that is not a member's was heard; our own machine's silence would mean nothing."""
-        self.heard_at, self.has_voice = max(self.heard_at, at), not self.is_own
+    def gave_sign(self, at: float) -> None:
+        """Note a sign that is not a member's message. Silence of this node's own machine would mean nothing."""
+        self.heard_at, self.gives_signs = max(self.heard_at, at), not self.is_own
 
 
 class _Peer:
-    """What is known of one member."""
+    """The evidence about one member."""
 
     def __init__(self, id: bytes, host: _Host, now: float) -> None:
         self.id, self.host = id, host
         self.standing = Standing.TRUSTED
         self.cause = Cause.SILENT
-        """Why it is not trusted, if it is not."""
+        """Why it is not trusted, unless it is."""
         self.is_linked = self.is_unheard = False
         self.heard_at = now
         self.vouched_at = now
@@ -182,7 +183,7 @@ class _Peer:
 
     @property
     def alive_at(self) -> float:
-        """When it was last known to live."""
+        """When it was last known to be alive."""
         return max(self.heard_at, min(self.vouched_at, self.heard_at + VOUCHED))
 
     @property
@@ -191,7 +192,7 @@ class _Peer:
 
     @property
     def ask_at(self) -> float:
-        """When to ask it for a word if none comes by itself."""
+        """When to ping it if no message comes before."""
         quiet_until = self.heard_at + INTERVAL
         if self.host.is_own and self.has_keeper:
             asked_or_heard_at = max(self.heard_at, self.pinged_at)
@@ -199,9 +200,9 @@ class _Peer:
         return max(quiet_until, self.pinged_at + REPEAT)
 
     def end(self) -> tuple[float, Cause]:
-        """Return when it will be dead if nothing more is heard, and why."""
+        """Return when it is dead if nothing more is received, and the cause."""
         ends = [(self.alive_at + PROCESS_SILENCE, Cause.SILENT)]
-        if self.host.has_voice:
+        if self.host.gives_signs:
             ends.append((self.host.heard_at + HOST_SILENCE, Cause.HOST_SILENT))
         if self.stopped_at is not None:
             ends.append((self.stopped_at + STOPPED_SILENCE, Cause.STOPPED))
@@ -209,27 +210,27 @@ class _Peer:
 
 
 class Health:
-    """One member's opinion of the others. Drain `effects` after every call; `tick` at `next_deadline`, and not before.
+    """One member's opinions of its peers. Drain `effects` after every call; call `tick` at `next_deadline`, not before.
 
     `next_deadline` may come earlier after any call but `heard` and `round_trip`.
     """
 
     def __init__(self, host: str, now: float) -> None:
-        """`host` is the machine of this member: it cannot be silent while we run."""
+        """Begin without peers; `host` is the machine of this member, which is never silent."""
         self._own_host = host
         self._peers: dict[bytes, _Peer] = {}
         self._hosts: dict[str, _Host] = {}
         self._effects: list[Effect] = []
         self._look_at = math.inf
-        """The first moment at which some peer may need a ping or a judgement. Words only make it later, so `heard` need
-        not touch it."""
+        """The earliest time at which some peer may need a ping or a judgement. Messages only make it later, so `heard`
+        need not touch it."""
         self._beat_at = now + BEAT
 
-    # Whom to watch.
+    # Peers
 
     def watch(self, peer_id: bytes, host: str, now: float) -> None:
-        """Begin to judge a peer, trusting it; in place of its last life if that was watched."""
-        if not self._peers:  # and so no ticks until now
+        """Begin to judge a peer, trusting it; replaces its last life if that was judged."""
+        if not self._peers:  # so there were no ticks until now
             self._look_at, self._beat_at = math.inf, now + BEAT
         self.forget(peer_id)
         if host not in self._hosts:
@@ -243,10 +244,10 @@ class Health:
         if peer is not None and all(other.host is not peer.host for other in self._peers.values()):
             del self._hosts[peer.host.name]
 
-    # What happens.
+    # Inputs
 
     def heard(self, peer_id: bytes, now: float) -> None:
-        """A message of any kind came over the link with a peer."""
+        """Note a message of any kind on the link with a peer."""
         peer = self._peers.get(peer_id)
         if peer is not None:
             peer.heard_at = peer.host.heard_at = now
@@ -255,7 +256,7 @@ class Health:
                 self._reconsider(peer, now)
 
     def round_trip(self, peer_id: bytes, seconds: float) -> None:
-        """A peer has answered a ping after so long."""
+        """Note the round trip of a ping."""
         peer = self._peers.get(peer_id)
         if peer is None:
             return
@@ -267,34 +268,34 @@ class Health:
         peer.patience = suspect_after(peer.round_trip, peer.jitter)
 
     def acknowledged(self, peer_id: bytes, at: float) -> None:
-        """The kernel of a peer's machine acknowledged bytes of its link, last `at` this time.
+        """Note that the kernel of a peer's machine acknowledged bytes of its link, last `at` this time.
 
-        Who can ask its own kernel for this (TCP_INFO) tells it whenever it performs a `Ping`: a host of which this was
-        ever told is expected to go on.
+        A driver that can ask its own kernel for this (TCP_INFO) reports it with every `Ping`: a host with one such
+        report is expected to give more.
         """
         if (peer := self._peers.get(peer_id)) is not None:
-            peer.host.spoke(at)
+            peer.host.gave_sign(at)
 
     def link_up(self, peer_id: bytes, now: float) -> None:
-        """There is a link with a peer, which has proved who it is."""
+        """Note an authenticated link with a peer."""
         if (peer := self._peers.get(peer_id)) is not None:
             peer.is_linked = True
             self._look_by(now + INTERVAL)
             self.heard(peer_id, now)
 
     def link_lost(self, peer_id: bytes, now: float) -> None:
-        """The link with a peer has ended, however it did, and no other has taken its place."""
+        """Note that the link with a peer ended and none has replaced it."""
         peer = self._peers.get(peer_id)
         if peer is not None and peer.is_linked:
             peer.is_linked = False
             self._suspect(peer, Cause.LINK_LOST, now)
 
     def vouched(self, peer_id: bytes, vouch: Vouch, now: float) -> None:
-        """The keeper of a peer says how its process is; wanted every INTERVAL, and at once when that changes."""
+        """Take a keeper's report about a peer's process; expected every INTERVAL, and at once after a change."""
         peer = self._peers.get(peer_id)
         if peer is None or peer.has_exited:
             return
-        peer.host.spoke(now)
+        peer.host.gave_sign(now)
         self._look_by(now + HOST_SILENCE)
         match vouch:
             case Vouch.BUSY:
@@ -310,42 +311,42 @@ class Health:
                 self._give_up(peer, Cause.EXITED, now)
 
     def tick(self, now: float) -> None:
-        """Ask the quiet, accuse the silent."""
+        """Ping quiet peers and judge silent ones."""
         late = now - self.next_deadline()
         if late < 0:
             return
         self._beat_at = now + BEAT
         if late > LATE:
             self._forgive(late if late < SLEPT else math.inf, now)
-            self._look_at = now + GRAIN  # by then the words that have been waiting are read
+            self._look_at = now + GRAIN  # by then the messages that have been waiting are read
         elif now >= self._look_at:
             self._look_at = max(now + GRAIN, min(self._look(peer, now) for peer in self._peers.values()))
 
     def next_deadline(self) -> float:
-        """Return when `tick` wants to be called, inf for never."""
+        """Return when to call `tick`; inf for never."""
         return min(self._look_at, self._beat_at) if self._peers else math.inf
 
     def effects(self) -> list[Effect]:
-        """Return what is to be done, in order, and forget it."""
+        """Return the effects to perform, in order, and clear them."""
         effects, self._effects = self._effects, []
         return effects
 
-    # For people and for other cores.
+    # State
 
     def is_unheard(self, peer_id: bytes) -> bool:
-        """Tell whether nothing is heard on the link with a peer, whatever its keeper says."""
+        """Tell whether nothing is received on the link with a peer, whatever its keeper says."""
         return peer_id in self._peers and self._peers[peer_id].is_unheard
 
     def is_suspected(self, peer_id: bytes) -> bool:
-        """Tell whether a peer that is watched is not trusted now."""
+        """Tell whether a judged peer is not trusted now."""
         return peer_id in self._peers and self._peers[peer_id].standing is not Standing.TRUSTED
 
     def standing(self, peer_id: bytes) -> Standing:
-        """Return the opinion of a peer that is watched."""
+        """Return the opinion of a judged peer."""
         return self._peers[peer_id].standing
 
     def explain(self, peer_id: bytes, now: float) -> str:
-        """Say what is thought of a peer, why, and what will come of it."""
+        """Describe the opinion of a peer, its cause, and what follows."""
         peer = self._peers[peer_id]
         if peer.round_trip is None:
             link = "round trip not measured"
@@ -362,7 +363,7 @@ class Health:
         if peer.standing is Standing.SUSPECT:
             text += f"; dead in {max(0.0, peer.end()[0] - now):.1f} s if nothing more is heard"
         if len(self._peers) > 1 and all(other.standing is not Standing.TRUSTED for other in self._peers.values()):
-            text += "; nobody else is heard either: this machine may be the one that is cut off"
+            text += "; no other peer is heard either: this machine may be cut off"
         return text
 
     def _why(self, peer: _Peer, cause: Cause, now: float) -> str:
@@ -379,15 +380,15 @@ class Health:
             case Cause.EXITED:
                 return "its process has exited"
 
-    # Judging.
+    # Judging
 
     def _look(self, peer: _Peer, now: float) -> float:
-        """Do what is due for a peer; return when to look again if nothing is heard of it."""
+        """Do what is due for a peer; return when to check it again if it sends nothing."""
         if peer.has_exited:
             return math.inf
         again = math.inf
         if peer.is_linked:
-            # Processes of one machine are asked seldom, and have no path that could die.
+            # Processes of one machine are pinged rarely, and have no path that could die.
             if not (peer.is_unheard or peer.host.is_own) and now >= peer.heard_at + peer.patience:
                 peer.is_unheard = True
                 self._effects.append(Unheard(peer.id))
@@ -419,19 +420,19 @@ class Health:
             self._effects.append(Dead(peer.id, cause, self._why(peer, cause, now)))
 
     def _reconsider(self, peer: _Peer, now: float) -> None:
-        """Trust a peer again, unless something is still held against it."""
+        """Trust a peer again, unless there is still evidence against it."""
         if not peer.is_linked or peer.stopped_at is not None or peer.has_exited:
             return
         if now < peer.alive_at + peer.patience:
-            if peer.cause is Cause.SILENT:  # in vain: the link is worse than it seemed, until it is seen to be better
+            if peer.cause is Cause.SILENT:  # a false suspicion: take the link for the worst until it is measured better
                 peer.patience, peer.jitter = SUSPECT_MOST, (SUSPECT_MOST - SUSPECT_LEAST) / 4
             peer.standing = Standing.TRUSTED
             self._effects.append(Trust(peer.id))
 
     def _forgive(self, seconds: float, now: float) -> None:
-        """Take time in which nobody could be heard off everybody's silence, and ask all but those who are vouched for.
+        """Shift all deadlines by the time in which this node did not listen, and ping peers that no keeper vouches for.
 
-        Many members of one loaded machine are late at the same time: if each asked all others, they would be later.
+        Many members of one loaded machine are late at the same time; if each pinged all others, they would be later.
         """
         for host in self._hosts.values():
             host.heard_at = min(now, host.heard_at + seconds)

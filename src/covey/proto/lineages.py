@@ -1,8 +1,8 @@
-"""What a node knows about the lineages of its run, and what follows from it: whom it may join, whether it may found.
+"""What a node knows about the lineages of its run, and which of them it may join.
 
-A node that knows of a lineage which may be going on is a newcomer of that lineage. It founds no other run of that name
-until it learns that the lineage is over, or until a person gives the lineage up on its machine. Of several it follows
-the oldest: a younger one ends when it meets an older one.
+A node that knows of a lineage that may be going on is a newcomer of that lineage. It founds no other run of that name
+until it learns that the lineage is over, or until the user gives the lineage up on its machine. Of several lineages it
+follows the oldest: a younger one ends when its members link with an older one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 TOLD: Final = 8
-"""Endings of each kind that a node tells its peers about; the latest."""
+"""Endings of each kind that a node announces to its peers; the latest ones."""
 
 
 def merge(one: Remembered, other: Remembered) -> Remembered:
@@ -33,7 +33,7 @@ class Lineages:
     """The lineages of one run, as one node knows them. `is_changed` tells that `remembered` is to be made durable."""
 
     def __init__(self, remembered: Remembered | None = None, abandoned: Iterable[bytes] = ()) -> None:
-        """Begin with what is on disk; a person has given up the `abandoned` ones, and wants to hear no more of them."""
+        """Begin with what is on disk; the user has given up the `abandoned` lineages."""
         remembered = remembered if remembered is not None else Remembered()
         self._open = {known.lineage: known.names for known in remembered.open}
         self._ours = {known.lineage for known in remembered.open if known.is_ours}
@@ -70,27 +70,27 @@ class Lineages:
         return self._ended.get(lineage)
 
     def latest_endings(self) -> tuple[Ending, ...]:
-        """Return what to tell others."""
+        """Return the endings to announce."""
         kinds = ([ending for ending in self._ended.values() if ending.is_finished is kind] for kind in (True, False))
         return tuple(ending for kind in kinds for ending in kind[-TOLD:])
 
     def is_abandoned(self, lineage: bytes) -> bool:
-        """Tell whether a person gave a lineage up."""
+        """Tell whether the user gave a lineage up for this process."""
         return lineage in self._abandoned
 
     def was_given_up(self, lineage: bytes) -> bool:
-        """Tell whether a person ever gave a lineage up on this machine, whose nodes may have been in it."""
+        """Tell whether a lineage was ever given up on this machine, whose nodes may have been in it."""
         return lineage in self._given_up
 
-    # What happens
+    # Inputs
 
     def give_up(self, lineage: bytes) -> None:
-        """A person gives a lineage up."""
+        """Give a lineage up, as the user asks."""
         self._open.pop(lineage, None)
         self.note_given_up((lineage,))
 
     def note_given_up(self, lineages: Iterable[bytes]) -> None:
-        """Note that a person gave some lineages up here; this machine may have heard of them again since."""
+        """Note that lineages were given up here; this machine may have learned of them again since."""
         self._given_up |= dict.fromkeys(lineages)
 
     def learn(self, lineage: bytes, names: Iterable[str], *, is_ours: bool = False) -> None:
@@ -108,9 +108,9 @@ class Lineages:
             self.is_changed = True
 
     def _has_room(self, lineage: bytes, *, is_ours: bool) -> bool:
-        """Tell whether one more lineage can be waited for. A peer may tell of any number that it has made up.
+        """Make room for another lineage if possible, and return whether there is room. A peer may invent any number.
 
-        The youngest of those that this node was only told of goes first: an older one is waited for before it.
+        The youngest lineage that this node only knows from peers is dropped first: an older one is followed before it.
         """
         if len(self._open) < MAX_OPEN:
             return True

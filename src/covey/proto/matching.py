@@ -1,14 +1,14 @@
-"""Tagged messages between the ranks of a group, without sockets: who gets which message, and when bytes may move.
+"""Tagged messages between the ranks of a group, without sockets: matching, credit, and when bytes may move.
 
-A receive takes the earliest announced message that fits its source and tag. Small messages are *eager*: they leave
-at once, as copies, while the peer holds less than CREDIT_BYTES of ours that nobody has asked for; then sends wait
-until it has given credit back. Of large messages only the header leaves; the payload moves when a receive asks for it,
-straight into the receiver's memory.
+A receive takes the earliest announced message that fits its source and tag. Small messages are *eager*: they are sent
+at once, as copies, while the peer holds less than CREDIT_BYTES of this rank's messages that no receive has taken; then
+sends wait until the peer gives credit back. Of a large message only the header is sent; the payload moves when a
+receive asks for it, straight into the receiver's memory.
 
-The shell writes `outgoing(peer)` to the connection with that peer and tells `sent`; it reads from the connection into
-`incoming(peer)` and tells `received`. Finished operations collect in `completed`; peers with something to say are in
+The driver writes `outgoing(peer)` to the connection with that peer and calls `sent`; it reads from the connection into
+`incoming(peer)` and calls `received`. Finished operations collect in `completed`; peers with bytes to send are in
 `ready`. A connection that breaks is replaced (`lane_ended`, `lane_opened`): what did not arrive is sent again, and no
-operation notices. A large send is over when the receiver has acknowledged all of it.
+operation is affected. A large send is over when the receiver has acknowledged all of it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from covey.wire import message_header as wire
 from covey.wire.message_header import Header
 
 ANY: Final = -1
-"""As a source or a tag: whichever comes first."""
+"""As a source or a tag: any."""
 MAX_TAG: Final = 2**63 - 1
 RESERVED_TAGS: Final = 1 << 62
-"""From here on tags are covey's own: who asks for any tag does not mean these."""
+"""Tags from here on are covey's own; a receive with any tag does not match them."""
 CREDIT_BYTES: Final = 4 * 1024 * 1024
-"""What one rank may leave with another that nobody there has asked for; overdrawn by one eager message at most."""
+"""Bytes that one rank may send to another before a receive takes them; exceeded by one eager message at most."""
 CREDIT_BATCH: Final = CREDIT_BYTES // 16
-"""Credit goes back in lots of this size, or at once when the sender may be out of it."""
+"""Credit is returned in batches of this size, or at once when the sender may be out of it."""
 ACK_BATCH: Final = 256 * 1024
-"""Small frames are acknowledged in lots of this size: so much, and what is under way, a sender keeps of them."""
+"""Small frames are acknowledged in batches of this size: a sender keeps this much, and what is under way."""
 
 
 class _Link:
-    """What goes on with one peer."""
+    """The state of the streams with one peer."""
 
     def __init__(self, matcher: Matcher, peer: int) -> None:
         self.outlet = Outlet(matcher._payload_arrived)
@@ -50,7 +50,7 @@ class _Link:
         self.waiting: deque[Send] = deque()
         """Not announced: no credit."""
         self.announced: dict[int, Send] = {}
-        """Large ones of which the header has left and the payload has not arrived, by message id."""
+        """By message id: large messages whose header was sent and whose payload has not arrived."""
         # From the peer.
         self.expected_id = 0
         self.held = 0
@@ -58,11 +58,11 @@ class _Link:
         self.owed = 0
         """The part of `held` that is matched: credit to give back."""
         self.incomplete: dict[int, Arrival] = {}
-        """Messages announced to us whose payload is not all here, by message id."""
+        """By message id: announced messages whose payload is not complete."""
         self.unacknowledged = 0
-        """What the frames cost that have come since the last acknowledgement."""
+        """The cost of the frames received since the last acknowledgement."""
         self.is_over = False
-        """The peer has said that nothing follows."""
+        """Whether the peer has said that nothing follows."""
 
 
 class Matcher:
@@ -71,30 +71,30 @@ class Matcher:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.completed: list[Operation] = []
-        """Operations that are over; whoever looks takes them out."""
+        """Operations that are over; the driver takes them out."""
         self.ready: set[int] = set()
         """Peers for which `outgoing` has bytes."""
         self.resuming: set[int] = set()
-        """Peers that have a new connection and are still to say how much of what was sent they have."""
+        """Peers with a new connection that have not said yet how much they have received."""
         self._links: dict[int, _Link] = {}
         self._failures: dict[int, BaseException] = {}
-        """Peers that are gone, in the order they went, and why."""
+        """Peers that are gone, in order, and why."""
         self._untold: list[BaseException] = []
-        """Of peers that failed when nobody waited for a message of anyone: the next to do so hears of it, once."""
+        """Failures of peers while no receive from any rank waited: the next such receive gets each once."""
         self._end_of_all: BaseException | None = None
-        """Why everything has ended."""
+        """Why all operations end, if they do."""
         self._posted: dict[tuple[int, int], deque[Receive]] = {}
         """Receives without a message, by the source and tag they ask for; each queue in the order they were posted."""
         self._unmatched: dict[tuple[int, int], deque[Arrival]] = {}
-        """Messages nobody has asked for, by source and tag; each queue in the order they were announced."""
+        """Messages without a receive, by source and tag; each queue in the order they were announced."""
         self._order = 0
 
-    # What the user asks for.
+    # Operations
 
     def send(
         self, view: memoryview, peer: int, tag: int, *, dtype_code: int, shape: tuple[int, ...], is_object: bool
     ) -> Send:
-        """Start a message to `peer`; `view` is read until the send is over.
+        """Begin to send a message to `peer`; `view` is read until the send is over.
 
         Raises:
             ConfigError: there is no such rank or tag.
@@ -148,10 +148,10 @@ class Matcher:
         return self._earliest(source, tag) is not None
 
     def withdraw(self, operation: Operation) -> bool:
-        """Forget an operation that is not over; False if that is too late because a send was announced.
+        """Cancel an operation that is not over; False for a send that was announced already.
 
-        A receive can always be withdrawn: its memory is left alone from now on, and a message that was on its way to
-        it goes to the next one that fits.
+        A receive can always be cancelled: its memory is not written any more, and a message that was on its way to it
+        goes to the next receive that fits.
         """
         if isinstance(operation, Send):
             waiting = self._link(operation.peer).waiting
@@ -167,7 +167,7 @@ class Matcher:
             self._arrive(arrival)
         return True
 
-    # What the shell moves.
+    # Bytes
 
     def outgoing(self, peer: int) -> list[bytes | memoryview]:
         """Return the bytes to send to `peer` next."""
@@ -196,7 +196,7 @@ class Matcher:
             raise RemoteProtocolError(f"rank {peer} broke the protocol of messages: {error}") from None
 
     def lane_opened(self, peer: int) -> None:
-        """There is a connection with `peer`, the first one or another: go on where the last one broke."""
+        """Use a new connection with `peer`: continue where the last one broke."""
         link = self._link(peer)
         link.inlet.lane_opened()
         link.outlet.lane_opened(link.inlet.received)
@@ -205,7 +205,7 @@ class Matcher:
         self.ready.add(peer)
 
     def lane_ended(self, peer: int) -> None:
-        """The connection with `peer` has ended; what was under way is kept for the next one."""
+        """Note that the connection with `peer` ended; what was under way is kept for the next one."""
         self._link(peer).outlet.lane_ended()
         self.ready.discard(peer)
         self.resuming.discard(peer)
@@ -215,11 +215,11 @@ class Matcher:
         return peer in self._links and self._links[peer].is_over
 
     def progress(self, peer: int) -> int:
-        """Return a number that grows with everything that arrives from or at `peer`."""
+        """Return a number that grows with all bytes that arrive from or at `peer`."""
         return self._link(peer).inlet.received + self._link(peer).outlet.arrived
 
     def undelivered(self) -> bool:
-        """Tell whether something that was accepted has not left, or may have to be sent again."""
+        """Tell whether some accepted bytes were not sent yet, or may have to be sent again."""
         return any(
             link.outlet.has_unsent or link.outlet.is_in_doubt
             for peer, link in self._links.items()
@@ -227,7 +227,7 @@ class Matcher:
         )
 
     def fail(self, peer: int, error: BaseException) -> None:
-        """End everything that needs `peer`, now and later; messages of it that are complete can still be received."""
+        """Fail every operation that needs `peer`, now and later; its complete messages can still be received."""
         if peer in self._failures:
             return
         self._failures[peer] = error
@@ -251,7 +251,7 @@ class Matcher:
                 self._end(receive, error)
 
     def fail_all(self, error: BaseException) -> None:
-        """End everything with `error`, receives from oneself too; queued messages are dropped."""
+        """Fail every operation with `error`, receives from this rank itself too; queued messages are dropped."""
         self._end_of_all = error
         for peer in range(self.size):
             self.fail(peer, error)
@@ -270,7 +270,7 @@ class Matcher:
             if peer not in self._failures:
                 self._push(peer, wire.encode(Header(wire.END)))
 
-    # Towards a peer.
+    # Towards a peer
 
     def _announce(self, peer: int) -> None:
         link = self._link(peer)
@@ -298,7 +298,7 @@ class Matcher:
         self._end(payload)
 
     def _send_to_self(self, send: Send) -> None:
-        # A copy even when it is large: one thread may send to itself first and receive afterwards.
+        # Copied even if it is large: one thread may send to itself first and receive afterwards.
         header = Header(wire.EAGER, 0, len(send.view), send.tag, send.is_object, send.dtype_code, send.shape)
         arrival = Arrival(self.rank, header, self._next_order())
         arrival.allocate()
@@ -307,7 +307,7 @@ class Matcher:
         self._end(send)
         self._arrive(arrival)
 
-    # From a peer.
+    # From a peer
 
     def _resumed(self, peer: int, position: int) -> None:
         outlet = self._link(peer).outlet
@@ -323,7 +323,7 @@ class Matcher:
     def _begin(self, peer: int, header: Header) -> Landing | None:
         link = self._link(peer)
         if link.is_over:
-            raise RemoteProtocolError(f"after its end came {header}")
+            raise RemoteProtocolError(f"a frame after END: {header}")
         link.unacknowledged += HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)
         if link.unacknowledged >= ACK_BATCH:
             self._acknowledge(peer, link)
@@ -374,11 +374,11 @@ class Matcher:
         link.held += arrival.cost
         link.incomplete[header.message_id] = arrival
         self._arrive(arrival)
-        self._give_credit(peer, link)  # unmatched, it may have used up credit of which we still owe a part
+        self._give_credit(peer, link)  # it may have used up credit of which this rank still owes a part
         return arrival if is_eager else None
 
     def _arrive(self, arrival: Arrival) -> None:
-        """Give the message to the first receive that fits, or keep it."""
+        """Give the message to the first receive that fits, or queue it."""
         source, tag = arrival.source, arrival.header.tag
         keys = [(source, tag), (ANY, tag)]
         if tag < RESERVED_TAGS:
@@ -393,7 +393,7 @@ class Matcher:
             arrival.allocate()
         queue = self._unmatched.setdefault((source, tag), deque())
         queue.append(arrival)
-        if len(queue) > 1 and queue[-2].order > arrival.order:  # it comes back from a receive that was withdrawn
+        if len(queue) > 1 and queue[-2].order > arrival.order:  # it comes back from a cancelled receive
             self._unmatched[source, tag] = deque(sorted(queue, key=lambda arrival: arrival.order))
 
     def _match(self, arrival: Arrival, receive: Receive) -> None:
@@ -403,7 +403,7 @@ class Matcher:
             self._end(receive, error)
             arrival.is_dropped = True
             if arrival.store is None and header.kind == wire.EAGER:
-                arrival.allocate()  # its bytes follow, wanted or not
+                arrival.allocate()  # its bytes follow, although they are dropped
         else:
             receive.arrival, arrival.receive = arrival, receive
         if header.kind == wire.RTS and not arrival.is_asked_for:
@@ -420,7 +420,7 @@ class Matcher:
 
     def _give_credit(self, peer: int, link: _Link) -> None:
         # The sender is out of credit when `held`, with what is still under way, reaches CREDIT_BYTES. Once all of that
-        # has arrived the second test holds whenever we owe anything, so nobody waits for credit that is due.
+        # has arrived, the second test holds whenever credit is owed, so no sender waits for credit that is due.
         if peer not in self._failures and link.owed and (link.owed >= CREDIT_BATCH or link.held >= CREDIT_BYTES):
             self._push(peer, wire.encode(Header(wire.CREDIT, payload_bytes=link.owed)))
             link.held -= link.owed
@@ -447,7 +447,7 @@ class Matcher:
         receive.result = Received(arrival.source, header.tag, header.dtype_code, shape, is_object, store)
         self._end(receive)
 
-    # Helpers.
+    # Helpers
 
     def _link(self, peer: int) -> _Link:
         link = self._links.get(peer)
@@ -492,7 +492,7 @@ class Matcher:
 
 
 def _place(arrival: Arrival, receive: Receive) -> MismatchError | None:
-    """Decide where the payload lands, if that is not settled; return the error if there is no room for it."""
+    """Choose where the payload lands, unless that is known; return the error if there is no memory for it."""
     if arrival.store is None:
         if receive.out is not None:
             arrival.target = receive.out

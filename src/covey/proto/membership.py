@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto import views
-from covey.proto.ballot import Acceptor, Proposal, without
+from covey.proto.ballot import PaxosAcceptor, Proposal, without
 from covey.proto.changes import Effect, Excluded, Freeze, Installed, Persist, Quorum, QuorumLost, Send, Waiting
 from covey.proto.lease import LEASE, Lease
 from covey.proto.presence import Presence
@@ -107,7 +107,7 @@ class Membership:
 
         With `votes_only` the node is not a member, even if the record names its present life.
         """
-        self._acceptor = Acceptor(record)
+        self._acceptor = PaxosAcceptor(record)
         self._ids = [seat.id for seat in record.members] + ([] if keeper is None else [keeper])
         self._ranks = {known: rank for rank, known in enumerate(self._ids)}
         """By id: ranks of view 0; the keeper has the one after them."""
@@ -669,7 +669,7 @@ class Membership:
     def _promise_to(self, ballot: int, now: float) -> None:
         self._acceptor.promised = ballot
         self._effects.append(Persist(self._acceptor.record))
-        self._lease.lost()  # even if the ballot is our own: another member may have led by one in between
+        self._lease.lost()  # even if the ballot is this member's own: another may have led by one in between
         if self._proposal is not None and self._proposal.ballot < ballot:
             self._drop_proposal(now)
 

@@ -1,4 +1,4 @@
-"""What is known of one message: at the rank that sends it, that asks for it, and that it comes to."""
+"""One message: the send, the receive, and the arrival at the receiver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covey.wire import message_header as wire
 from covey.wire.message_header import Header
 
 HEADER_COST: Final = 256
-"""The credit a message takes beside its payload, so that empty ones are bounded too."""
+"""The credit that a message takes besides its payload, so that empty messages are bounded too."""
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _NOWHERE: Final = memoryview(b"")
@@ -43,7 +43,7 @@ class Send(Payload):
         self.peer, self.tag = peer, tag
         self.dtype_code, self.shape, self.is_object = (0, (), True) if is_object else (dtype_code, shape, False)
         self.is_cleared = False
-        """The receiver asked for the payload."""
+        """Whether the receiver has asked for the payload."""
         self.error: BaseException | None = None
 
     def header(self, kind: int) -> bytes:
@@ -90,7 +90,7 @@ Operation: TypeAlias = Send | Receive
 
 
 class Arrival(Landing):
-    """A message that was announced to us, in the order of `order`."""
+    """A message announced to this rank; `order` counts arrivals."""
 
     __slots__ = (
         "cost",
@@ -111,16 +111,16 @@ class Arrival(Landing):
         self.cost = HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)
         """The credit it took."""
         self.is_asked_for = False
-        """The sender of a large payload was told to send it, or to keep it."""
+        """Whether the sender of a large payload was told to send it, or not to."""
         self.is_dropped = False
-        """A receive refused it: what is still to come of it goes nowhere."""
+        """Whether a receive refused it: its further bytes are dropped."""
         self.is_landed = False
-        """The whole payload is here."""
+        """Whether the whole payload is here."""
         self.is_matched = False
-        """A receive has taken it at least once, so its credit is settled."""
+        """Whether a receive has taken it at least once, so that its credit is settled."""
         self.receive: Receive | None = None
         self.store: Bytes | None = None
-        """Memory of ours for the payload; None if it goes to the receive's `out` or has no place yet."""
+        """Memory for the payload; None if the payload goes to the receive's `out`, or nothing is allocated yet."""
 
     def allocate(self) -> None:
         """Give the payload memory of its own; what has landed moves there."""

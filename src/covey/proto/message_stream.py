@@ -1,8 +1,8 @@
-"""The two byte streams between a pair of ranks: payloads land where they are wanted, small frames pass large ones.
+"""The two byte streams between a pair of ranks. Payloads are received in place, and small frames overtake large ones.
 
-A stream outlives the connections that carry it. Both ends count its bytes. What was sent is kept until the other end
-acknowledges it; the first frame on every connection (RESUME) tells how much has arrived, and the rest is sent again. So
-every byte of a stream arrives exactly once, in order, however often the connection breaks.
+A stream outlives the connections that carry it. Both ends count its bytes. A sender keeps sent bytes until the other
+end acknowledges them; the first frame on every connection (RESUME) tells how much has arrived, and the rest is sent
+again. So every byte of a stream arrives exactly once, in order, however often the connection breaks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GATHER: Final = 64
 
 
 class Landing:
-    """Where a payload goes: `target[:filled]` is there already. `target` may be moved while bytes arrive."""
+    """Where a payload is received: `target[:filled]` is there already. `target` may change while bytes arrive."""
 
     __slots__ = ("filled", "target")
 
@@ -41,7 +41,7 @@ class Landing:
 
 
 class Inlet:
-    """Cuts what one peer sends into frames.
+    """Splits the bytes of one peer into frames.
 
     `begin(header)` is called for each frame and says where its payload lands (None for frames without one);
     `landed(landing)` is called when that payload is complete; `resumed(position)` when a connection has begun, with the
@@ -57,9 +57,9 @@ class Inlet:
         self._begin, self._landed, self._resumed = begin, landed, resumed
         self.received = 0
         """Bytes of the stream that have arrived."""
-        self._greeting = memoryview(bytearray(wire.FIXED_BYTES))
-        self._greeted = 0
-        """`greeting[:greeted]` is the start of the connection's first frame, which is not part of the stream."""
+        self._resume_frame = memoryview(bytearray(wire.FIXED_BYTES))
+        self._resume_bytes = 0
+        """`resume_frame[:resume_bytes]` is the start of the first frame, which is not part of the stream."""
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._stop = 0
         """`scratch[:stop]` is the start of a header. While a payload lands it is 0."""
@@ -68,13 +68,13 @@ class Inlet:
         """Bytes of the current payload that are still to come."""
 
     def lane_opened(self) -> None:
-        """Go on with the stream on another connection."""
-        self._greeted = 0
+        """Continue the stream on another connection."""
+        self._resume_bytes = 0
 
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes of the connection should be written, in this order."""
-        if self._greeted < wire.FIXED_BYTES:
-            return [self._greeting[self._greeted :]]
+        if self._resume_bytes < wire.FIXED_BYTES:
+            return [self._resume_frame[self._resume_bytes :]]
         if self._landing is None:
             return [self._scratch[self._stop :]]
         filled, left = self._landing.filled, self._left
@@ -85,10 +85,10 @@ class Inlet:
         """Take note that `count` more bytes were written to `buffers()`.
 
         Raises:
-            RemoteProtocolError: they are not frames; the stream is of no further use.
+            RemoteProtocolError: they are not frames; the stream cannot be used any more.
         """
-        if self._greeted < wire.FIXED_BYTES:
-            self._greet(count)
+        if self._resume_bytes < wire.FIXED_BYTES:
+            self._take_resume(count)
             return
         self.received += count
         if self._landing is not None:
@@ -115,9 +115,9 @@ class Inlet:
             self._scratch[: stop - start] = bytes(self._scratch[start:stop])
         self._stop = stop - start
 
-    def _greet(self, count: int) -> None:
-        self._greeted += count
-        parsed = wire.decode(self._greeting, 0, self._greeted)
+    def _take_resume(self, count: int) -> None:
+        self._resume_bytes += count
+        parsed = wire.decode(self._resume_frame, 0, self._resume_bytes)
         if parsed is not None:
             header, _ = parsed
             if header.kind != wire.RESUME:
@@ -133,7 +133,7 @@ class Inlet:
 
 
 class Payload:
-    """A large payload on its way out: `view[:moved]` is cut into pieces."""
+    """A large payload that is sent in pieces: `view[:moved]` is split already."""
 
     __slots__ = ("message_id", "moved", "view")
 
@@ -148,42 +148,42 @@ class _Item(NamedTuple):
 
     data: bytes | memoryview
     payload: Payload | None = None
-    """Whose piece it is."""
+    """The payload of which it is a piece."""
     is_last: bool = False
 
 
 class Outlet:
-    """Puts small frames and pieces of large payloads in a line: first come, first served, payloads piece by piece."""
+    """Queues small frames and pieces of large payloads in order of arrival; payloads take turns piece by piece."""
 
     def __init__(self, arrived: Callable[[Payload], None]) -> None:
         """`arrived(payload)` is called when the peer has acknowledged the last piece of a payload."""
         self._arrived = arrived
         self._line: deque[_Item] = deque()
-        """What is to be sent."""
+        """Items to send."""
         self._at = 0
         """`line[0].data[:at]` was sent."""
-        self._kept: deque[_Item] = deque()
-        """What was sent and is not acknowledged, oldest first."""
+        self._unacknowledged: deque[_Item] = deque()
+        """Items that were sent and are not acknowledged, oldest first."""
         self._start = 0
-        """The bytes of the stream before `kept`, or before `line` if nothing is kept."""
+        """The bytes of the stream before `unacknowledged`, or before `line` if that is empty."""
         self._sent = 0
         """The bytes of the stream that are known to be sent."""
         self._offered = 0
-        """The bytes of the stream that may be sent: a sealed socket tells of them only when the whole record is."""
+        """The bytes of the stream that may be sent: a sealed socket reports them only with the whole record."""
         self._has = 0
         """The bytes of the stream that the peer is known to have."""
         self._moving: deque[Payload] = deque()
         self._pieces = 0
-        """Pieces in the line; none is added as long as there are any."""
+        """Pieces in the line; none is added while there are any."""
         self._takes_pieces = True
-        self._greeting = b""
-        """What is left to send of the connection's first frame."""
+        self._resume_frame = b""
+        """The unsent rest of the connection's first frame."""
         self._flows = False
-        """There is a connection, and it is known where the stream goes on."""
+        """Whether there is a connection and it is known where the stream continues."""
 
     def __bool__(self) -> bool:
         """Tell whether there are bytes that may be sent now."""
-        return bool(self._greeting) or (self._flows and self.has_unsent)
+        return bool(self._resume_frame) or (self._flows and self.has_unsent)
 
     @property
     def has_unsent(self) -> bool:
@@ -197,29 +197,29 @@ class Outlet:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether it is not known how much of what was sent has arrived, because the connection broke."""
+        """Whether the connection broke and it is not known how much of the sent bytes has arrived."""
         return not self._flows and self._offered > self._start
 
     def lane_opened(self, received: int) -> None:
-        """Go on with the stream on another connection; `received` are the bytes of the other stream that are here."""
-        self._greeting = wire.encode(Header(wire.RESUME, payload_bytes=received))
+        """Continue the stream on another connection; `received` are the bytes received of the other stream."""
+        self._resume_frame = wire.encode(Header(wire.RESUME, payload_bytes=received))
         self._flows = self._offered == self._start  # nothing is in doubt: the peer's RESUME can only say the same
 
     def lane_ended(self) -> None:
         """Send nothing until there is another connection."""
-        self._greeting, self._flows = b"", False
+        self._resume_frame, self._flows = b"", False
 
     def resume(self, position: int) -> None:
-        """The peer has the stream up to `position`: send it again from there.
+        """Send the stream again from `position`: the peer has the bytes before it.
 
         Raises:
-            RemoteProtocolError: that cannot be.
+            RemoteProtocolError: that is impossible.
         """
         if not self._has <= position <= (self._start if self._flows else self._offered):
             raise RemoteProtocolError(f"{position} bytes have arrived there, of which {self._offered} were sent")
         if not self._flows:
-            self._line.extendleft(reversed(self._kept))
-            self._kept.clear()
+            self._line.extendleft(reversed(self._unacknowledged))
+            self._unacknowledged.clear()
             self._has = self._sent = self._offered = position
             self._drop_arrived(self._line)
             self._at = position - self._start
@@ -227,18 +227,18 @@ class Outlet:
             self._flows = True
 
     def acknowledged(self, position: int) -> None:
-        """Forget what the peer has: the stream up to `position`, or less than is known already.
+        """Drop what the peer has: the stream up to `position`, which may be less than known already.
 
         Raises:
-            RemoteProtocolError: that cannot be.
+            RemoteProtocolError: that is impossible.
         """
         if position > self._offered:
             raise RemoteProtocolError(f"{position} bytes are acknowledged, and {self._offered} were sent")
         self._has = max(self._has, position)
-        self._drop_arrived(self._kept)
+        self._drop_arrived(self._unacknowledged)
 
     def _drop_arrived(self, items: deque[_Item]) -> None:
-        """Forget the first of `items`, which begin at `start`, as far as the peer has them."""
+        """Drop the first of `items`, which begin at `start`, as far as the peer has them."""
         while items and self._start + len(items[0].data) <= self._has:
             data, payload, is_last = items.popleft()
             self._start += len(data)
@@ -260,14 +260,14 @@ class Outlet:
     def clear(self) -> None:
         """Drop everything: nothing is sent any more."""
         self._line.clear()
-        self._kept.clear()
+        self._unacknowledged.clear()
         self._moving.clear()
         self.lane_ended()
 
     def buffers(self) -> list[bytes | memoryview]:
         """Return the next bytes to send, in this order."""
-        if self._greeting:
-            return [self._greeting]
+        if self._resume_frame:
+            return [self._resume_frame]
         if not self._flows:
             return []
         if self._moving and not self._pieces and self._takes_pieces:
@@ -291,17 +291,17 @@ class Outlet:
 
     def advance(self, count: int) -> None:
         """Take note that the first `count` bytes of `buffers()` were sent."""
-        if self._greeting:
-            self._greeting = self._greeting[count:]
+        if self._resume_frame:
+            self._resume_frame = self._resume_frame[count:]
             return
         self._sent += count
         self._at += count
         line = self._line
         while line and self._at >= (length := len(line[0].data)):
             item = line.popleft()
-            self._kept.append(item)
+            self._unacknowledged.append(item)
             self._at -= length
             if item.payload is not None:
                 self._pieces -= 1
-        if self._has > self._start:  # acknowledged before the socket told that it was sent
-            self._drop_arrived(self._kept)
+        if self._has > self._start:  # acknowledged before the socket reported it as sent
+            self._drop_arrived(self._unacknowledged)

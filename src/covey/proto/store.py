@@ -28,7 +28,7 @@ class Reply(NamedTuple):
     answer: wire.Answer
 
 
-class RefusedError(Exception):
+class QuestionRefusedError(Exception):
     """A question that cannot be answered; the text says why."""
 
 
@@ -57,7 +57,7 @@ class KeyValueStore:
             answer, changed = self._answer(question)
             if answer is None:
                 self._wait(asker, number, question)
-        except RefusedError as refusal:
+        except QuestionRefusedError as refusal:
             answer, changed = wire.Refused(str(refusal)[:1000]), []
         replies = [] if answer is None else [Reply(asker, number, _fitting(answer))]
         for key in changed:
@@ -92,7 +92,7 @@ class KeyValueStore:
             case wire.Add(key, amount):
                 total = self._number(key) + amount
                 if not -(1 << 63) <= total < 1 << 63:
-                    raise RefusedError(f"{total} does not fit into 64 bits")
+                    raise QuestionRefusedError(f"{total} does not fit into 64 bits")
                 return wire.Done(number=total), self._change(key, b"%d" % total)
             case wire.Swap(key, expected, desired):
                 value = self._entries.get(key, b"")
@@ -101,7 +101,9 @@ class KeyValueStore:
                 return wire.Done((desired,)), self._change(key, desired)
             case wire.Append(key, more):
                 if len(value := self._entries.get(key, b"") + more) > wire.VALUE_LIMIT:
-                    raise RefusedError(f"the value of {key!r} would have {len(value)} of {wire.VALUE_LIMIT} bytes")
+                    raise QuestionRefusedError(
+                        f"the value of {key!r} would have {len(value)} of {wire.VALUE_LIMIT} bytes"
+                    )
                 return wire.Done(), self._change(key, value)
             case wire.Delete(key):
                 return wire.Done(number=int(self._remove(key))), []
@@ -111,7 +113,7 @@ class KeyValueStore:
                 return wire.Done(number=len(self._entries)), []
             case wire.Push(key, value):
                 if self._is_full(_cost(key, value), entries=1):
-                    raise RefusedError(self._fullness())
+                    raise QuestionRefusedError(self._fullness())
                 self._queues.setdefault(key, deque()).append(value)
                 self._bytes += _cost(key, value)
                 self._queued += 1
@@ -132,7 +134,7 @@ class KeyValueStore:
         try:
             return int(text) if len(text) <= 20 else int("not a number")
         except ValueError:
-            raise RefusedError(f"the value of {key!r} is not a number") from None
+            raise QuestionRefusedError(f"the value of {key!r} is not a number") from None
 
     # Entries
 
@@ -163,14 +165,14 @@ class KeyValueStore:
         return value
 
     def _afford(self, sizes: dict[str, int]) -> None:
-        """Raise RefusedError unless there is room for entries of all these sizes."""
+        """Raise QuestionRefusedError unless there is room for entries of all these sizes."""
         more, new = 0, 0
         for key, size in sizes.items():
             before = self._entries.get(key)
             more += size - len(before) if before is not None else _cost(key) + size
             new += before is None
         if self._is_full(more, entries=new):
-            raise RefusedError(self._fullness())
+            raise QuestionRefusedError(self._fullness())
 
     def _is_full(self, more: int, *, entries: int) -> bool:
         count = len(self._entries) + self._queued
@@ -190,7 +192,7 @@ class KeyValueStore:
         assert isinstance(question, wire.Get | wire.Await | wire.Pop)
         cost = _waiting_cost(question)
         if self._waits_of[asker] + cost > WAITING_LIMIT:
-            raise RefusedError("too many questions of this process wait already; wait for fewer keys at a time")
+            raise QuestionRefusedError("too many questions of this process wait already; wait for fewer keys at a time")
         if isinstance(question, wire.Pop):
             wanted = {"q" + question.key}
         else:

@@ -1,6 +1,6 @@
-"""Who gives its state to whom, and which chunk is fetched from which donor: all that `restore` decides.
+"""The decisions of `restore`: which ranks give their state to which, and which chunk is fetched from which donor.
 
-Every rank computes `elect` and `objection` from the same manifests, so all come to the same answer without another
+Every rank computes `elect` and `objection` from the same manifests, so all come to the same result without another
 exchange. `Fetch` belongs to one receiver, `Orders` to one donor.
 """
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from covey.wire.manifest import Manifest
 
 WINDOW_BYTES: Final = 32 * 1024 * 1024
-"""What is asked of one donor before the first of it has come: enough to fill a long line."""
+"""Bytes asked of one donor before the first of them arrives: enough to fill a long path."""
 WINDOW_CHUNKS: Final = 256
-"""The same for small chunks: each of them costs a message."""
+"""The same in chunks: each costs a message."""
 MOVING_CHUNKS: Final = 2
-"""What a donor sends to one receiver at a time: one that moves and one that follows without a pause. More would share
-the line piece by piece, and each chunk would have left the receiver's cache before it is whole and can be checked."""
+"""Chunks that a donor sends to one receiver at a time: one that moves and one that follows without a pause. More would
+alternate piece by piece, and each chunk would have left the receiver's cache before it is complete and checked."""
 _NAMES_SHOWN: Final = 5
 
 
 @dataclass(frozen=True)
 class Election:
-    """Whose state it will be."""
+    """The state that all ranks will have."""
 
     winner: Manifest
     donors: tuple[int, ...]
@@ -36,13 +36,13 @@ class Election:
     drifted: tuple[int, ...]
     """The receivers that are not fresh."""
     is_first: bool
-    """All ranks are fresh."""
+    """Whether all ranks are fresh."""
 
 
 def elect(manifests: Mapping[int, Manifest]) -> Election:
-    """Let the ranks that are not fresh vote with their states; the side with the lowest rank wins a tie.
+    """Choose the state of most ranks that are not fresh; the state of the lowest rank wins a tie.
 
-    If all are fresh, the lowest rank's state wins: any would do, as long as all start with the same.
+    If all ranks are fresh, the lowest rank's state wins: any would do, as long as all start with the same.
     """
     ranks = sorted(manifests)
     voters = [rank for rank in ranks if not manifests[rank].is_fresh]
@@ -55,14 +55,14 @@ def elect(manifests: Mapping[int, Manifest]) -> Election:
 
 
 def differing(manifest: Manifest, winner: Manifest) -> list[str]:
-    """Return the names that one of both lacks, or that have other contents."""
+    """Return the names that are missing in one manifest or have different contents."""
     mine, theirs = manifest.by_name, winner.by_name
     names = sorted(mine.keys() | theirs.keys())
     return [name for name in names if not (name in mine and name in theirs and mine[name].is_same(theirs[name]))]
 
 
 def objection(manifests: Mapping[int, Manifest], election: Election) -> str | None:
-    """Return the first thing in the order of names that keeps a receiver from being filled in place."""
+    """Return why some receiver cannot be filled in place, for the first such name; None if all can."""
     donor = election.donors[0]
     for wanted in election.winner.entries:
         for rank in election.receivers:
@@ -77,20 +77,20 @@ def objection(manifests: Mapping[int, Manifest], election: Election) -> str | No
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for a message, the first few of many."""
+    """Return names for an error message; only the first few of many."""
     shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
     return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
 
 
 class Fetch:
-    """What one receiver misses, what it has asked for, and of whom.
+    """The chunks that one receiver misses, and the requests to donors for them.
 
-    Every request that `ask` returns ends in one call of `arrived` or `failed`. A donor that is lost, or gave something
-    else than its manifest said, is asked for nothing more; what it did not give is asked of the others.
+    Every request that `ask` returns ends in one call of `arrived` or `failed`. A donor that is lost, or sent something
+    that does not match its manifest, gets no further requests; its chunks are requested from the others.
     """
 
     def __init__(self, missing: Mapping[int, int], donors: Sequence[int], start: int) -> None:
-        """`missing` maps chunks to their bytes; `start` is the donor to begin with, counted round and round."""
+        """`missing` maps chunks to their bytes; `start`, modulo the number of donors, is the first donor to ask."""
         self._todo = deque(missing)
         self._bytes = missing
         first = start % len(donors)
@@ -101,7 +101,7 @@ class Fetch:
 
     @property
     def donors(self) -> tuple[int, ...]:
-        """Those who may still be asked."""
+        """The donors that may still be asked."""
         return tuple(self._donors)
 
     @property
@@ -110,15 +110,15 @@ class Fetch:
 
     @property
     def is_stuck(self) -> bool:
-        """Nobody is left to ask, and nothing is under way."""
+        """Whether no donor is left and no request is under way, but chunks are missing."""
         return bool(self._left) and not self._donors and not any(self._asked.values())
 
     def waits_for(self) -> tuple[int, ...]:
-        """Return the donors that owe something."""
+        """Return the donors with unanswered requests."""
         return tuple(sorted(donor for donor, asked in self._asked.items() if asked))
 
     def ask(self) -> list[tuple[int, int]]:
-        """Return what to request now, as donor and chunk: one of each donor in turn, until all have enough to do."""
+        """Return the requests to send now, as donor and chunk: one per donor in turn, until all have enough."""
         requests = []
         donors = deque(self._donors)
         while self._todo and donors:
@@ -133,7 +133,7 @@ class Fetch:
         return requests
 
     def arrived(self, donor: int, chunk: int, *, is_right: bool) -> None:
-        """A chunk has come; `is_right` if it has the tag that it should have."""
+        """Note that a chunk has arrived; `is_right` if it has the expected tag."""
         if is_right:
             self._end(donor, chunk)
             self._left -= 1
@@ -141,7 +141,7 @@ class Fetch:
             self.failed(donor, chunk)
 
     def failed(self, donor: int, chunk: int) -> None:
-        """A chunk will not come, or came wrong: ask somebody else, and this donor no more."""
+        """Note that a chunk will not come, or came wrong: request it elsewhere, and nothing more from this donor."""
         self._end(donor, chunk)
         self._todo.appendleft(chunk)
         if donor in self._donors:
@@ -153,19 +153,19 @@ class Fetch:
 
 
 class Orders:
-    """What receivers have asked of one donor. A few chunks of each move at a time, in the order they were asked for."""
+    """Requests of receivers to one donor. A few chunks per receiver move at a time, in the order of the requests."""
 
     def __init__(self, receivers: Sequence[int]) -> None:
         self._waiting: dict[int, deque[int]] = {receiver: deque() for receiver in receivers}
         self._moving = dict.fromkeys(receivers, 0)
 
     def asked(self, receiver: int, chunks: Sequence[int]) -> list[int]:
-        """Take an order; return the chunks to send to this receiver now."""
+        """Take a request; return the chunks to send to this receiver now."""
         self._waiting[receiver].extend(chunks)
         return self._next(receiver)
 
     def sent(self, receiver: int) -> list[int]:
-        """A chunk has left for this receiver; return the chunks to send to it now."""
+        """Note that a chunk was sent to this receiver; return the chunks to send to it now."""
         self._moving[receiver] -= 1
         return self._next(receiver)
 

@@ -108,22 +108,22 @@ class Member(Worded, frozen=True, array_like=True):
 
 
 class Phase(enum.IntEnum):
-    """What a candidate is doing."""
+    """What a joiner is doing."""
 
-    GATHERING = 0
+    JOINING = 0
     LOCKED = 1
     FORMED = 2
 
 
 class Here(Worded, frozen=True, array_like=True, tag=1):
-    """Who the sender is, whom it hears, what it is doing."""
+    """The announcement of a joiner: its terms, the lives it hears, and its phase."""
 
     terms: Terms
     member: Member
     hears: Annotated[tuple[Life, ...], msgspec.Meta(max_length=MAX_LINKS)]
     """The lives it has a link with now."""
     phase: Phase
-    company: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
     """The members of `lineage`: once formed, those of the sender's generation, by rank."""
     lineage: Lineage | None = None
     """Once formed: the run that the sender is in. Before: the one that it waits for, if it knows of one."""

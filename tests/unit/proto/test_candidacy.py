@@ -132,7 +132,7 @@ def test_nodes_that_all_were_started_anew_end_their_run_and_found_another() -> N
 def test_too_few_that_were_started_anew_wait() -> None:
     stage = Stage("b'", bound=bound_to("abc"))
     stage.link("x")
-    stage.core.heard(seat("x").id, Here(TERMS, member("x"), (seat("b'").life,), Phase.GATHERING), 0.1)
+    stage.core.heard(seat("x").id, Here(TERMS, member("x"), (seat("b'").life,), Phase.JOINING), 0.1)
     stage.run(200.0)
     assert stage.disk is not None
     assert stage.core.formation.accepted is None
@@ -193,7 +193,7 @@ def test_a_founding_that_it_never_accepted_came_to_nothing() -> None:
 def test_an_accepted_founding_is_on_disk_before_the_answer_leaves_and_is_forgotten_when_it_comes_to_nothing() -> None:
     stage = Stage("b", remembered=Remembered())
     stage.link("a")
-    stage.core.heard(seat("a").id, Here(TERMS, member("a"), (seat("b").life,), Phase.GATHERING), 0.1)
+    stage.core.heard(seat("a").id, Here(TERMS, member("a"), (seat("b").life,), Phase.JOINING), 0.1)
     stage.perform()
     stage.core.heard(seat("a").id, Propose(LINEAGE, (member("a"), member("b"))), 0.2)
     stage.perform()
@@ -216,7 +216,7 @@ def test_what_it_accepts_when_its_old_run_turns_out_to_be_over_is_on_disk() -> N
     stage = Stage("b'", bound=bound_to("ab"))
     stage.link("a'")
     hears, later = (seat("b'").life,), new_lineage(2000.0, b"m" * 10)
-    here = Here(TERMS, member("a'"), hears, Phase.GATHERING, endings=(Ending(LINEAGE, False),))
+    here = Here(TERMS, member("a'"), hears, Phase.JOINING, endings=(Ending(LINEAGE, False),))
     proposed = Propose(later, (member("a'"), member("b'")))
     stage.core.formation.received(seat("a'").id, here, 0.1)
     stage.core.heard(seat("a'").id, proposed, 0.1)
@@ -234,7 +234,7 @@ def test_that_a_run_is_over_is_on_disk_before_its_votes_are_forgotten() -> None:
     assert stage.order[: stage.order.index(Bind)] == [Remember]
     founding = Stage("b", remembered=Remembered())
     founding.link("a")
-    founding.core.heard(seat("a").id, Here(TERMS, member("a"), (seat("b").life,), Phase.GATHERING), 0.1)
+    founding.core.heard(seat("a").id, Here(TERMS, member("a"), (seat("b").life,), Phase.JOINING), 0.1)
     founding.perform()
     founding.core.heard(seat("a").id, Propose(LINEAGE, (member("a"), member("b"))), 0.2)
     founding.perform()
@@ -267,7 +267,7 @@ def test_a_seat_is_believed_only_from_nodes_that_have_one_too() -> None:
 
 def test_a_node_believes_only_members_of_its_run_that_it_is_over_and_none_while_it_hears_a_quorum() -> None:
     over = Ending(LINEAGE, True)
-    here = Here(TERMS, member("x"), (), Phase.GATHERING, endings=(over,))
+    here = Here(TERMS, member("x"), (), Phase.JOINING, endings=(over,))
     voter = Stage("a'", bound=bound_to("abc"))
     voter.link("x", "b'")
     voter.core.heard(seat("x").id, here, 0.1)

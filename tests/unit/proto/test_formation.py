@@ -72,7 +72,7 @@ def step(core: Formation, *messages: Any, sender: str = "a", now: float = 0.0) -
     return [message for to, message in core.outgoing() if to == id_of(sender)]
 
 
-def here(name: str, *hears: str, terms: Terms = OPEN, phase: Phase = Phase.GATHERING) -> Here:
+def here(name: str, *hears: str, terms: Terms = OPEN, phase: Phase = Phase.JOINING) -> Here:
     return Here(terms, member(name), tuple(member(one).life for one in hears), phase)
 
 
@@ -90,7 +90,7 @@ def test_a_candidate_that_knows_of_a_run_proposes_nothing_accepts_nothing_and_sa
     core.tick(50.0)
     assert core.accepted is None
     said = [message for _, message in core.outgoing() if isinstance(message, Here)]
-    assert {(message.lineage, message.company) for message in said} == {(LINEAGE, ("n", "s"))}
+    assert {(message.lineage, message.names) for message in said} == {(LINEAGE, ("n", "s"))}
     (standing,) = step(core, Propose(OTHER, (member("a"), member("b"))))
     assert standing.rows[1].answer is Answer.REFUSED
     assert lineages.ending(OTHER) == Ending(OTHER, False), "a founding that was refused came to nothing"
@@ -103,7 +103,7 @@ def test_of_several_runs_a_candidate_waits_for_the_oldest() -> None:
         core.received(id_of(name), msgspec.structs.replace(founded(name), lineage=lineage), 0.1)
     assert min(LINEAGE, OTHER) == LINEAGE == core.lineages.current
     assert core.going_on is not None
-    assert core.going_on.company == ("b",)
+    assert core.going_on.names == ("b",)
     assert core.is_member_of_ours(id_of("b"), LINEAGE)
     assert not core.is_member_of_ours(id_of("a"), LINEAGE)
 
@@ -188,8 +188,8 @@ def test_whoever_comes_while_the_others_settle_is_in_the_view() -> None:
     stage.enter("c", host="south")
     stage.run(0.8)
     assert stage.views() == {}
-    assert stage.cores["a"].report().waiting == "3 nodes are here; forming the group"
-    assert stage.cores["b"].report().waiting == "3 nodes are here; forming the group"
+    assert stage.cores["a"].report().waiting == "3 nodes are here; agreeing on the group"
+    assert stage.cores["b"].report().waiting == "3 nodes are here; agreeing on the group"
     stage.run(0.5)
     assert stage.views() == {"a": "acb", "b": "acb", "c": "acb"}
 

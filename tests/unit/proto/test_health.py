@@ -370,7 +370,7 @@ def test_it_explains_itself() -> None:
     )
     watch.run(2.0)
     assert watch.health.explain(A, watch.now).startswith("dead: nothing heard from its host south for 5.8 s; ")
-    assert watch.health.explain(A, watch.now).endswith("this machine may be the one that is cut off")
+    assert watch.health.explain(A, watch.now).endswith("this machine may be cut off")
     watch.told("vouched", A, Vouch.EXITED)
     watch.told("heard", B)
     assert watch.health.explain(A, watch.now) == "dead: its process has exited"

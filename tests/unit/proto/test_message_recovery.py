@@ -247,7 +247,7 @@ def kept_of_long_talk(sizes: list[int]) -> int:
         move(pair)
         for matcher in pair:
             matcher.completed.clear()
-            items = outlet(matcher, 1 - matcher.rank)._kept
+            items = outlet(matcher, 1 - matcher.rank)._unacknowledged
             most = max(most, sum(HEADER_COST + len(item.data) for item in items if item.payload is None))
     return most
 
@@ -282,8 +282,8 @@ def forgets_what_may_be_sent(buffers: Any) -> Any:
 def forgets_what_it_sent(advance: Any) -> Any:
     def mutant(self: Outlet, count: int) -> None:
         advance(self, count)
-        while self._kept:
-            self._start += len(self._kept.popleft().data)
+        while self._unacknowledged:
+            self._start += len(self._unacknowledged.popleft().data)
 
     return mutant
 
@@ -335,10 +335,10 @@ def forgets_half_a_payload(lane_opened: Any) -> Any:
 def ends_a_send_that_has_only_left(advance: Any) -> Any:
     def mutant(self: Outlet, count: int) -> None:
         advance(self, count)
-        for at, item in enumerate(self._kept):
+        for at, item in enumerate(self._unacknowledged):
             if item.is_last and item.payload is not None:
                 self._arrived(item.payload)
-                self._kept[at] = item._replace(payload=None)
+                self._unacknowledged[at] = item._replace(payload=None)
 
     return mutant
 
@@ -495,6 +495,6 @@ def test_nothing_of_a_lost_peer_is_kept() -> None:
     matcher.sent(1, wire.FIXED_BYTES)
     matcher.sent(1, sum(map(len, matcher.outgoing(1))))
     matcher.fail(1, PeerLostError("lost", rank=1))
-    assert not outlet(matcher, 1)._kept
+    assert not outlet(matcher, 1)._unacknowledged
     assert not matcher.undelivered()
     assert not matcher.ready

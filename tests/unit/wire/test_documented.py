@@ -185,7 +185,7 @@ def test_the_last_field_of_a_hello_and_of_a_welcome_is_the_charter() -> None:
 
 
 def test_what_a_here_tells_is_as_written() -> None:
-    fields = ("terms", "member", "hears", "phase", "company", "lineage", "generation", "endings")
+    fields = ("terms", "member", "hears", "phase", "names", "lineage", "generation", "endings")
     assert formation.Here.__struct_fields__ == fields
     assert f"({', '.join(phase.name.lower() for phase in formation.Phase)})" in WORDS
     assert formation.Member.__struct_fields__[:4] == ("id", "life", "name", "host")
@@ -199,7 +199,7 @@ NUMBERS = (
     f"{door.BOUND_BYTES} bytes B",
     f'"{door._LABEL.decode()}" C purpose B',
     f"both are limited to {frame.GREETING_LIMIT} bytes",
-    f"A greeting has {handshake.GREETING_SECONDS:.0f} s",
+    f"A greeting has {handshake.HANDSHAKE_SECONDS:.0f} s",
     f"A frame is a length ({frame.LENGTH.size} bytes) and a msgpack message (at most {frame.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",

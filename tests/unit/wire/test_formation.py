@@ -55,7 +55,7 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
         Propose(b"p" * 16, (msgspec.structs.replace(LARGEST, id=b"i" * 31),)),
         Propose(b"p" * 16, (msgspec.structs.replace(LARGEST, contact=b"c" * (wire.CONTACT_BYTES + 1)),)),
         Standing(b"p" * 16, (Row(promised=-1),), Outcome.OPEN),
-        Here(TERMS, LARGEST, (b"l" * 16,) * (wire.MAX_LINKS + 1), Phase.GATHERING),
+        Here(TERMS, LARGEST, (b"l" * 16,) * (wire.MAX_LINKS + 1), Phase.JOINING),
     ],
 )
 def test_a_message_out_of_bounds_is_a_protocol_error(message: Any) -> None:
@@ -70,7 +70,7 @@ def test_any_bytes_give_a_message_or_a_protocol_error(data: bytes) -> None:
 
 
 def test_deeply_nested_data_and_impossible_terms_are_protocol_errors() -> None:
-    good = wire.encode_formation(Here(TERMS, LARGEST, (), Phase.GATHERING))
+    good = wire.encode_formation(Here(TERMS, LARGEST, (), Phase.JOINING))
     bad = good.replace(msgspec.msgpack.encode(TERMS), msgspec.msgpack.encode(["a run", "p", None, 9, 8, "1", "auto"]))
     assert bad != good
     for data in (b"\x91" * 100_000, bad):

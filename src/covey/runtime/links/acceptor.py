@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.net.descriptors import is_scarce, track
 from covey.net.discovery.host_rendezvous import check_peer
-from covey.runtime.links.handshake import GREETING_SECONDS, no_delay, receive_exactly
-from covey.runtime.links.link import plain_ip
+from covey.runtime.links.handshake import no_delay, receive_exactly
+from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip
 from covey.runtime.links.source_limits import Arrival, SourceLimits, source_of
 from covey.runtime.log_limiter import LimitedLog
 from covey.wire import door
@@ -252,7 +252,7 @@ async def _serve_probe(sock: socket.socket) -> None:
     """Send every word of 8 bytes back; after the word `sink` with a length, first receive that many bytes."""
     loop = asyncio.get_running_loop()
     with sock:
-        async with asyncio.timeout(2 * GREETING_SECONDS):
+        async with asyncio.timeout(2 * HANDSHAKE_SECONDS):
             while True:
                 try:
                     word = await receive_exactly(sock, 8)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
 from covey.base.text import printable
 from covey.net.descriptors import explain, is_exhausted, is_scarce, track
-from covey.runtime.links.link import Link
+from covey.runtime.links.link import HANDSHAKE_SECONDS, Link
 from covey.wire import door, greeting, messages
 from covey.wire.frame import GREETING_LIMIT, LENGTH, frame, frame_length
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from covey.net.keys.tls import Credentials
     from covey.runtime.links.dial_limits import DialLimits
 
-GREETING_SECONDS: Final = 5.0
-"""How long a handshake may take."""
 HEAD_START: Final = 0.15
 """Seconds between the dial of an address and the dial of the next, worse one."""
 
@@ -115,7 +113,7 @@ async def connect(
     first: Callable[[], bytes] = bytes,
     token: bytes = b"",
     spares: bool = False,
-    within: float = GREETING_SECONDS,
+    within: float = HANDSHAKE_SECONDS,
 ) -> tuple[socket.socket, bytes]:
     """Connect and pass the door; return the socket, and the challenge with the answer.
 
@@ -155,7 +153,7 @@ async def dial(
     hello: messages.Hello,
     *,
     spares: bool = False,
-    within: float = GREETING_SECONDS,
+    within: float = HANDSHAKE_SECONDS,
 ) -> tuple[Link, messages.Welcome, bytes]:
     """Open a link; return it, the Welcome, and the id that TLS proved (empty without TLS).
 
@@ -190,7 +188,7 @@ async def _dial(
     link: Link | None = None
     is_ours = True
     try:
-        async with asyncio.timeout(GREETING_SECONDS):
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
             if credentials.tls is not None:
                 is_ours = False
                 try:
@@ -240,7 +238,7 @@ async def dial_any(
     credentials: LinkCredentials,
     hello: messages.Hello,
     allowance: DialLimits | None = None,
-    within: float = GREETING_SECONDS,
+    within: float = HANDSHAKE_SECONDS,
 ) -> tuple[Link, messages.Welcome, bytes, Where]:
     """Open a link to the first address that works; each has a short head start before the next.
 
@@ -336,7 +334,7 @@ async def admit(
     link: Link | None = None
     is_ours = True
     try:
-        async with asyncio.timeout(GREETING_SECONDS):
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
             if (tls := credentials.of(said).tls) is not None:
                 first = await _receive_hello(sock, door.bound(said))
                 is_ours = False

@@ -23,6 +23,7 @@ BACKLOG_LIMIT: Final = 1 << 20
 UNREAD_LIMIT: Final = 256
 """Frames that may wait before `attach`; then reading pauses."""
 HANDSHAKE_SECONDS: Final = 5.0
+"""How long each step of a handshake may take: TLS, then Hello and Welcome."""
 
 
 class Link(asyncio.Protocol):
@@ -157,7 +158,7 @@ class Link(asyncio.Protocol):
         """Return the next frame; only before `attach`.
 
         Raises:
-            AuthError: the other side rejected our certificate.
+            AuthError: the other side rejected this node's certificate.
             ConnectError: the link ended.
         """
         while not self._frames:

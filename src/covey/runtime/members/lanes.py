@@ -28,7 +28,8 @@ from covey.net.lanes import memory, shm
 from covey.net.lanes.ring import RingLane, memory_bytes
 from covey.net.lanes.stream import StreamLane
 from covey.runtime import loop as control
-from covey.runtime.links.handshake import GREETING_SECONDS, RefusedError, ScarceError, connect_any, receive_exactly
+from covey.runtime.links.handshake import RefusedError, ScarceError, connect_any, receive_exactly
+from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.members.epochs import Epochs
 from covey.wire import door, greeting, messages
@@ -424,7 +425,7 @@ class Lanes:
         self._offers[key] = offer.lane, answer
         try:
             self._node.send(peer.rank, offer)
-            async with asyncio.timeout(GREETING_SECONDS):
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
                 await answer
         finally:
             del self._offers[key]
@@ -455,7 +456,7 @@ class Lanes:
             raise ConfigError(f"rank {peer.rank} has no address that can be dialled from here")
         sock = await connect_any(ways, credentials, door.Purpose.LANE)
         try:
-            async with asyncio.timeout(GREETING_SECONDS):
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
                 proof = greeting.lane_proof(offer.secret, b"dial", offer.lane, stream)
                 await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
                 answer = await receive_exactly(sock, greeting.PROOF_BYTES)
@@ -499,7 +500,7 @@ class Lanes:
             return
         self._expected[offer.lane] = _Expected(rank, offer)
         self._note(lane_key(offer.group, rank, offer.purpose, offer.attempt), offer)
-        asyncio.get_running_loop().call_later(2 * GREETING_SECONDS, self._stop_expecting, offer.lane)
+        asyncio.get_running_loop().call_later(2 * HANDSHAKE_SECONDS, self._stop_expecting, offer.lane)
         self._node.send(rank, messages.Expect(offer.lane))
 
     def _objection(self, rank: int, offer: messages.Offer) -> str:
@@ -551,7 +552,7 @@ class Lanes:
         """
         socks = [sock]
         try:
-            async with asyncio.timeout(GREETING_SECONDS):
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
                 expected = await self._prove_claim(sock)
                 offer = expected.offer
                 if len(expected.socks) < offer.streams:
@@ -653,7 +654,7 @@ async def _hand_over(sock: socket.socket, descriptor: int, name: str, segment: A
         socket.send_fds(sock, [b"\0"], [descriptor])
     else:
         await asyncio.get_running_loop().sock_sendall(sock, name.encode())
-    async with asyncio.timeout(GREETING_SECONDS):
+    async with asyncio.timeout(HANDSHAKE_SECONDS):
         if await receive_exactly(sock, 32) != word:
             raise ConnectError("the peer does not see the memory it was given")
 

@@ -96,7 +96,7 @@ class LauncherMesh:
                            ", ".join(map(str, self._missing())), self._node.run)  # fmt: skip
 
     def settle(self) -> None:
-        """Take the next step of forming that is possible now."""
+        """Take the next possible step towards the formed run."""
         if self._formed is None or self._formed.done():
             return
         if self._complaint is not None:
@@ -134,7 +134,7 @@ class LauncherMesh:
                     self._node.spawn(self.dial(peer))
 
     async def dial(self, peer: Peer) -> None:
-        """Dial a rank until it is linked; an error that no retry can mend ends the forming."""
+        """Dial a rank until it is linked; an error that no retry can mend makes `form` raise."""
         pause, hang_ups, hung_up_at = 0.005, 0, 0.0
         while peer.link is None and not peer.is_ready and not self._node.is_closing:
             try:

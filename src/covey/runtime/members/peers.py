@@ -125,7 +125,7 @@ class Peer:
         self.reason = ""
         """Why it was given up, if it was."""
         self.failure = ""
-        """The error that ended its program, in its own words."""
+        """The error that ended its program, as it reported."""
         self.round_trip = -1.0
         self.measured = asyncio.Event()
         """Clear while `way` and `round_trip` are being measured."""

@@ -365,7 +365,7 @@ class Joiner(Mesh):
             if (other := self._formation.not_given_up) is not None:
                 raise ConfigError(
                     f"run {self.run!r}, which --new or new=True was to replace, is going on with "
-                    f"{printable(', '.join(other.company))}; end it first, or give the new run another name"
+                    f"{printable(', '.join(other.names))}; end it first, or give the new run another name"
                 )
             if self._formation.ending is not None:
                 raise ClosedError(f"run {self.run!r} ended before it took this process in: its work is done")
@@ -452,7 +452,7 @@ class Joiner(Mesh):
             if formed is None or lineage in self._rivals_told:
                 continue
             self._rivals_told.add(lineage)
-            names = printable(", ".join(here.company))
+            names = printable(", ".join(here.names))
             began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(founded_at(lineage)))
             if lineage < formed.lineage:
                 node.outlived(f"an older run of the name {self.run!r} is going on with {names}, since {began}")

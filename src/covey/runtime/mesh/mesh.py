@@ -33,7 +33,6 @@ from covey.net.keys.identity import LIFE_BYTES, short_id
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.dial_limits import DialLimits
 from covey.runtime.links.handshake import (
-    GREETING_SECONDS,
     HungUpError,
     RefusedError,
     ScarceError,
@@ -41,6 +40,7 @@ from covey.runtime.links.handshake import (
     dial_any,
     spell,
 )
+from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.links.probe import best_way
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.loop import aside
@@ -233,7 +233,7 @@ class Mesh:
         try:
             is_here = same_host or any(_is_loopback(address.ip) for address in addresses)
             ways = self._ways(addresses, is_here, interface)
-            within = NEAR_SECONDS if interface else GREETING_SECONDS
+            within = NEAR_SECONDS if interface else HANDSHAKE_SECONDS
             link, welcome, _, way = await dial_any(ways, self.endpoint.credentials, self._hello(), allowance, within)
         except HungUpError as error:
             self._failed(where, str(error), addresses)

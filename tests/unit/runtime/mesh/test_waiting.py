@@ -28,7 +28,7 @@ def meet(core: Formation, name: str, terms: Terms = TERMS, **said: Any) -> None:
     other = member(name)
     core.link_up(other.id, other.life, 0.0)
     hears = said.pop("hears", (member("a").life,))
-    core.received(other.id, Here(terms, other, hears, said.pop("phase", Phase.GATHERING), **said), 0.0)
+    core.received(other.id, Here(terms, other, hears, said.pop("phase", Phase.JOINING), **said), 0.0)
 
 
 def wait_of(core: Formation, problems: dict[str, str] | None = None, seeds: tuple[str, ...] = ()) -> messages.Wait:
@@ -84,7 +84,7 @@ def test_an_earlier_run_and_one_that_goes_on_are_causes_of_their_own() -> None:
     lineages.learn(LINEAGE, ("a", "z"), is_ours=True)
     core = formation(lineages=lineages)
     assert (wait_of(core).cause, wait_of(core).missing) == ("earlier-run", ("a", "z"))
-    meet(core, "z", phase=Phase.FORMED, company=("a", "z"), lineage=LINEAGE)
+    meet(core, "z", phase=Phase.FORMED, names=("a", "z"), lineage=LINEAGE)
     assert wait_of(core).cause == "run"
 
 
