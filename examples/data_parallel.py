@@ -8,7 +8,7 @@ import numpy as np
 import covey
 
 with covey.join() as group:
-    rng = np.random.default_rng(group.rank)  # every rank draws other samples
+    rng = np.random.default_rng(group.rank)  # every rank draws different samples
     truth = np.arange(1.0, 6.0)
     inputs = rng.normal(size=(256, 5))
     targets = inputs @ truth + 0.01 * rng.normal(size=256)

@@ -1,7 +1,7 @@
 """DistributedDataParallel: `covey run -n 2 examples/ddp.py`, or `torchrun --nproc-per-node 2`, or `python` alone.
 
-Two spirals, and a small network that learns which one a point is on. Every rank trains on other points; DDP keeps the
-models equal. For covey one word is different: the name of the backend.
+A small network learns on which of two spirals a point is. Every rank trains on different points, and DDP keeps the
+models equal. Only one word is specific to covey: the name of the backend.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """DiLoCo: `covey run -n 2 examples/diloco.py`, or `torchrun --nproc-per-node 2`, or `python` alone.
 
-For slow networks: every rank trains alone for a while, and only then do they exchange how far each of them went,
-rounded to one byte a parameter. Here a network learns to add numbers modulo 17 from examples; each rank has some of
-them.
+For slow networks: every rank trains alone for many steps. Then the ranks exchange how much their parameters have
+changed, rounded to one byte per parameter. Here a network learns to add numbers modulo 17; each rank has a part of the
+examples.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
         diloco.step()
         if step % (args.steps // 8) == 0 or step == args.steps - 1:
             if step == args.steps - 1:
-                diloco.finish()  # what is still on its way
+                diloco.finish()  # applies a change that is still being sent
             right = (model(pairs).argmax(1) == sums).float().mean()
             dist.all_reduce(right, dist.ReduceOp.AVG)
             rights.append(right.item())

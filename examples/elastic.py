@@ -1,8 +1,8 @@
-"""Training that goes on: `covey run -n 3 --restarts 1 examples/elastic.py`, or on each machine of a cluster, or alone.
+"""Elastic training: `covey run -n 3 --restarts 1 examples/elastic.py`, or on each machine of a cluster, or alone.
 
-One rank kills itself after a while, the others go on with its samples, and when it comes back it gets model,
-optimizer and place in the data from them. Every sample is trained on once an epoch all the same. There is no process
-group of torch here: it could not change its size.
+One rank kills itself after a while, and the others train on its samples. When it is restarted, it gets the model, the
+optimizer and the position in the data from the others. Every sample is still trained on once per epoch. The example
+does not use a process group of torch, because its size cannot change.
 """
 
 import argparse
@@ -47,13 +47,13 @@ def main() -> None:
             if elastic.rank == 0:
                 print(f"epoch {epoch}   loss {nn.functional.mse_loss(model(inputs), targets).item():.4f}")
         if generation == 0 and elastic.rank == 1 and elastic.samples == 1000:
-            os.kill(os.getpid(), signal.SIGKILL)  # a power cut
+            os.kill(os.getpid(), signal.SIGKILL)  # like a power cut
         nn.functional.mse_loss(model(inputs[indices]), targets[indices]).backward()
         elastic.step()
-        time.sleep(0.03)  # as if the model were larger
+        time.sleep(0.03)  # stands for the work of a larger model
 
     if not elastic.done:
-        return  # SIGTERM told this process to leave, or it came back too late
+        return  # SIGTERM asked this process to leave, or the run had ended when it came back
     after = nn.functional.mse_loss(model(inputs), targets).item()
     if elastic.rank == 0:
         print(f"{elastic.samples} samples, {elastic.lost} of them given out a second time; loss {after:.4f}")

@@ -1,8 +1,8 @@
 """FSDP2 and checkpoints: `covey run -n 2 examples/fsdp2.py`, or `torchrun --nproc-per-node 2`, or `python` alone.
 
-Every rank holds a share of each parameter, of its gradient and of the optimizer's state. Half-way the training is
-saved; at the end it is loaded again, and must be where it was. Another number of ranks may load it: give a folder
-with --folder, and start again with another -n.
+Every rank holds a shard of each parameter, of its gradient and of the optimizer's state. Halfway through, the example
+saves a checkpoint; at the end it loads the checkpoint and compares. A different number of ranks can load it, too: set
+--folder, and start again with another -n.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import covey.torch
 
 
 class Block(nn.Module):
-    """A layer with a way around it."""
+    """A layer with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def wave(x: torch.Tensor) -> torch.Tensor:
-    """Return what is to be learned."""
+    """Return the target values."""
     return torch.sin(2 * math.pi * x)
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     mine = sum(parameter.to_local().numel() for parameter in model.parameters())
     print(f"rank {rank} of {size} holds {mine} of {whole} parameters")
 
-    generator = torch.Generator().manual_seed(rank)  # every rank has other points
+    generator = torch.Generator().manual_seed(rank)  # every rank has different points
 
     def error() -> float:
         """Return the error over the same points on all ranks."""

@@ -1,8 +1,8 @@
 """A tiny GPT: `covey run -n 2 examples/gpt.py`, or `torchrun --nproc-per-node 2`, or `python` alone.
 
-It reads some of Shakespeare's sonnets, letter by letter, and writes lines of its own before and after. `--fsdp` shards
-the model instead of copying it to every rank; `--steps 1000` gets it to words; `--text FILE` gives it something else to
-read.
+It is trained on some of Shakespeare's sonnets, character by character, and prints generated lines before and after.
+`--fsdp` shards the model instead of copying it to every rank; with `--steps 1000` it generates words; `--text FILE`
+trains on another text.
 """
 
 import argparse
@@ -19,7 +19,7 @@ CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 64, 64, 4, 2, 32
 
 
 class Block(nn.Module):
-    """Look back, then think."""
+    """A transformer block: causal attention, then an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Says for each letter of each line, one after the other, which one may come next."""
+    """Returns, for each character of each line, the logits of the next one."""
 
     def __init__(self, letters: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def write(model: nn.Module, letters: list[str], length: int = 120) -> str:
-    """Return letters that the model drew one after the other; all ranks draw the same."""
+    """Return text that the model samples one character at a time; all ranks sample the same."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.tensor([[letters.index("\n")]])
     for _ in range(length):
@@ -90,7 +90,7 @@ def main() -> None:
     if rank == 0:
         print(f"ranks: {size}, parameters: {count}, letters to read: {len(codes)}. Before:\n{draft}\n")
 
-    generator = torch.Generator().manual_seed(rank)  # every rank reads other lines
+    generator = torch.Generator().manual_seed(rank)  # every rank reads different lines
     losses = []
     for step in range(args.steps):
         starts = torch.randint(len(codes) - CONTEXT - 1, (max(1, BATCH // size), 1), generator=generator)

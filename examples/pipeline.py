@@ -1,8 +1,8 @@
 """Pipelining, 1F1B: `covey run -n 2 examples/pipeline.py`, or `torchrun --nproc-per-node 2`, or `python` alone.
 
-A model too large for one machine is cut into stages, one a rank. Batches go through in small parts, so that all
-stages have something to do: each does one forward, one backward, in turn. Only activations and their gradients
-travel.
+A model that is too large for one machine is cut into stages, one per rank. Batches are split into small parts, so that
+all stages are busy: each stage alternates between one forward and one backward. Only activations and their gradients
+are sent.
 """
 
 import argparse
@@ -16,7 +16,7 @@ WIDTH, BATCH, PARTS, LAYERS = 32, 64, 8, 3
 
 
 class Layer(nn.Module):
-    """A little change to what comes in."""
+    """A residual layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=80)
     steps = parser.parse_args().steps
-    torch.manual_seed(0)  # all ranks make the same model, and keep their part of it
+    torch.manual_seed(0)  # all ranks create the same model, and keep their part of it
     torch.set_num_threads(1)
 
     dist.init_process_group("covey", init_method="covey://")

@@ -1,4 +1,4 @@
-"""Tagged messages: numbers flow through the ranks like parts along a line, the last rank prints them.
+"""Tagged messages: numbers pass from rank to rank, and the last rank prints them.
 
 covey run -n 3 examples/relay.py
 """

@@ -1,8 +1,8 @@
 """Tensor parallel: `covey run -n 2 examples/tensor_parallel.py`, or `torchrun --nproc-per-node 2`, or `python` alone.
 
-Every rank holds some columns of one matrix and the matching rows of the next, so a layer that fits into nobody's
-memory is computed by all of them together; one sum at its end is all that travels. At the end the same model, whole
-and on its own, must have come to the same weights.
+Every rank holds some columns of one matrix and the matching rows of the next. So all ranks together compute a layer
+that does not fit into the memory of one of them, and send only one sum per layer. At the end, the weights must equal
+those of the same model trained in a single process.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 
 class FeedForward(nn.Module):
-    """Up, a gate, and down: the wide part of a transformer."""
+    """The gated feed-forward layer of a transformer."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class FeedForward(nn.Module):
 
 
 def train(model: nn.Module, steps: int) -> list[float]:
-    """Teach the model to turn its input around, and return the losses; the batches are the same every time."""
+    """Train the model to reverse its input, and return the losses; the batches are the same in every call."""
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
