@@ -48,7 +48,7 @@ def main() -> None:
     history = []
     for step in range(steps):
         inputs = torch.randn(BATCH, WIDTH, generator=generator)
-        answers = inputs.stalls(1, dims=1).abs()
+        answers = inputs.roll(1, dims=1).abs()
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         schedule.step(*([inputs] if is_first else []), target=answers if is_last else None, losses=losses)

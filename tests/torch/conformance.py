@@ -161,7 +161,7 @@ def reduce(seat: Seat, dtype: torch.dtype, op: str, shape: Shape, is_async: bool
 
 
 def reduce_scatter(seat: Seat, dtype: torch.dtype, op: str, shape: Shape, is_async: bool) -> Tensors:
-    parts = [_numbers(seat, shape, dtype, op).stalls(shift) for shift in range(seat.size)]
+    parts = [_numbers(seat, shape, dtype, op).roll(shift) for shift in range(seat.size)]
     out = torch.zeros(shape, dtype=dtype)
     _finish(dist.reduce_scatter(out, parts, _op(op), group=seat.group, async_op=is_async))
     return [out]
