@@ -132,6 +132,20 @@ def test_each_layer_uses_only_the_libraries_it_is_known_for(path: Path) -> None:
             assert top in THIRD_PARTY.get(layer, set()), f"{path}:{node.lineno} imports {name}"
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent != SRC / "runtime" / "group"], ids=str)
+def test_only_the_room_of_group_touches_its_private_parts(path: Path) -> None:
+    """Other rooms use `runtime.group.internals`; a subclass of Group may use its own."""
+    private = {"_engine", "_is_fresh", "_state", "_local_rank", "_call", "_assembly"}
+    for node in ast.walk(ast.parse(path.read_text(), path)):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in private
+            and isinstance(node.value, ast.Name | ast.Attribute)
+        ):
+            holder = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+            assert holder.strip("_") not in ("group", "top"), f"{path}:{node.lineno} uses {holder}.{node.attr}"
+
+
 def test_every_layer_and_room_is_in_the_diagram() -> None:
     assert {layer_of(path) for path in FILES} <= set(BELOW)
     for layer, rooms in ROOMS.items():

@@ -138,7 +138,7 @@ def test_names_that_a_newcomer_lacks_are_added_and_those_that_only_it_has_are_dr
     with caplog.at_level(logging.WARNING, "covey"):
         run_threads(3, body)
     assert [each.getMessage() for each in caplog.records] == [
-        "restore: rank 0 drops what the others do not have: 'old', 'older'"
+        "restore: rank 0 removes names that the others do not have: 'old', 'older'"
     ]
 
 
@@ -156,7 +156,7 @@ def test_one_drifted_rank_of_five_is_repaired_and_told(caplog: pytest.LogCapture
         reports = run_threads(5, body)
     assert {(each.donors, each.receivers, each.drifted) for each in reports} == {((1, 2, 3, 4), (0,), (0,))}
     assert [each.getMessage() for each in caplog.records] == [
-        "restore: rank 0 had drifted from the state of rank 1, 2, 3, 4 in 'step', 'w', and gets it again"
+        "restore: rank 0 has drifted from the state of rank 1, 2, 3, 4 in 'step', 'w'; its state is replaced"
     ]
 
 
@@ -285,7 +285,8 @@ def test_a_chunk_that_is_not_what_its_donor_announced_comes_from_another(caplog:
     with caplog.at_level(logging.WARNING, "covey"):
         reports = run_threads(3, body)
     assert [each.bytes_received for each in reports] == [0, 0, 3 * CHUNK_BYTES]
-    text = f"rank 0 sent bytes 0 to {CHUNK_BYTES} of 'w' other than it announced; they are fetched from another rank"
+    span = f"bytes 0 to {CHUNK_BYTES} of 'w'"
+    text = f"rank 0 sent {span} that differ from those it announced; they are fetched from another rank"
     assert [each.getMessage() for each in caplog.records] == [f"restore: {text}"]
 
 

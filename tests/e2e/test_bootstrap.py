@@ -309,6 +309,7 @@ def test_another_user_can_neither_join_a_group_nor_keep_it_from_working(job: Job
     """A stranger finds every listening socket of a group that has formed but not opened its lanes yet."""
     code = """
 import sys, json, covey, numpy as np
+from covey.runtime.group.internals import engine_of
 with covey.join() as group:
     node = engine_of(group).node
     addresses = [(address.ip, address.port) for address in node.card.contact.addresses]

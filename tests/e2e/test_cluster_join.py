@@ -30,6 +30,7 @@ JOIN = """
 import json, os, sys
 import numpy as np
 import covey
+from covey.runtime.group.internals import engine_of
 
 def say(what):
     print(json.dumps(what), flush=True)

@@ -404,7 +404,7 @@ def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_no
             group.barrier()
             return 4
         engine = engine_of(pair)
-        arrived = engine.lane_arrived
+        arrived = engine.reports.lane_arrived
 
         def hear_of_it(*args: Any) -> None:
             began = time.monotonic()
@@ -412,7 +412,7 @@ def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_no
             took.append(time.monotonic() - began)
 
         held: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        engine.lane_arrived = lambda *args: held.put(args)  # type: ignore[method-assign]
+        engine.reports.lane_arrived = lambda *args: held.put(args)  # type: ignore[method-assign]
         group.barrier()
         message = pair.recv(src=1)
         pair.close()

@@ -35,6 +35,7 @@ JOB = """
 import json, logging, os, sys, time
 import numpy as np
 import covey
+from covey.runtime.group.internals import engine_of
 
 logging.basicConfig(level=logging.INFO)
 with covey.join("busy", size=2, interfaces="lo", lanes="secure", timeout=20) as group:

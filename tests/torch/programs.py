@@ -109,7 +109,7 @@ def beyond_gloo(rank: int, size: int, store: str) -> None:
     with raises(TypeError, "mean"):
         dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
     if size > 1:
-        with raises(covey.ConfigError, "cannot be shared"):
+        with raises(covey.ConfigError, "cannot be divided"):
             dist.group.WORLD.all_to_all_single(torch.zeros(size + 1), torch.zeros(size + 1))
     dist.all_reduce(x)  # a call that cannot work leaves the group as it was
     dist.barrier()

@@ -228,7 +228,7 @@ def test_nonsense_is_refused() -> None:
     with pytest.raises(ConfigError, match="compress='fp4'"):
         DiLoCo(model, inner, every=9, compress="fp4")  # type: ignore[arg-type]
     shapes = re.escape("(of shape [30, 20], [30], [7, 30], [7])")
-    with pytest.raises(ConfigError, match=f"trains 4 parameters {shapes} that are not the model's; make it of"):
+    with pytest.raises(ConfigError, match=f"trains 4 parameters {shapes} that are not the model's; make it with"):
         DiLoCo(model, torch.optim.SGD([*model.parameters(), *model_of(1).parameters()]), every=9)
     with pytest.raises(ConfigError, match=r"exactly the parameters .* lacks 0\.weight, 2\.bias, and has none besides"):
         DiLoCo(model, inner, torch.optim.SGD(list(model.parameters())[1:3]), every=9)

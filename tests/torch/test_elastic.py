@@ -486,7 +486,7 @@ def test_calls_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="extra has model, optimizer"):
         Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=4, extra={"optimizer": 1, "model": 2})
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(ConfigError, match="step a scheduler that wants a loss yourself"):
+    with pytest.raises(ConfigError, match="step a scheduler that needs a loss yourself"):
         Elastic(model=model, optimizer=optimizer, scheduler=plateau, sampler=sampler, batch=4)
     with pytest.raises(ConfigError, match="LBFGS with NoneType: Elastic calls"):
         Elastic(model=model, optimizer=torch.optim.LBFGS(model.parameters()), sampler=sampler, batch=4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from covey.base.errors import ConfigError
-from covey.torch.training.structure import Slot, from_plain, put_together, take_apart, to_plain
+from covey.torch.training.structure import TensorKey, from_plain, put_together, take_apart, to_plain
 from covey.wire import objects
 
 STATE: dict[str, Any] = {
@@ -35,6 +35,6 @@ def test_what_travels_is_what_it_was() -> None:
 
 
 def test_what_cannot_travel_is_named() -> None:
-    assert from_plain(to_plain(Slot("a.b"))) == Slot("a.b")
+    assert from_plain(to_plain(TensorKey("a.b"))) == TensorKey("a.b")
     with pytest.raises(ConfigError, match=r"the state\.scheduler\.1 is a function"):
         to_plain({"scheduler": [1, lambda: 0]})

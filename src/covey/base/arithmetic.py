@@ -1,6 +1,6 @@
-"""What `op=` means for each dtype: how two pieces combine, and how the last two of a mean do.
+"""What `op=` does with each dtype: how two arrays are combined, and how the last two of a mean are.
 
-float16 and bfloat16 pieces are combined in float32 and rounded once per combination.
+float16 and bfloat16 arrays are combined in float32 and rounded once per combination.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Reduction(NamedTuple):
     """True for a mean: the last combination is divided by the number of contributors."""
 
     def average(self, left: Array, right: Array, out: Array, contributors: int) -> None:
-        """Combine the last two pieces of a mean, and divide; half precision is rounded once, after both."""
+        """Combine the last two arrays of a mean, and divide; half precision is rounded once, after both."""
         if out.itemsize == 2:
             out[...] = (left.astype(np.float32) + right.astype(np.float32)) / np.float32(contributors)
         elif out.size == 1:
@@ -57,7 +57,7 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
 
     Raises:
         ConfigError: there is no such operation.
-        TypeError: the operation has no meaning for the dtype.
+        TypeError: the operation does not support the dtype.
     """
     if op not in OPS:
         raise ConfigError(f"op={op!r} is unknown; use one of {', '.join(OPS)}")
@@ -79,7 +79,7 @@ def _allowed(dtype: np.dtype[Any]) -> tuple[str, ...]:
 
 
 def identity(op: str, dtype: np.dtype[Any]) -> Any:
-    """Return the value that leaves any other unchanged under `op`."""
+    """Return the value that does not change any other under `op`."""
     if op in ("sum", "or", "xor"):
         return dtype.type(0)
     if op == "prod":

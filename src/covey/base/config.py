@@ -22,7 +22,7 @@ ON_LOSS: Final = ("raise", "continue")
 QUORUMS: Final = ("majority", "any")
 STREAMS_LIMIT: Final = 64
 PORTS: Final = range(47700, 47732)
-"""Where nodes of clusters listen: the first one that is free, so that a seed's port is easy to guess."""
+"""The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
 LAUNCHER_VARIABLES: Final = (
     "COVEY_RANK",
     "COVEY_SIZE",
@@ -33,7 +33,7 @@ LAUNCHER_VARIABLES: Final = (
     "COVEY_KEEPER",
     "COVEY_RESTART",
 )
-"""What `covey run -n` hands to the ranks it starts; also how often it had to start this one again."""
+"""The variables that `covey run -n` sets for the ranks it starts; COVEY_RESTART counts restarts of the rank."""
 RUN_VARIABLES: Final = (
     "COVEY_RUN",
     "COVEY_RUN_PROGRAM",
@@ -48,7 +48,7 @@ RUN_VARIABLES: Final = (
     "COVEY_RUN_MIN_HOSTS",
     "COVEY_RUN_NEW",
 )
-"""What `covey run` tells the programs that it starts about the run they are to join in the cluster."""
+"""The variables with which `covey run` tells the programs it starts which run of the cluster to join."""
 CLUSTER_VARIABLES: Final = (
     "COVEY_CLUSTER",
     "COVEY_SECRET",
@@ -58,31 +58,31 @@ CLUSTER_VARIABLES: Final = (
     "COVEY_HOME",
     "COVEY_TIE_BREAKER",
 )
-"""Which cluster, and where it may be found."""
+"""The variables that choose the cluster, and how to find it."""
 OTHER_VARIABLES: Final = ("COVEY_DEBUG", "COVEY_EVENTS", "COVEY_WARM_START")
-"""Tracebacks for the command line; a file to which events are added; whether `covey run` forks its ranks."""
+"""Tracebacks for the command line; a file to append events to; whether `covey run` forks its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig:
-    """How the ranks of a run reach each other and how long they wait."""
+    """How the ranks of a run reach each other, and how long they wait."""
 
     lanes: str = "auto"
-    """`auto` takes the fastest safe lane of each pair; shm, unix, tcp or secure forces one; memory is for threads."""
+    """`auto` uses the fastest safe lane for each pair; shm, unix, tcp or secure forces one; memory is for threads."""
     timeout: float = 1800.0
-    """Seconds an operation may take before DeadlineError. Death is noticed long before, by other means."""
+    """Seconds after which an operation raises DeadlineError. A lost process is noticed long before."""
     insecure: bool = False
     """Allow clear-text connections beyond this machine."""
     interfaces: str = ""
     """Which interfaces to use: `eth*,!docker*,10.0.0.0/8`. Empty: all that are up."""
     streams: str = "auto"
-    """Connections per secure lane: a number, or `auto`, by the length of the way."""
+    """Connections per secure lane: a number, or `auto`, which depends on the round-trip time."""
     on_loss: str = "raise"
-    """What an operation does that loses a member: `raise`, or `continue` among those who are left."""
+    """What operations do when a rank is lost: `raise`, or `continue` among the remaining ranks."""
     patience: float = 30.0
     """Seconds that members wait for a quorum of the others before they give up."""
     quorum: str = "majority"
-    """Who may go on: `majority` of the last view, or `any`: two halves may go on apart, and never meet again."""
+    """Which members may continue: a `majority` of the last view, or `any`, with which two halves may continue apart."""
 
     def __post_init__(self) -> None:
         if self.lanes not in LANES:
@@ -96,12 +96,12 @@ class GroupConfig:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """Return the words of a setting that are separated by commas."""
+    """Return the words of a comma-separated setting."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def ports_from(text: str) -> range:
-    """Return where to listen, in this order, if COVEY_PORT has this value."""
+    """Return the ports to try to listen on, in order, for a value of COVEY_PORT."""
     if not text:
         return PORTS
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
@@ -117,7 +117,7 @@ def _check_streams(streams: str | int) -> str:
 
 
 def check_timeout(timeout: float, what: str = "timeout") -> float:
-    """Return `timeout` if it is a number of seconds above zero; no one waits for more than a year."""
+    """Return `timeout` as a float, at most a year; raise ConfigError unless it is a number above 0."""
     if type(timeout) is float and 0.0 < timeout <= YEAR_SECONDS:  # the common case, kept short: this is paid per call
         return timeout
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or math.isnan(timeout) or timeout <= 0:
@@ -126,7 +126,7 @@ def check_timeout(timeout: float, what: str = "timeout") -> float:
 
 
 def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
-    """Build the settings from the environment and from the arguments that are not None."""
+    """Return the settings from the environment, overridden by the arguments that are not None."""
     refuse_unknown(env)
     if "memory" in (explicit.get("lanes"), env.get("COVEY_LANES")):
         raise ConfigError("lanes='memory' is for covey.testing.run_threads, whose ranks are threads of one process")
@@ -135,7 +135,7 @@ def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
 
 
 def refuse_unknown(env: Mapping[str, str]) -> None:
-    """Raise ConfigError for a COVEY_ variable that nobody reads: most likely a typing error."""
+    """Raise ConfigError for an unknown COVEY_ variable, which is most likely a typing error."""
     known = {*_ENVIRONMENT, *LAUNCHER_VARIABLES, *RUN_VARIABLES, *CLUSTER_VARIABLES, *OTHER_VARIABLES}
     for key in sorted(env):
         if key.startswith("COVEY_") and key not in known:

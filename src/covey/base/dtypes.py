@@ -1,4 +1,4 @@
-"""The element types covey moves, and the small codes that name them on the wire."""
+"""The element types that covey supports, and their codes on the wire."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES: Final[tuple[np.dtype[Any], ...]] = tuple(
         "complex128",
     )
 )
-"""Indexed by code. Codes travel on the wire: only ever append."""
+"""Indexed by code. Codes are part of the wire format: only append."""
 
 BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
@@ -35,7 +35,7 @@ _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """Return the wire code of `dtype`; TypeError if covey does not move it."""
+    """Return the wire code of `dtype`; raise TypeError if covey does not support it."""
     code = _CODES.get(dtype)
     if code is None:
         hint = "; convert it to the native byte order" if dtype.newbyteorder("=") in _CODES else ""

@@ -1,27 +1,27 @@
 """Every error covey raises, each with its remedy.
 
 CoveyError
-├── ConfigError          the settings or the call contradict themselves        FIX
-├── MismatchError        ranks called different things                         FIX
+├── ConfigError          a setting or an argument cannot work                  FIX
+├── MismatchError        ranks called different operations                     FIX
 ├── BusyError            two threads used one group's collectives at once      FIX
-├── AuthError            the other side did not prove that it may join         FIX
-├── ConnectError         no way to the other rank (a ConnectionError)          RETRY
+├── AuthError            the other end did not prove that it may join          FIX
+├── ConnectError         a rank could not be reached (a ConnectionError)       RETRY
 ├── DeadlineError        not finished in time (a TimeoutError)                 RETRY
-├── PeerLostError        a member went away while it was needed                REGROUP
-├── GroupChangedError    the others went on without this process               REGROUP
-├── QuorumLostError      too few members are left to go on safely              REGROUP
-├── SplitRunError        an older run of the same name is going on             STOP
+├── PeerLostError        a rank that an operation needs was lost               REGROUP
+├── GroupChangedError    the other members continue without this process       REGROUP
+├── QuorumLostError      too few members remain to continue safely             REGROUP
+├── SplitRunError        an older run of the same name exists                  STOP
 ├── ClosedError          the group was closed, revoked, or ended by a failure  REGROUP
 ├── RankFailedError      a launched process failed                             STOP
-└── RemoteProtocolError  bytes from the network that are not ours              STOP
+└── RemoteProtocolError  the other end broke the protocol                      STOP
 
 What a group raises once it has ended: the operations that were waiting, and the first one that is issued afterwards,
-raise what ended it. Every later one raises the same class with the same facts if its remedy is REGROUP
-(PeerLostError, GroupChangedError, QuorumLostError): that is about the members, and still true. After a failure of one
-operation (MismatchError, DeadlineError, RemoteProtocolError) every later one raises ClosedError, with that failure as
-its `__cause__`: the same class again would read as the outcome of the later operation, and a loop that tries again
-after a DeadlineError would never end. A group that its owner closed, or that was revoked, raises ClosedError. The rule
-is the same for blocking and asynchronous operations, for collectives and messages, and for groups made by `split`.
+raise the error that ended it. If its remedy is REGROUP (PeerLostError, GroupChangedError, QuorumLostError), every later
+operation raises the same class with the same attributes: such an error is about the members, and still true. After a
+failure of one operation (MismatchError, DeadlineError, RemoteProtocolError) every later one raises ClosedError, with
+that failure as its `__cause__`: the same class would read as the outcome of the later operation, and a loop that tries
+again after a DeadlineError would never end. A group that was closed or revoked raises ClosedError. The rule is the same
+for blocking and asynchronous operations, for collectives and messages, and for groups made by `split`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 
 class Remedy(enum.Enum):
-    """What the person who sees the error can do next."""
+    """What to do about an error."""
 
     FIX = "correct the call or the setting"
     RETRY = "try again, perhaps with more time"
@@ -45,7 +45,7 @@ class CoveyError(Exception):
     remedy: ClassVar[Remedy] = Remedy.STOP
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), self.args, self.__dict__)  # __init__ may want more than the message
+        return _restore, (type(self), self.args, self.__dict__)  # __init__ may need more than the message
 
 
 class ConfigError(CoveyError, ValueError):
@@ -67,7 +67,7 @@ class BusyError(CoveyError):
 
 
 class AuthError(CoveyError):
-    """The other side did not prove the run's token, or belongs to another user."""
+    """The other end did not prove that it knows the run's token, or belongs to another user."""
 
     remedy = Remedy.FIX
 
@@ -89,7 +89,7 @@ class DeadlineError(CoveyError, TimeoutError):
 
 
 class PeerLostError(CoveyError):
-    """A member died or left while an operation needed it."""
+    """A rank that an operation needs was lost or left."""
 
     remedy = Remedy.REGROUP
 
@@ -97,20 +97,20 @@ class PeerLostError(CoveyError):
         super().__init__(message)
         self.rank = rank
         """The lost rank, in the numbering of the group that raised this; -1 from a `recv` from any rank when no other
-        rank is left."""
+        rank remains."""
         self.host = host
         self.operation = operation
         self.sequence = sequence
 
 
 class GroupChangedError(CoveyError):
-    """The members of the run agreed to go on without this process; join again to be in the next generation."""
+    """The other members agreed to continue without this process; join again to be in the next generation."""
 
     remedy = Remedy.REGROUP
 
 
 class QuorumLostError(CoveyError):
-    """Too few members hear each other to go on without the risk of two halves; `missing` are the ranks not heard."""
+    """Too few members are connected to continue without the risk of a split; `missing` are the ranks not connected."""
 
     remedy = Remedy.REGROUP
 
@@ -120,14 +120,14 @@ class QuorumLostError(CoveyError):
 
 
 class SplitRunError(CoveyError):
-    """Two runs of one name have met, and this one is the younger: it ends. `saved` is the file that has its state."""
+    """This run met an older one of the same name, and ends. `saved` is the file with its state."""
 
     remedy = Remedy.STOP
 
     def __init__(self, message: str, *, saved: str = "") -> None:
         super().__init__(message)
         self.saved = saved
-        """Where the state was written that was last given to `group.restore`; empty if there was none."""
+        """The file with the state that `group.restore` was given last; empty if there was none."""
 
 
 class ClosedError(CoveyError):
@@ -137,7 +137,7 @@ class ClosedError(CoveyError):
 
 
 class RankFailedError(CoveyError):
-    """A process started by `launch` failed in a way that cannot be raised here as it was."""
+    """A process started by `launch` failed, and its own exception cannot be raised here."""
 
     remedy = Remedy.STOP
 
@@ -148,17 +148,17 @@ class RankFailedError(CoveyError):
 
 
 class RemoteProtocolError(CoveyError):
-    """The other side sent bytes that this version of covey never sends."""
+    """The other end sent bytes that this version of covey never sends."""
 
     remedy = Remedy.STOP
 
 
 def _restore(kind: type[CoveyError], args: tuple[Any, ...], facts: dict[str, Any]) -> CoveyError:
     error = kind.__new__(kind, *args)
-    error.args = args  # an OSError with an __init__ of its own leaves them to it
+    error.args = args  # an OSError with its own __init__ does not set them
     error.__dict__.update(facts)
     return error
 
 
 for _error in (CoveyError, *CoveyError.__subclasses__()):
-    _error.__module__ = "covey"  # where people import them from, and so what tracebacks should say
+    _error.__module__ = "covey"  # the module that users import them from, as tracebacks should show

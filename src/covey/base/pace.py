@@ -1,4 +1,4 @@
-"""How often something may happen: a bound on rates, for packets, dials, questions and lines in a log. Pure."""
+"""Rate limits, for packets, dials, questions and log lines. Pure."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ KEYS_LIMIT: Final = 256
 
 
 class Bucket:
-    """Allows `burst` at once, and `rate` a second after that."""
+    """A token bucket: allows `burst` events at once, and `rate` per second after that."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
         self._left, self._at = burst, float("-inf")
 
     def take(self, now: float) -> bool:
-        """Use one, if there is one now."""
+        """Take a token; return False if there is none."""
         if self.wait(now) > 0:
             return False
         self._left -= 1
         return True
 
     def give_back(self) -> None:
-        """Have one more, of those that were taken."""
+        """Return a token that was taken."""
         self._left = min(self._burst, self._left + 1)
 
     def wait(self, now: float) -> float:
-        """Return in how many seconds there will be one."""
+        """Return the seconds until there is a token."""
         if now > self._at:
             self._left = min(self._burst, self._left + (now - self._at) * self._rate)
             self._at = now
@@ -37,14 +37,14 @@ class Bucket:
 
 
 class Buckets:
-    """A bucket for each key, of which the last `KEYS_LIMIT` are remembered."""
+    """A bucket per key, for the `KEYS_LIMIT` keys used last."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
         self._buckets: dict[Hashable, Bucket] = {}
 
     def of(self, key: Hashable) -> Bucket:
-        """Return the bucket of this key, which is the one remembered longest from now on."""
+        """Return the bucket of a key, which becomes the key used last."""
         bucket = self._buckets.pop(key, None) or Bucket(self._rate, self._burst)
         self._buckets[key] = bucket
         if len(self._buckets) > KEYS_LIMIT:
@@ -52,20 +52,20 @@ class Buckets:
         return bucket
 
     def take(self, key: Hashable, now: float) -> bool:
-        """Use one of this key's, if there is one now."""
+        """Take a token from the bucket of `key`; return False if there is none."""
         return self.of(key).take(now)
 
 
 class Seldom:
-    """Lets something be said at most every `seconds`, and counts what was not."""
+    """Allows an event at most every `seconds`, and counts those it refused."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._at = seconds, float("-inf")
         self.unsaid = 0
-        """How often it was refused since it was last allowed."""
+        """The number of events refused since one was last allowed."""
 
     def may(self, now: float) -> bool:
-        """Tell whether it may be said now; then it counts as said."""
+        """Tell whether an event is allowed now; if so, it counts."""
         if now < self._at + self._seconds:
             self.unsaid += 1
             return False

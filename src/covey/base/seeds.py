@@ -1,4 +1,4 @@
-"""Seeds: addresses of nodes that a person wrote down. Pure: whether a host of that name exists is not asked here."""
+"""Seeds: addresses of nodes in settings. Pure: names are not resolved here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMERIC: Final = re.compile(r"[0-9.]+")
 
 
 class Seed(NamedTuple):
-    """Where a node may be."""
+    """An address at which a node may listen."""
 
     host: str
     """A name, or an address without brackets."""
@@ -23,10 +23,10 @@ class Seed(NamedTuple):
 
 
 def split_seeds(text: str) -> tuple[str, ...]:
-    """Return the seeds of a setting, which commas separate; an empty setting has none.
+    """Return the seeds of a comma-separated setting.
 
     Raises:
-        ConfigError: one of them is no seed.
+        ConfigError: one of them is not a valid seed.
     """
     items = tuple(item.strip() for item in text.split(",")) if text.strip() else ()
     for item in items:
@@ -35,10 +35,10 @@ def split_seeds(text: str) -> tuple[str, ...]:
 
 
 def parse(seed: str) -> Seed:
-    """Return the host and the port of `host:port` or `[ip]:port`; without a port, the first that nodes use.
+    """Return the host and the port of `host:port` or `[ip]:port`; the port defaults to the first of PORTS.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is not a valid seed.
     """
     if not seed:
         raise _error(seed, "there is nothing between two commas")
@@ -53,7 +53,7 @@ def parse(seed: str) -> Seed:
         host, colon, port = seed.partition(":")
         port = port if colon else str(PORTS[0])
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise _error(seed, f"{port!r} is no port from 1 to 65535")
+        raise _error(seed, f"{port!r} is not a port from 1 to 65535")
     if ":" not in host and (not _NAME.fullmatch(host) or (_NUMERIC.fullmatch(host) and not _is_ip(host, 4))):
         raise _error(seed, f"{host!r} is neither a host name nor an address")
     return Seed(host, int(port))

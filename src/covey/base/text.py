@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, made fit for errors, logs, tables and terminals. Pure."""
+"""Make text from other nodes safe for errors, logs, tables and terminals. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 TEXT_LIMIT: Final = 1000
-"""Characters of one text, unless its reader says otherwise."""
+"""The default limit, in characters."""
 _CUT: Final = "..."
 
 
 def printable(text: str, most: int = TEXT_LIMIT) -> str:
-    """Return `text` with at most `most` characters, and each that is not printable written as an escape.
+    """Return `text` with at most `most` characters, in which characters that are not printable are escaped.
 
-    What is left is one line: no control character, line end, terminal escape or change of writing direction gets
-    through. Printable text of any alphabet stays as it is.
+    The result is one line without control characters, terminal escapes or changes of the writing direction. Printable
+    text of any alphabet does not change.
     """
     if len(text) <= most and text.isprintable():
         return text
@@ -27,6 +27,6 @@ def printable(text: str, most: int = TEXT_LIMIT) -> str:
 
 
 def listed(items: Iterable[object]) -> str:
-    """Return the items as people list them: "1", "1 and 2", "1, 2 and 3"."""
+    """Return the items as an English list: "1", "1 and 2", "1, 2 and 3"."""
     words = [str(item) for item in items]
     return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)

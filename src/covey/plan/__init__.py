@@ -1,1 +1,1 @@
-"""Collectives written as data: who sends which range to whom, in which order. Pure, and proved by `check`."""
+"""Collectives as data: which rank sends which range to which rank, in which order. Pure, and proved by `check`."""

@@ -1,4 +1,4 @@
-"""A barrier as a plan: headers without elements, whose order alone carries the news."""
+"""A barrier as a plan: transfers without elements, whose order alone matters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from covey.plan.moves import Plan, Recv, Send
 
 
 def dissemination(rank: int, size: int) -> Plan:
-    """Let no rank finish before every rank has begun, in ceil(log2(size)) rounds.
+    """Let no rank finish before every rank has started, in ceil(log2(size)) rounds.
 
-    In each round a rank passes on all it has heard of, twice as far as before (Hensgen, Finkel and Manber, 1988).
+    In each round a rank signals a rank twice as far away as in the last one (Hensgen, Finkel and Manber, 1988).
     """
     distances = [1 << round_ for round_ in range((size - 1).bit_length())]
     return Plan(

@@ -1,20 +1,20 @@
-"""Proves that plans, one a rank, do what they should under every schedule, before a byte has moved.
+"""Prove that the plans of all ranks compute the right result under every schedule.
 
     plans = [ring.all_reduce(rank, 5, 12, segment=2) for rank in range(5)]
     check.all_reduce(plans, 12)
 
-A plan fixes the order of a rank's sends and of its receives; how fast lanes are, and how much they hold, is
-open. So four things are proved, and the first that fails is raised as a `PlanError`:
+A plan fixes the order of a rank's sends and of its receives; the speed of lanes and the size of their buffers are
+unknown. So four things are proved, and the first that fails is raised as a `PlanError`:
 
-1. The transfers match: the k-th send from a to b is as long as the k-th receive of b from a, and neither is left over.
-2. No deadlock, even on lanes that hold nothing: a send completes only when the other end has come to its receive.
-   The order of events has no choice in it, so if one schedule comes to an end, all do.
-3. Determinacy, even on lanes that hold everything: a send and a receive that touch the same element are ordered by
-   what each rank must have done before. So all schedules give one result.
-4. That result, with symbols for numbers: each element combines each contributor exactly once, and by the very same
-   expression on every rank, so that the bits are equal too; what is FINAL is combined no further.
+1. The transfers match: the k-th send from a to b is as long as the k-th receive of b from a, and none is left over.
+2. No deadlock, even on lanes that buffer nothing, where a send completes only when the other end is at its receive.
+   The plans leave no choice in the order of events, so if one schedule ends, all do.
+3. Determinacy, even on lanes that buffer everything: a send and a receive that touch the same element are ordered by
+   what each rank must have done before. So all schedules give the same result.
+4. That result, with symbols for numbers: each element combines each contributor exactly once, and with the same
+   expression on every rank, so that the bits are equal, too; a FINAL value is not combined again.
 
-The work grows with elements times ranks: prove small counts, as the arithmetic of ranges has no larger cases.
+The work grows with elements times ranks. Prove small counts: larger ones add no new cases.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ACTIONS: Final = frozenset({STORE} | {REDUCE | left | final for left in (0, LEFT
 
 
 class PlanError(ConfigError):
-    """A plan cannot work; the message names the rank, the move and the reason."""
+    """A plan is wrong; the message names the rank, the move and the reason."""
 
     def __init__(self, reason: str, *, rank: int, move: Send | Recv | None = None) -> None:
         super().__init__(f"rank {rank}, {move}: {reason}" if move else f"rank {rank}: {reason}")
@@ -48,13 +48,12 @@ def prove(
     *,
     final: bool = False,
 ) -> None:
-    """Raise PlanError unless `plans` always end, and turn `initial` into `expected`.
+    """Raise PlanError unless `plans` always end and turn `initial` into `expected`.
 
-    initial[rank][buffer][element] names the value that stands there; None where there is none, so none may be read.
+    initial[rank][buffer][element] names the value of an element; None if it has none, so that it must not be read.
     expected[rank][buffer][element] is a name, or the frozenset of the names that are combined there (None: it
-    must not be written). Where the same set is expected in several places, the expressions must be equal. Buffers that
-    are not listed may hold anything.
-    `final` says whether combined results are marked FINAL, which they then must be, or else must not be.
+    must not be written). Elements with the same set must have equal expressions. Buffers that are not listed may hold
+    anything. With `final`, combined results must be marked FINAL; without it they must not be.
     """
     for rank, plan in enumerate(plans):
         _check_moves(rank, plan, len(plans), [len(buffer) for buffer in initial[rank]])
@@ -91,7 +90,7 @@ def broadcast(plans: Sequence[Plan], root: int, count: int) -> None:
 
 
 def reduce_scatter(plans: Sequence[Plan], counts: Sequence[int]) -> None:
-    """Prove that the last buffer ends as the reduction of part `rank`, and that the input stays as it was."""
+    """Prove that the last buffer ends as the reduction of part `rank`, and that the input does not change."""
     ranks = range(len(plans))
     inputs = [[[(rank, part, e) for e in range(count)] for part, count in enumerate(counts)] for rank in ranks]
     sums = [[frozenset((rank, part, e) for rank in ranks) for e in range(count)] for part, count in enumerate(counts)]
@@ -102,7 +101,7 @@ def reduce_scatter(plans: Sequence[Plan], counts: Sequence[int]) -> None:
 
 
 def all_gather(plans: Sequence[Plan], lengths: Sequence[int]) -> None:
-    """Prove that buffer j of every rank ends as rank j's block, when only its own one was there."""
+    """Prove that buffer j of every rank ends as rank j's block, when each rank starts with only its own."""
     blocks = _blocks(lengths)
     initial = [_only(rank, blocks) for rank in range(len(plans))]
     prove(plans, initial, [dict(enumerate(blocks))] * len(plans))
@@ -111,7 +110,7 @@ def all_gather(plans: Sequence[Plan], lengths: Sequence[int]) -> None:
 def all_to_all(plans: Sequence[Plan], lengths: Sequence[Sequence[int]]) -> None:
     """Prove that buffer size + j ends as rank j's buffer for this rank; lengths[i][j] go from i to j.
 
-    The block from a rank to itself is the caller's, so nothing may touch it.
+    The caller copies the block from a rank to itself, so no move may touch it.
     """
     ranks = range(len(plans))
     out = [[[(i, j, e) for e in range(lengths[i][j])] for j in ranks] for i in ranks]
@@ -141,9 +140,9 @@ def scan(plans: Sequence[Plan], count: int) -> None:
 
 
 def exscan(plans: Sequence[Plan], count: int) -> None:
-    """Prove that buffer 1 ends as the reduction of buffer 0 of ranks 0..rank-1, and that buffer 0 stays as it was.
+    """Prove that buffer 1 ends as the reduction of buffer 0 of ranks 0..rank-1, and that buffer 0 does not change.
 
-    Buffer 1 of rank 0 is the caller's, so nothing may touch it.
+    The caller fills buffer 1 of rank 0, so no move may touch it.
     """
     inputs, _ = _inputs(len(plans), count)
     expected = [{0: x, 1: _prefix(rank, count)} for rank, x in enumerate(inputs)]
@@ -151,17 +150,17 @@ def exscan(plans: Sequence[Plan], count: int) -> None:
 
 
 def barrier(plans: Sequence[Plan]) -> None:
-    """Prove that no rank can finish before every rank has begun."""
+    """Prove that no rank can finish before every rank has started."""
     prove(plans, [[()]] * len(plans), [])
     schedule = _Schedule(plans)
     for rank in range(len(plans)):
         for other in range(len(plans)):
             if other != rank and not schedule.heard(rank, other):
-                raise PlanError(f"may finish before rank {other} has begun", rank=rank)
+                raise PlanError(f"may finish before rank {other} has started", rank=rank)
 
 
 def _inputs(size: int, count: int) -> tuple[list[list[Hashable]], list[Hashable]]:
-    """Return a name for each element of each rank, and the set of names that each element sums up."""
+    """Return a name for each element of each rank, and for each element the set of names that its sum combines."""
     inputs: list[list[Hashable]] = [[(rank, e) for e in range(count)] for rank in range(size)]
     return inputs, _prefix(size, count)
 
@@ -175,12 +174,12 @@ def _blocks(lengths: Sequence[int]) -> list[list[Hashable]]:
 
 
 def _only(rank: int, blocks: Sequence[Sequence[Hashable]]) -> list[Sequence[Hashable]]:
-    """Return the blocks as `rank` has them when it knows its own one only."""
+    """Return the blocks of `rank` when it has only its own."""
     return [block if owner == rank else [None] * len(block) for owner, block in enumerate(blocks)]
 
 
 def _check_moves(rank: int, plan: Plan, size: int, lengths: Sequence[int]) -> None:
-    """Raise PlanError for a move that makes no sense whatever the other ranks do."""
+    """Raise PlanError for a move that is wrong whatever the other ranks do."""
     moves: list[tuple[Send | Recv, int]] = [(send, len(plan.recvs)) for send in plan.sends]
     moves += [(recv, len(plan.sends)) for recv in plan.recvs]
     for move, others in moves:
@@ -206,7 +205,7 @@ class _Schedule:
         self._known: list[list[int]] = [[0] for _ in plans]
         """_known[rank][n] is the set of sends, as bits, that are complete in any order once n receives are applied."""
         self.steps: list[tuple[int, int]] = []
-        """(rank, index of a send), or (rank, ~index of a receive), in an order that lanes without room can take."""
+        """(rank, index of a send), or (rank, ~index of a receive), in an order possible on lanes without buffers."""
         self._run(self._match())
 
     def heard(self, rank: int, other: int) -> bool:
@@ -214,7 +213,7 @@ class _Schedule:
         return bool(self._known[rank][-1] >> self._first_bit[other] & 1)
 
     def check_races(self, rank: int) -> None:
-        """Raise PlanError where a receive may write an element before or after a send reads it, as lanes have it."""
+        """Raise PlanError if a receive may write an element before or after a send reads it, depending on the lanes."""
         plan = self._plans[rank]
         readers: dict[tuple[int, int], list[int]] = {}
         for index, send in enumerate(plan.sends):
@@ -229,13 +228,13 @@ class _Schedule:
             for element in range(recv.start, recv.stop):
                 sends = readers.get((recv.buffer, element), ())
                 at = bisect_left(sends, done)
-                # Later sends wait for at least as many receives, so the first one that is not done decides for all.
+                # Later sends wait for at least as many receives, so checking the first send that is not done is enough.
                 if at < len(sends) and applied_before[sends[at]] <= index:
                     reason = f"unordered with send {sends[at]}, which reads element {element}"
                     raise PlanError(reason, rank=rank, move=recv)
 
     def _match(self) -> list[list[int]]:
-        """Return, for each send of each rank, the index of the receive it ends in."""
+        """Return for each send of each rank the index of the receive that matches it."""
         waiting: dict[tuple[int, int], list[int]] = {}
         for rank, plan in enumerate(self._plans):
             for index, recv in enumerate(plan.recvs):
@@ -259,7 +258,7 @@ class _Schedule:
         return targets
 
     def _run(self, targets: list[list[int]]) -> None:
-        """Take every step there is on lanes without room, and note what each one knows of the others."""
+        """Take every step on lanes without buffers, and record which sends each step proves to be complete."""
         plans, known = self._plans, self._known
         sent: list[list[int]] = [[0] for _ in plans]  # as `_known`, once n sends are complete
         done, applied = [0 for _ in plans], [0 for _ in plans]
@@ -324,7 +323,7 @@ class _Values:
         return self._known[name]
 
     def combined(self, left: int, right: int, final: int) -> int:
-        """Return the combination of two values; ValueError says why there is none."""
+        """Return the combination of two values; raise ValueError if they cannot be combined."""
         key = left, right, final
         value = self._combined.get(key)
         if value is None:
@@ -339,7 +338,7 @@ class _Values:
         return value
 
     def objection(self, value: int, wanted: Hashable, *, final: bool) -> str | None:
-        """Say why `value` is not what is wanted, or differs from one that was accepted for the same set."""
+        """Return why `value` is not what is wanted, or differs from one accepted for the same set; else None."""
         goal = self._goals.get(wanted)
         if goal is None:
             names = wanted if isinstance(wanted, frozenset) else (wanted,)
@@ -348,7 +347,7 @@ class _Values:
         if goal & ~found:
             return f"lacks {self._list(goal & ~found)}"
         if found & ~goal:
-            return f"has {self._list(found & ~goal)} too much"
+            return f"should not have {self._list(found & ~goal)}"
         if goal & (goal - 1) and self._final[value] != final:  # combined from more than one
             return "was never marked FINAL" if final else "is marked FINAL"
         if self._accepted.setdefault(goal, value) != value:
@@ -367,14 +366,14 @@ class _Values:
 def _evaluate(
     plans: Sequence[Plan], steps: Sequence[tuple[int, int]], memory: list[list[list[int]]], values: _Values
 ) -> None:
-    """Carry out the steps on symbolic memory; as no move races with another, any order would do."""
+    """Run the steps on symbolic memory. There are no races, so any order gives the same result."""
     arriving: list[list[int]] = [[] for _ in plans]
     for rank, index in steps:
         if index >= 0:
             send = plans[rank].sends[index]
             payload = memory[rank][send.buffer][send.start : send.stop]
             if values.NOTHING in payload:
-                raise PlanError("sends what nobody has written", rank=rank, move=send)
+                raise PlanError("sends an element that was never written", rank=rank, move=send)
             arriving[send.peer] = payload
             continue
         recv = plans[rank].recvs[~index]

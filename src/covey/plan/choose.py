@@ -1,7 +1,8 @@
-"""Which plan for which operation: one table, and nothing in it but facts that all ranks share.
+"""Choose the plan of an operation, from facts that all ranks share.
 
-A choice may depend on the number of ranks, the byte count and the kind of lanes the host map calls for; never on
-what one rank measured or on a lane that one pair had to fall back to, or ranks would run different plans.
+The choice depends on the number of ranks, the byte count and the kind of lanes that the hosts of the ranks imply. It
+must not depend on measurements of one rank, or on a lane that one pair had to fall back to: then ranks would run
+different plans.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from covey.plan.moves import Plan
 
 EXCHANGE_BYTES: Final = 256 << 10
-"""Two ranks swap whole buffers up to this; above, halves are cheaper."""
+"""Up to this, two ranks swap whole buffers; above it, halves are cheaper."""
 DOUBLING_BYTES: Final = 256 << 10
-"""More ranks use the fewest rounds up to this; above, the fewest bytes."""
+"""Up to this, more than two ranks use the plan with the fewest rounds; above it, that with the fewest bytes."""
 TREE_BYTES: Final = 128 << 10
-"""Broadcast and reduce along a binomial tree up to this, along a pipelined chain above."""
+"""Up to this, broadcast and reduce use a binomial tree; above it, a pipelined chain."""
 SEGMENT_BYTES: Final = 4 << 20
-"""Pipelined transfers: large enough to need few calls, small enough that the pipeline fills soon."""
+"""The size of pipelined transfers: large enough for few calls, small enough to fill the pipeline soon."""
 
 ALL_REDUCE: Final = ("exchange", "doubling", "direct", "ring")
 ROOTED: Final = ("tree", "ring")
@@ -30,7 +31,7 @@ ROOTED: Final = ("tree", "ring")
 
 @lru_cache(maxsize=256)
 def all_reduce(rank: int, size: int, count: int, itemsize: int, lanes: str, algorithm: str | None) -> Plan:
-    """Return this rank's plan; `lanes` is "ring" where all pairs share memory, else "stream"."""
+    """Return this rank's plan; `lanes` is "ring" if all pairs share memory, else "stream"."""
     nbytes = count * itemsize
     if algorithm is None:
         if size == 2:
@@ -76,7 +77,7 @@ def reduce(rank: int, size: int, root: int, count: int, itemsize: int, algorithm
 
 @lru_cache(maxsize=256)
 def all_gather(rank: int, lengths: tuple[int, ...], lanes: str, algorithm: str | None) -> Plan:
-    """Return this rank's plan; neighbours pass blocks on where streams share a wire."""
+    """Return this rank's plan. Over streams, which may share a wire, blocks are passed on from rank to rank."""
     match algorithm or ("direct" if lanes == "ring" else "ring"):
         case "direct":
             return direct.all_gather(rank, lengths)
@@ -91,4 +92,4 @@ def _rooted(nbytes: int, algorithm: str | None) -> str:
 
 def _unknown(operation: str, algorithm: str | None, known: tuple[str, ...]) -> ConfigError:
     extra = " (exchange is for two ranks)" if algorithm == "exchange" else ""
-    return ConfigError(f"algorithm={algorithm!r} is not one for {operation}{extra}; use one of {', '.join(known)}")
+    return ConfigError(f"algorithm={algorithm!r} does not exist for {operation}{extra}; use one of {', '.join(known)}")

@@ -1,7 +1,7 @@
-"""Plans in which every rank deals with every other one directly.
+"""Plans in which every rank exchanges transfers with every other rank directly.
 
-Ranks are taken in rotation (at step i everyone sends to rank + i and hears from rank - i), so no rank is
-swamped while another idles. Each transfer has a place in one order that all ranks follow, hence no deadlock.
+Peers rotate: at step i each rank sends to rank + i and receives from rank - i, so that the load is even. All ranks
+follow one order of transfers, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def exchange(rank: int, size: int, count: int) -> Plan:
-    """All-reduce buffer 0 between two ranks (or one): they swap it whole and each reduces for itself."""
+    """All-reduce buffer 0 between two ranks (or one): they swap whole buffers, and each reduces separately."""
     if size == 1:
         return Plan()
     if size != 2:
@@ -26,9 +26,9 @@ def exchange(rank: int, size: int, count: int) -> Plan:
 
 
 def owner_reduce(rank: int, size: int, count: int, segment: int) -> Plan:
-    """All-reduce buffer 0: rank p owns `part` p, reduces everyone's share of it and hands it to everyone.
+    """All-reduce buffer 0: rank p owns `part` p, reduces that part of all ranks, and sends it to all.
 
-    Finished segments go out right behind the next segment's contributions, while they are still in cache.
+    A finished segment is sent right after the contributions to the next one, while it is still in the cache.
     """
     to, fro = _rotation(rank, size)
     if not to:
@@ -37,7 +37,7 @@ def owner_reduce(rank: int, size: int, count: int, segment: int) -> Plan:
     mine, depth = cuts[rank], len(cuts[rank])
     sends: list[Send] = []
     recvs: list[Recv] = []
-    complete: list[int] = []  # complete[k] receives finish segment k of the own part
+    complete: list[int] = []  # complete[k] receives finish segment k of this rank's part
     for k in range(depth + 1):
         if k < depth:
             start, stop = mine[k]
@@ -52,10 +52,10 @@ def owner_reduce(rank: int, size: int, count: int, segment: int) -> Plan:
 
 
 def reduce_scatter(rank: int, counts: Sequence[int], segment: int) -> Plan:
-    """Reduce part `rank` of everyone's input into the last buffer.
+    """Reduce part `rank` of all ranks' inputs into the last buffer.
 
     Buffers 0..size-1 are the parts of the input and are only read; buffer `size` has counts[rank] elements and
-    starts as a copy of the own part.
+    starts as a copy of this rank's part.
     """
     size = len(counts)
     to, fro = _rotation(rank, size)
@@ -68,7 +68,7 @@ def reduce_scatter(rank: int, counts: Sequence[int], segment: int) -> Plan:
 
 
 def all_gather(rank: int, lengths: Sequence[int]) -> Plan:
-    """Give everyone every block: buffer j is rank j's block of lengths[j]; the own one is in place at the start."""
+    """Copy every block to all ranks: buffer j is rank j's block, of lengths[j]; a rank starts with its own."""
     to, fro = _rotation(rank, len(lengths))
     return Plan(
         tuple(Send(peer, rank, 0, lengths[rank]) for peer in to),
@@ -77,9 +77,9 @@ def all_gather(rank: int, lengths: Sequence[int]) -> Plan:
 
 
 def all_to_all(rank: int, out_lengths: Sequence[int], in_lengths: Sequence[int]) -> Plan:
-    """Give rank j what stands in buffer j, and take what it has for us into buffer size + j.
+    """Send buffer j to rank j, and receive its buffer for this rank into buffer size + j.
 
-    The block a rank has for itself is not moved: the caller copies it.
+    A rank's block for itself is not moved: the caller copies it.
     """
     size = len(out_lengths)
     to, fro = _rotation(rank, size)
@@ -90,7 +90,7 @@ def all_to_all(rank: int, out_lengths: Sequence[int], in_lengths: Sequence[int])
 
 
 def gather(rank: int, root: int, lengths: Sequence[int]) -> Plan:
-    """Bring buffer j of every rank j to buffer j of `root`."""
+    """Copy buffer j of every rank j to buffer j of `root`."""
     if rank != root:
         return Plan(sends=(Send(root, rank, 0, lengths[rank]),))
     to, _ = _rotation(root, len(lengths))
@@ -98,7 +98,7 @@ def gather(rank: int, root: int, lengths: Sequence[int]) -> Plan:
 
 
 def scatter(rank: int, root: int, lengths: Sequence[int]) -> Plan:
-    """Bring buffer j of `root` to buffer j of every rank j."""
+    """Copy buffer j of `root` to buffer j of every rank j."""
     if rank != root:
         return Plan(recvs=(Recv(root, rank, 0, lengths[rank]),))
     to, _ = _rotation(root, len(lengths))
@@ -106,11 +106,11 @@ def scatter(rank: int, root: int, lengths: Sequence[int]) -> Plan:
 
 
 def _rotation(rank: int, size: int) -> tuple[list[int], list[int]]:
-    """Return whom to send to and whom to hear from, step by step."""
+    """Return the ranks to send to and the ranks to receive from, step by step."""
     steps = range(1, size)
     return [(rank + step) % size for step in steps], [(rank - step) % size for step in steps]
 
 
 def _contributions(peers: list[int]) -> list[tuple[int, int]]:
-    """Return who is heard and how it is applied: all are reduced, and the last one completes the result."""
+    """Return the peers with the actions of their receives: REDUCE for all, and FINAL for the last."""
     return [(peer, REDUCE) for peer in peers[:-1]] + [(peer, REDUCE | FINAL) for peer in peers[-1:]]

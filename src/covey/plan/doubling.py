@@ -1,7 +1,7 @@
-"""Plans that take about log2(size) rounds by doubling the reach of every rank in each: for small buffers.
+"""Plans of about log2(size) rounds, for small buffers: each round doubles the distance that contributions travel.
 
-In each round a rank sends all of its buffer and then combines it with what arrives, so a receive waits for the
-round's own send, and the next send for the receive.
+In each round a rank sends all of its buffer and then combines it with what arrives. So a receive waits for the send of
+its round, and the next send waits for the receive.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from covey.plan.moves import FINAL, LEFT, REDUCE, Plan, Recv, Send
 
 
 def all_reduce(rank: int, size: int, count: int) -> Plan:
-    """All-reduce buffer 0: blocks of ranks that double in each round swap what they have.
+    """All-reduce buffer 0: blocks of ranks, twice as large in each round, swap their partial results.
 
-    Where `size` is no power of two, odd ranks from the low end first hand their share to the rank below, and get
-    the result from it. Blocks stay contiguous and the lower one is the left operand on both sides, so every rank
+    If `size` is not a power of two, some odd ranks first send their buffer to the rank below, and receive the result
+    from it at the end. Blocks are contiguous and the lower one is the left operand on both sides, so every rank
     evaluates the same expression.
     """
     doubled = 1 << (size.bit_length() - 1)
@@ -21,12 +21,12 @@ def all_reduce(rank: int, size: int, count: int) -> Plan:
     if rank < folded and rank % 2:
         return Plan((Send(rank - 1, 0, 0, count),), (Recv(rank - 1, 0, 0, count),))
     paired = rank < folded
-    place = rank // 2 if paired else rank - folded // 2
+    position = rank // 2 if paired else rank - folded // 2
     sends: list[Send] = []
     recvs = [Recv(rank + 1, 0, 0, count, REDUCE)] if paired else []
     distance = 1
     while distance < doubled:
-        other = place ^ distance
+        other = position ^ distance
         peer = 2 * other if 2 * other < folded else other + folded // 2
         action = REDUCE | (LEFT if peer < rank else 0) | (FINAL if 2 * distance == doubled else 0)
         sends.append(Send(peer, 0, 0, count, len(recvs)))
@@ -40,7 +40,7 @@ def all_reduce(rank: int, size: int, count: int) -> Plan:
 def scan(rank: int, size: int, count: int) -> Plan:
     """Reduce buffer 0 of ranks 0..rank into that of `rank`.
 
-    Nothing is marked FINAL: a rank's finished result is still a part of what higher ranks need.
+    Nothing is marked FINAL: a rank's result is a part of the results of higher ranks.
     """
     sends: list[Send] = []
     recvs: list[Recv] = []
@@ -49,9 +49,9 @@ def scan(rank: int, size: int, count: int) -> Plan:
 
 
 def exscan(rank: int, size: int, count: int) -> Plan:
-    """Reduce buffer 0 of ranks 0..rank-1 into buffer 1 of `rank`; that of rank 0 is left alone.
+    """Reduce buffer 0 of ranks 0..rank-1 into buffer 1 of `rank`; that of rank 0 does not change.
 
-    Everyone passes its input up by one rank; what remains is a scan among the ranks from 1.
+    Each rank sends its input to the next one; the rest is a scan among the ranks from 1 on.
     """
     sends = [Send(rank + 1, 0, 0, count)] if rank + 1 < size else []
     recvs = [Recv(rank - 1, 1, 0, count)] if rank else []

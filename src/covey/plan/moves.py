@@ -1,8 +1,8 @@
 """What a plan is made of: sends and receives of element ranges, in order.
 
 A plan is one rank's part of a collective. Its sends are started in order, one at a time; its receives are
-applied in order, one at a time; sends and receives go on side by side. Everything is a plain int, so a plan
-can be printed, counted, proved by `check` and run by any executor.
+applied in order, one at a time; sends and receives are independent of each other. All fields are ints, so a plan can
+be printed, counted, proved by `check` and run by any executor.
 
 Offsets count elements, never bytes: a range is always whole elements.
 """
@@ -14,17 +14,17 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 STORE: Final = 0
-"""Write what arrives over the range."""
+"""Overwrite the range with what arrives."""
 REDUCE: Final = 1
 """Combine the range with what arrives."""
 LEFT: Final = 2
-"""With REDUCE: what arrives is the left operand (it stems from lower ranks)."""
+"""With REDUCE: what arrives is the left operand, since it comes from lower ranks."""
 FINAL: Final = 4
-"""With REDUCE: this was the last contribution to the range, so a mean may be divided now."""
+"""With REDUCE: this is the last contribution to the range, so a mean is divided now."""
 
 
 class Send(NamedTuple):
-    """Send `buffer[start:stop]` to `peer`, not before the first `after` receives of this plan are applied."""
+    """Send `buffer[start:stop]` to `peer`, once the first `after` receives of this plan are applied."""
 
     peer: int
     buffer: int
@@ -34,10 +34,10 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Receive `buffer[start:stop]` from `peer`; apply it not before the first `after` sends of this plan are done.
+    """Receive `buffer[start:stop]` from `peer`, and apply it once the first `after` sends of this plan are done.
 
-    The bytes may arrive earlier: the executor takes them in and keeps them aside until it may apply them, so
-    `after` never holds up the sender.
+    The bytes may arrive earlier. The executor then receives them into other memory, so that `after` never blocks the
+    sender.
     """
 
     peer: int
@@ -57,10 +57,10 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def first_writes(plan: Plan) -> tuple[bool, ...]:
-    """Tell of each receive whether no earlier one has changed its range.
+    """Return for each receive whether it is the first to change its range.
 
     Raises:
-        ValueError: ranges of one buffer overlap without being the same.
+        ValueError: ranges of one buffer overlap but are not equal.
     """
     seen: set[tuple[int, int, int]] = set()
     firsts = []
@@ -76,7 +76,7 @@ def first_writes(plan: Plan) -> tuple[bool, ...]:
 
 
 def part(count: int, size: int, index: int) -> tuple[int, int]:
-    """Return the range of part `index` when `count` elements are split in `size` as numpy.array_split does."""
+    """Return the range of part `index` when `count` elements are split into `size` parts as numpy.array_split does."""
     base, extra = divmod(count, size)
     start = index * base + min(index, extra)
     return start, start + base + (index < extra)

@@ -1,6 +1,6 @@
-"""Plans in which ranks talk to their neighbours only: all bandwidth of every link, at the price of many steps.
+"""Plans in which a rank sends only to the next rank: they use the whole bandwidth of every link, in many steps.
 
-Ranges are cut into segments, and a segment is passed on as soon as it has come in, so the steps overlap.
+Ranges are cut into segments, and a segment is passed on as soon as it has arrived, so that the steps overlap.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def all_reduce(rank: int, size: int, count: int, segment: int) -> Plan:
-    """All-reduce buffer 0: each `part` goes once round the ring to be summed and once more to be known.
+    """All-reduce buffer 0: each `part` goes round the ring once to be summed, and once more to be distributed.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
     """
@@ -26,7 +26,7 @@ def all_reduce(rank: int, size: int, count: int, segment: int) -> Plan:
     sends: list[Send] = []
     recvs: list[Recv] = []
     for step in range(2 * size - 2):
-        # What goes out came in one step, which is `depth` receives, earlier.
+        # A segment that is sent was received one step earlier, which is `depth` receives.
         earlier = (step - 1) * depth
         sends += [
             Send(right, 0, start, stop, max(0, earlier + k))
@@ -38,7 +38,7 @@ def all_reduce(rank: int, size: int, count: int, segment: int) -> Plan:
 
 
 def all_gather(rank: int, lengths: Sequence[int]) -> Plan:
-    """Give everyone every block: buffer j is rank j's block of lengths[j]; the own one is in place at the start."""
+    """Copy every block to all ranks: buffer j is rank j's block, of lengths[j]; a rank starts with its own."""
     size = len(lengths)
     right, left = (rank + 1) % size, (rank - 1) % size
     blocks = [(rank - step) % size for step in range(size)]
@@ -49,24 +49,24 @@ def all_gather(rank: int, lengths: Sequence[int]) -> Plan:
 
 
 def broadcast(rank: int, size: int, root: int, count: int, segment: int) -> Plan:
-    """Bring buffer 0 of `root` to everyone, down the chain root, root + 1, and so on."""
-    place = (rank - root) % size
-    return _chain(rank, size, place, segments(0, count, segment), STORE)
+    """Copy buffer 0 of `root` to all ranks, along the chain root, root + 1, and so on."""
+    position = (rank - root) % size
+    return _chain(rank, size, position, segments(0, count, segment), STORE)
 
 
 def reduce(rank: int, size: int, root: int, count: int, segment: int) -> Plan:
-    """Reduce buffer 0 of everyone into that of `root`, up the chain root + 1, root + 2, and so on.
+    """Reduce buffer 0 of all ranks into that of `root`, along the chain root + 1, root + 2, and so on.
 
     The buffers of the other ranks are overwritten with partial results.
     """
-    place = (rank - root - 1) % size
-    return _chain(rank, size, place, segments(0, count, segment), REDUCE | FINAL if rank == root else REDUCE)
+    position = (rank - root - 1) % size
+    return _chain(rank, size, position, segments(0, count, segment), REDUCE | FINAL if rank == root else REDUCE)
 
 
-def _chain(rank: int, size: int, place: int, cuts: list[tuple[int, int]], action: int) -> Plan:
-    """Take each segment from the rank before and pass it on, for the rank at `place` of the chain of all."""
+def _chain(rank: int, size: int, position: int, cuts: list[tuple[int, int]], action: int) -> Plan:
+    """Receive each segment from the previous rank and send it to the next; `position` is this rank's in the chain."""
     right, left = (rank + 1) % size, (rank - 1) % size
-    first, last = place == 0, place == size - 1
+    first, last = position == 0, position == size - 1
     return Plan(
         () if last else tuple(Send(right, 0, *cut, 0 if first else k) for k, cut in enumerate(cuts, 1)),
         () if first else tuple(Recv(left, 0, *cut, action) for cut in cuts),

@@ -1,6 +1,6 @@
-"""PyTorch on covey: `torch.distributed.init_process_group("covey")`, and everything on top of it as it is.
+"""PyTorch on covey: the backend of `torch.distributed.init_process_group("covey")`, and helpers for training.
 
-Importing this package registers the backend; an installed covey registers it at `import torch` already.
+Importing this package registers the backend. An installed covey registers it at `import torch`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HOMES = {
     "weighted_hook": "covey.torch.training.hooks",
     "who_is_late": "covey.torch.backend.late",
 }
-"""Where names live that are loaded on first use: `import torch` comes by here, and should stay quick."""
+"""The modules of names that are loaded on first use: `import torch` imports this package, and must stay fast."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""How torch learns that there is a backend "covey", and `covey://`: at `import torch`, or with `covey.torch`."""
+"""Registers the backend "covey" and the address scheme `covey://` with torch, at `import torch` or `covey.torch`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 NAME: Final = "covey"
 
 TORCHRUN: Final = "COVEY_TORCHRUN"
-"""The variable by which agents of torchrun that met on covey tell their workers to meet there, too, and as what."""
+"""The variable with which torchrun agents that met through covey tell their workers to do so, and under which name."""
 exported: Final[dict[str, str]] = {}
-"""What covey wrote into the environment, for scripts that look there."""
+"""The variables that covey wrote into the environment, for scripts that read them."""
 
 
 def register() -> None:
-    """Make "covey" known to torch.distributed. More than once is fine.
+    """Register "covey" with torch.distributed. A second call does nothing.
 
-    torch calls this while it is being imported, so nothing else is loaded before a process group is asked for.
+    torch calls this while it is being imported, so nothing else is loaded before a process group is made.
     """
     import torch.distributed as dist
 
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    rendezvous = import_module("torch.distributed.rendezvous")  # which a function of the same name hides
+    rendezvous = import_module("torch.distributed.rendezvous")  # a function of the same name hides the module
     rendezvous.register_rendezvous_handler(NAME, _meet)
     handlers = rendezvous._rendezvous_handlers
     handlers["env"] = _meet_as_launched(handlers["env"])
@@ -40,7 +40,7 @@ def is_launched() -> bool:
 
 
 def _has_joined() -> bool:
-    bootstrap = sys.modules.get("covey.runtime.joining.bootstrap")  # who has not loaded it has not joined
+    bootstrap = sys.modules.get("covey.runtime.joining.bootstrap")  # a process that has not loaded it has not joined
     return bootstrap is not None and bootstrap.joined() is not None
 
 
@@ -57,7 +57,7 @@ def _meet(url: str, **options: Any) -> Iterator[Any]:
 
 
 def _meet_as_launched(torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Return a handler of env:// that covey takes over if it knows who the ranks are, and no other launcher does."""
+    """Return a handler of env:// that uses covey if covey knows the ranks and no other launcher has set them."""
 
     def handler(url: str, **options: Any) -> Iterator[Any]:
         is_told = os.environ.get("RANK") != exported.get("RANK")

@@ -1,11 +1,11 @@
 """What an mDNS announcement says: a holder of a cluster's secret listens at these addresses and this port.
 
 Everything is in one TXT record, under a tag: an HMAC over the version, fresh random bytes, the port and the addresses.
-Members recognise each other, strangers learn neither the cluster nor the node, two announcements cannot be told to be
-of one cluster, and no address can be added to one or taken from it. Other records (SRV, A, AAAA) are not believed.
+Members recognise each other. Others learn neither the cluster nor the node, cannot tell whether two announcements are
+of one cluster, and cannot add an address to one or remove one. Other records (SRV, A, AAAA) are ignored.
 
-Anybody can repeat an announcement, so an address heard with one is a hint; the handshake decides. The tag is different
-each time a node announces itself anew, so what is only repeated can be told from what is fresh.
+Anybody can replay an announcement, so its addresses are hints, and the handshake decides. The tag changes each time a
+node announces itself, so that a replay can be told from a new announcement.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PORT: Final = re.compile(rb"[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True)
 class Announcement:
-    """What was announced, and by whom as far as the tag tells."""
+    """A parsed announcement."""
 
     port: int
     ips: tuple[str, ...]
@@ -40,7 +40,7 @@ class Announcement:
     nonce: bytes
     tag: bytes
     is_ours: bool
-    """Whether a holder of our key made it; else of another key, or nobody who holds any."""
+    """Whether it was made with this cluster's key."""
 
 
 def make(key: bytes, nonce: bytes, port: int, ips: Iterable[str]) -> dict[bytes, bytes]:
@@ -56,7 +56,7 @@ def make(key: bytes, nonce: bytes, port: int, ips: Iterable[str]) -> dict[bytes,
 
 
 def read(key: bytes, properties: Mapping[bytes, bytes | None]) -> Announcement | None:
-    """Return what properties announce, or None if they are not such as `make` makes."""
+    """Return the announcement in TXT properties, or None if they are not in the form that `make` returns."""
     version, nonce, port, four, six, tag = (properties.get(name) for name in (b"v", b"n", b"p", b"4", b"6", b"t"))
     if version != VERSION or not (nonce and _HEX.fullmatch(nonce) and tag and _HEX.fullmatch(tag)):
         return None

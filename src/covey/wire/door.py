@@ -1,15 +1,16 @@
-"""The door: 64 bytes that keep strangers away from everything that costs something.
+"""The door: a challenge and an answer, 64 bytes, before anything that costs time or memory.
 
     acceptor -> dialler   16 random bytes, the challenge
     dialler  -> acceptor  purpose, 15 bytes that the connection is bound to, HMAC(key, label, challenge, these 16 bytes)
 
-A dialler that does not hold the key is turned away before any parsing, any certificate and any memory. The challenge
-makes every answer good for one connection only, so that nothing need be remembered and no clock has to be right.
+A dialler without the key is refused before anything is parsed or allocated, and before it sees a certificate. The
+challenge makes an answer valid for one connection only, so that the acceptor stores nothing and needs no clock.
 
-A stranger can pose as an acceptor, pass on the challenge of a real one, and get an answer to it. So the answer for a
-link is bound to the TLS ClientHello that follows, by its hash, and the acceptor takes no other. The stranger can pass
-that on, too, but only the dialler knows the keys that belong to it: the certificate that the acceptor shows next can be
-read by the dialler alone. A probe may be bound to a token, which is shown later; else the 15 bytes are random.
+An attacker can pose as an acceptor, forward the challenge of a real one, and get an answer to it. So the answer for a
+link is bound to the TLS ClientHello that follows, by its hash, and the acceptor accepts no other. The attacker can
+forward that, too, but only the dialler has the keys that belong to it, so that only the dialler can read the
+certificate that the acceptor sends next. A probe may be bound to a token that is sent later; otherwise the 15 bytes are
+random.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class Purpose(enum.IntEnum):
     """What a connection is for."""
 
     LINK = 1
-    """Control messages, after a greeting."""
+    """Control messages, after a handshake."""
     LANE = 2
     """One stream of a lane that was offered on a link."""
     PROBE = 3
-    """Measuring the way between two nodes."""
+    """A measurement of the path between two nodes."""
 
 
 def bind(data: bytes) -> bytes:
-    """Return the 15 bytes that bind a connection to `data`; nobody finds other data with the same."""
+    """Return the 15 bytes that bind a connection to `data`. Finding other data with the same bytes is infeasible."""
     return hashlib.sha256(data).digest()[:BOUND_BYTES]
 
 
@@ -56,7 +57,7 @@ def answer(key: bytes, challenge: bytes, purpose: Purpose, bound: bytes) -> byte
 
 
 def check(key: bytes, challenge: bytes, given: bytes) -> Purpose:
-    """Return what the sender of an answer wants; AuthError unless it holds the key and answers this very challenge."""
+    """Return the purpose in an answer; raise AuthError unless it proves the key for this challenge."""
     said, proof = given[: 1 + BOUND_BYTES], given[1 + BOUND_BYTES :]
     if not hmac.compare_digest(proof, hmac.digest(key, _LABEL + challenge + said, "sha256")):
         raise AuthError("refused a connection that does not hold this cluster's key")

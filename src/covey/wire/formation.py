@@ -1,4 +1,4 @@
-"""What candidates of a run say to each other until they agree on its first view.
+"""The messages with which joiners of a run agree on its first view.
 
 Every message may be lost, repeated or late without harm: `Here` replaces what its sender said before, a `Propose` is
 known by its number, and of two `Standing`s the facts of both hold. Tags and fields are only ever added, at the end.
@@ -19,7 +19,7 @@ from covey.wire.messages import Worded
 ID_BYTES: Final = 32
 LIFE_BYTES: Final = 16
 MAX_LINKS: Final = 1024
-"""Links that a Here tells of; candidates of other runs count too."""
+"""Links in a Here; joiners of other runs count, too."""
 CONTACT_BYTES: Final = 1024
 
 NodeId = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -27,19 +27,19 @@ Life = Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTE
 ProposalId = Lineage
 """A proposal that is committed names the lineage of the run."""
 MAX_ENDINGS: Final = 16
-"""Ended lineages that a Here tells of."""
+"""Ended lineages in a Here."""
 Name = Annotated[str, msgspec.Meta(max_length=80)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """What all members of a run must agree on before they can be one group."""
+    """The terms on which all members of a run must agree before they form a group."""
 
     run: Text
     program: Text
     size: int | None
-    """Exactly so many members; None: from `min_size` to `max_size`."""
+    """The exact number of members; None: from `min_size` to `max_size`."""
     min_size: int
     max_size: int | None
     version: Text
@@ -66,7 +66,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 
 
 def difference(mine: Terms, theirs: Terms) -> str:
-    """Say in words how the terms of another candidate differ from those of this one; empty if they do not.
+    """Return in words how the terms of another joiner differ from those of this one; empty if they do not.
 
     The words follow the other candidate's name: "west: was started with --size 3, this node with --min 2; ...".
     """
@@ -93,18 +93,18 @@ def _spell_sizes(terms: Terms) -> str:
 
 
 class Member(Worded, frozen=True, array_like=True):
-    """One life of a node, as the others know it."""
+    """One life of a node, as other nodes know it."""
 
     id: NodeId
     life: Life
     name: Name
-    """For people."""
+    """For display."""
     host: Annotated[str, msgspec.Meta(max_length=64)]
     """Equal for members that can share memory."""
     contact: Annotated[bytes, msgspec.Meta(max_length=CONTACT_BYTES)]
-    """How to reach it; the formation does not look inside."""
+    """How to reach it; opaque to the formation."""
     breaks_ties: bool = False
-    """It was started to be the tie-breaker; of several, the lowest rank is."""
+    """Whether it was started as the tie-breaker; of several, the lowest rank is the tie-breaker."""
 
 
 class Phase(enum.IntEnum):
@@ -126,7 +126,7 @@ class Here(Worded, frozen=True, array_like=True, tag=1):
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
     """The members of `lineage`: once formed, those of the sender's generation, by rank."""
     lineage: Lineage | None = None
-    """Once formed: the run that the sender is in. Before: the one that it waits for, if it knows of one."""
+    """Once formed: the run that the sender is in. Before: the one that it waits for, if it knows one."""
     generation: Count = 0
     """Once formed: the generation that the sender is in."""
     endings: Annotated[tuple[Ending, ...], msgspec.Meta(max_length=MAX_ENDINGS)] = ()
@@ -134,7 +134,7 @@ class Here(Worded, frozen=True, array_like=True, tag=1):
 
 
 class Propose(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A view to accept or refuse; sent by whoever made or accepted it to those who have not answered."""
+    """A view to accept or refuse; its proposer and nodes that accepted it send it to nodes that have not answered."""
 
     proposal: ProposalId
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
@@ -142,7 +142,7 @@ class Propose(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Answer(enum.IntEnum):
-    """What a member said to a proposal; it never changes."""
+    """The answer of a member to a proposal; it never changes."""
 
     NONE = 0
     ACCEPTED = 1
@@ -150,7 +150,7 @@ class Answer(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """What became of a proposal; it never changes."""
+    """The outcome of a proposal; it never changes."""
 
     OPEN = 0
     COMMIT = 1
@@ -158,7 +158,7 @@ class Outcome(enum.IntEnum):
 
 
 class Row(Worded, frozen=True, array_like=True):
-    """What one member of a proposal has bound itself to. Every number only grows, so of two rows the later is known."""
+    """What binds one member of a proposal. Its numbers only grow, so that of two rows the later can be told."""
 
     answer: Answer = Answer.NONE
     promised: Count = 0
@@ -172,14 +172,14 @@ class Row(Worded, frozen=True, array_like=True):
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """All the sender knows about a proposal: of itself and, passed on, of the others."""
+    """What the sender knows about a proposal: its own row and, passed on, those of others."""
 
     proposal: ProposalId
     rows: Annotated[tuple[Row, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
-    """One a member, by rank."""
+    """One per member, by rank."""
     outcome: Outcome
     ended: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
-    """Ranks of which the sender has met a later life: it takes no more words from the one that was proposed."""
+    """Ranks of which the sender has met a later life: it ignores messages of the life that was proposed."""
 
 
 Formation = Here | Propose | Standing
@@ -189,7 +189,7 @@ encode_formation = msgspec.msgpack.Encoder().encode
 
 
 def decode_formation(data: bytes) -> Formation:
-    """Decode a message between candidates; RemoteProtocolError for anything else."""
+    """Decode a message between joiners; raise RemoteProtocolError for anything else."""
     try:
         return _formations.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

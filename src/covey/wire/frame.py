@@ -1,4 +1,4 @@
-"""Frames: a length and that many bytes, bounded before any memory is taken."""
+"""Frames: a length and that many bytes. The length is checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from covey.base.errors import RemoteProtocolError
 
 LENGTH: Final = struct.Struct("<I")
 GREETING_LIMIT: Final = 4096
-"""Bytes accepted in a frame from someone who has not proved the token."""
+"""Bytes accepted in a frame from an end that has not proved that it knows the token."""
 CONTROL_LIMIT: Final = 1 << 20
 """Bytes accepted in a control frame from a member."""
 
@@ -27,7 +27,7 @@ class Framer:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take the next bytes and return every frame they complete.
+        """Add the next bytes of the stream, and return the frames that they complete.
 
         Raises:
             RemoteProtocolError: a frame announces more than the limit.
@@ -45,7 +45,7 @@ class Framer:
 
 
 def frame_length(start: bytes | bytearray, limit: int) -> int:
-    """Return the length that a frame's first bytes announce; RemoteProtocolError above `limit`."""
+    """Return the length that a frame's first bytes announce; raise RemoteProtocolError above `limit`."""
     length: int = LENGTH.unpack_from(start)[0]
     if length > limit:
         raise RemoteProtocolError(f"a frame of {length} bytes was announced; the limit is {limit}")

@@ -1,7 +1,7 @@
 """The 64 bytes in front of every transfer of a collective.
 
-Both ends know what should come, so a header is checked by comparing bytes; it is taken apart only to explain
-a difference. 64 bytes keep the payload behind it aligned for every dtype and on its own cache line.
+Both ends know which transfer comes next, so a header is checked by comparing bytes; it is parsed only to explain a
+difference. After 64 bytes the payload is aligned for every dtype and starts on a cache line of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from covey.base.errors import RemoteProtocolError
 
 MAGIC: Final = b"CVY\x01"
 PREFIX: Final = struct.Struct("<4sBBHIBxxxQQ")
-"""The fields that every transfer of a plan shares, each time it is run."""
+"""The fields that are equal in all transfers of a plan, each time it runs."""
 CHANGE_PENDING: Final = 1
-"""In the flags: the sender, or one it heard from in this operation, knows of a change that waits."""
+"""A flag: the sender, or a rank it has received from in this operation, knows of a waiting change."""
 FLAGS_AT: Final = 12
 SUFFIX: Final = struct.Struct("<QQQ8x")
 """Sequence, move and payload bytes."""
@@ -29,13 +29,13 @@ class Header(NamedTuple):
     operation: int
     dtype: int
     phase: int
-    """Which plan of the operation: some exchange shapes first and contents second."""
+    """The number of the plan in the operation: some operations exchange shapes before contents."""
     attempt: int
     flags: int
     """The one field that may differ from what the receiver expects."""
     group: int
     fingerprint: int
-    """Digest of everything all ranks must agree on: operation, dtype, shape, root, reduction."""
+    """A digest of what must be equal on all ranks: operation, dtype, shape, root, reduction."""
     sequence: int
     move: int
     """Counts the transfers of this plan from this sender to this receiver."""
@@ -46,12 +46,12 @@ class Header(NamedTuple):
 
 
 def flagged(prefix: bytes) -> bytes:
-    """Return the start of a header that says CHANGE_PENDING, too."""
+    """Return the start of a header with CHANGE_PENDING set."""
     return prefix[:FLAGS_AT] + bytes((prefix[FLAGS_AT] | CHANGE_PENDING,)) + prefix[FLAGS_AT + 1 :]
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
-    """Take a header apart; RemoteProtocolError if it is none."""
+    """Parse a header; raise RemoteProtocolError if it is not one."""
     if len(data) != HEADER_BYTES:
         raise RemoteProtocolError(f"a transfer header has {HEADER_BYTES} bytes, not {len(data)}")
     magic, *fields = PREFIX.unpack_from(data)

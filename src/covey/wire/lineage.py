@@ -1,7 +1,7 @@
-"""Lineages: the names of runs from their founding to their end, and what a machine writes down about them.
+"""Lineages: the ids of runs from their founding to their end, and what a machine records about them.
 
-Two runs of one name are told apart by their lineages. An id begins with the time of the founding, so of two ids the
-smaller one is the older; the clocks of the founders decide, and all nodes compare the same bytes.
+Lineages tell runs of the same name apart. An id starts with the time of the founding, by the founder's clock, so of two
+ids the smaller one is the older, and all nodes compare the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_OPEN: Final = 16
 MAX_ENDED: Final = 64
 """Lineages of one run whose end a machine remembers, to tell the machines that missed it."""
 MAX_GIVEN_UP: Final = 64
-"""Lineages of one run that a person gave up, and of which a machine remembers that."""
+"""Lineages of one run that a user gave up, as far as a machine remembers them."""
 MAX_NAMES: Final = 128
 
 Lineage = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -26,31 +26,31 @@ Name = Annotated[str, msgspec.Meta(max_length=80)]
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
-    """A lineage is over: a quorum of its last view decided so, or its founding was given up."""
+    """The end of a lineage: a quorum of its last view decided it, or its founding was given up."""
 
     lineage: Lineage
     is_finished: bool
-    """A member left because its program had ended. False: no process of the last view was left, or it never began."""
+    """Whether a member left because its program had ended. False: all processes were lost, or it never started."""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
-    """A lineage that may be going on."""
+    """A lineage whose run may still exist."""
 
     lineage: Lineage
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NAMES)]
-    """Its members, as far as the machine that wrote this knew them."""
+    """Its members, as far as this machine knows them."""
     is_ours: bool = False
-    """A node of this machine was in it, or accepted its founding; of others it was told."""
+    """Whether a node of this machine was in it, or accepted its founding. Others are known by report."""
 
 
 class Remembered(msgspec.Struct, frozen=True, array_like=True):
-    """All that a machine knows about the lineages of one run."""
+    """What a machine knows about the lineages of one run."""
 
     open: Annotated[tuple[Known, ...], msgspec.Meta(max_length=MAX_OPEN)] = ()
     ended: Annotated[tuple[Ending, ...], msgspec.Meta(max_length=MAX_ENDED)] = ()
     """Oldest news first."""
     given_up: Annotated[tuple[Lineage, ...], msgspec.Meta(max_length=MAX_GIVEN_UP)] = ()
-    """Lineages that a person gave up here: what nodes of this machine promised in them is forgotten. Oldest first."""
+    """Lineages that a user gave up here: promises of nodes of this machine in them are forgotten. Oldest first."""
 
 
 _remembered: msgspec.msgpack.Decoder[Remembered] = msgspec.msgpack.Decoder(Remembered)
@@ -58,7 +58,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def new_lineage(seconds: float, random: bytes) -> bytes:
-    """Return an id for a run that is founded at this time since 1970; `random` has RANDOM_BYTES bytes."""
+    """Return an id for a run founded at `seconds` since 1970; `random` has RANDOM_BYTES bytes."""
     milliseconds = min(max(0, int(seconds * 1000)), (1 << 8 * _TIME_BYTES) - 1)
     return milliseconds.to_bytes(_TIME_BYTES, "big") + random
 
@@ -74,7 +74,7 @@ def encode_remembered(remembered: Remembered) -> bytes:
 
 
 def decode_remembered(data: bytes) -> Remembered:
-    """Decode what a machine wrote to its disk; ValueError for anything else."""
+    """Decode what a machine wrote to its disk; raise ValueError for anything else."""
     try:
         return _remembered.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Which machine a node belongs to: the first key of a machine signs for its other ones.
+"""The machine that a node belongs to: the first key of a machine signs its other keys.
 
-A machine has a key for each process slot, and its commands and keepers use keys that live as long as they do. Lists of
-nodes that may or may not come would be of no use if they named each of these. So a card may name the machine's first
-key, with a signature of that key over the node's own. TLS proves the node's own key, so no other node can use it.
+A machine has a key for each process slot, and its commands and keepers use temporary keys. Lists of allowed or denied
+nodes could not name all of these. So a card may name the machine's first key, with a signature of that key over the
+node's own. TLS proves the node's own key, so no other node can use the signature.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LABEL: Final = b"covey/1/machine"
 
 
 def machine_words(node_id: bytes) -> bytes:
-    """Return what the first key of a machine signs for another one."""
+    """Return the bytes that the first key of a machine signs for another key."""
     return _LABEL + node_id
 
 

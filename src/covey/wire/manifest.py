@@ -1,4 +1,4 @@
-"""What a state consists of: names, dtypes, shapes, and a tag of every chunk, so that equal chunks need not travel.
+"""The contents of a state: names, dtypes, shapes, and a tag of every chunk, so that equal chunks are not sent.
 
 A tag is AES-GCM's over the chunk and nothing else, under a key that the ranks draw together *after* the contents are
 fixed. For a random key two different chunks share a tag with a chance below 2^-109, whatever is in them, and it is ten
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 CHUNK_BYTES: Final = 8 * 1024 * 1024
-"""Large enough that few calls move much, small enough that several donors share one array."""
+"""Large enough for few calls, small enough that several donors can send parts of one array."""
 KEY_BYTES: Final = 16
 TAG_BYTES: Final = 16
 ENTRIES_LIMIT: Final = 1 << 16
-"""Names in a state."""
+"""The most names in a state."""
 NAME_LIMIT: Final = 1000
 NAME_SHOWN: Final = 60
 FAILURE_LIMIT: Final = 1000
 MANIFEST_BYTES: Final = 32 << 20
-"""Of an encoded manifest; the tags of a terabyte take 2 MiB."""
+"""The longest encoded manifest; the tags of a terabyte take 2 MiB."""
 _NONCE: Final = bytes(12)
 _BYTE: Final = dtype_code(np.dtype(np.uint8))
 
@@ -48,19 +48,19 @@ class Entry:
     dtype_code: int
     shape: tuple[int, ...]
     tags: bytes
-    """One after the other, TAG_BYTES for each chunk."""
+    """TAG_BYTES for each chunk, in order."""
     is_writable: bool = True
-    """Whether it could be filled in place; the only field that may differ between equal states."""
+    """Whether it can be filled in place; the only field that may differ between equal states."""
 
     def check(self) -> None:
         """Raise RemoteProtocolError unless this describes an array or a value."""
         name = repr(self.name[:NAME_SHOWN])
         if len(self.name) > NAME_LIMIT or not self.name.isprintable():
-            raise RemoteProtocolError(f"{name} is no name: it has up to {NAME_LIMIT} characters that can be printed")
+            raise RemoteProtocolError(f"{name} is not a name: names have up to {NAME_LIMIT} printable characters")
         if not 0 <= self.dtype_code < len(DTYPES) or len(self.shape) > MAX_NDIM or min(self.shape, default=0) < 0:
-            raise RemoteProtocolError(f"{name} is no array: dtype {self.dtype_code}, {len(self.shape)} dimensions")
+            raise RemoteProtocolError(f"{name} is not an array: dtype {self.dtype_code}, {len(self.shape)} dimensions")
         if not self.is_array and (self.dtype_code != _BYTE or len(self.shape) != 1):
-            raise RemoteProtocolError(f"{name} is no encoded value: dtype {self.dtype_code}, shape {self.shape}")
+            raise RemoteProtocolError(f"{name} is not an encoded value: dtype {self.dtype_code}, shape {self.shape}")
         count = -(-self.nbytes // CHUNK_BYTES)
         if len(self.tags) != count * TAG_BYTES:
             raise RemoteProtocolError(f"{name} has {len(self.tags)} bytes of tags for {count} chunks")
@@ -71,7 +71,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """What a person calls it: float32[3, 4], for instance."""
+        """Dtype and shape for display, such as float32[3, 4]."""
         return f"{DTYPES[self.dtype_code].name}{list(self.shape)}" if self.is_array else "a value"
 
     def is_like(self, other: Entry) -> bool:
@@ -79,7 +79,7 @@ class Entry:
         return self.is_array == other.is_array and (not self.is_array or self.kind == other.kind)
 
     def is_same(self, other: Entry) -> bool:
-        """Tell whether the contents are the same too."""
+        """Tell whether the contents are equal, too."""
         return self.is_like(other) and self.shape == other.shape and self.tags == other.tags
 
 
@@ -97,7 +97,7 @@ class Manifest:
     """The state of one rank, sorted by name."""
 
     is_fresh: bool
-    """The rank has nothing worth keeping."""
+    """Whether the rank is a newcomer, whose state does not count."""
     entries: tuple[Entry, ...] = ()
     failure: str = ""
     """Why this rank cannot take part; then there are no entries."""
@@ -108,7 +108,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> bytes:
-        """The same for equal states, and only for them."""
+        """A digest that is equal for equal states only."""
         hashed = hashlib.blake2b(digest_size=16)
         for entry in self.entries:
             fields = (entry.name, entry.is_array, entry.dtype_code, entry.shape, entry.tags)
@@ -116,9 +116,9 @@ class Manifest:
         return hashed.digest()
 
     def check(self) -> None:
-        """Raise RemoteProtocolError unless this describes a state: to be called before anything else is."""
+        """Raise RemoteProtocolError unless this describes a state. Call it before any other method."""
         if self.failure and (self.entries or not self.failure.isprintable() or len(self.failure) > FAILURE_LIMIT):
-            raise RemoteProtocolError("a manifest that fails with entries, or with a text that is none")
+            raise RemoteProtocolError("a manifest with a failure and entries, or with an invalid text of a failure")
         if len(self.entries) > ENTRIES_LIMIT:
             raise RemoteProtocolError(f"a manifest of {len(self.entries)} entries; up to {ENTRIES_LIMIT} are allowed")
         last = None
@@ -136,7 +136,7 @@ class Manifest:
         return sum(entry.nbytes for entry in self.entries)
 
     def chunks(self) -> list[Chunk]:
-        """Return all chunks; equal states number them in the same way."""
+        """Return all chunks, in an order that is the same for equal states."""
         return [
             Chunk(entry.name, start, min(start + CHUNK_BYTES, entry.nbytes), _tag(entry, start))
             for entry in self.entries
@@ -144,7 +144,7 @@ class Manifest:
         ]
 
     def lacks(self, chunk: Chunk, of: Manifest) -> bool:
-        """Tell whether this state has something else than `chunk` of another, or nothing, in its place."""
+        """Tell whether this state lacks `chunk` of another state, or has other contents there."""
         mine, wanted = self.by_name.get(chunk.name), of.by_name[chunk.name]
         if mine is None or not mine.is_like(wanted) or mine.shape != wanted.shape:
             return True
@@ -157,11 +157,11 @@ class Tagger:
     """Tags chunks with the key of one restore."""
 
     def __init__(self, nonces: Iterable[bytes]) -> None:
-        """`nonces` are random and come from all ranks, so that nobody knew the key before all had said theirs."""
+        """`nonces` are random numbers of all ranks: no rank can know the key before all have sent theirs."""
         key = hashlib.blake2b(b"".join(nonces), digest_size=KEY_BYTES + 8).digest()
         self._cipher = AESGCM(key[:KEY_BYTES])
         self.number = int.from_bytes(key[KEY_BYTES:], "little")
-        """The same on all ranks, another for every restore."""
+        """A number that is equal on all ranks, and new for every restore."""
 
     def tag(self, chunk: Bytes) -> bytes:
         return self._cipher.encrypt(_NONCE, b"", chunk.data)

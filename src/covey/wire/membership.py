@@ -1,4 +1,4 @@
-"""What members of a run say to each other while they agree on its next view, and what they write down.
+"""The messages with which members of a run agree on its next view, and what they write to disk.
 
 Every message may be lost, repeated or late without harm. Members are named by their rank in view 0, which never
 changes; a `lineage` names the one history a view belongs to. Tags and fields are only ever added, at the end.
@@ -15,7 +15,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.wire.formation import MAX_MEMBERS, Life, NodeId, ProposalId
 
 MAX_GROUPS: Final = 1024
-"""Groups of which one answer can tell; so many fit into one control frame with all their ranks."""
+"""Groups in one answer. This many fit into one control frame with all their ranks."""
 MAX_VERDICTS: Final = 2 * MAX_GROUPS
 """Groups of all members together; a promise carries an accepted view besides its own answer."""
 
@@ -24,7 +24,7 @@ Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 """Of a view; as the attempt of a transfer it has four bytes."""
 Ballot = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
-"""Ballot b belongs to member b mod (members + 1); the last place is the keeper's. -1: none."""
+"""Ballot b belongs to member b mod (members + 1); the last number is the keeper's. -1: none."""
 Sequence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """Counts the operations of a group from 1; 0: none."""
 Key = Annotated[int, msgspec.Meta(ge=0)]
@@ -32,14 +32,14 @@ Key = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """Who a rank of view 0 is: one life of one node."""
+    """The process of a rank of view 0: one life of one node."""
 
     id: NodeId
     life: Life
 
 
 class Successor(msgspec.Struct, frozen=True, array_like=True):
-    """A generation, as the view says that decides on it."""
+    """A generation, in the view that decides on it."""
 
     generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     lineage: ProposalId
@@ -49,41 +49,41 @@ class Successor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
-    """How far a frozen member is in one group."""
+    """The state of a frozen member in one group."""
 
     group: Key
     ranks: Ranks
-    """Of the whole group, in its order, the lost included."""
+    """All ranks of the group, in its order, including lost ones."""
     returned: Sequence
-    """The last operation that is over here: it returned, raised, or will raise by a view's verdict."""
+    """The last operation that has ended here: it returned, raised, or will raise by a view's verdict."""
     sequence: Sequence = 0
-    """The operation being tried, returned + 1; 0: none."""
+    """The running operation, returned + 1; 0: none."""
     attempt: Number = 0
     complete: bool = False
-    """The whole result is here and nobody else can write to it."""
+    """The result is complete here, and no other rank can write to it."""
     root: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_MEMBERS)] = -1
-    """Without this rank the operation means nothing; -1: there is none."""
+    """The root that the operation needs; -1: none."""
     pending: bool = False
     """All members know, as of operation `returned`, that a change is waiting."""
     gives_up: bool = False
-    """The member wants the group revoked, or knows that it is."""
+    """Whether the member wants the group revoked, or knows that it is."""
 
 
 class Fate(enum.IntEnum):
-    """What becomes of an operation that a change of views met in the middle."""
+    """What happens to an operation that was running when the view changed."""
 
     REDO = 0
-    """It is tried again from the kept input, as the attempt of the new view."""
+    """It runs again from its saved input, as the attempt of the new view."""
     COMMIT = 1
-    """It returns what it has."""
+    """It returns its result."""
     RAISE = 2
-    """It raises: its root is gone."""
+    """It raises: its root is lost."""
     REVOKE = 3
-    """It ends without a result, and so does all that anybody begins in the group from now on."""
+    """It ends without a result, and so does every later operation of the group."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """The fate of `sequence` in one group. What came before it has returned; what comes after has not begun."""
+    """What happens to operation `sequence` of one group. Earlier ones have returned; later ones have not started."""
 
     group: Key
     sequence: Sequence
@@ -93,22 +93,22 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
 
 class View(msgspec.Struct, frozen=True, array_like=True):
-    """The agreed members of a run from now on, and what becomes of the operations that this change met."""
+    """The agreed members of a run, and what happens to the operations that were running."""
 
     lineage: ProposalId
     number: Number
     ranks: Ranks
-    """Ascending. None: the run is over."""
+    """Ranks, ascending. Empty: the run is over."""
     tie_breaker: Rank
     verdicts: Annotated[tuple[Verdict, ...], msgspec.Meta(max_length=MAX_VERDICTS)] = ()
     successor: Successor | None = None
-    """The members of this view go on in that generation; this one has no further view."""
+    """The generation in which the members of this view continue; this one has no further view."""
     is_finished: bool = False
-    """With no ranks: a member left because its program had ended."""
+    """With no ranks: whether a member left because its program had ended."""
 
 
 class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """`ballot` asks to propose view `number`: freeze, and say how far you are. Answered by Promise or Refuse."""
+    """`ballot` asks to propose view `number`: the receiver freezes and answers with Promise or Refuse."""
 
     lineage: ProposalId
     number: Number
@@ -116,21 +116,21 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Promise(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The sender accepts nothing in an earlier ballot; and is frozen until a view is installed. Sent again on news."""
+    """The sender accepts nothing in an earlier ballot, and is frozen until a view is installed. Sent again on news."""
 
     lineage: ProposalId
     number: Number
     ballot: Ballot
     hears: Ranks
-    """Those it has a link with and does not believe dead."""
+    """The members that it has a link with and does not believe lost."""
     states: Annotated[tuple[State, ...], msgspec.Meta(max_length=MAX_GROUPS)] | None
-    """None: it only votes, and cannot be in the view: it leaves, was started anew, or is the keeper."""
+    """None: it only votes and cannot be in the view: it leaves, was restarted, or is the keeper."""
     accepted_ballot: Ballot = -1
     accepted: View | None = None
     is_finished: bool = False
     """It leaves because its program has ended."""
     successor: Successor | None = None
-    """The generation in which it goes on, if this one is to end."""
+    """The generation in which it continues, if this one is to end."""
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -141,7 +141,7 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The sender has accepted what was proposed in this ballot; that binds it."""
+    """The sender has accepted the proposal of this ballot, which binds it."""
 
     lineage: ProposalId
     number: Number
@@ -163,14 +163,14 @@ class Decided(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Where the sender is: the leader tells all, all answer the leader, new links begin with it."""
+    """The position of the sender: the leader sends it to all, all answer the leader, and new links start with it."""
 
     lineage: ProposalId
     number: Number
-    """Of its last view: who is behind is told what it missed."""
+    """The number of its last view: a member that is behind is sent the views it missed."""
     promised: Ballot
     claims: bool = False
-    """The ballot is the sender's own: promise it, and let it lead."""
+    """Whether the ballot is the sender's own: the receiver should promise it, and let the sender lead."""
     stamp: float = 0.0
     """The claimant's clock."""
     echo: float = 0.0
@@ -178,17 +178,17 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Trouble(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The view after `number` is wanted: a lane broke, an operation is late, the sender leaves."""
+    """Asks for the view after `number`: a lane broke, an operation is late, or the sender leaves."""
 
     lineage: ProposalId
     number: Number
     leaves: bool = False
     is_finished: bool = False
-    """It leaves because its program has ended, as that of others may be about to."""
+    """Whether it leaves because its program has ended; those of other members may be about to end."""
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Under quorum="any": those of `view` go on as a lineage of their own, from the last view of `parent`."""
+    """Under quorum="any": the members of `view` continue as a new lineage, from the last view of `parent`."""
 
     parent: ProposalId
     number: Number
@@ -197,7 +197,7 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class Seated(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """The sender is, or votes, in this generation of the run. Told to nodes with a seat in it that may not know.
+    """The sender is, or votes, in this generation of the run. Sent to nodes with a seat in it that may not know.
 
     A node that never heard of its seat has promised nothing there, so it may vote from the beginning; one that never
     accepted a founding knows that it came to nothing.
@@ -209,7 +209,7 @@ class Seated(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """All that a member must remember through a crash, so that its votes still bind its next life."""
+    """What a member must remember through a crash, so that its votes bind its next life, too."""
 
     members: Annotated[tuple[Seat, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     view: View
@@ -221,7 +221,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bound(msgspec.Struct, frozen=True, array_like=True):
-    """What a member of a cluster's run keeps on its disk."""
+    """What a member of a cluster's run writes to disk."""
 
     generation: Annotated[int, msgspec.Meta(ge=0)]
     record: Record
@@ -244,7 +244,7 @@ def encode_membership(message: Membership) -> bytes:
 
 
 def decode_membership(data: bytes) -> Membership:
-    """Decode a message between members; RemoteProtocolError for anything else."""
+    """Decode a message between members; raise RemoteProtocolError for anything else."""
     try:
         return _messages.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -257,7 +257,7 @@ def encode_bound(bound: Bound) -> bytes:
 
 
 def decode_bound(data: bytes) -> Bound:
-    """Decode what a member wrote to its disk; ValueError for anything else."""
+    """Decode what a member wrote to its disk; raise ValueError for anything else."""
     try:
         return _bounds.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -2,14 +2,14 @@
 
     magic u16, version u8, kind u8, content u8, dtype u8, ndim u8, 0 u8, tag i64, id u64, bytes u64, ndim x u64
 
-All little-endian. EAGER and RTS announce a message and carry its dtype and shape; the other kinds leave what
-they do not need at zero. What `bytes` counts:
+All little-endian. EAGER and RTS announce a message and carry its dtype and shape; in other kinds, fields that are not
+needed are zero. What `bytes` counts:
 
     EAGER   the payload, which follows at once
-    RTS     the payload, which waits until the receiver asks for it ("ready to send")
-    CTS     what the receiver wants of message `id`: all of it, or 0 to drop it ("clear to send")
+    RTS     the payload, which is sent when the receiver asks for it ("ready to send")
+    CTS     the bytes of message `id` that the receiver asks for: all, or 0 to drop it ("clear to send")
     DATA    the piece of message `id` that follows
-    CREDIT  how much room the receiver has again
+    CREDIT  the buffer space that the receiver has freed
     ACK     how many bytes of the stream of frames have arrived
     RESUME  the same, as the first frame on a connection; it is not part of the stream of frames itself
     END     0: nothing follows
@@ -35,7 +35,7 @@ END: Final = 8
 
 MAX_NDIM: Final = 32
 MAX_BYTES: Final = 2**63 - 1
-"""No array can be larger, so no length on the wire may be."""
+"""The size of the largest possible array, and the limit of lengths on the wire."""
 
 _MAGIC: Final = 0xC0FE
 _VERSION: Final = 1
@@ -70,7 +70,7 @@ def decode(data: bytes | bytearray | memoryview, start: int, stop: int) -> tuple
     """Return the header at `data[start:stop]` and where it ends, or None while bytes are missing.
 
     Raises:
-        RemoteProtocolError: no covey sends these bytes; found as early as the fixed part is there.
+        RemoteProtocolError: the bytes are not a header; raised as soon as the fixed part has arrived.
     """
     if stop - start < _FIXED.size:
         return None
@@ -95,9 +95,9 @@ def decode(data: bytes | bytearray | memoryview, start: int, stop: int) -> tuple
 
 
 def array_bytes(dtype_code: int, shape: tuple[int, ...]) -> int:
-    """Return the size of such an array; RemoteProtocolError if numpy could not make it."""
+    """Return the size of an array in bytes; raise RemoteProtocolError if numpy could not make it."""
     itemsize = DTYPES[dtype_code].itemsize
-    # numpy leaves zeros out when it looks for overflow, so a shape like (2**62, 0) is refused too.
+    # numpy ignores zeros when it checks for overflow, so a shape like (2**62, 0) is refused, too.
     if math.prod(filter(None, shape)) * itemsize > MAX_BYTES:
         raise RemoteProtocolError(f"no array has shape {shape}")
     return math.prod(shape) * itemsize

@@ -1,8 +1,7 @@
-"""Control messages: what nodes say to each other beside the tensor bytes.
+"""Control messages: what nodes send each other besides tensor bytes.
 
-Tags and fields are only ever added, at the end. Text that people read is bounded, and has no character that a terminal
-or a log would obey: names by their type, sentences because `Worded` cleans them, where they are made and where they
-are decoded.
+Tags and fields are only added, at the end. Texts are bounded and have no control characters: names because of their
+type, sentences because `Worded` cleans them, both when a message is made and when it is decoded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from covey.base.text import TEXT_LIMIT, printable
 VERSION: Final = 1
 NAME_LIMIT: Final = 100
 REASON_LIMIT: Final = 200
-"""Characters of a program's error that other ranks are told."""
+"""Characters of a program's error in messages to other ranks."""
 ADDRESSES_LIMIT: Final = 16
 """Addresses of one node."""
 CARDS_LIMIT: Final = 1000
@@ -30,29 +29,29 @@ RANKS_LIMIT: Final = 4096
 CHARTER_LIMIT: Final = 2000
 """Nodes in each list of a charter: both lists fit into a frame."""
 WAITING_LIMIT: Final = 64
-"""Nodes that wait for approval, of which a node remembers the last."""
+"""Nodes waiting for approval that a node remembers: the last ones."""
 TROUBLES_LIMIT: Final = 8
-"""Seeds, refused nodes and other problems that a waiting node tells of, of each kind."""
+"""Entries in each list of seeds, refused nodes and other problems of a waiting node."""
 MAX_MEMBERS: Final = 128
-"""Members of a view; so many fit into one control frame, whatever their names and contacts."""
+"""Members of a view. This many fit into one control frame, whatever their names and contacts."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,100}\Z")]
-"""What people read: short, and nothing that a terminal would obey."""
+"""A short name of printable ASCII characters."""
 Ip = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F.:]{0,45}\Z")]
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LIMIT)]
 """An error of a program, in one line."""
 Story = Annotated[str, msgspec.Meta(max_length=8 * TEXT_LIMIT)]
-"""Text that tells of many ranks."""
+"""Text about many ranks."""
 Bytes = Annotated[bytes, msgspec.Meta(max_length=64)]
 NodeId = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
-"""A time that can be computed with and shown: neither infinite nor no number."""
+"""A finite time."""
 
 
 class Worded(msgspec.Struct, frozen=True, array_like=True):
-    """A message with sentences for people: whoever wrote them, they are printable and bounded here."""
+    """A message with sentences, which are made printable and bounded whatever the sender wrote."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -74,13 +73,13 @@ def _limit(kind: type[Worded], field: str) -> int:
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a node listens, on one of its interfaces."""
+    """An address at which a node listens, on one of its interfaces."""
 
     ip: Ip
     """Numeric; an IPv6 link-local one without its scope, which differs from host to host."""
     port: int
     interface: Name = ""
-    """What the owner calls it; for people only."""
+    """The name of the interface, for display only."""
 
 
 class Contact(msgspec.Struct, frozen=True, array_like=True):
@@ -95,22 +94,22 @@ class Contact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
-    """Who a node is. In a cluster, TLS has proved the id."""
+    """The identity of a node. In a cluster, TLS has proved the id."""
 
     id: Bytes
-    """The public key; empty in a run that a launcher's token holds together."""
+    """The public key; empty in a run that uses a launcher's token."""
     life: Bytes
-    """Random per process: a restarted node is a different life."""
+    """Random per process: a restarted node has another life."""
     name: Name
     host_name: Name
     pid: int
     contact: Contact
     version: Name = ""
-    """Of the covey package."""
+    """The version of the covey package."""
     keeper: Bytes = b""
-    """The id of the node that may speak for this process; empty if there is none."""
+    """The id of the keeper that may report on this process; empty if there is none."""
     breaks_ties: bool = False
-    """It was started to be the tie-breaker of its run."""
+    """Whether it was started as the tie-breaker of its run."""
     machine: Bytes = b""
     """The first key of its machine, if that is another than `id`; see `wire.machine`."""
     endorsement: Bytes = b""
@@ -118,24 +117,24 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
 
 
 def key_of(card: Card) -> tuple[bytes, bytes]:
-    """Return what tells a process from every other one: the key that it proved, and which of its lives it is."""
+    """Return what identifies a process: its public key, and its life."""
     return card.id, card.life
 
 
 def moved(card: Card, addresses: tuple[Address, ...]) -> Card:
-    """Return the card of a node that is to be reached at other addresses now."""
+    """Return the card of a node with new addresses."""
     contact = Contact(card.contact.host, addresses, card.contact.socket)
     return msgspec.structs.replace(card, contact=contact)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The first words of whoever opens a link."""
+    """The first message of the end that opens a link."""
 
     version: int
     nonce: Bytes
     purpose: Name
-    """`rank` (a launcher gave it its rank), `newcomer` (to a launcher's run that goes on), `kept` (to its keeper),
-    `candidate` (of a run of the cluster), `visitor` (asks and leaves) or `keeper` (speaks for its processes)."""
+    """`rank` (a launcher gave it its rank), `newcomer` (to a launcher's run in progress), `kept` (to its keeper),
+    `candidate` (joins a run of the cluster), `visitor` (asks and leaves) or `keeper` (reports on its processes)."""
     run: Text
     rank: int
     size: int
@@ -143,11 +142,11 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     card: Card
     on_loss: Name = "raise"
     charter: Charter | None = None
-    """The latest that the sender knows: a node that has missed it may not know that the sender may come."""
+    """The latest that the sender knows: a node that has missed it may not know that the sender is allowed."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The answer to a Hello that is in order; who answers."""
+    """The answer to a Hello that is accepted."""
 
     rank: int
     card: Card
@@ -158,7 +157,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Refusal(Worded, frozen=True, array_like=True, tag=3):
-    """The answer to a Hello that is not."""
+    """The answer to a Hello that is refused."""
 
     reason: Text
     retry: bool
@@ -166,21 +165,21 @@ class Refusal(Worded, frozen=True, array_like=True, tag=3):
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Rank 0 tells where everyone is, once everyone has come."""
+    """The contacts of all ranks, which rank 0 sends once all ranks are there."""
 
     contacts: tuple[Contact, ...]
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The sender is connected to everyone."""
+    """The sender is connected to all ranks."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The sender leaves in good order; what it sent before still counts."""
+    """The sender leaves; what it sent before still counts."""
 
 
 class Dial(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Please open this lane: one end of each pair does all the dialling."""
+    """Asks the other end to open a lane: of each pair, one end opens all lanes."""
 
     group: int
     purpose: Name
@@ -188,7 +187,7 @@ class Dial(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Announce(Worded, frozen=True, array_like=True, tag=8):
-    """The sender's operation `sequence` does not move; where is everyone?"""
+    """The sender's operation `sequence` is stalled. Asks for the receiver's Position."""
 
     group: int
     sequence: int
@@ -204,21 +203,21 @@ class Position(Worded, frozen=True, array_like=True, tag=9):
     sequence: int
     fingerprint: int
     call: Story
-    """Empty if this rank has not come to that sequence, or passed it long ago."""
+    """Empty if this rank has not entered that operation, or no longer remembers it."""
 
 
 class Revoke(Worded, frozen=True, array_like=True, tag=10):
-    """The group has failed on the sender; the first cause."""
+    """The group has failed on the sender, with this fault."""
 
     group: int
     kind: Name
     text: Story
     ranks: Annotated[tuple[int, ...], msgspec.Meta(max_length=RANKS_LIMIT)]
-    """The ranks to blame: lost or late, in the group's numbering."""
+    """The ranks that caused it, lost or late, in the group's numbering."""
 
 
 class NoLane(Worded, frozen=True, array_like=True, tag=11):
-    """Answer to Dial or Offer: there will be no such lane."""
+    """Answer to Dial or Offer: the lane is refused."""
 
     group: int
     purpose: Name
@@ -227,41 +226,41 @@ class NoLane(Worded, frozen=True, array_like=True, tag=11):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """The sender is about to open a lane, and this is its key."""
+    """The sender is about to open a lane with this key."""
 
     lane: Bytes
-    """16 random bytes that name it."""
+    """16 random bytes that identify the lane."""
     secret: Bytes
-    """32 random bytes that only the two ends know: links are private."""
+    """32 random bytes that only the two ends know, since links are private."""
     group: int
     purpose: Name
     """`collectives` or `messages`."""
     kind: Name
     capacity: int
-    """Bytes of each of its rings, if it is made of shared memory."""
+    """The size of each of its rings in bytes, for shared memory."""
     streams: int
-    """Connections it is made of."""
+    """The number of its connections."""
     attempt: int = 0
-    """The number of the view whose attempts it serves: every view has lanes of its own for collectives."""
+    """The number of the view whose attempts use it: each view has its own lanes for collectives."""
 
-    def __repr__(self) -> str:  # keys have no place in logs
+    def __repr__(self) -> str:  # keys must not appear in logs
         return f"Offer({self.kind} for {self.purpose} of group {self.group:#x})"
 
 
 class Expect(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Answer to Offer: the lane may come."""
+    """Answer to Offer: the lane is accepted."""
 
     lane: Bytes
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """Others that the sender is linked with: a seed known to all makes all known to each other."""
+    """Nodes that the sender is linked with. So nodes that share one seed find each other."""
 
     cards: Annotated[tuple[Card, ...], msgspec.Meta(max_length=CARDS_LIMIT)]
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """Please answer at once."""
+    """Asks for a Pong at once."""
 
     number: int
 
@@ -274,35 +273,35 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 
 class Forming(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """A message of `wire.formation`, as it is."""
+    """Carries an encoded message of `wire.formation`."""
 
     body: bytes
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=18):
-    """A visitor wants to know how things stand."""
+    """A visitor asks for the state of the receiver."""
 
 
 class Tell(Worded, frozen=True, array_like=True, tag=19):
-    """Answer to Ask: how the sender sees its run."""
+    """Answer to Ask: the run as the sender sees it."""
 
     run: Text
     state: Name
     """`joining` or `running`."""
     leader: Bytes
-    """The id of the first of the view; empty while there is none."""
+    """The id of the first member of the view; empty while there is none."""
     tie_breaker: Bytes
     since: Seconds
     """Seconds in this state."""
     peers: tuple[PeerReport, ...]
     rank: int = -1
-    """The sender's own, once there is one."""
+    """The sender's rank, once it has one."""
     turned_away: Count = 0
-    """Connections that got no further than its door, or than its greeting."""
+    """Connections that failed at its door or in the handshake."""
     too_many: Count = 0
-    """Those of them that came too often from one source."""
+    """Those of them that exceeded the rate limit of their source."""
     charter: Count = 0
-    """The serial of the charter that the sender goes by; 0 if it has none."""
+    """The serial of the charter that the sender uses; 0 if it has none."""
     waiting: Annotated[tuple[Waiting, ...], msgspec.Meta(max_length=WAITING_LIMIT)] = ()
     """Nodes that it refused because they are not on the list of the charter."""
     wait: Wait | None = None
@@ -310,17 +309,17 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
 
 
 def counted(tell: Tell, turned_away: int, too_many: int, charter: int, waiting: tuple[Waiting, ...]) -> Tell:
-    """Return the same with what the sender's door has seen, and which charter it goes by."""
+    """Return `tell` with the counts of the sender's door, and its charter."""
     return msgspec.structs.replace(tell, turned_away=turned_away, too_many=too_many, charter=charter, waiting=waiting)
 
 
 class Wait(Worded, frozen=True, array_like=True):
-    """What a node waits for, on which terms, and what is in its way."""
+    """What a node waits for, on which terms, and which problems it has met."""
 
     cause: Name
-    """`nodes` (too few are here), `links` (those that are here do not all hear each other), `agreement`, `run` (to be
-    taken into a run that goes on), `earlier-run` (for the members of a run that was begun before), `members` (of a run
-    that goes on, which are not heard) or `quorum` (too few of them are heard)."""
+    """`nodes` (there are too few), `links` (not all of them are linked with each other), `agreement`, `run` (to be
+    taken into a run in progress), `earlier-run` (for the members of a run that was started before), `members` (of a run
+    in progress, which are not heard) or `quorum` (too few of them are heard)."""
     text: Text
     """The same in words."""
     program: Text = ""
@@ -333,24 +332,24 @@ class Wait(Worded, frozen=True, array_like=True):
     here: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
     """Nodes that could be in the run, the sender among them."""
     missing: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
-    """Members that are waited for, where they are known."""
+    """Members that the node waits for, if it knows them."""
     seeds: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
-    """Seeds at which no node of the cluster was met."""
+    """Seeds at which no node of the cluster was found."""
     refused: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
-    """Nodes that were met and cannot be in the run."""
+    """Nodes that were found and cannot be in the run."""
     problems: Annotated[tuple[Trouble, ...], msgspec.Meta(max_length=TROUBLES_LIMIT)] = ()
-    """What else went wrong while the sender looked for others."""
+    """Other problems while the sender looked for nodes."""
 
 
 class Trouble(Worded, frozen=True, array_like=True):
-    """A place or node with which something went wrong, and why."""
+    """An address or node with a problem, and what it is."""
 
     where: Text
     why: Text
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
-    """A node that holds the secret, and waits for the owner's approval."""
+    """A node that has the secret and waits for the owner's approval."""
 
     id: NodeId
     """Of its machine."""
@@ -378,7 +377,7 @@ class PeerReport(Worded, frozen=True, array_like=True):
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """Please try to connect to these addresses of mine, and tell what came of it.
+    """Asks the receiver to connect to these addresses of the sender, and to report the results.
 
     Those are tried from which the sender has come: by its link, or by a probe that was bound to `token`.
     """
@@ -391,18 +390,18 @@ class Reached(Worded, frozen=True, array_like=True, tag=21):
     """Answer to Reach, in the same order."""
 
     round_trips: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
-    """Negative where there was no way."""
+    """Negative for an address that could not be reached."""
     problems: Annotated[tuple[Text, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
 
 
 class NewSecret(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """The owner of the cluster has changed its secret: use this one from now on."""
+    """The owner of the cluster has changed its secret to this one."""
 
     key: Bytes
     serial: Count
     """Grows with every change."""
     grace: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    """Seconds for which the old secret stays good."""
+    """Seconds for which the old secret stays valid."""
     signature: Bytes
     """The owner's, of `owner.rotation_words` for this receiver."""
 
@@ -418,39 +417,39 @@ class SecretKept(Worded, frozen=True, array_like=True, tag=23):
 
 
 class Agreeing(msgspec.Struct, frozen=True, array_like=True, tag=24):
-    """A message of `wire.membership`, as it is: members of a generation agree on its next view."""
+    """Carries an encoded message of `wire.membership`: members of a generation agree on its next view."""
 
     generation: int
     body: bytes
 
 
 class Vouch(msgspec.Struct, frozen=True, array_like=True, tag=25):
-    """A keeper says how its processes are: by their lives, values of `proto.health.Vouch`."""
+    """The state of a keeper's processes: by life, values of `proto.health.Vouch`."""
 
     processes: Annotated[tuple[tuple[Bytes, int], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 
 
 class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
-    """The sender is in this generation of the run. Newcomers learn their place from it, keepers whom to count."""
+    """The sender is in this generation of the run. Newcomers learn their seats from it, keepers the members."""
 
     generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     lineage: Bytes
     is_kept: bool
-    """Whether the keeper that is told decides about the views, because all members are its own."""
+    """Whether the keeper that receives this decides on views, because all members are its own processes."""
     members: Annotated[tuple[SeatedMember, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     """By rank."""
     on_loss: Name = "raise"
-    """What the members do when one of them is lost: `raise` or `continue`."""
+    """What operations do when a member is lost: `raise` or `continue`."""
     patience: Annotated[float, msgspec.Meta(gt=0, le=YEAR_SECONDS)] = 30.0
-    """Seconds that members wait for a view: a keeper that decides has to be done by then."""
+    """Seconds that members wait for a view: a keeper that decides on views must do so within them."""
     origin: Bytes = b""
     """The lineage of the whole run, from its founding on."""
     tie_breaker: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0
-    """A rank: half of the members with this one may go on."""
+    """A rank: half of the members, this one among them, may continue."""
 
 
 def surviving(founded: Founded) -> Founded:
-    """Return the same generation, whose members go on when somebody is lost."""
+    """Return the same generation with `on_loss="continue"`."""
     return msgspec.structs.replace(founded, on_loss="continue")
 
 
@@ -463,7 +462,7 @@ class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
     """A member of a generation."""
 
     seat: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-    """Its number in the run, which is never given to another process."""
+    """Its position in the run, which no other process ever gets."""
     card: Card
 
 
@@ -477,16 +476,16 @@ class Posting(msgspec.Struct, frozen=True, array_like=True, tag=27):
 
 
 class Ended(Worded, frozen=True, array_like=True, tag=28):
-    """A run is over. Members tell processes that wait for it, and keepers."""
+    """A run is over. Members tell keepers, and processes that wait for the run."""
 
     run: Text
     lineage: Bytes
     is_finished: bool
-    """A program of it had ended."""
+    """Whether it ended because a program had ended."""
 
 
 class Calls(msgspec.Struct, frozen=True, array_like=True, tag=29):
-    """What the sender called last in a group that it leaves: others may have called something else."""
+    """The sender's last calls in a group that it closes, for comparison with those of other ranks."""
 
     group: int
     runs: Annotated[tuple[CallRun, ...], msgspec.Meta(max_length=64)]
@@ -494,17 +493,17 @@ class Calls(msgspec.Struct, frozen=True, array_like=True, tag=29):
 
 
 class CallRun(Worded, frozen=True, array_like=True):
-    """Equal calls, one after the other."""
+    """Consecutive equal calls."""
 
     first: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-    """The sequence of the first."""
+    """The number of the first operation."""
     count: Annotated[int, msgspec.Meta(ge=1, le=64)]
     fingerprint: Annotated[int, msgspec.Meta(ge=0)]
     call: Text
 
 
 class Charter(msgspec.Struct, frozen=True, array_like=True, tag=30):
-    """Which nodes may be in the cluster, signed by its owner. Members pass the latest one on."""
+    """The nodes that may be in the cluster, signed by its owner. Members pass on the latest one."""
 
     serial: Count
     """Grows with every charter."""
@@ -512,16 +511,16 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, tag=30):
     """The name of the owner's machine, where charters are made."""
     denied: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=CHARTER_LIMIT)]
     allowed: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=CHARTER_LIMIT)] | None
-    """The only nodes that may be in the cluster; None: all that hold the secret and are not denied."""
+    """The only nodes that may be in the cluster; None: all that have the secret and are not denied."""
     signature: Bytes = b""
     """The owner's, of `owner.charter_words`."""
 
 
 class Failing(Worded, frozen=True, array_like=True, tag=31):
-    """The sender's program ends with an error, and leaves; believed of the sender alone."""
+    """The sender leaves because its program ended with an error. It counts only for the sender itself."""
 
     reason: Reason
-    """The kind of the error and the first line of its message."""
+    """The class of the error and the first line of its message."""
 
 
 Greeting = Hello | Welcome | Refusal
@@ -565,7 +564,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_greeting(data: bytes) -> Greeting:
-    """Decode a message of the handshake; RemoteProtocolError for anything else."""
+    """Decode a message of the handshake; raise RemoteProtocolError for anything else."""
     try:
         return _greetings.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -573,7 +572,7 @@ def decode_greeting(data: bytes) -> Greeting:
 
 
 def decode_control(data: bytes) -> Control:
-    """Decode a message of a link; RemoteProtocolError for anything else."""
+    """Decode a message of a link; raise RemoteProtocolError for anything else."""
     try:
         return _controls.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -581,7 +580,7 @@ def decode_control(data: bytes) -> Control:
 
 
 def decode_cards(data: bytes) -> tuple[Card, ...]:
-    """Decode what `encode` makes of a tuple of cards; RemoteProtocolError for anything else."""
+    """Decode what `encode` makes of a tuple of cards; raise RemoteProtocolError for anything else."""
     try:
         return _cards.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

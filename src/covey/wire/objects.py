@@ -1,6 +1,6 @@
-"""Values to bytes and back, without trusting the bytes.
+"""Encode values as bytes, and decode bytes that are not trusted.
 
-The first byte tells what follows: a plain value (msgpack), a pickle, or the reason why the sender had no value.
+The first byte says what follows: a plain value (msgpack), a pickle, or the reason why the sender could not encode.
 Arrays and numpy scalars are msgpack extensions: dtype code u8, ndim u8, ndim x u64, then the elements.
 """
 
@@ -33,14 +33,14 @@ _ARRAY: Final = 1
 _SCALAR: Final = 2
 
 _TIMESTAMP: Final = re.compile(rb"[\xd6\xd7]\xff|\xc7\x0c\xff", re.DOTALL)
-"""How times begin in msgpack. msgspec decodes them by itself, although `encode` never makes one."""
+"""The first bytes of times in msgpack. msgspec decodes them, although `encode` never makes one."""
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryview, np.ndarray})
 _BOOL_CODE: Final = dtype_code(np.dtype(bool))
 
 
 def encode(value: Any, *, allow_pickle: AllowPickle = False) -> bytes:
-    """Return bytes from which `decode` makes an equal value.
+    """Return bytes that `decode` turns into an equal value.
 
     Takes None, bools, numbers, strings, bytes, lists, tuples, dicts, dataclasses, numpy arrays and numpy scalars,
     nested in any way. Tuples arrive as lists, dataclasses as dicts (or as the type the receiver asks for), and
@@ -69,7 +69,7 @@ def encode(value: Any, *, allow_pickle: AllowPickle = False) -> bytes:
 
 
 def encode_failure(text: str) -> bytes:
-    """Return bytes whose decoding raises TypeError(text), for ranks that wait for a value that cannot be sent."""
+    """Return bytes for which `decode` raises TypeError(text), to send in place of a value that cannot be encoded."""
     return _FAILED + text.encode("utf-8", "replace")
 
 
@@ -102,7 +102,7 @@ def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pick
         return unpickling.load(body, allow_pickle)
     except MismatchError:
         raise
-    except Exception as error:  # unpickling runs foreign code, which may raise anything
+    except Exception as error:  # unpickling runs code of classes, which may raise anything
         raise RemoteProtocolError(f"the pickle cannot be loaded: {error!r}") from error
 
 
@@ -122,7 +122,7 @@ def _decode_plain(body: memoryview, wanted: Any) -> Any:
 
 
 def _check(value: Any) -> None:
-    """Raise TypeError at the first thing that would not come back equal; msgspec alone turns sets into lists."""
+    """Raise TypeError for the first value that would not decode to an equal one, such as a set."""
     kind = type(value)
     if kind in _ATOMS or isinstance(value, np.generic):
         return
@@ -139,7 +139,7 @@ def _check(value: Any) -> None:
 
 def _check_all(values: Any) -> None:
     values = list(values)
-    if not set(map(type, values)) <= _ATOMS:  # long lists of numbers are looked at in C only
+    if not set(map(type, values)) <= _ATOMS:  # long lists of numbers are checked in C only
         for value in values:
             _check(value)
 

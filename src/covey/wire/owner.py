@@ -1,8 +1,8 @@
 """What the owner of a cluster signs: a new secret for one node, and the charter of the cluster.
 
-A cluster made by `covey init` has an owner key (Ed25519). Every member pins its public half, and takes a change of the
-cluster only with a signature of it. Signed words begin with a label of their own and the cluster's name, and each field
-has a fixed length or follows its length, so no signature is good for anything else.
+A cluster made by `covey init` has an owner key (Ed25519). Every member pins its public half, and accepts a change of
+the cluster only with its signature. The signed bytes start with a label for their purpose and the cluster's name, and
+each field has a fixed length or follows its length, so that a signature is not valid for anything else.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _FILES: Final = b"covey/1/owner/files"
 
 
 def rotation_words(cluster: str, serial: int, grace: int, new_key: bytes, old_key: bytes, recipient: bytes) -> bytes:
-    """Return what the owner signs to give one node, by its id, a new key in place of the one that it has.
+    """Return the bytes that the owner signs to give one node, named by its id, a new key for its current one.
 
-    `grace` is how many seconds the old key stays good.
+    `grace` is the number of seconds for which the old key stays valid.
     """
     keys = hashlib.sha256(new_key).digest() + hashlib.sha256(old_key).digest()
     return _begin(_ROTATION, cluster) + struct.pack(">QI", serial, grace) + keys + _measured(recipient)
 
 
 def charter_words(cluster: str, charter: Charter) -> bytes:
-    """Return what the owner signs to say which nodes may be in the cluster."""
+    """Return the bytes that the owner signs for a charter, the list of nodes that may be in the cluster."""
     lists = [charter.denied] if charter.allowed is None else [charter.denied, charter.allowed]
     packed = b"".join(_measured(b"".join(_measured(each) for each in nodes)) for nodes in lists)
     return _begin(_CHARTER, cluster) + struct.pack(">Q", charter.serial) + _measured(charter.machine.encode()) + packed
@@ -59,7 +59,7 @@ def public_half(private: Ed25519PrivateKey) -> bytes:
 
 
 def files_tag(owner: bytes) -> str:
-    """Return a name for the files of a cluster, which stays the same when its secret changes."""
+    """Return a name for the files of a cluster that does not change with its secret."""
     return hashlib.sha256(_FILES + owner).hexdigest()[:32]
 
 

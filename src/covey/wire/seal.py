@@ -1,4 +1,4 @@
-"""Sealed records: what every byte of a lane between hosts travels in.
+"""Sealed records: the encryption of lanes between hosts.
 
     length of the plaintext (4 bytes), ciphertext, tag (16 bytes)
 
@@ -29,19 +29,19 @@ KEY_BYTES: Final = 16
 LENGTH: Final = struct.Struct("<I")
 TAG_BYTES: Final = 16
 OVERHEAD_BYTES: Final = LENGTH.size + TAG_BYTES
-"""What a record is longer than its plaintext."""
+"""The bytes that a record adds to its plaintext."""
 RECORD_LIMIT: Final = 1 << 21
 """The most plaintext in one record: large, because fewer calls and wake-ups outweigh the cache, and a multiple of every
-element's size. Whoever reads needs no more memory than this, whatever a length field says."""
+element's size. A reader needs no more memory than this, whatever a length field says."""
 REKEY_RECORDS: Final = 1 << 24
 """Records under one key: 2^45 bytes at most, where GCM has a wide margin left."""
 REKEY_SECONDS: Final = 900.0
-"""How long the owner of a sealer keeps one key in use: a key that is read out of memory opens nothing older."""
+"""How long the owner of a sealer uses one key. A key that leaks from memory opens no older records."""
 NEXT_KEY: Final = 1 << 31
-"""In the length of a record: it is the first one under the next key."""
+"""A bit in the length of a record: it is the first under the next key."""
 
 DIALLER, ACCEPTOR = 0, 1
-"""Directions: who sealed the record."""
+"""Directions: the end that sealed the record."""
 
 _KEYS_LABEL: Final = b"covey/1/lane"
 _NEXT_LABEL: Final = b"covey/1/lane/next"
@@ -50,7 +50,7 @@ _NEXT_KEY_BYTE: Final = NEXT_KEY >> 24
 
 
 class ForgedError(RemoteProtocolError):
-    """Bytes of a sealed stream are not what the other end sent, or not in the place where it sent them."""
+    """Bytes of a sealed stream are not those that the other end sent, or not in the order in which it sent them."""
 
 
 def lane_keys(secret: bytes, lane: bytes, stream: int) -> tuple[bytes, bytes]:
@@ -64,7 +64,7 @@ def lane_keys(secret: bytes, lane: bytes, stream: int) -> tuple[bytes, bytes]:
 
 
 def record_length(buffer: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """Return how much plaintext the record that starts at `at` has; ForgedError if no record is that long or empty."""
+    """Return the length of the plaintext of the record at `at`; raise ForgedError for an impossible length."""
     length: int = LENGTH.unpack_from(buffer, at)[0] & ~NEXT_KEY
     if not 0 < length <= RECORD_LIMIT:
         raise ForgedError(f"the bytes were altered on the way: no record has {length} bytes")
@@ -72,7 +72,7 @@ def record_length(buffer: bytes | bytearray | memoryview, at: int = 0) -> int:
 
 
 class _Keyed:
-    """One direction of one stream: its key, how many records it has seen, and at which one the key has to change."""
+    """One direction of one stream: its key, the count of its records, and when the key has to change."""
 
     __slots__ = ("_cipher", "_count", "_key", "_rekey_at", "_rekey_every", "_scope", "_stream")
 
@@ -87,7 +87,7 @@ class _Keyed:
         self._stream = stream
 
     def _rekey(self) -> None:
-        """Move on to a key from which the last one cannot be found."""
+        """Replace the key by one from which the last one cannot be computed."""
         self._key = HKDFExpand(SHA256(), KEY_BYTES, _NEXT_LABEL).derive(self._key)
         self._cipher = AESGCM(self._key)
         self._rekey_at = self._count + self._rekey_every
@@ -99,7 +99,7 @@ class Sealer(_Keyed):
     __slots__ = ()
 
     def renew(self) -> None:
-        """Begin the next key with the next record."""
+        """Change the key with the next record."""
         self._rekey_at = self._count
 
     def seal(self, data: Bytes, into: memoryview) -> int:
@@ -113,7 +113,7 @@ class Sealer(_Keyed):
         else:
             head = length.to_bytes(4, "little")
         nonce = self._count.to_bytes(12, "big")
-        # Counted first: whatever happens in the next call, this nonce is not used again.
+        # Counted first: if the next call fails, this nonce is not used again.
         self._count += 1
         into[:4] = head
         return 4 + self._cipher.encrypt_into(nonce, data, self._scope + nonce + head, into[4 : length + OVERHEAD_BYTES])

@@ -1,4 +1,4 @@
-"""A cluster's secret, and the two ways people carry it: a passphrase, and a join code.
+"""A cluster's secret, and its two forms for users: a passphrase, and a join code.
 
 A join code is `covey1-` and then, in Crockford's base32 in groups of five:
 
@@ -43,7 +43,7 @@ _COMPARE: Final = "compare it with what `covey init --show` prints on the machin
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecret:
-    """What makes nodes one cluster: its name and 32 bytes that nobody else knows."""
+    """The name of a cluster and its secret, 32 bytes that only its nodes know."""
 
     name: str
     key: bytes = field(repr=False)
@@ -54,13 +54,13 @@ class ClusterSecret:
             raise ConfigError(f"the secret of cluster {self.name!r} must be {KEY_BYTES} bytes")
 
     def derive(self, purpose: str) -> bytes:
-        """Return the 32-byte key for one purpose; none of them tells anything about another, or about the secret."""
+        """Return the 32-byte key for one purpose. A key reveals nothing about another, or about the secret."""
         info = f"covey/1/{purpose}/{self.name}".encode()
         return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=b"covey/1", info=info).derive(self.key)
 
 
 class JoinCode(NamedTuple):
-    """What a join code holds."""
+    """The contents of a join code."""
 
     secret: ClusterSecret
     seeds: tuple[str, ...]
@@ -69,14 +69,14 @@ class JoinCode(NamedTuple):
 
 
 def check_cluster_name(name: str) -> str:
-    """Return `name` if a cluster may be called so."""
+    """Return `name`; raise ConfigError if it is not a valid name of a cluster."""
     if not CLUSTER_NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be a cluster's name: use 1 to 40 of the characters a-z, 0-9 and -")
     return name
 
 
 def from_passphrase(name: str, passphrase: str, *, random: Callable[[int], bytes]) -> ClusterSecret:
-    """Return the secret that everyone gets who types this passphrase for this cluster; takes half a second of work.
+    """Return the secret that a passphrase gives for a cluster. Takes half a second of computation.
 
     Raises:
         ConfigError: it is easy to guess. The message offers a good one, made of `random` bytes.
@@ -87,7 +87,7 @@ def from_passphrase(name: str, passphrase: str, *, random: Callable[[int], bytes
             "this passphrase is too easy to guess: take five or more different words, or twenty or more "
             f"characters that do not repeat; for example: {new_passphrase(random)}"
         )
-    # Whoever sees an announcement or a knock at the door can try guesses at home, so they must be dear.
+    # An attacker who has seen an announcement or a connection can try guesses offline, so each must be expensive.
     salt = f"covey/1/passphrase/{check_cluster_name(name)}".encode()
     key = hashlib.scrypt(text.encode(), salt=salt, n=2**17, r=8, p=1, maxmem=2**28, dklen=KEY_BYTES)
     return ClusterSecret(name, key)
@@ -102,13 +102,13 @@ def is_weak(passphrase: str) -> bool:
 
 
 def new_passphrase(random: Callable[[int], bytes]) -> str:
-    """Return six words, 54 bits of chance; scrypt makes each guess cost half a second."""
+    """Return six random words, 54 bits; scrypt makes each guess cost half a second."""
     words, number = _WORDS.split(), int.from_bytes(random(7), "big")
     return " ".join(words[number >> 9 * place & 511] for place in range(6))
 
 
 def encode_join_code(secret: ClusterSecret, seeds: Sequence[str] = (), owner: bytes = b"") -> str:
-    """Return the text that lets a machine into the cluster; `seeds` are `ip:port` or `[ip6]:port`, at most seven."""
+    """Return a join code for the cluster; `seeds` are `ip:port` or `[ip6]:port`, at most seven."""
     if len(seeds) > MAX_SEEDS:
         raise ConfigError(f"a join code holds at most {MAX_SEEDS} seeds, not {len(seeds)}")
     name = secret.name.encode()
@@ -120,7 +120,7 @@ def encode_join_code(secret: ClusterSecret, seeds: Sequence[str] = (), owner: by
 
 
 def decode_join_code(text: str) -> JoinCode:
-    """Return what a join code holds, whatever its case, spaces, line breaks and dashes.
+    """Return the contents of a join code; case, spaces, line breaks and dashes do not matter.
 
     Raises:
         ConfigError: it is mistyped, incomplete, or no join code at all; the message says which.
@@ -141,19 +141,19 @@ def decode_join_code(text: str) -> JoinCode:
         raise ConfigError(f"this join code is incomplete: {expected - len(letters)} letters are missing; {_COMPARE}")
     body = _from_base32(letters)[2:]
     content, checksum = body[:-_CHECKSUM_BYTES], body[-_CHECKSUM_BYTES:]
-    # The bits that fill up the last letter are zero, or that letter could be another.
+    # The bits that fill up the last letter must be zero, so that each code has one form.
     if _to_base32(header[:2] + body) != letters or _checksum(content) != checksum:
         raise ConfigError(f"this join code has a typing error; {_COMPARE}")
     return _unpack(content)
 
 
 def looks_like_join_code(text: str) -> bool:
-    """Tell whether `text` begins as join codes do."""
+    """Tell whether `text` starts as join codes do."""
     return _plain(text).startswith(_PREFIX.translate(_LOOKALIKES))
 
 
 def _plain(text: str) -> str:
-    """Return the letters that carry a join code's meaning: people and mail programs change all others."""
+    """Return the letters of a join code without the separators, which users and mail programs change."""
     return re.sub(r"[\s\"'`\u00ad\u200b-\u200d\u2010-\u2015\u2212-]", "", text.lower()).translate(_LOOKALIKES)
 
 
@@ -198,7 +198,7 @@ def _checked_port(port: int) -> int:
 
 
 def _unpack(content: bytes) -> JoinCode:
-    """Read what a right checksum vouches for; only another program that makes codes could get it wrong."""
+    """Parse the contents of a code whose checksum is right; they are invalid only if another program made it."""
     try:
         name, rest = content[1 : 1 + content[0]], content[1 + content[0] :]
         secret, rest = ClusterSecret(name.decode("ascii"), rest[:KEY_BYTES]), rest[KEY_BYTES:]

@@ -1,4 +1,4 @@
-"""Loading pickles that may only name what the receiver has listed.
+"""Load pickles that name only what the receiver has listed.
 
 A pickle is a program: it imports, calls and sets what it likes. Here it may name the listed classes and functions, and
 what numpy arrays and values of the standard library are made with; call only these; and set attributes only of objects
@@ -24,7 +24,7 @@ from numpy._core.multiarray import _reconstruct, scalar
 from covey.base.errors import ConfigError, MismatchError
 
 AllowPickle: TypeAlias = bool | Collection[type | str]
-"""False: no pickles. True: any. Else what they may name: classes, and full names like "package.module.Name"."""
+"""False: no pickles. True: any. Else what a pickle may name: classes, and full names like "package.module.Name"."""
 
 
 def _full_names(modules: dict[str, str]) -> frozenset[str]:
@@ -45,11 +45,11 @@ _CALLED: Final = _full_names(
         "numpy.core.numeric": "_frombuffer",
     }
 )
-"""What makes a value out of a few others, and cannot make a large one out of little."""
+"""Callables that make a value from a few others, and cannot make a large value from a small pickle."""
 _NAMED: Final = _CALLED | _full_names({"builtins": "list dict set int float str tuple bool", "numpy": "ndarray"})
-"""What may stand in a value, as in defaultdict(list), but is not called: list(range(10**12)) is a short pickle."""
+"""What a value may contain, as in defaultdict(list), but not call: list(range(10**12)) is a short pickle."""
 _COPIES: Final = 8
-"""How often a pickle may copy as much as it holds: by calls with what it has made before."""
+"""How often a pickle may copy its own size, with calls on values that it has made before."""
 _COPIED_BASE: Final = 1 << 16
 _SIZED: Final = (list, dict, set, tuple, str, bytes, bytearray, deque, np.ndarray)
 _TEXT_LIMIT: Final = 200
@@ -68,7 +68,7 @@ def check_allowed(allowed: AllowPickle) -> None:
 
 
 def load(data: bytes | memoryview, allowed: AllowPickle) -> Any:
-    """Return what a pickle makes of what it may use.
+    """Return the value of a pickle that names only what is allowed.
 
     Raises:
         MismatchError: it names or does something else; says what.
@@ -82,7 +82,7 @@ def load(data: bytes | memoryview, allowed: AllowPickle) -> Any:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's unpickler with the steps overridden that call or change what a pickle has named."""
+    """Python's unpickler, with checks in the steps that call or change what a pickle has named."""
 
     stack: list[Any]
     append: Any
@@ -95,7 +95,7 @@ class _Unpickler(pickle._Unpickler):
         self._classes = {f"{each.__module__}.{each.__qualname__}": each for each in allowed if isinstance(each, type)}
         self._listed = {each for each in allowed if isinstance(each, str)}
         self._callable: dict[int, Any] = {}
-        """What was named and may be called, by identity."""
+        """The named objects that may be called, by id."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         full = f"{module}.{name}"
@@ -134,7 +134,7 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(made, type) or id(made) in self._callable:
             _refuse(f"it sets attributes of {getattr(made, '__name__', 'a function')!r} itself")
         if isinstance(made, np.dtype) and not _is_plain(made, state):
-            _refuse("it makes a dtype with fields")  # numpy trusts what it is told about their sizes
+            _refuse("it makes a dtype with fields")  # numpy does not check the sizes of fields
         if isinstance(made, np.ndarray) and type(made).__setstate__ is np.ndarray.__setstate__ and not _is_whole(state):
             _refuse("it makes an array without all of its objects")
         self._count(state)
@@ -147,7 +147,7 @@ class _Unpickler(pickle._Unpickler):
         self.append(bytearray(self.read(size)))
 
     def _count(self, args: Any) -> None:
-        """Count what a call may copy."""
+        """Count the bytes that a call may copy, and refuse too many."""
         parts = args if isinstance(args, tuple) else (args,)
         self._may_copy -= sum(len(part) for part in parts if isinstance(part, _SIZED))
         if self._may_copy < 0:
@@ -162,7 +162,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _is_whole(state: Any) -> bool:
-    """Tell whether the state of an array has all of its elements: numpy takes that for granted if they are objects."""
+    """Tell whether the state of an array has all of its elements, which numpy does not check for objects."""
     if type(state) is not tuple or len(state) != 5 or not isinstance(state[2], np.dtype):
         return False
     shape, dtype, items = state[1], state[2], state[4]
@@ -173,7 +173,7 @@ def _is_whole(state: Any) -> bool:
 
 
 def _is_plain(dtype: np.dtype[Any], state: Any) -> bool:
-    """Tell whether the state of a dtype is no other than its name says: no fields, and no sizes of its own."""
+    """Tell whether the state of a dtype adds nothing to its name: no fields, and no sizes."""
     if not isinstance(state, tuple) or not 8 <= len(state) <= (9 if dtype.kind in "mM" else 8):
         return False
     subarray, names, fields, itemsize, alignment, flags = state[2:8]

@@ -20,8 +20,6 @@ from tests.support.survivors import (
     values,
 )
 
-from covey.runtime.group.internals import engine_of
-
 pytestmark = pytest.mark.slow
 
 
@@ -182,6 +180,8 @@ def talk_over_broken_connections(on_loss: str, sizes: list[int], cuts: int, cuts
         for thread in threads:
             thread.start()
         if cuts_own:
+            from covey.runtime.group.internals import engine_of
+
             messenger = engine_of(group).routing.messenger()
             for _ in range(cuts):
                 enough.wait(0.02)

@@ -304,7 +304,7 @@ def test_what_a_peer_must_have_heard_orders_moves_without_after() -> None:
 
 def test_sending_what_nobody_wrote_is_refused() -> None:
     plans = [Plan((Send(1, 1, 0, 2),)), Plan((), (Recv(0, 1, 0, 2),))]
-    with pytest.raises(PlanError, match="nobody has written"):
+    with pytest.raises(PlanError, match="never written"):
         check.all_gather(plans, [0, 2])
 
 
@@ -312,18 +312,18 @@ def test_a_missing_and_a_surplus_contributor_are_named() -> None:
     reduces = everyone(3, lambda rank: tree.reduce(rank, 3, 0, 1))
     with pytest.raises(PlanError, match=r"lacks \(0, 0\), \(2, 0\)"):
         check.reduce(reduces, 1, 1)
-    with pytest.raises(PlanError, match=r"has \(1, 0\), \(2, 0\) too much"):
+    with pytest.raises(PlanError, match=r"should not have \(1, 0\), \(2, 0\)"):
         check.broadcast(reduces, 0, 1)
 
 
 def test_an_input_that_should_be_spared_is_guarded() -> None:
     plans = everyone(3, lambda rank: direct.reduce_scatter(rank, [2, 2, 2], 2))
     scribbling = [Plan(p.sends, tuple(recv._replace(buffer=r) for recv in p.recvs)) for r, p in enumerate(plans)]
-    with pytest.raises(PlanError, match=r"buffer 0\[0\] has"):
+    with pytest.raises(PlanError, match=r"buffer 0\[0\] should not have"):
         check.reduce_scatter(scribbling, [2, 2, 2])
 
 
 def test_nothing_may_be_written_where_nothing_is_expected() -> None:
     plans = [Plan((Send(1, 0, 0, 1),)), Plan((), (Recv(0, 1, 0, 1),))]
-    with pytest.raises(PlanError, match=r"buffer 1\[0\] has \(0, 0\) too much"):
+    with pytest.raises(PlanError, match=r"buffer 1\[0\] should not have \(0, 0\)"):
         check.prove(plans, [[[(0, 0)], [None]]] * 2, [{}, {1: [None]}])

@@ -76,7 +76,7 @@ def test_every_all_reduce_algorithm_has_nothing_to_do_alone(algorithm: str) -> N
     lambda name: choose.all_gather(0, (1, 2), "stream", name),
 ], ids=["all_reduce", "broadcast", "reduce", "all_gather"])  # fmt: skip
 def test_an_unknown_algorithm_is_named_with_the_known_ones(call: Callable[[str], Plan]) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm='magic' is not one for .*ring"):
+    with pytest.raises(ConfigError, match=r"algorithm='magic' does not exist for .*ring"):
         call("magic")
 
 

@@ -30,7 +30,7 @@ from covey.runtime.collectives.failure import Failure
 from covey.runtime.collectives.lane_trouble import CAUSE_SECONDS, LaneTrouble
 from covey.runtime.collectives.operation import CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
-from covey.runtime.collectives.roster import Roster
+from covey.runtime.collectives.roster import GroupRoster
 from covey.runtime.collectives.stalls import StallDiagnosis
 from covey.runtime.fault import Fault
 from covey.runtime.messages.routing import MessageRouting
@@ -78,7 +78,7 @@ class Engine:
         self.name = name
         self.config = config
         self.generation = generation
-        self.roster = roster = Roster(node, members)
+        self.roster = roster = GroupRoster(node, members)
         self.members, self.size, self.rank, self.ranks = members, roster.size, roster.rank, roster.ranks
         self.contributors = tuple(self.ranks)
         """The ranks whose input is in the result of the last operation that returned."""
@@ -120,12 +120,12 @@ class Engine:
                 self.failure.end_here(generation.fault)
         else:
             self._attempt = Attempt(self, 0, tuple(self.ranks), self.bell, None)
-        self._reports = ControlReports(self)
+        self.reports = ControlReports(self)
         if node is not None:
-            node.groups.register(group_id, self._reports)
+            node.groups.register(group_id, self.reports)
             for peer in roster.peers():  # peers that were lost before the group was registered
                 if peer.is_gone:
-                    self._reports.peer_gone(peer.rank, left=peer.has_left)
+                    self.reports.peer_gone(peer.rank, left=peer.has_left)
 
     def subgroup(self, key: str, members: tuple[int, ...], name: str, config: GroupConfig | None = None) -> Engine:
         """Return the engine of a group of some members; each of them makes it with the same `key`. Sends nothing."""

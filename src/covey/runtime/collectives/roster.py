@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from covey.wire import messages
 
 
-class Roster:
+class GroupRoster:
     """The ranks of one group. It is fixed when the group is made; lost ranks stay in it."""
 
     def __init__(self, node: Node | None, seats: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Many messages at once with several ranks, beside those of the user: post them, then take each as it is over."""
+"""Many concurrent messages with several ranks, apart from the user's: start them, then take each as it ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from covey.wire.manifest import Bytes
 
 RESERVED_TAGS: Final = 1 << 62
-"""Where our tags begin. `Group` refuses tags this large, so no user's message has one: the next 30 bits say which
-exchange a message belongs to, the last 32 which of its messages it is."""
+"""The first tag of exchanges. `Group` refuses tags this large, so that no user's message has one. The next 30 bits are
+the number of the exchange, the last 32 the number of the message in it."""
 _BYTE: Final = dtype_code(np.dtype(np.uint8))
 
 
@@ -31,20 +31,20 @@ def _contents(received: Received) -> Bytes | None:
 
 
 class ExchangedMessage(NamedTuple):
-    """A message that is over: it has left, it is here, or its peer is lost or sent something else."""
+    """A message that has ended: sent, received, or failed because its peer is lost or sent something else."""
 
     peer: int
     number: int
     result: Any
-    """What the receive made of it; None for a message that was sent."""
+    """What `then` returned for a received message; None for a sent one."""
     error: PeerLostError | MismatchError | None
 
 
 class Exchange:
-    """The messages of one exchange, until `deadline` (of time.monotonic()). Leaving the `with` block ends them all."""
+    """The messages of one exchange, until `deadline` on time.monotonic(). Leaving the `with` block ends all of them."""
 
     def __init__(self, group: Group, exchange: int, deadline: float) -> None:
-        """`exchange` is the same on all ranks and another for each exchange, or else late messages are mistaken."""
+        """`exchange` is equal on all ranks and new for each exchange, so that late messages match no other."""
         self._engine, self._deadline = group._engine, deadline
         self._messenger = self._engine.routing.messenger()
         self._tag = RESERVED_TAGS | (exchange % (1 << 30)) << 32
@@ -54,11 +54,11 @@ class Exchange:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are messages that `next` has not returned."""
+        """Whether `next` has yet to return a message."""
         return self._waiting > 0
 
     def send(self, contents: Bytes, peer: int, number: int) -> None:
-        """Start to send; `contents` are read until it is over."""
+        """Start a send; `contents` must not change until `next` returns it."""
         tag = self._tag | number
         self._post(
             peer,
@@ -71,22 +71,22 @@ class Exchange:
     def receive(
         self, peer: int, number: int, out: Bytes | None = None, *, then: Callable[[Received], Any] = _contents
     ) -> None:
-        """Start to receive, into `out` if given.
+        """Start a receive, into `out` if given.
 
-        `then` makes the letter's result of it (default: the contents) on the thread that moves the bytes: at once, but
-        nothing else moves meanwhile.
+        `then` computes the result (default: the contents). It runs at once on the thread that moves the bytes, and
+        other messages wait for it.
         """
         tag, memory = self._tag | number, None if out is None else out.data
         expect = None if out is None else (_BYTE, out.shape)
         self._post(peer, number, lambda: self._messenger.post_recv(peer, tag, memory, expect, self._deadline, then))
 
     def next(self, late: Sequence[int]) -> ExchangedMessage:
-        """Return the next message that is over.
+        """Return the next message that ended.
 
         Raises:
-            DeadlineError: none was in time; it names `late`.
-            CoveyError: a message failed for another reason than that its rank is lost, and the group goes on without
-                it, or that the rank sent something of another size.
+            DeadlineError: none ended in time; the error names `late`.
+            CoveyError: the group has ended. A lost peer or a message of another size is returned, not raised, while
+                the group continues.
         """
         self._messenger.progress_in_background()
         try:
@@ -122,5 +122,5 @@ class Exchange:
     def __exit__(self, *_: object) -> None:
         for work in self._works:
             if not work.done():
-                with contextlib.suppress(Exception):  # it ends here: nobody touches its memory afterwards
+                with contextlib.suppress(Exception):  # it must not touch its memory after this
                     self._messenger.wait(work, time.monotonic())

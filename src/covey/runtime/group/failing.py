@@ -1,4 +1,4 @@
-"""The error that ends this process's program, in words for the other ranks: why it is gone is what they ask first."""
+"""The error that ends this process's program, as text for the other ranks, whose errors name it as the cause."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from covey.wire.messages import REASON_LIMIT
 def ending_error() -> BaseException | None:
     """Return the uncaught exception that ends this program, if one does.
 
-    The interpreter has printed its traceback before it calls what was registered with `atexit`. At a prompt such an
-    error ends nothing.
+    The interpreter has set `sys.last_value` before it calls `atexit` handlers. At an interactive prompt such an error
+    does not end the program.
     """
     error = getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) and not hasattr(sys, "ps1") else None
@@ -29,7 +29,7 @@ def describe(error: BaseException) -> str:
         return f"exit code {error.code}"
     try:
         lines = str(error).strip().splitlines()
-    except Exception:  # the program's own class of errors
+    except Exception:  # __str__ of the program's own class
         lines = []
     name = type(error).__name__
     return printable(f"{name}: {lines[0]}" if lines else name, REASON_LIMIT)

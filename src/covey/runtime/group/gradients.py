@@ -1,4 +1,4 @@
-"""Named arrays, combined over all ranks in buckets."""
+"""`Group.sync_gradients`: combine named arrays over all ranks, packed into buckets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Named = list[tuple[str, Operand]]
 
 LIST_BYTES: Final = 32 << 20
-"""Of the names of all arrays, with their dtypes and shapes."""
+"""The longest list of names, dtypes and shapes that ranks exchange."""
 LINE_SHOWN: Final = 300
 
 
@@ -69,7 +69,7 @@ def _buckets(named: Named, limit: int) -> Iterator[list[Operand]]:
 
 
 def _refuse_shared_memory(named: Named) -> None:
-    """An array that is there twice would be combined twice, or not, depending on the buckets."""
+    """Raise if two arrays share memory: whether the shared part is combined twice would depend on the buckets."""
     arrays = [(name, operand.flat if operand.strided is None else operand.strided) for name, operand in named]
     spans = [(*np.lib.array_utils.byte_bounds(array), name, array) for name, array in arrays if array.size]
     spans.sort(key=lambda span: span[:3])
@@ -93,9 +93,9 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
         if (digests == digest).all():
             return
         texts = movements.gather_all(attempt, listed, wanted=movements.Wanted(ndim=1, most_bytes=LIST_BYTES))
-        for place, text in enumerate(texts):
-            if not np.array_equal(_digest(text.tobytes()), digests[place]):
-                attempt.reject(place, "a list of names that is not the one it announced")
+        for slot, text in enumerate(texts):
+            if not np.array_equal(_digest(text.tobytes()), digests[slot]):
+                attempt.reject(slot, "a list of names that differs from the one it announced")
         lists = {
             rank: text.tobytes().decode(errors="replace").split("\n")
             for rank, text in zip(attempt.ranks, texts, strict=True)

@@ -1,4 +1,4 @@
-"""The group: what a program holds to work on arrays together with the other ranks."""
+"""`Group`, the object with which a program works on arrays together with other ranks."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 LEAVE_SECONDS: Final = 5.0
-"""How long the others may take to agree that a rank leaves."""
+"""How long the other ranks may take to agree that a rank leaves."""
 
 
 class Group(Reductions, Moves, Messages):
     """An ordered set of ranks that work together. Use it in `with`, or `close` it.
 
-    Collectives of a group run in the order they are issued, and every rank must issue the same ones in the same
-    order. One thread at a time issues them; for more threads, `split` more groups. Point-to-point messages have
-    lanes of their own and go on whatever the collectives do. After an exception the contents of arrays that the
-    operation was changing are undefined; with `on_loss="continue"` they are what they were before.
+    Collectives of a group run in the order in which they are issued, and every rank must issue the same ones in the
+    same order. One thread at a time may issue them; for more threads, `split` more groups. Point-to-point messages have
+    their own lanes and do not wait for collectives. After an exception the contents of arrays that the operation was
+    changing are undefined; with `on_loss="continue"` they are what they were before.
 
-    Every operation takes `timeout=` seconds (default: the group's, 30 minutes) and `async_op=True`, which returns a
-    `Work` at once. Arrays are numpy arrays, torch CPU tensors, or writable buffers, used in place without a copy
-    when they are contiguous.
+    Every operation takes `timeout=` in seconds (default: the group's, 30 minutes) and `async_op=True`, which returns a
+    `Work` at once. Arrays are numpy arrays, torch CPU tensors, or writable buffers. Contiguous ones are used in place,
+    without a copy.
 
     Every operation may raise:
-        MismatchError: ranks called different things. The group is closed.
-        PeerLostError: a member went away. The group is closed; with `on_loss="continue"` it goes on: only a lost root
-            or partner of a message raises.
-        GroupChangedError, QuorumLostError: with `on_loss="continue"`: the others went on without this rank, or too few
-            are left to go on.
-        DeadlineError: `timeout` passed. The group is closed, unless it was a message: then only that message failed.
-        ClosedError: the group was closed or revoked before, or ended by the failure that is its `__cause__`. A group
-            that ended with PeerLostError, GroupChangedError or QuorumLostError raises that every time.
+        MismatchError: ranks called different operations. The group is closed.
+        PeerLostError: a rank was lost. The group is closed. With `on_loss="continue"` the group continues, and only
+            an operation with a lost root and a message with a lost partner raise.
+        GroupChangedError, QuorumLostError: with `on_loss="continue"`, the other ranks continue without this one, or
+            too few ranks remain to continue.
+        DeadlineError: `timeout` passed. The group is closed; if it was a message, only that message failed.
+        ClosedError: the group was closed or revoked, or the failure in `__cause__` ended it. A group that ended with
+            PeerLostError, GroupChangedError or QuorumLostError raises that error every time.
         BusyError: another thread is in a collective of this group.
-        TypeError, ConfigError: the call itself cannot work; nothing was sent.
+        TypeError, ConfigError: the arguments are wrong; nothing was sent.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Group(Reductions, Moves, Messages):
         on_close: Callable[[], None] | None = None,
         is_fresh: bool = False,
     ) -> None:
-        """Closing begins with `before_close(is_finished)` and ends with `on_close`; a failed program is not finished.
+        """`close` first calls `before_close(is_finished)`, false if the program failed, and `on_close` at its end.
 
-        `is_fresh`: this rank was not in the run before this group, so its state is worth nothing.
+        `is_fresh`: this rank joined the run with this group, so that `restore` does not count its state.
         """
         super().__init__(engine)
         self._local_rank = local_rank
@@ -82,14 +82,14 @@ class Group(Reductions, Moves, Messages):
         self._sidecar: Assembly | None = None
         self._restores = 0
         self._state: MutableMapping[str, Any] | None = None
-        """What `restore` was given last."""
+        """The state that `restore` was given last."""
         self._failure: BaseException | None = None
-        """The exception with which the program left the `with` block, if it did."""
+        """The exception that ended the `with` block, if one did."""
         self._has_told = False
-        """Whether the other ranks were told of such an exception."""
+        """Whether the other ranks were told of the exception that ends this program."""
         self._children = itertools.count(1)
 
-    # Who
+    # Description
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -98,17 +98,17 @@ class Group(Reductions, Moves, Messages):
 
     @property
     def generation(self) -> int:
-        """The number of this group in the run's history."""
+        """The number of the run's generation that this group belongs to."""
         return 0 if self._engine.generation is None else self._engine.generation.number
 
     @property
     def name(self) -> str:
-        """What errors call this group."""
+        """The name of this group in error messages."""
         return self._engine.name
 
     @property
     def on_loss(self) -> str:
-        """What an operation does that loses a member: raise, or continue among those who are left."""
+        """What operations do when a rank is lost: "raise", or "continue" among the remaining ranks."""
         return self._engine.config.on_loss
 
     @property
@@ -118,12 +118,12 @@ class Group(Reductions, Moves, Messages):
 
     @property
     def sequence(self) -> int:
-        """How many collectives have returned here, counted from the group's beginning."""
+        """The number of collectives of this group that have returned on this rank."""
         return self._engine.last_returned
 
     @property
     def local_rank(self) -> int:
-        """This process's number among the run's processes on its host: the index of its device, for instance."""
+        """The number of this process among the run's processes on its host, for instance to choose a device."""
         return self._local_rank
 
     def lanes(self) -> dict[int, str]:
@@ -133,7 +133,7 @@ class Group(Reductions, Moves, Messages):
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
-    # Gradients, and groups of groups
+    # Gradients and subgroups
 
     def sync_gradients(
         self,
@@ -143,18 +143,18 @@ class Group(Reductions, Moves, Messages):
         bucket_bytes: int = 25 << 20,
         timeout: float | None = None,
     ) -> None:
-        """Combine named arrays of all ranks in place, packed into buckets of about `bucket_bytes`.
+        """Combine named arrays of all ranks in place, packed into buckets of up to `bucket_bytes`.
 
         Raises:
-            MismatchError: ranks passed other names, shapes or dtypes; names the first difference.
+            MismatchError: ranks passed different names, shapes or dtypes; the message says the first difference.
         """
         gradients.sync(self, grads, op, bucket_bytes, timeout)
 
     def split(self, color: int | None, key: int | None = None, *, timeout: float | None = None) -> Group | None:
-        """Make new groups: one of all ranks that passed the same `color`, ordered by `key`, then by rank.
+        """Return a new group of all ranks that passed the same `color`, ordered by `key`, then by rank.
 
-        Every rank of this group takes part; one that passes None gets None. The new group has lanes, order and
-        failures of its own, and may be used at the same time as this one from another thread.
+        Every rank of this group calls it; a rank that passes None gets None. The new group has its own lanes, order
+        of operations and failures. Another thread may use it at the same time as this group.
         """
         wanted = 0 if color is None else whole_number("color", color)
         choice = np.array([color is not None, wanted, self.rank if key is None else whole_number("key", key)], np.int64)
@@ -180,28 +180,28 @@ class Group(Reductions, Moves, Messages):
 
     @property
     def change_pending(self) -> bool:
-        """Whether the next generation waits: newcomers are there, members want to leave, or too few are left.
+        """Whether the next generation should start: newcomers wait, members want to leave, or too few remain.
 
-        Turns true on all ranks after the same all_reduce or barrier (with `on_loss="continue"`, after the same
-        collective of any kind), so that loops which look at it end together. Always false outside `covey.generations`.
+        Becomes true on all ranks after the same all_reduce or barrier, with `on_loss="continue"` after the same
+        collective of any kind, so that loops that check it end together. Always false outside `covey.generations`.
         """
         return self._engine.change_pending
 
     def shrink(self, *, timeout: float | None = None) -> tuple[Group, int]:
-        """Return a group of the ranks that are left, and the last operation that returned on all of them.
+        """Return a group of the remaining ranks, and the number of the last operation that returned on all of them.
 
-        Every rank that is left calls it, as a rule after a PeerLostError or `revoke`; this group need not be usable any
-        more. Ranks are numbered anew, in the same order. Ranks that returned later operations than the number says put
-        their state back to that one, and all are in step.
+        Every remaining rank calls it, usually after a PeerLostError or `revoke`; this group may have failed. Ranks are
+        numbered anew, in the same order. A rank on which later operations returned should put its state back to the
+        operation with that number; then all ranks have the same state.
 
         Raises:
-            QuorumLostError: too few are left.
-            DeadlineError: some that are alive did not come.
+            QuorumLostError: too few ranks remain.
+            DeadlineError: a live rank did not call it in time.
         """
         return survival.shrink(self, timeout)
 
     def agree(self, flag: bool, *, timeout: float | None = None) -> bool:
-        """Return whether `flag` is true on all ranks that are left: the same on all of them, also in a failed group."""
+        """Return whether `flag` is true on all remaining ranks; all get the same answer, also in a failed group."""
         if self._engine.generation is None or self.on_loss == "continue":
             return bool(self.all_reduce(bool(flag), "and", timeout=timeout))
         return self._assembly().agree(flag, timeout)
@@ -212,29 +212,30 @@ class Group(Reductions, Moves, Messages):
         return self._sidecar
 
     def revoke(self) -> None:
-        """End everything that is pending in this group, on all ranks, and the group with it. From any thread."""
+        """End this group and all its pending operations, on all ranks. On any thread."""
         text = f"rank {self.rank} revoked group {self.name!r}"
         self._engine.failure.declare(Fault("ClosedError", text, (self.rank,)))
 
     def who_is_late(self, *, timeout: float = 2.0) -> list[Late]:
-        """Return the ranks that keep the others waiting: behind them in operations, or without an answer in `timeout`.
+        """Return the ranks that are operations behind the others, or do not answer within `timeout` seconds.
 
-        Only the caller asks; the others answer whatever they do, and nothing is disturbed. From any thread: when one
-        waits in an operation for too long, another can tell for whom. An empty list says that all are where this is.
+        Only the caller asks; the other ranks answer in the background, and no operation is disturbed. On any thread:
+        while one thread waits in an operation, another can find out for which rank. An empty list means that all
+        ranks are in the same operation.
         """
         return self._engine.stalls.who_is_late(check_timeout(timeout))
 
     def on_change(self, listener: Callable[[Event], None]) -> None:
-        """Call `listener(event)` when members are lost or come, on a thread of its own."""
+        """Call `listener(event)` on a separate thread whenever members are lost or join."""
         if self._engine.node is not None:
             self._engine.node.events.listen(listener)
 
     def events(self) -> list[Event]:
-        """Return what happened to the run so far: losses and recoveries with their timelines, generations."""
+        """Return the events of the run so far: losses and recoveries with their timelines, and generations."""
         return [] if self._engine.node is None else self._engine.node.events.all()
 
     def leave(self, *, timeout: float = LEAVE_SECONDS) -> None:
-        """Leave the run in good order: the others agree to go on without this rank, then the group is closed here."""
+        """Leave the run: the other ranks agree to continue without this one, then the group is closed here."""
         generation = self._engine.generation
         if generation is not None:
             generation.leave(check_timeout(timeout))
@@ -248,11 +249,12 @@ class Group(Reductions, Moves, Messages):
         timeout: float | None = None,
         progress: bool | None = None,
     ) -> RestoreReport:
-        """Bring newcomers of this generation to the state of the others: named arrays, filled in place, and values.
+        """Give newcomers of this generation the state of the other ranks: named arrays, filled in place, and values.
 
-        Every rank calls it, and nobody changes the state until it returns. Newcomers fetch from all others at once,
-        and only what differs. A rank whose state has drifted from that of the majority is brought back and named in the
-        report; with `on_drift="raise"` all raise MismatchError instead. In the first generation rank 0's state wins.
+        Every rank calls it, and no rank may change the state until it returns. A newcomer fetches from all other ranks
+        at once, and only what differs. A rank whose state differs from that of the majority gets the majority's, and
+        the report names it; with `on_drift="raise"` all ranks raise MismatchError instead. In the first generation
+        all ranks get the state of rank 0.
         """
         self._state = state
         return survival.restore(
@@ -262,8 +264,8 @@ class Group(Reductions, Moves, Messages):
     # The end
 
     def close(self) -> None:
-        """Leave the group and free what it holds. Closing twice is fine."""
-        if control.is_here():  # the garbage collector ends what held it, and happens to run on this thread
+        """Leave the group and free its lanes, threads and descriptors. A second call does nothing."""
+        if control.is_here():  # the garbage collector runs on the control loop's thread, which must not block
             threading.Thread(target=self.close, name="covey-close", daemon=True).start()
             return
         error = self._failure if self._failure is not None else ending_error()
@@ -274,7 +276,7 @@ class Group(Reductions, Moves, Messages):
         if self._sidecar is not None:
             self._sidecar.close()
         self._engine.close()
-        if self._on_close is not None and self._engine.is_freed:  # else who closes it does this, too
+        if self._on_close is not None and self._engine.is_freed:  # else the thread that closes it calls this
             self._on_close()
 
     def __enter__(self) -> Self:
@@ -293,12 +295,12 @@ class Group(Reductions, Moves, Messages):
         self.close()
 
     def _tell_failure(self, error: BaseException) -> None:
-        """Tell the other ranks why this process leaves the run, before anything shows them that it does."""
+        """Tell the other ranks which error ends this program, before its lanes end."""
         node, is_of_all = self._engine.node, self._before_close is not None
         if node is not None and is_of_all and not self._has_told and not self._is_consequence(error):
             self._has_told = True
             node.fail(describe(error))
 
     def _is_consequence(self, error: BaseException) -> bool:
-        """Tell whether an error comes from the group, which has told the other ranks what it failed of."""
+        """Tell whether an error comes from the failure of the group itself, which the other ranks know of."""
         return isinstance(error, CoveyError) and self._engine.failure.has_happened

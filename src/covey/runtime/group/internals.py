@@ -41,3 +41,8 @@ def seat_of(group: Issuer, rank: int) -> int:
 def restored_state(group: Group) -> MutableMapping[str, Any] | None:
     """Return the state that `Group.restore` was given last, if it was called."""
     return group._state
+
+
+def is_newcomer(group: Group) -> bool:
+    """Tell whether this process joined the run with this generation, so that its state does not count."""
+    return group._is_fresh

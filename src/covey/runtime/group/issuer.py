@@ -1,4 +1,4 @@
-"""What all operations of a group share: who issues them, how they are described, and checks of their arguments."""
+"""What all operations of a group share: the engine that runs them, descriptions of calls, checks of arguments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
 
 CACHED_CALLS: Final = 4096
-"""Descriptions of different calls that are kept; a program that makes more pays for making them again."""
+"""Cached descriptions of calls. A program with more different calls pays for describing them again."""
 
 
 class Issuer:
-    """This rank of a group, which issues operations."""
+    """A group on this rank, without its operations."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -29,16 +29,16 @@ class Issuer:
 
     @property
     def rank(self) -> int:
-        """This process's number in the group."""
+        """The rank of this process in the group."""
         return self._engine.rank
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group, lost ones included."""
         return self._engine.size
 
     def _call(self, operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
-        """Describe a call; repeated ones are described once."""
+        """Return the description of a call, from the cache if it is there."""
         key = (operation, code, shape, *agreed.values())
         call = self._calls.get(key)
         if call is None:
@@ -48,14 +48,14 @@ class Issuer:
         return call
 
     def _check_rank(self, rank: int, what: str) -> int:
-        """Return `rank` as an int if the group has it."""
+        """Return `rank` as an int; raise ConfigError if the group has no such rank."""
         try:
             index = operator.index(rank)
         except TypeError:
             index = -1
         if 0 <= index < self.size:
             return index
-        raise ConfigError(f"{what}={rank!r} is no rank of this group; it has ranks 0 to {self.size - 1}")
+        raise ConfigError(f"{what}={rank!r} is not a rank of this group; it has ranks 0 to {self.size - 1}")
 
     def _list_of_operands(self, xs: Sequence[Any] | None, what: str) -> list[Operand]:
         if xs is None or len(xs) != self.size:
@@ -65,7 +65,7 @@ class Issuer:
 
 
 def whole_number(what: str, value: Any) -> int:
-    """Return `value` as an int; ConfigError if it is none, or too large to travel."""
+    """Return `value` as an int; raise ConfigError if it is not one, or exceeds 62 bits."""
     try:
         number = operator.index(value)
     except TypeError:

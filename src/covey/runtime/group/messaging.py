@@ -1,4 +1,4 @@
-"""The operations of a group that two ranks do: messages with tags."""
+"""The point-to-point operations of a group: messages with tags."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class Messages(Issuer):
-    """A rank that sends messages to others, and receives theirs."""
+    """Operations that send and receive messages; a base of `Group`."""
 
     def send(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Send an array to rank `dst`; returns when `x` may be changed again.
+        """Send an array to rank `dst`; return when `x` may be changed again.
 
-        Up to 64 KiB leave at once (4 MiB may be under way to a rank that does not receive); more waits for the
-        matching `recv`. Messages of one pair with one tag arrive in order.
+        Messages of up to 64 KiB are sent at once, up to 4 MiB in all to a rank that does not receive them; larger
+        ones wait for the matching `recv`. Messages between two ranks with the same tag arrive in order.
         """
         operand = readable(x)
         return self._send(
@@ -50,11 +50,13 @@ class Messages(Issuer):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return the next array from `src` with `tag`; `out` receives it in place.
+        """Return the next array from rank `src` with `tag`, received into `out` if that is given.
+
+        `covey.ANY`, the default of both, matches every rank or tag.
 
         Raises:
             MismatchError: `out` has another size or dtype than the message, or the message is an object. The
-                message is gone; the group goes on.
+                message is dropped; the group stays usable.
         """
         target = writable(out) if out is not None else None
 
@@ -92,7 +94,7 @@ class Messages(Issuer):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return the next value from `src` with `tag`; see `broadcast_object`."""
+        """Return the next value from rank `src` with `tag`; see `broadcast_object` for the arguments."""
 
         def finish(message: Any) -> Any:
             if not message.is_object:

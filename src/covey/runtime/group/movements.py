@@ -1,7 +1,7 @@
-"""Operations whose shapes only their owners know: shapes travel first, in blocks of fixed size, contents second.
+"""Operations on arrays whose shapes only their owners know: ranks exchange shapes first, then contents.
 
-What another rank says about its array is checked before it is used for anything: a rank that describes none ends the
-group, with an error that names it. Lists are by place in the circle; so is `root`.
+A shape that another rank sends is checked before it is used; an invalid one ends the group, with an error that names
+the rank. Lists are in the order of slots, and `root` is a slot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_NDIM: Final = 64
-"""Of numpy."""
+"""The most dimensions of a numpy array."""
 META_WORDS: Final = 2 + MAX_NDIM
 """dtype, number of dimensions, and their lengths."""
 PHYSICAL_BYTES: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -32,7 +32,7 @@ _NOTHING: Final = np.empty(0, np.uint8)
 
 
 class Wanted(NamedTuple):
-    """What the arrays of other ranks must be; None where they may be anything."""
+    """What the arrays of other ranks must be; a field that is None allows anything."""
 
     code: int | None = None
     ndim: int | None = None
@@ -48,15 +48,15 @@ ENCODED: Final = Wanted(code=BYTES, ndim=1)
 def gather_all(
     attempt: Attempt, operand: Operand, algorithm: str | None = None, *, wanted: Wanted = ANYTHING
 ) -> list[Array]:
-    """Return everyone's array, by place in the circle; all have the dtype of `operand`."""
+    """Return the array of every slot; all have the dtype of `operand`."""
     operand.load()
     wanted = wanted._replace(code=operand.code)
     metas = _metas(attempt, {attempt.slot: operand})
     attempt.execute(direct.all_gather(attempt.slot, [META_WORDS] * attempt.size), list(metas))
-    alike = (metas == metas[attempt.slot]).all(axis=1)  # as a rule all of them, which need no further look
+    alike = (metas == metas[attempt.slot]).all(axis=1)  # usually all of them, and then no row needs a check
     arrays = [
-        np.empty(operand.shape, operand.flat.dtype) if alike[place] else _room(attempt, place, meta, wanted)
-        for place, meta in enumerate(metas)
+        np.empty(operand.shape, operand.flat.dtype) if alike[slot] else _room(attempt, slot, meta, wanted)
+        for slot, meta in enumerate(metas)
     ]
     arrays[attempt.slot][...] = operand.flat.reshape(operand.shape)
     blocks = [_bytes(array) for array in arrays]
@@ -66,13 +66,13 @@ def gather_all(
 
 
 def gather(attempt: Attempt, operand: Operand, root: int, *, wanted: Wanted = ANYTHING) -> list[Array] | None:
-    """Return everyone's array, by place, at the place `root`; all have the dtype of `operand`."""
+    """Return the array of every slot at the slot `root`, None elsewhere; all have the dtype of `operand`."""
     operand.load()
     wanted = wanted._replace(code=operand.code)
     metas = _metas(attempt, {attempt.slot: operand})
     attempt.execute(direct.gather(attempt.slot, root, [META_WORDS] * attempt.size), list(metas))
     if attempt.slot == root:
-        arrays = [_room(attempt, place, meta, wanted) for place, meta in enumerate(metas)]
+        arrays = [_room(attempt, slot, meta, wanted) for slot, meta in enumerate(metas)]
         arrays[root][...] = operand.flat.reshape(operand.shape)
         blocks = [_bytes(array) for array in arrays]
     else:
@@ -84,7 +84,7 @@ def gather(attempt: Attempt, operand: Operand, root: int, *, wanted: Wanted = AN
 
 
 def scatter(attempt: Attempt, operands: list[Operand] | None, root: int, *, wanted: Wanted = ANYTHING) -> Array:
-    """Return this rank's of the arrays that `root` has."""
+    """Return this rank's array of those that `root` passes."""
     me = attempt.slot
     for operand in operands or ():
         operand.load()
@@ -102,7 +102,7 @@ def scatter(attempt: Attempt, operands: list[Operand] | None, root: int, *, want
 
 
 def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
-    """Give each rank one array and return what each gave to this one."""
+    """Send one array to each slot, and return those that the slots sent to this one."""
     me = attempt.slot
     for operand in operands:
         operand.load()
@@ -111,7 +111,7 @@ def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
     in_metas[me] = out_metas[me]
     fixed = [META_WORDS] * attempt.size
     attempt.execute(direct.all_to_all(me, fixed, fixed), [*out_metas, *in_metas])
-    arrays = [_room(attempt, place, meta, ANYTHING) for place, meta in enumerate(in_metas)]
+    arrays = [_room(attempt, slot, meta, ANYTHING) for slot, meta in enumerate(in_metas)]
     arrays[me][...] = operands[me].flat.reshape(operands[me].shape)
     outgoing = [_bytes(operand.flat) for operand in operands]
     incoming = [_bytes(array) for array in arrays]
@@ -121,7 +121,7 @@ def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
 
 
 def broadcast_bytes(attempt: Attempt, data: bytes, root: int) -> bytes:
-    """Return `data` of `root`, whose length only it knows."""
+    """Return `data` of the slot `root`; the other ranks need not know its length."""
     length = np.array([len(data)], np.uint64)
     attempt.execute(choose.broadcast(attempt.slot, attempt.size, root, 1, 8, "tree"), [length])
     if attempt.slot == root:
@@ -134,43 +134,43 @@ def broadcast_bytes(attempt: Attempt, data: bytes, root: int) -> bytes:
 
 
 def _metas(attempt: Attempt, operands: dict[int, Operand]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return a row for each rank; those of `operands` say their dtype and shape."""
+    """Return a row for each slot; the rows of `operands` hold dtype and shape."""
     metas = np.zeros((attempt.size, META_WORDS), np.uint64)
-    for rank, operand in operands.items():
-        metas[rank, :2] = operand.code, len(operand.shape)
-        metas[rank, 2 : 2 + len(operand.shape)] = operand.shape
+    for slot, operand in operands.items():
+        metas[slot, :2] = operand.code, len(operand.shape)
+        metas[slot, 2 : 2 + len(operand.shape)] = operand.shape
     return metas
 
 
-def _room(attempt: Attempt, place: int, meta: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
-    """Return room for the array that a rank describes in a row; end the group if it cannot be."""
+def _room(attempt: Attempt, slot: int, meta: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
+    """Return memory for the array that a row describes; end the group if the row is invalid."""
     code, ndim = int(meta[0]), int(meta[1])
     if code >= len(DTYPES) or ndim > MAX_NDIM or meta[2 + ndim :].any():
-        attempt.reject(place, f"the description of no array: dtype {code}, {ndim} dimensions")
+        attempt.reject(slot, f"an invalid description of an array: dtype {code}, {ndim} dimensions")
     shape = tuple(map(int, meta[2 : 2 + ndim]))
     if wanted.code not in (None, code) or wanted.ndim not in (None, ndim) or wanted.shape not in (None, shape):
-        attempt.reject(place, f"{DTYPES[code].name}{list(shape)}, which has no place in this operation")
-    if wanted.most_bytes is not None and _size(attempt, place, code, shape) > wanted.most_bytes:
-        attempt.reject(place, f"{DTYPES[code].name}{list(shape)}, and up to {wanted.most_bytes} bytes are allowed")
-    return _allocated(attempt, place, code, shape)
+        attempt.reject(slot, f"{DTYPES[code].name}{list(shape)}, which does not fit this operation")
+    if wanted.most_bytes is not None and _size(attempt, slot, code, shape) > wanted.most_bytes:
+        attempt.reject(slot, f"{DTYPES[code].name}{list(shape)}, and up to {wanted.most_bytes} bytes are allowed")
+    return _allocated(attempt, slot, code, shape)
 
 
-def _size(attempt: Attempt, place: int, code: int, shape: tuple[int, ...]) -> int:
+def _size(attempt: Attempt, slot: int, code: int, shape: tuple[int, ...]) -> int:
     try:
         return array_bytes(code, shape)
     except RemoteProtocolError as error:
-        attempt.reject(place, f"the description of no array: {error}")
+        attempt.reject(slot, f"an invalid description of an array: {error}")
 
 
-def _allocated(attempt: Attempt, place: int, code: int, shape: tuple[int, ...]) -> Array:
-    """Return memory for what a rank is about to send; end the group if there is none."""
-    nbytes = _size(attempt, place, code, shape)
+def _allocated(attempt: Attempt, slot: int, code: int, shape: tuple[int, ...]) -> Array:
+    """Return memory for the array that a slot is about to send; end the group if there is not enough."""
+    nbytes = _size(attempt, slot, code, shape)
     try:
-        if nbytes <= PHYSICAL_BYTES:  # more can only be a mistake, and the kernel might promise it all the same
+        if nbytes <= PHYSICAL_BYTES:  # more can only be a mistake, but the kernel might grant it
             return np.empty(shape, DTYPES[code])
     except MemoryError:
         pass
-    attempt.disagree_with(place, f"{DTYPES[code].name}{list(shape)}, and there is no memory for {nbytes} bytes")
+    attempt.disagree_with(slot, f"{DTYPES[code].name}{list(shape)}, and there is no memory for {nbytes} bytes")
 
 
 def _bytes(array: Array) -> Array:

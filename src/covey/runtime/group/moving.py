@@ -1,4 +1,4 @@
-"""The operations of a group that move arrays and values from rank to rank."""
+"""The operations of a group that move arrays and values between its ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Moves(Issuer):
-    """A rank that gives arrays and values to others, and takes theirs."""
+    """Operations that move arrays and values; a base of `Group`."""
 
     def broadcast(
         self,
@@ -36,7 +36,7 @@ class Moves(Issuer):
         algorithm: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Copy `x` of `root` into `x` of every rank; return `x`."""
+        """Copy `x` of `root` into `x` of every rank, and return `x`."""
         root = self._check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
         size, itemsize = operand.flat.size, operand.flat.itemsize
@@ -60,13 +60,13 @@ class Moves(Issuer):
         algorithm: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return `x` of every rank as a list by rank; shapes may differ.
+        """Return `x` of every rank as a list by rank; shapes may differ, and a lost rank's element is None.
 
-        With `out`, an array of shape (size, *x.shape), fill its rows instead and return it; shapes must agree.
+        With `out`, an array of shape (size, *x.shape), fill its rows and return it; then all shapes must be equal.
         """
         operand = readable(x)
         if out is None:
-            # Unknown names are refused here, before the other ranks are involved.
+            # Raises for an unknown algorithm before anything is sent.
             choose.all_gather(self.rank, (0,) * self.size, "ring", algorithm)
             call = self._call("all_gather", operand.code, None, algorithm=algorithm)
             return self._engine.run(
@@ -100,7 +100,7 @@ class Moves(Issuer):
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Return `x` of every rank as a list by rank on `root`, None elsewhere; shapes may differ."""
+        """Return `x` of every rank as a list by rank on `root`, None on other ranks; shapes may differ."""
         root = self._check_rank(root, "root")
         operand = readable(x)
         call = self._call("gather", operand.code, None, root=root)
@@ -111,7 +111,7 @@ class Moves(Issuer):
     def scatter(
         self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
-        """Return this rank's element of `xs`, a list by rank that `root` passes; others pass None."""
+        """Return this rank's element of `xs`, a list by rank that `root` passes; other ranks pass None."""
         root = self._check_rank(root, "root")
         operands = self._list_of_operands(xs, "xs") if self.rank == root else None
         call = self._call("scatter", None, None, root=root)
@@ -120,7 +120,7 @@ class Moves(Issuer):
         )
 
     def all_to_all(self, xs: Sequence[Any], *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Give element r of the list `xs` to rank r; return the list of what every rank gave to this one."""
+        """Send element r of the list `xs` to rank r, and return the list of what every rank sent to this one."""
         operands = self._list_of_operands(xs, "xs")
         call = self._call("all_to_all", None, None)
         return self._engine.run(
@@ -131,7 +131,7 @@ class Moves(Issuer):
         )
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Return once every rank has come here."""
+        """Return once every rank has called this."""
         call = self._call("barrier", None, None)
 
         def body(attempt: Attempt) -> None:
@@ -153,10 +153,10 @@ class Moves(Issuer):
     ) -> Any:
         """Return `value` of `root` on every rank.
 
-        Values are JSON-like, dataclasses, bytes and numpy arrays; a dataclass arrives as a dict unless `type` names
-        its class. `allow_pickle=[Class, "package.module.Name"]` also takes pickles, at the receiver only those that
-        name nothing else; what these classes do when they are called, a sender can have done. `allow_pickle=True`
-        takes any pickle: only among ranks you trust with your account, because it can run any code here.
+        Values are JSON-like values, dataclasses, bytes and numpy arrays; a dataclass arrives as a dict unless `type`
+        names its class. `allow_pickle=[Class, "package.module.Name"]` also accepts pickles that name nothing else;
+        a sender can call these classes with any arguments. `allow_pickle=True` accepts any pickle, which can run any
+        code in this process: use it only among ranks that you trust with your account.
         """
         root = self._check_rank(root, "root")
         failures: list[TypeError] = []
@@ -195,7 +195,7 @@ class Moves(Issuer):
         async_op: bool,
         most_bytes: int | None = None,
     ) -> Any:
-        """As `all_gather_object`; a rank whose encoded value has more than `most_bytes` ends the group."""
+        """Do what `all_gather_object` does; a rank whose encoded value has more than `most_bytes` ends the group."""
         failures: list[TypeError] = []
         operand = _byte_operand(_encoded(value, allow_pickle, failures))
         call = self._call("all_gather_object", None, None)
@@ -220,7 +220,7 @@ class Moves(Issuer):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return `value` of every rank as a list by rank on `root`, None elsewhere; see `broadcast_object`."""
+        """Return `value` of every rank as a list by rank on `root`, None on other ranks; see `broadcast_object`."""
         root = self._check_rank(root, "root")
         failures: list[TypeError] = []
         operand = _byte_operand(_encoded(value, allow_pickle, failures))
@@ -313,7 +313,7 @@ def _byte_operand(data: bytes) -> Operand:
 
 
 def _encoded(value: Any, allow_pickle: AllowPickle, failures: list[TypeError]) -> bytes:
-    """Encode a value. If that fails, the other ranks must hear of it before this one raises: the failure is sent."""
+    """Encode a value, or the error if that fails: the other ranks must learn of it before this rank raises."""
     try:
         return objects.encode(value, allow_pickle=allow_pickle)
     except TypeError as error:

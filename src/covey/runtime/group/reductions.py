@@ -1,4 +1,4 @@
-"""The operations of a group that combine arrays."""
+"""The operations of a group that combine the arrays of its ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Reductions(Issuer):
-    """A rank that combines arrays with those of the others."""
+    """Operations that combine arrays; a base of `Group`."""
 
     def all_reduce(
         self,
@@ -44,10 +44,10 @@ class Reductions(Issuer):
         algorithm: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Combine `x` of all ranks, in place on every rank; return `x`. A Python number gives back a number.
+        """Combine `x` of all ranks, in place on every rank, and return `x`; for a Python number, return the result.
 
-        `weight` makes a mean count this rank's `x` that many times (unequal batches); every rank passes one.
-        The result is bit-identical on all ranks.
+        The result is bit-identical on all ranks. `op` is sum, mean, min, max, prod, and, or, or xor. With `weight`,
+        a mean counts this rank's `x` that many times, as unequal batches need; then every rank passes a weight.
         """
         is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
@@ -74,8 +74,8 @@ class Reductions(Issuer):
             if operand is not None:
                 operand.load()
             if weight is not None and not _weigh(attempt, flat, weight):
-                return None  # every rank finds the same, so the group can go on
-            # What was weighed is kept already, and what is not contiguous is loaded again.
+                return None  # on every rank, so the group stays usable
+            # `_weigh` has saved a weighted array; an array that is not contiguous is loaded again.
             attempt.execute(plan, (flat,), rule, keeps=weight is None and (operand is None or operand.is_own))
             return x
 
@@ -85,7 +85,7 @@ class Reductions(Issuer):
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 
     def _prepare_all_reduce(self, flat: Array, key: tuple[Any, ...]) -> Call:
-        """Return what repeated calls with arrays like this one are called; raise if they cannot work."""
+        """Return the description of calls with arrays like `flat`, and cache it; raise if such calls cannot work."""
         _, shape, op, algorithm, is_plain = key
         reduction(op, flat.dtype)
         _prepared_all_reduce(self._engine.attempt, flat, key)
@@ -107,7 +107,7 @@ class Reductions(Issuer):
         algorithm: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Combine `x` of all ranks into `x` of `root`; elsewhere `x` stays as it is. Returns `x`."""
+        """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
         root = self._check_rank(root, "root")
         operand = writable(x)
         rule = reduction(op, operand.flat.dtype)
@@ -115,10 +115,10 @@ class Reductions(Issuer):
         call = self._call("reduce", operand.code, operand.shape, root=root, op=op, algorithm=algorithm)
 
         def body(attempt: Attempt) -> Any:
-            size, place = operand.flat.size, attempt.slot_of(root)
-            plan = choose.reduce(attempt.slot, attempt.size, place, size, operand.flat.itemsize, algorithm)
-            # A rank that passes others' contributions on combines them in memory of its own.
-            is_root = attempt.slot == place
+            size, slot = operand.flat.size, attempt.slot_of(root)
+            plan = choose.reduce(attempt.slot, attempt.size, slot, size, operand.flat.itemsize, algorithm)
+            # A rank that forwards contributions of others combines them in a copy.
+            is_root = attempt.slot == slot
             flat = operand.load() if is_root or not plan.recvs else operand.load().copy()
             attempt.execute(plan, [flat], rule, keeps=is_root and operand.is_own)
             return x
@@ -135,9 +135,9 @@ class Reductions(Issuer):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Combine `x` of all ranks and return this rank's part of the result; `x` stays as it is.
+        """Combine `x` of all ranks, and return this rank's part of the result. `x` does not change.
 
-        Axis 0 is split as numpy.array_split does, or into `counts` rows per rank.
+        Axis 0 is split as numpy.array_split does, or into `counts[rank]` rows for each rank.
         """
         operand = readable(x)
         if not operand.shape:
@@ -163,11 +163,11 @@ class Reductions(Issuer):
         return self._engine.run(call, body, timeout=timeout, async_op=async_op)
 
     def scan(self, x: Any, op: str = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Return the combination of `x` of ranks 0 up to this one; `x` stays as it is."""
+        """Return the combination of `x` of ranks 0 to this one. `x` does not change."""
         return self._prefix("scan", x, op, timeout, async_op)
 
     def exscan(self, x: Any, op: str = "sum", *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Return the combination of `x` of the ranks before this one; on rank 0, the value that changes nothing."""
+        """Return the combination of `x` of the ranks before this one; on rank 0, the identity of `op`, such as 0."""
         return self._prefix("exscan", x, op, timeout, async_op)
 
     def _prefix(self, name: str, x: Any, op: str, timeout: float | None, async_op: bool) -> Any:
@@ -211,10 +211,10 @@ def _check_weight(op: str, weight: float) -> None:
 
 
 def _prepared_all_reduce(attempt: Attempt, flat: Array, key: tuple[Any, ...]) -> tuple[Plan, Reduction]:
-    """Return what repeated calls with arrays like this one share in this circle."""
+    """Return plan and reduction for arrays like `flat` in this attempt, and cache them."""
     dtype, _, op, algorithm, is_plain = key
     plan = choose.all_reduce(attempt.slot, attempt.size, flat.size, flat.itemsize, attempt.lane_family, algorithm)
-    # Shares add up to the mean by themselves.
+    # The weighted shares add up to the mean.
     prepared = plan, reduction(op if is_plain else "sum", dtype)
     if len(attempt.prepared) > CACHED_CALLS:
         attempt.prepared.clear()
@@ -223,7 +223,7 @@ def _prepared_all_reduce(attempt: Attempt, flat: Array, key: tuple[Any, ...]) ->
 
 
 def _weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
-    """Scale this rank's contribution by its share of the total weight; tell whether there is any weight."""
+    """Scale this rank's contribution by its share of the total weight; return False if there is no weight."""
     total = np.array([weight], np.float64)
     plan = choose.all_reduce(attempt.slot, attempt.size, 1, 8, attempt.lane_family, "doubling")
     attempt.execute(plan, [total], reduction("sum", total.dtype))
@@ -233,7 +233,7 @@ def _weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
         attempt.undo.make_room((flat,))
         attempt.undo.save(flat)
     share = weight / total[0]
-    if not share:  # what counts for nothing may be nan or infinite
+    if not share:  # the contribution may be nan or infinite, and must not count
         flat[...] = 0
         return True
     factor = np.float32(share) if flat.itemsize == 2 else flat.dtype.type(share)
@@ -243,7 +243,7 @@ def _weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
 
 
 def _reduced(operand: Operand | None, is_number: bool, x: Any) -> Any:
-    """Return what all_reduce returns, once it is known whether there was any weight."""
+    """Return the result of all_reduce; `x` is None if the weights did not add up."""
     if x is None:
         raise ConfigError("the weights of all ranks add up to 0, or to more than a float holds")
     if operand is not None:
@@ -252,7 +252,7 @@ def _reduced(operand: Operand | None, is_number: bool, x: Any) -> Any:
 
 
 def _number_array(x: Any, op: str) -> Array:
-    """Return a Python number as an array that `op` can work on."""
+    """Return a Python number as an array of a dtype that suits `op`."""
     if isinstance(x, bool | np.bool_) and op in ("and", "or", "xor", "min", "max"):
         return np.array([x], np.bool_)
     if isinstance(x, complex | np.complexfloating):

@@ -1,8 +1,9 @@
-"""Bringing newcomers and drifted ranks to the state of the others, over the group's point-to-point lanes.
+"""Give newcomers and drifted ranks the state of the others, over the group's point-to-point lanes.
 
-All ranks tag the chunks of their states and exchange manifests; from these each computes who gives to whom. Receivers
-ask donors for the chunks they lack, many at a time, and check each as it lands in its place; donors answer until every
-receiver has said that it is done, or is lost. What has landed stays when a restore fails: the next one goes on there.
+All ranks tag the chunks of their states and exchange manifests. From these each rank computes which ranks are donors
+and which are receivers. A receiver asks donors for the chunks it lacks, many at a time, and checks each as it arrives
+in its final memory. Donors answer until every receiver is done or lost. If a restore fails, received chunks stay, and
+the next restore does not transfer them again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from covey.base.text import printable
 from covey.proto.transferring import WINDOW_CHUNKS, Election, Fetch, Orders, differing, elect, listed, objection
 from covey.runtime.buffers import as_array, readable
 from covey.runtime.group.exchange import Exchange
+from covey.runtime.group.internals import engine_of
 from covey.runtime.group.movements import PHYSICAL_BYTES
 from covey.wire import objects
 from covey.wire.manifest import MANIFEST_BYTES, Entry, Manifest, Tagger
@@ -47,12 +49,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 REQUEST: Final = (1 << 32) - 1
-"""The letter number of requests; those of chunks are the chunks' numbers."""
+"""The message number of requests. Messages with chunks have the numbers of the chunks."""
 ON_DRIFT: Final = ("repair", "raise")
 NONCE_BYTES: Final = 16
 TEXT_LIMIT: Final = 1000
 PROGRESS_SECONDS: Final = 1.0
-"""A restore that takes longer shows how far it is."""
+"""A restore that takes longer shows a progress bar."""
 _BYTE: Final = dtype_code(np.dtype(np.uint8))
 
 
@@ -61,23 +63,23 @@ class RestoreReport:
     """What a restore did. Ranks are in ascending order, and the same on every rank."""
 
     bytes_received: int = 0
-    """Contents that came to this rank."""
+    """Bytes of the state that this rank received."""
     bytes_sent: int = 0
-    """Contents that left this rank."""
+    """Bytes of the state that this rank sent."""
     seconds: float = 0.0
     donors: tuple[int, ...]
-    """The ranks that had the state that all have now."""
+    """The ranks that already had the state which all ranks have now."""
     receivers: tuple[int, ...] = ()
     """The ranks whose state was changed."""
     drifted: tuple[int, ...] = ()
-    """The receivers that were no newcomers: their state should have been the same and was not."""
+    """The receivers that were not newcomers: their state should have been the same and was not."""
     first: bool
-    """All ranks were newcomers, so it is the lowest rank's state."""
+    """Whether all ranks were newcomers, so that the lowest rank's state was taken."""
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """What the ranks say first: a random part of the key, and how they want it."""
+    """What each rank sends first: a random part of the tags' key, and its `on_drift`."""
 
     nonce: bytes
     on_drift: str
@@ -85,12 +87,12 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What became of a restore on one rank."""
+    """How a restore ended on one rank."""
 
     digest: bytes
     """Of its state."""
     lost: int
-    """The rank that it lost and could not do without, or -1."""
+    """The lost rank because of which it failed, or -1."""
     text: str
     """Why it failed; empty if it did not."""
     is_broken: bool
@@ -106,29 +108,29 @@ def restore(
     timeout: float | None = None,
     progress: bool | None = None,
 ) -> RestoreReport:
-    """Make `state` equal on all ranks: that of most ranks that are not `fresh`; the lowest rank's side wins a tie.
+    """Make `state` equal on all ranks: the state of most ranks that are not `fresh`, in a tie that of the lowest rank.
 
-    Every live rank calls it; nobody changes the state until it returns. Numpy arrays and torch CPU tensors are filled
-    in place, other values (see `broadcast_object`) are replaced in the mapping. Names that a receiver lacks are added,
-    arrays as numpy arrays; names that only it has are removed from its mapping, with a warning. Chunks that a receiver
-    has already do not travel, whether it has them from an earlier restore that failed or by chance. If all ranks are
-    fresh, the lowest rank's state is given to all. No receive with `tag=ANY` may be waiting on this group.
+    Every live rank calls it, and no rank may change the state until it returns. Numpy arrays and torch CPU tensors are
+    filled in place; other values (see `broadcast_object`) are replaced in the mapping. Names that a receiver lacks are
+    added, arrays as numpy arrays. Names that only a receiver has are removed from its mapping, with a warning. Chunks
+    that a receiver already has are not sent. If all ranks are fresh, all get the lowest rank's state. No receive with
+    `tag=ANY` may be pending on this group.
 
     Args:
-        fresh: this rank has nothing worth keeping.
-        on_drift: what happens to a rank that is not fresh and differs: "repair" or "raise". The same on all ranks.
-        progress: show a bar on receivers: always, never, or (None) on a terminal when it takes over a second.
+        fresh: this rank is a newcomer; its state does not count.
+        on_drift: what to do with a rank that is not fresh and differs: "repair" or "raise". Equal on all ranks.
+        progress: show a bar on receivers: always, never, or (None) on a terminal after one second.
 
     Raises:
-        MismatchError: names have other dtypes or shapes on a receiver, a state cannot be sent, or ranks have drifted
-            and `on_drift` is "raise". All ranks raise it; the group is still usable.
-        PeerLostError: no donor is left; or any rank is lost, if the group does not go on without lost ranks.
+        MismatchError: dtypes or shapes differ on a receiver, a state cannot be sent, or ranks have drifted and
+            `on_drift` is "raise". All ranks raise it; the group is still usable.
+        PeerLostError: no donor is left, or any rank is lost in a group that does not survive losses.
         DeadlineError: `timeout` passed.
     """
     began_at = time.monotonic()
     if on_drift not in ON_DRIFT:
         raise ConfigError(f"on_drift={on_drift!r} must be 'repair' or 'raise'")
-    limit = group._engine.config.timeout if timeout is None else check_timeout(timeout)
+    limit = engine_of(group).config.timeout if timeout is None else check_timeout(timeout)
     if group.size == 1:
         return RestoreReport(donors=(group.rank,), first=fresh)
     call = _Restore(group, state, began_at + limit)
@@ -155,7 +157,7 @@ def restore(
 
 
 def _check(manifests: Mapping[int, Manifest], election: Election, on_drift: str) -> None:
-    """Raise, on all ranks alike, what keeps the winner's state from being given to the others."""
+    """Raise if the winner's state cannot be given to the others. All ranks raise the same error."""
     if election.drifted and on_drift == "raise":
         said = (f"rank {rank} in {listed(differing(manifests[rank], election.winner))}" for rank in election.drifted)
         others = ", ".join(map(str, election.donors))
@@ -181,11 +183,11 @@ class _Restore:
         """Why this rank could not get what it lacks."""
 
     def compare(self, fresh: bool, on_drift: str) -> dict[int, Manifest]:
-        """Exchange what all states consist of."""
+        """Exchange manifests with all ranks and return them by rank."""
         terms: dict[int, _Terms] = self._gather(_Terms(secrets.token_bytes(NONCE_BYTES), on_drift), _Terms)
         for rank, said in terms.items():
             if len(said.nonce) != NONCE_BYTES or said.on_drift not in ON_DRIFT:
-                raise RemoteProtocolError(f"restore: rank {rank} sent terms that are none")
+                raise RemoteProtocolError(f"restore: rank {rank} sent invalid terms")
         if len({said.on_drift for said in terms.values()}) > 1:
             passed = "; ".join(f"rank {rank} passed {said.on_drift!r}" for rank, said in terms.items())
             raise MismatchError(f"restore: on_drift must be the same on all ranks: {passed}")
@@ -194,14 +196,14 @@ class _Restore:
         try:
             manifest = Manifest(is_fresh=fresh, entries=tuple(self._survey()))
             manifest.check()
-        except (TypeError, RemoteProtocolError) as error:  # the others must hear of it before this rank raises
+        except (TypeError, RemoteProtocolError) as error:  # the other ranks must learn of it before this one raises
             failure, manifest = error, Manifest(is_fresh=fresh, failure=_shown(str(error)))
         manifests: dict[int, Manifest] = self._gather(manifest, Manifest)
         for rank, each in manifests.items():
             try:
                 each.check()
             except RemoteProtocolError as error:
-                raise RemoteProtocolError(f"restore: rank {rank} sent a manifest that is none: {error}") from error
+                raise RemoteProtocolError(f"restore: rank {rank} sent an invalid manifest: {error}") from error
         if isinstance(failure, RemoteProtocolError):
             raise ConfigError(f"restore: this state is too large or its names are too long: {failure}") from failure
         if failure is not None:
@@ -211,7 +213,7 @@ class _Restore:
         return manifests
 
     def _survey(self) -> Iterable[Entry]:
-        """Look at the whole state, in the order of names."""
+        """Yield an entry for each name of the state, in the order of names."""
         if not all(isinstance(name, str) for name in self.state):
             raise TypeError("a state whose names are not all strings")
         for name in sorted(self.state):
@@ -234,11 +236,11 @@ class _Restore:
     # Receiving
 
     def receive(self, exchange: Exchange, mine: Manifest, election: Election, progress: bool | None) -> int:
-        """Get what this rank lacks; return the bytes that came. What goes wrong waits for `conclude`."""
+        """Fetch what this rank lacks; return the bytes received. `conclude` raises what goes wrong."""
         rank, winner = self.group.rank, election.winner
         if rank in election.drifted:
             logger.warning(
-                "restore: rank %d had drifted from the state of rank %s in %s, and gets it again",
+                "restore: rank %d has drifted from the state of rank %s in %s; its state is replaced",
                 *(rank, ", ".join(map(str, election.donors)), listed(differing(mine, winner))),
             )
         try:
@@ -266,20 +268,20 @@ class _Restore:
         return received
 
     def _part_with(self, exchange: Exchange, election: Election) -> None:
-        """Tell the donors that nothing more is needed, and let all that is under way end."""
+        """Tell the donors that this rank is done, and wait until all pending messages end."""
         for donor in election.donors:
             exchange.send(_numbers(()), donor, REQUEST)
         while exchange.is_waiting:
             exchange.next(election.donors)
 
     def _make_room(self, mine: Manifest, winner: Manifest) -> list[str]:
-        """Add the arrays that are missing, to the mapping too: what lands there is kept. Return the values to replace.
+        """Allocate what is missing, and add missing arrays to the mapping; return the names of the values to replace.
 
-        Arrays of the winner are zero at first, so that a restore that fails shows nobody's old memory.
+        Added arrays are zeroed: if the restore fails, they must not show old memory of this process.
 
         Raises:
-            MemoryError: there is not so much memory; nothing was added.
-            DeadlineError: it took too long.
+            MemoryError: there is not enough memory; nothing was added.
+            DeadlineError: the deadline has passed.
         """
         own = mine.by_name
         added = [entry for entry in winner.entries if entry.is_array and entry.name not in own]
@@ -289,11 +291,11 @@ class _Restore:
             if not entry.is_array and not (entry.name in own and own[entry.name].is_same(entry))
         ]
         if sum(entry.nbytes for entry in added + replaced) > PHYSICAL_BYTES:
-            raise MemoryError  # the kernel would promise it, piece by piece
+            raise MemoryError  # the kernel would grant it and fail later
         arrays, contents = {}, {}
         for entry in added:
             if time.monotonic() > self.deadline:
-                raise DeadlineError("restore: the timeout ended while memory was being taken")
+                raise DeadlineError("restore: the timeout ended while memory was being allocated")
             arrays[entry.name] = array = np.zeros(entry.shape, DTYPES[entry.dtype_code])
             contents[entry.name] = array.reshape(-1).view(np.uint8)
         for entry in replaced:
@@ -313,82 +315,86 @@ class _Restore:
                     memory = self._memory(chunks[index])
                     exchange.receive(donor, index, memory, then=functools.partial(self._tag_landed, memory))
                 exchange.send(_numbers(indices), donor, REQUEST)
-            letter = exchange.next(fetch.waits_for())
-            if letter.number == REQUEST:
-                continue  # a request has left; if it could not, the chunks that it asked for do not come either
-            if letter.error is not None:
-                self._failure = letter.error
-                fetch.failed(letter.peer, letter.number)
+            done = exchange.next(fetch.waits_for())
+            if done.number == REQUEST:
+                continue  # a request was sent; if it failed, the receives of its chunks fail, too
+            if done.error is not None:
+                self._failure = done.error
+                fetch.failed(done.peer, done.number)
                 continue
-            chunk = chunks[letter.number]
-            is_right = letter.result == chunk.tag
-            fetch.arrived(letter.peer, letter.number, is_right=is_right)
+            chunk = chunks[done.number]
+            is_right = done.result == chunk.tag
+            fetch.arrived(done.peer, done.number, is_right=is_right)
             received += chunk.stop - chunk.start
             if is_right:
                 bar.show(chunk.stop - chunk.start)
                 continue
             span = f"bytes {chunk.start} to {chunk.stop} of {chunk.name!r}"
-            self._failure = MismatchError(f"rank {letter.peer} sent {span} other than it announced")
+            self._failure = MismatchError(f"rank {done.peer} sent {span} that differ from those it announced")
             logger.warning("restore: %s; they are fetched from another rank", self._failure)
         if fetch.is_complete:
             self._failure = None
         return received
 
     def _tag_landed(self, memory: Bytes, _: Received) -> bytes:
-        return self.tagger.tag(memory)  # best at once: much of it is still in the cache
+        return self.tagger.tag(memory)  # at once: much of it is still in the cache
 
     def _settle(self, mine: Manifest, winner: Manifest, replaced: list[str]) -> None:
-        """Replace values, and drop names that the winner does not have."""
+        """Replace values, and remove names that the winner does not have."""
         try:
             values = {name: objects.decode(self._contents[name].data) for name in replaced}
-        except (RemoteProtocolError, TypeError) as error:  # its bytes are those that the donors have
+        except (RemoteProtocolError, TypeError) as error:  # the bytes are right: the donors have the same
             self._failure = MismatchError(f"a value that the others have cannot be decoded: {error}")
             return
         for name, value in values.items():
             self.state[name] = value
         if extra := sorted(mine.by_name.keys() - winner.by_name.keys()):
-            logger.warning("restore: rank %d drops what the others do not have: %s", self.group.rank, listed(extra))
+            logger.warning(
+                "restore: rank %d removes names that the others do not have: %s", self.group.rank, listed(extra)
+            )
             for name in extra:
                 del self.state[name]
 
-    # Giving
+    # Sending
 
     def serve(self, exchange: Exchange, election: Election) -> int:
-        """Send every receiver what it asks for, until it is done or lost; return the bytes that left."""
+        """Send every receiver the chunks it asks for, until it is done or lost; return the bytes sent."""
         chunks = election.winner.chunks()
         orders, asked_before = Orders(election.receivers), dict.fromkeys(election.receivers, 0)
         sent = 0
         for receiver in election.receivers:
             exchange.receive(receiver, REQUEST)
         while exchange.is_waiting:
-            letter = exchange.next(election.receivers)
-            if letter.error is not None:
-                continue  # nothing more to or from this receiver; the group tells of the loss
-            if letter.number != REQUEST:
-                sent += chunks[letter.number].stop - chunks[letter.number].start
-                due = orders.sent(letter.peer)
-            elif letter.result.size:
-                asked = _asked_for(letter.result, len(chunks))
-                asked_before[letter.peer] += 0 if asked is None else len(asked)
-                if asked is None or asked_before[letter.peer] > len(chunks):
-                    # Not served any more; the others are, and all hear of it in the end.
-                    self._failure = RemoteProtocolError(f"rank {letter.peer} asked for chunks that are none")
+            done = exchange.next(election.receivers)
+            if done.error is not None:
+                continue  # this receiver is lost; the group reports it
+            if done.number != REQUEST:
+                sent += chunks[done.number].stop - chunks[done.number].start
+                due = orders.sent(done.peer)
+            elif done.result.size:
+                asked = _asked_for(done.result, len(chunks))
+                asked_before[done.peer] += 0 if asked is None else len(asked)
+                if asked is None or asked_before[done.peer] > len(chunks):
+                    # This receiver gets nothing more; the others do, and `conclude` tells all ranks.
+                    self._failure = RemoteProtocolError(
+                        f"rank {done.peer} asked for chunks that do not exist, or for too many"
+                    )
                     continue
-                due = orders.asked(letter.peer, asked)
-                exchange.receive(letter.peer, REQUEST)
+                due = orders.asked(done.peer, asked)
+                exchange.receive(done.peer, REQUEST)
             else:
-                continue  # it has said that it is done
+                continue  # the receiver is done
             for index in due:
-                exchange.send(self._memory(chunks[index]), letter.peer, index)
+                exchange.send(self._memory(chunks[index]), done.peer, index)
         return sent
 
     # The end
 
     def conclude(self, election: Election) -> None:
-        """Raise on all ranks alike unless all have the winner's state."""
+        """Raise the same error on all ranks unless all have the winner's state."""
         failure, digest = self._failure, election.winner.digest
         if failure is None and self.group.rank in election.receivers and self._shares_memory():
-            # What landed later may have overwritten what was checked before.
+            # A chunk that arrived later may have overwritten one that was checked before.
             digest = Manifest(is_fresh=False, entries=tuple(self._survey())).digest
         lost = failure.rank if isinstance(failure, PeerLostError) else -1
         is_broken = isinstance(failure, RemoteProtocolError)
@@ -396,17 +402,17 @@ class _Restore:
         outcomes: dict[int, _Outcome] = self._gather(mine, _Outcome)
         for rank, outcome in outcomes.items():
             text = _shown(outcome.text)
-            if outcome.lost in self.group._engine.ranks:
+            if outcome.lost in range(self.group.size):
                 text = f"restore: no rank is left that has what rank {rank} lacks: {text}"
                 raise PeerLostError(text, rank=outcome.lost, operation="restore()")
             if outcome.is_broken:
-                raise RemoteProtocolError(f"restore: as rank {rank} says, {text}")
+                raise RemoteProtocolError(f"restore: rank {rank} reports: {text}")
             if text:
                 raise MismatchError(f"rank {rank} could not be restored: {text}")
         if wrong := [rank for rank, outcome in outcomes.items() if outcome.digest != election.winner.digest]:
             raise MismatchError(
-                f"restore: the states of ranks {wrong} differ from the others' afterwards. Did something change them "
-                "meanwhile, or do arrays share memory there that do not elsewhere?"
+                f"restore: the states of ranks {wrong} differ from the others' afterwards. Did the program change "
+                "them meanwhile, or do arrays share memory on some ranks only?"
             )
 
     def _shares_memory(self) -> bool:
@@ -414,20 +420,20 @@ class _Restore:
         spans = sorted(np.lib.array_utils.byte_bounds(array) for array in arrays if array.size)
         return any(start < end for (_, end), (start, _) in itertools.pairwise(spans))
 
-    # Small things
+    # Helpers
 
     def _memory(self, chunk: Chunk) -> Bytes:
         return self._contents[chunk.name][chunk.start : chunk.stop]
 
     def _gather(self, value: Any, type: Any) -> dict[int, Any]:
-        """Return what every live rank passed, which is no larger than a manifest may be."""
+        """Return what every live rank passed, by rank. A value larger than a manifest may be ends the group."""
         left = max(self.deadline - time.monotonic(), 0.001)
         values = self.group._gather_all_objects(value, type, False, left, False, most_bytes=MANIFEST_BYTES)
         return {rank: each for rank, each in enumerate(values) if each is not None}
 
 
 class _Bar:
-    """Shows a person how far a receiver is; costs nothing where nobody looks."""
+    """The progress bar of a receiver. It costs nothing where it is not shown."""
 
     def __init__(self, total: int, wanted: bool | None) -> None:
         self._total, self._done = total, 0
@@ -461,7 +467,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _asked_for(request: Bytes, count: int) -> list[int] | None:
-    """Return the numbers of the chunks that a receiver asks for; None if they are none of `count`."""
+    """Return the numbers of the chunks that a receiver asks for; None if the request is invalid."""
     if request.dtype != np.uint8 or request.size % 4 or request.size > 4 * WINDOW_CHUNKS:
         return None
     numbers: list[int] = request.view(np.uint32).tolist()
@@ -469,7 +475,7 @@ def _asked_for(request: Bytes, count: int) -> list[int] | None:
 
 
 def _shown(text: str) -> str:
-    """Return a text for other ranks, or from them: short, and nothing that a terminal would obey."""
+    """Return a text for other ranks or from them, shortened and without control characters."""
     return printable(text)[:TEXT_LIMIT]
 
 

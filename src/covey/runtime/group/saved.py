@@ -1,4 +1,4 @@
-"""A state on disk: what `group.restore` was given, kept for a person when a run has to end."""
+"""A state on disk: covey saves what `group.restore` was given when a run has to end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _FORMS: Final = "covey/forms"
-"""By name: dtype and shape of an array, or nothing for a value."""
+"""The key of a table by name: dtype and shape of an array, None for a value."""
 
 
 def save_state(state: Mapping[str, Any], name: str) -> str:
-    """Write a state to `name`.npz in the working folder, or in covey's if that cannot be written; return the path.
+    """Write a state to `name`.npz in the working folder, else in covey's own folder; return the path.
 
     Raises:
-        ConfigError: it can be written to neither.
-        TypeError: it holds something that `group.restore` does not take either.
+        ConfigError: neither folder can be written to.
+        TypeError: the state holds a value that `group.restore` does not accept either.
     """
     forms: dict[str, Any] = {}
     contents: dict[str, np.ndarray[Any, Any]] = {}
@@ -45,7 +45,7 @@ def save_state(state: Mapping[str, Any], name: str) -> str:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with open(descriptor, "wb") as file:
-                np.savez(file, **contents)  # type: ignore[arg-type]  # which takes names for its options, too
+                np.savez(file, **contents)  # type: ignore[arg-type]  # a name could be one of its options
             return str(path)
         except OSError as error:
             problem = error

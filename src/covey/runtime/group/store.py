@@ -1,4 +1,4 @@
-"""A key-value store that rank 0 of a group keeps, and that all its ranks use."""
+"""A key-value store for all ranks of a group, held by rank 0."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from covey.base.errors import RemoteProtocolError
 from covey.runtime import loop as control
+from covey.runtime.group.internals import node_of, seat_of
 from covey.runtime.members.store import StoreClient, Stores
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
-    """Return this rank's access to a new store that rank 0 keeps. Every rank of the group calls it."""
-    node = group._engine.node
+    """Make a store on rank 0, and return this rank's client of it. Every rank of the group calls this."""
+    node = node_of(group)
     number = secrets.randbits(62)
     if node is None:
         alone = Stores(None)
@@ -25,5 +26,5 @@ def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
         control.soon(node.stores.keep, number)
     number = group.broadcast_object(number, type=int, timeout=timeout)
     if not 0 <= number < 1 << 62:
-        raise RemoteProtocolError(f"rank 0 named store {number}, and the numbers of stores have 62 bits")
-    return StoreClient(node.stores, number, group._engine.members[0])
+        raise RemoteProtocolError(f"rank 0 sent the store number {number}, which is not within 62 bits")
+    return StoreClient(node.stores, number, seat_of(group, 0))

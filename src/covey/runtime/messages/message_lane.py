@@ -1,4 +1,4 @@
-"""One stream socket of a messenger, plain or sealed: moves bytes between it and the matcher, never blocking."""
+"""One stream socket of a messenger, plain or encrypted: moves bytes between it and the matcher without blocking."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _CALLS_PER_TURN: Final = 4
 """Send or receive calls before other lanes get their turn."""
 _LINGER_MS: Final = 5
-"""Milliseconds between looks at the kernel's send queue; nothing wakes us when it is empty."""
+"""Milliseconds between checks of the kernel's send queue. No event tells when it is empty."""
 
 
 class MessageLane:
-    """The connection to one peer. Its methods are called under the messenger's lock."""
+    """The connection to one peer. Callers hold the messenger's lock."""
 
     def __init__(self, peer: int, sock: socket.socket | SealedSocket, matcher: Matcher) -> None:
         self.peer, self.sock = peer, sock
@@ -32,23 +32,23 @@ class MessageLane:
         self._matcher = matcher
         self._began_at = matcher.progress(peer)
         self.is_ended = False
-        """Nothing may be read or written any more."""
+        """Nothing may be read or written after this."""
         self.is_blocked = False
-        """There is more to write than the kernel took; wait until the socket is writable."""
+        """The kernel did not take all; wait until the socket is writable."""
 
     @property
     def has_moved(self) -> bool:
-        """Whether it has carried anything, as far as this end can know."""
+        """Whether it has carried anything, as far as this end knows."""
         return self._matcher.progress(self.peer) > self._began_at
 
     def undelivered_bytes(self) -> int:
-        """Return how many bytes the kernel holds for the peer; a unix socket hands them over when they are written."""
+        """Return how many bytes the kernel holds for the peer; for a unix socket 0, since a write delivers."""
         if self.sock.family == socket.AF_UNIX or self.sock.fileno() < 0:
             return 0
         return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
 
     def flush(self) -> None:
-        """Write what the matcher has for this peer, as far as the kernel takes it; OSError if the lane is broken."""
+        """Write what the matcher has for this peer until the kernel takes no more. OSError: the lane is broken."""
         for _ in range(_CALLS_PER_TURN):
             if self.peer not in self._matcher.ready:
                 self.is_blocked = False
@@ -62,11 +62,11 @@ class MessageLane:
         self.is_blocked = self.peer in self._matcher.ready
 
     def read(self) -> bool:
-        """Read what is there; False at the end of the stream.
+        """Read what has arrived; return False at the end of the stream.
 
         Raises:
             OSError: the lane is broken.
-            RemoteProtocolError: the peer sent something else than messages.
+            RemoteProtocolError: the peer sent bytes that are not messages.
         """
         calls = 0
         while calls < _CALLS_PER_TURN or self._has_more():
@@ -84,19 +84,19 @@ class MessageLane:
         return True
 
     def _has_more(self) -> bool:
-        """Whether bytes are here of which polling will not tell."""
+        """Tell whether decrypted bytes are buffered, which `poll` does not report."""
         return not isinstance(self.sock, socket.socket) and self.sock.pending
 
     def read_rest(self) -> None:
-        """Read all that has arrived of a stream that can no longer be written."""
+        """Read all that has arrived on a stream that can no longer be written."""
         with contextlib.suppress(OSError):
             while self.read() and _becomes_readable(self.sock, 0):
                 pass
 
     def close(self, deadline: float) -> None:
-        """Say that nothing follows and close, without destroying what the peer has not read yet.
+        """End the stream and close it, without discarding what the peer has not read yet.
 
-        Closing a TCP socket with unread bytes, or getting bytes afterwards, resets the connection and throws away
+        Closing a TCP socket with unread bytes, or receiving bytes after that, resets the connection and discards
         what the kernel has not delivered. So read until the peer closes or has everything, or until `deadline`.
         """
         with contextlib.suppress(OSError, RemoteProtocolError):

@@ -1,11 +1,12 @@
 """Point-to-point messages of a group over stream sockets: the shell around `proto.matching`.
 
-Whoever waits drives: it polls all lanes for everybody and hands over when its own operation is done. If nobody waits
-and something is to be done, a background thread drives; it steps aside for waiters and sleeps when there is nothing.
-All state is guarded by one lock, which is held for socket calls (none of them blocks) but not while polling.
+One thread at a time drives: it polls all lanes and moves the messages of all threads. A thread that waits for a message
+drives, and hands over when its own message is done. If no thread waits and messages are pending, a background thread
+drives; it steps aside for waiting threads. One lock guards all state. It is held during socket calls, none of which
+blocks, but not while polling.
 
-A lane that ends is replaced for as long as its peer is not lost; the matcher sends again what did not arrive. Meanwhile
-operations that need the peer wait, each until its own deadline.
+A lane that ends is replaced until its peer is lost, and the matcher sends again what did not arrive. Meanwhile the
+messages with that peer wait, each until its own deadline.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEP_ASIDE_SECONDS: Final = 5.0
-"""What a thread that drives has to notice that the messenger closes."""
+"""How long `close` waits for the driving thread to stop."""
 IDLE_SECONDS: Final = 10.0
-"""How long the background thread stays when there is nothing to do: it would keep a group that nobody has any more."""
+"""How long the idle background thread stays. While it does, a group that was dropped is not freed."""
 SPIN_SECONDS: Final = 100e-6
-"""How long who waits for a message looks before it sleeps."""
+"""How long a thread that waits for a message polls without sleeping."""
 FIRST_PAUSE_SECONDS: Final = 0.01
 MOST_PAUSE_SECONDS: Final = 2.0
-"""Before another lane is asked for, when one after the other breaks before anything has moved."""
+"""The longest pause before asking for a lane, when lanes break one after the other and carry nothing."""
 LOOK_SECONDS: Final = 0.003
-"""How often closing looks whether the kernel has delivered what it was given."""
+"""How often `close` checks whether the kernel has delivered what it was given."""
 
 
 def _as_it_is(received: Received) -> Received:
@@ -50,7 +51,7 @@ def _as_it_is(received: Received) -> Received:
 
 
 class Messenger:
-    """Sends and receives the messages of one rank. Any thread may call any method."""
+    """Sends and receives the messages of one group on this rank. Any thread may call any method."""
 
     def __init__(
         self,
@@ -70,17 +71,17 @@ class Messenger:
         """Nothing is opened until a message needs it.
 
         Args:
-            open_lane: returns a connected, non-blocking stream socket to a rank, or raises once the deadline (a time of
-                time.monotonic(), or None) has passed; asked once per rank, unless it raises.
-            renew_lane: asks for another socket to a rank in place of one that ended, after so many seconds; returns at
-                once. `adopt` or `unreachable` tells what came of it.
-            give_up: no more sockets to or from a rank are wanted.
-            wake_fd: readable from the moment the group failed; never read here.
-            fault: why the group failed, or None.
-            lost: why a rank whose lane ended is gone, or None if that is not known; may take its time.
-            told: hears of every error with which an operation ends, or with which none begins.
-            name: the group's, for messages to people.
-            may_spin: whether there are enough cores for those who wait to look again and again.
+            open_lane: returns a connected, non-blocking stream socket to a rank, or raises once the deadline (on
+                time.monotonic(), or None) has passed. Called once per rank, unless it raises.
+            renew_lane: asks for a socket to a rank in place of one that ended, after a pause in seconds. Returns at
+                once; `adopt` or `unreachable` is called with the outcome.
+            give_up: refuses all further sockets to a rank.
+            wake_fd: a descriptor that is readable once the group has failed; never read here.
+            fault: returns why the group failed, or None.
+            lost: returns why a rank whose lane ended is lost, or None if that is not known; may block for a moment.
+            told: called with every error that ends an operation or keeps one from starting.
+            name: the group's name, for error messages.
+            may_spin: whether there are enough cores for waiting threads to poll without sleeping.
         """
         self._may_spin = may_spin
         self._rank, self._size, self._name = rank, size, name
@@ -92,28 +93,28 @@ class Messenger:
         self._opening = [threading.Lock() for _ in range(size)]
         self._pending: dict[Operation, Work[Any]] = {}
         self._expiring: list[tuple[float, int, Work[Any]]] = []
-        """A heap of works that nobody waits for, by their deadlines; only the driver takes from it."""
+        """A heap of works that no thread waits for, by deadline. Only the driving thread removes from it."""
         self._order = itertools.count()
         self._ended: list[tuple[MessageLane, BaseException | None]] = []
-        """Lanes that ended and whose operations are still to be told, with the reason if it is ours to give."""
+        """Lanes that ended and are not handled yet, with the error if this rank ended them."""
         self._departed: list[int] = []
-        """Ranks that are lost and have no lane, whose operations are still to be told."""
+        """Lost ranks without a lane that are not handled yet."""
         self._lost_ranks: set[int] = set()
-        """Ranks whose lanes are not replaced any more."""
+        """Ranks whose lanes are no longer replaced."""
         self._strikes, self._trouble = [0] * size, [""] * size
-        """By rank: how many lanes broke since anything has moved, and how the last one did."""
+        """By rank: how many lanes in a row broke without carrying anything, and how the last one broke."""
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
-        """Waiters: some work ended, or nobody drives."""
+        """Notified for waiting threads: a work ended, or no thread drives."""
         self._needed = threading.Condition(self._lock)
-        """The background thread: somebody should drive."""
+        """Notified for the background thread: it may have to drive."""
         self._driver: int | None = None
-        """The thread that drives."""
+        """The thread that drives, if one does."""
         self._waiters = 0
-        """Threads that want to drive or to be told."""
+        """The number of threads that wait to drive, or for their work to end."""
         self._thread: threading.Thread | None = None
         self._is_closing = self._is_closed = False
-        """No operation may start; no lane may come either."""
+        """No operation may start any more; no lane may be added either."""
         self._bell, self._bell_rope = (track(end) for end in socket.socketpair())
         self._close_bell = weakref.finalize(self, _close_sockets, self._bell, self._bell_rope)
         self._poll = select.poll()
@@ -134,8 +135,8 @@ class Messenger:
     ) -> Work[None]:
         """Start to send `view`, which holds an array of that dtype and shape, or an encoded object.
 
-        The work is done when `view` may be reused. Up to 64 KiB that is at once, as long as the receiver holds less
-        than 4 MiB of ours that it has not asked for.
+        The work is done when `view` may be reused: at once for up to 64 KiB, while the receiver holds less than 4 MiB
+        from this rank that it has not received.
 
         Raises:
             ConfigError: there is no such rank or tag.
@@ -158,10 +159,10 @@ class Messenger:
         deadline: float | None = None,
         then: Callable[[Received], Any] = _as_it_is,
     ) -> Work[Any]:
-        """Start to receive the earliest message from `src` with `tag`, each of which may be ANY.
+        """Start to receive the earliest message from `src` with `tag`; both may be ANY.
 
         The payload is written to `out`, if given; `expect` is the dtype code and shape of `out`, and a message of
-        another dtype or size is consumed and fails the work with MismatchError. `then` turns what came into the result.
+        another dtype or size is dropped and fails the work with MismatchError. `then` makes the result from it.
 
         Raises:
             ConfigError: there is no such rank or tag.
@@ -181,17 +182,17 @@ class Messenger:
         return self._started(work)
 
     def wait(self, work: Work[Any], deadline: float | None) -> Any:
-        """Drive until `work` is done and return its result; `deadline` is a time of time.monotonic().
+        """Drive until `work` is done and return its result; `deadline` is on time.monotonic().
 
         Raises:
             DeadlineError: `work` was not done in time and has failed with this error; `late` has the ranks it needed. A
-                receive is withdrawn, and its message goes to the next receive that fits. A send that the receiver has
-                heard of cannot be withdrawn, so its lane is closed and later messages to that rank fail.
-            Exception: whatever ended the work.
+                receive is withdrawn, and its message goes to the next receive that matches. A send that was announced
+                to the receiver cannot be withdrawn, so its lane is closed and later messages to that rank fail.
+            Exception: the error that ended the work.
         """
         try:
             self._drive(work, deadline)
-        except BaseException as error:  # Ctrl-C: the caller's memory must be left alone from here on
+        except BaseException as error:  # such as Ctrl-C: the caller's memory must not be touched after this
             self._abandon(work, error)
             raise
         if not work.done():
@@ -199,7 +200,7 @@ class Messenger:
         return work.wait()
 
     def progress_in_background(self, work: Work[Any] | None = None, deadline: float = math.inf) -> None:
-        """Make sure that what was posted goes on although nobody waits; `work` fails at `deadline`, as in `wait`."""
+        """Have the background thread move messages that no thread waits for; `work` fails at `deadline`."""
         with self._lock:
             if work is not None and not work.done() and deadline < math.inf:
                 heapq.heappush(self._expiring, (deadline, next(self._order), work))
@@ -207,29 +208,29 @@ class Messenger:
             self._call_background()
 
     def adopt(self, peer: int, sock: socket.socket) -> None:
-        """Take another lane to `peer`, a connected, non-blocking stream socket; it replaces the one there was."""
+        """Use `sock`, a connected, non-blocking stream socket, as the lane to `peer`, in place of an earlier one."""
         with self._lock:
             lane = self._lanes.get(peer)
             if lane is not None and lane.sock is sock:
                 return
-            if lane is not None and not lane.is_ended:  # broken at the other end, and here nobody has noticed
+            if lane is not None and not lane.is_ended:  # it broke at the other end, unnoticed here
                 self._end_lane(lane, None)
             self._add_lane(peer, sock)
 
     def unreachable(self, peer: int) -> None:
-        """There will be no other lane to a rank."""
+        """Fail the messages with a rank to which no lane can be opened any more."""
         with self._lock:
             self._depart(peer)
 
     def peer_lost(self, peer: int) -> None:
-        """The group goes on without a rank: what it sent is delivered, and nothing else is waited for."""
+        """Fail the messages with a lost rank, after delivering what it sent. The group continues."""
         with self._lock:
             lane = self._lanes.get(peer)
             self._lost_ranks.add(peer)
             if lane is None or lane.is_ended:
                 self._depart(peer)
             else:
-                with contextlib.suppress(OSError):  # whoever drives reads to the end, and tells
+                with contextlib.suppress(OSError):  # the driving thread reads to the end, and then handles the loss
                     lane.sock.shutdown(socket.SHUT_RDWR)
 
     def _depart(self, peer: int) -> None:
@@ -239,15 +240,15 @@ class Messenger:
 
     @property
     def is_driven_here(self) -> bool:
-        """Whether this thread drives."""
+        """Whether the calling thread drives."""
         return self._driver == threading.get_ident()
 
     def pending(self) -> list[Work[Any]]:
-        """Return the works that are not over."""
+        """Return the works that have not ended."""
         return list(self._pending.values())
 
     def close(self, flush_deadline: float) -> None:
-        """Send what was accepted, until `flush_deadline` at the latest; then end all works (ClosedError) and lanes."""
+        """Deliver what was sent, until `flush_deadline` at the latest; then end all works (ClosedError) and lanes."""
         with self._lock:
             if self._is_closing:
                 return
@@ -255,20 +256,20 @@ class Messenger:
             self._needed.notify_all()
             self._ring()
             while self._driver not in (None, threading.get_ident()):
-                # Drivers look at `is_closing` after each poll, and they were woken; one that takes longer is in a
-                # callback that does not return, and finds everything closed when it does.
+                # The driving thread was woken and checks `is_closing` after each poll. If it takes longer, it is in a
+                # callback that does not return; when it does, it finds everything closed.
                 if not self._freed.wait(STEP_ASIDE_SECONDS):
                     break
             self._driver = threading.get_ident()
             self._matcher.finish_lines()
-        # As long as bytes are with the kernel, the connection may break and they have to be sent again.
+        # While the kernel holds bytes, the connection may break, and then they must be sent again.
         while self._is_undelivered() and self._fault() is None and (now := time.monotonic()) < flush_deadline:
             self._turn(min(flush_deadline, now + LOOK_SECONDS))
         with self._lock:
             self._is_closed = True
             self._matcher.say_end()
             self._flush_ready()
-            closed = ClosedError(f"{self._name}: closed before the message was through")
+            closed = ClosedError(f"{self._name}: the group was closed before the message was delivered")
             self._matcher.fail_all(self._fault() or closed)
         self._settle()
         thread = self._thread
@@ -306,12 +307,12 @@ class Messenger:
 
     def _started(self, work: Work[Any]) -> Work[Any]:
         self._settle()
-        if self._matcher.ready and work.done():  # nobody will wait, but the kernel has not taken all of it
+        if self._matcher.ready and work.done():  # no thread will wait, but the kernel has not taken all of it
             self.progress_in_background()
         return work
 
     def _settle(self) -> None:
-        """Tell works that they are over. Called without the lock, since that may run other people's code."""
+        """End the works of completed operations, and handle lanes that ended. Without the lock: callbacks may run."""
         while self._ended:
             with self._lock:
                 ended = self._close_ended()
@@ -319,7 +320,7 @@ class Messenger:
                 peer = lane.peer
                 if cause is not None or peer in self._lost_ranks or self._matcher.has_parted(peer):
                     self._part_with(peer, cause)
-                elif self._lanes[peer] is lane and self._fault() is None:  # else another one has come already
+                elif self._lanes[peer] is lane and self._fault() is None:  # else it was replaced already
                     self._renew(lane)
         while self._departed:
             with self._lock:
@@ -338,12 +339,12 @@ class Messenger:
                     self._told(operation.error)
                 work.conclude(None if isinstance(operation, Send) else operation.result, operation.error)
                 works.append(work)
-        for work in works:  # after all are over: what is called may wait for another of them
+        for work in works:  # after all have ended: a callback may wait for another of them
             work.notify()
         if self._waiters or self._driver not in (None, threading.get_ident()):
             with self._lock:
                 self._freed.notify_all()
-                self._ring()  # the driver's own work may be among them
+                self._ring()  # the driving thread's own work may be among them
 
     def _close_ended(self) -> list[tuple[MessageLane, BaseException | None]]:
         ended, self._ended = self._ended, []
@@ -352,27 +353,27 @@ class Messenger:
         return ended
 
     def _part_with(self, peer: int, cause: BaseException | None) -> None:
-        """End what needs a rank for good, with `cause` or the loss of the rank."""
+        """Fail all messages with a rank for good, with `cause` or the rank's loss."""
         if self._matcher.has_failed(peer):
             return
         self._give_up(peer)
         error = cause or self._fault() or self._lost(peer) or self._peer_lost(peer)
         with self._lock:
             self._lost_ranks.add(peer)
-            if (lane := self._lanes.get(peer)) is not None:  # one that has come just now
+            if (lane := self._lanes.get(peer)) is not None:  # it was added just now
                 self._end_lane(lane, None)
                 self._close_ended()
             self._matcher.fail(peer, error)
 
     def _renew(self, lane: MessageLane) -> None:
-        """Ask for another lane in place of one that ended."""
+        """Ask for a lane in place of one that ended; after a pause if that one carried nothing."""
         strikes = 0 if lane.has_moved else self._strikes[lane.peer]
         self._strikes[lane.peer] = strikes + 1
         pause = 0.0 if not strikes else min(MOST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(strikes, 20))
         self._renew_lane(lane.peer, lane.sock, pause)
 
     def _abandon(self, work: Work[Any], reason: BaseException | None) -> None:
-        """Fail a work that is not done, with a DeadlineError or `reason`, so that its memory is left alone."""
+        """Fail a work that is not done with `reason` or a DeadlineError; its memory is not touched afterwards."""
         with self._lock:
             operation = next((operation for operation, pending in self._pending.items() if pending is work), None)
             if operation is not None and operation not in self._matcher.completed:
@@ -391,7 +392,7 @@ class Messenger:
                 )
                 if not self._matcher.withdraw(operation):
                     closed = ClosedError(
-                        f"{self._name}: the lane to {named} is closed, because an earlier send was given up"
+                        f"{self._name}: the lane to {named} is closed, because an earlier send to it was abandoned"
                     )
                     closed.__cause__ = error
                     if not self._lanes[peer].is_ended:
@@ -422,11 +423,11 @@ class Messenger:
                 with self._lock:
                     if self._is_closing:
                         self._raise_if_over()
-                    if peer not in self._lanes:  # else it was adopted, and perhaps replaced
+                    if peer not in self._lanes:  # else `adopt` was called meanwhile
                         self._add_lane(peer, sock)
 
     def _open_to_receive(self, peer: int, deadline: float | None) -> None:
-        """Open the lane to a rank that may send something; if it is lost, receives hear of it as of any other loss."""
+        """Open the lane to a rank before receiving from it; if the rank is lost, receives fail as after any loss."""
         try:
             self._open(peer, deadline)
         except PeerLostError as error:
@@ -434,13 +435,13 @@ class Messenger:
                 self._matcher.fail(peer, error)
 
     def _add_lane(self, peer: int, sock: socket.socket) -> None:
-        if self._is_closed or self._matcher.has_failed(peer):  # a peer may come just when we go
+        if self._is_closed or self._matcher.has_failed(peer):  # the lane arrived while the group was being closed
             sock.close()
             return
         self._matcher.lane_opened(peer)
         lane = self._lanes[peer] = self._lanes_by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher)
         self._poll.register(sock, select.POLLIN)
-        self._flush(lane)  # how much has arrived here: the other end waits for it, and nobody may drive here
+        self._flush(lane)  # the other end waits to hear how much has arrived, and no thread may be driving
         self._ring()
         self._hand_over()
 
@@ -453,10 +454,10 @@ class Messenger:
             self._ended.append((lane, cause))
 
     def _end_stuck(self) -> None:
-        """End lanes whose path is dead, although the peer may be well: another lane may find another path."""
+        """End lanes whose network path is dead. The peer may be alive, and the next lane may use another path."""
         for lane in list(self._lanes_by_fd.values()):
             if tcp.is_stuck(lane.sock):
-                self._trouble[lane.peer] = "nothing that is sent there gets through"
+                self._trouble[lane.peer] = "the other end does not acknowledge what is sent"
                 self._end_lane(lane, None)
 
     def _flush_ready(self) -> None:
@@ -501,13 +502,13 @@ class Messenger:
                 self._waiters += 1
                 try:
                     while not self._may_drive(this_thread) and not work.done():
-                        self._ring()  # the background thread steps aside
+                        self._ring()  # so that the background thread steps aside
                         if not self._freed.wait(_left(deadline)):
                             break
                 finally:
                     self._waiters -= 1
                 may_drive = self._may_drive(this_thread)
-                was_driving = self._driver == this_thread  # a callback of a work that waits for another work
+                was_driving = self._driver == this_thread  # this is a callback that waits for another work
                 if may_drive:
                     self._driver = this_thread
             try:
@@ -534,7 +535,7 @@ class Messenger:
                 self._call_background()
 
     def _turn(self, deadline: float | None, *, spins: bool = False) -> None:
-        """Wait until something happens, or the deadline, and deal with it; who `spins` looks before it sleeps."""
+        """Wait for events until the deadline, and handle them; with `spins`, poll for a moment before sleeping."""
         with self._lock:
             while self._expiring and self._expiring[0][2].done():
                 heapq.heappop(self._expiring)
@@ -555,7 +556,7 @@ class Messenger:
                         self._flush(lane)
                 elif descriptor == self._wake_fd:
                     has_fault = True
-                elif descriptor == self._bell.fileno():  # else a lane that another thread has just ended
+                elif descriptor == self._bell.fileno():  # else a lane that another thread ended meanwhile
                     self._bell.recv(4096)
             self._flush_ready()
         if has_fault:
@@ -569,7 +570,7 @@ class Messenger:
             self._abandon(work, None)
 
     def _look(self, seconds: float) -> list[tuple[int, int]]:
-        """Return what happens within some time; being woken takes as long as a short message does."""
+        """Poll without sleeping, and return the events: waking from a sleep takes as long as a short message does."""
         until = time.perf_counter() + seconds
         while not (events := self._poll.poll(0)) and time.perf_counter() < until:
             pass
@@ -577,7 +578,7 @@ class Messenger:
 
     def _fail_all(self) -> None:
         if (fault := self._fault()) is None:
-            time.sleep(0.001)  # whoever made the descriptor readable is about to say why
+            time.sleep(0.001)  # the thread that made the descriptor readable is about to record the fault
             return
         with self._lock:
             self._matcher.fail_all(fault)
@@ -593,7 +594,7 @@ class Messenger:
             with self._lock:
                 while not self._is_closing and (self._driver is not None or self._waiters or not self._has_more()):
                     if not self._needed.wait(IDLE_SECONDS) and not self._has_more():
-                        self._thread = None  # the next one who needs it starts another
+                        self._thread = None  # `_call_background` starts another
                         return
                 if self._is_closing:
                     return
@@ -601,7 +602,7 @@ class Messenger:
             try:
                 while self._has_more() and not self._waiters and not self._is_closing:
                     self._turn(None)
-            except BaseException as error:  # nobody else would hear of it
+            except BaseException as error:  # no other thread would report it
                 with self._lock:
                     self._matcher.fail_all(error)
                 self._settle()
@@ -614,9 +615,9 @@ class Messenger:
         return bool(self._pending or self._matcher.ready or self._matcher.resuming)
 
     def _ring(self) -> None:
-        """Wake the driver from its poll, unless that is the caller."""
+        """Wake the driving thread from its poll, unless it is the caller."""
         if self._driver not in (None, threading.get_ident()):
-            with contextlib.suppress(BlockingIOError):  # it is ringing already
+            with contextlib.suppress(BlockingIOError):  # it has been woken already
                 self._bell_rope.send(b"!")
 
 

@@ -1,4 +1,4 @@
-"""covey as a backend of torch.distributed, by the contract of a process group that is written in Python."""
+"""covey as a backend of torch.distributed: a process group written in Python."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ _OPS: Final = (
     (dist.ReduceOp.BOR, "or"),
     (dist.ReduceOp.BXOR, "xor"),
 )
-"""In the order they are compared with what torch passes, which finds no place in a dict: the usual ones first."""
+"""The most used first: they are compared in order, since torch's operators cannot be keys of a dict."""
 
 LENT_ELEMENTS: Final = 64
 LENT_WORKS: Final = 1024
-"""The last works on so few elements are kept, and no tensor of any size with them."""
+"""The last LENT_WORKS works on up to LENT_ELEMENTS elements are kept alive, and no large tensor with them."""
 _OF_FLAGS: Final = {"sum": "or", "prod": "and"}
 
 
 def create(options: Any) -> ProcessGroupCovey:
-    """Return the process group that torch asks for; the first one meets the other ranks."""
+    """Return the process group that torch asks for. Making the first one waits for the other ranks."""
     ranks, size = list(options.global_ranks_in_group), options.group_size
     world = world_of(options.store, options.group_rank, size, options.timeout.total_seconds(), ranks)
     is_first = world.is_new
@@ -76,8 +76,8 @@ def create(options: Any) -> ProcessGroupCovey:
 class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is not followed by the type checker
     """A process group whose operations covey performs. Roots and peers are ranks of the group.
 
-    A call that torch will wait for at once runs on the calling thread; others queue for the thread of the group. Any
-    thread may call: calls are taken one after the other.
+    An operation that torch waits for at once runs on the calling thread; others queue for the thread of the group. Any
+    thread may call; the calls are issued one after the other.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
@@ -93,7 +93,7 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         timeout: timedelta,
         is_first: bool = False,
     ) -> None:
-        """`ranks` are those of the world, in the order of the group's own; the world ends with its first group."""
+        """`ranks` are ranks of the world, in the order of the group's own. The world is closed with its first group."""
         super().__init__(rank, len(ranks))
         self._world, self._store, self._ranks, self._rank = world, store, ranks, rank
         self._name, self._desc, self._seconds, self._is_first = name, "", timeout.total_seconds(), is_first
@@ -104,15 +104,15 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         self._last: Work[Any] | None = None
         """The last collective that was queued."""
         self._lent: deque[TorchWork] = deque(maxlen=LENT_WORKS)
-        """Works that Python may have handed to C++ and dropped, as DDP's join does: C++ alone cannot wait for them."""
+        """Works that Python may have passed to C++ and dropped, as DDP's join does: C++ alone cannot wait for them."""
         world.on_close(self._close)
 
     @property
     def covey_group(self) -> TensorGroup:
-        """The group of covey underneath."""
+        """The covey group that carries out the operations."""
         return self._group
 
-    # Who. torch keeps these in a C++ backend, which this group does not have.
+    # Description. torch keeps these in a C++ backend, which this group does not have.
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -185,7 +185,7 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         return self.allreduce(tensors, c10d.AllreduceCoalescedOptions() if opts is None else opts)
 
     def _allreduce_sparse(self, tensors: Tensors, op: str, opts: Any) -> TorchWork:
-        """Everyone gets everyone's entries, and adds up those that meet."""
+        """Gather the entries of all ranks on every rank, and add those with equal indices."""
         if op != "sum":
             raise ConfigError(f"op={op!r} has no meaning for sparse tensors; they can be summed")
         calls = []
@@ -344,7 +344,7 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
             return TorchWork([outcome], tensors, self._notices)
         return TorchWork([], tensors, self._notices, source=outcome)
 
-    # Groups of groups
+    # Subgroups
 
     def split_group(
         self,
@@ -354,7 +354,7 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> ProcessGroupCovey | None:
-        """Return a process group of these ranks of this one; None for ranks outside. All of them call it."""
+        """Return a process group of some ranks of this one; None on other ranks. Every rank in `ranks` calls it."""
         if self._rank not in ranks:
             return None
         name = group_name or f"{self._name}/{'-'.join(map(str, ranks))}"
@@ -381,35 +381,35 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
     # The end
 
     def shutdown(self) -> None:
-        """Close the group; the first one of a world is the last to be closed, and leaves the run."""
+        """Close the group. Closing the first group of a world closes the others and leaves the run."""
         if self._is_first:
             close_world(self._world)
         else:
             self._close()
 
     def abort(self) -> None:
-        """End what is pending on all ranks, and close the group."""
+        """End pending operations on all ranks, and close the group."""
         self._group.revoke()
         self.shutdown()
 
     def _close(self) -> None:
-        self._group.close()  # ends what is pending, so that those who wait for it are told
+        self._group.close()  # ends pending operations, so that threads that wait for them wake up
         self._notices.close()
         self._world.forget(self._close)
 
     # Issuing
 
     def _cut(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return how many elements of each of the tensors travel at once: pieces, where some rank has a device.
+        """Return the length of the pieces that tensors are cut into, if some rank has a device; 0 for no cutting.
 
-        What is all or nothing stays in one piece.
+        Tensors are not cut in a group that survives losses, where an operation is all or nothing.
         """
         return piece_length(tensors) if self._world.has_devices and self._group.on_loss == "raise" else 0
 
     def _issue(
         self, opts: Any, filled: Tensors, operation: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
     ) -> TorchWork:
-        """Call `operation` with each of `calls`, before returning if torch would wait at once; else queue them."""
+        """Call `operation` with each of `calls`: now if torch waits at once and nothing is queued, else queue them."""
         timeout = opts.timeout.total_seconds()
         timeout = timeout if timeout > 0 else self._seconds
         is_async = opts.asyncOp
@@ -433,14 +433,14 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         return work
 
     def _blocks(self, whole: torch.Tensor, *, by_rows: bool = False) -> Sequence[Any]:
-        """Return the shares of all ranks in a tensor that is made of them, one behind the other in its memory.
+        """Return the equal shares of all ranks in a tensor, consecutive in its memory.
 
-        They are concatenated, stacked, or whatever its shape makes of that; `by_rows`, its first axis is shared.
+        With `by_rows`, the first axis must be divisible by the number of ranks.
         """
         size, rows = self.size(), whole.shape[0] if whole.dim() else 1
         length = whole.numel() if whole.is_contiguous() and not by_rows else rows
         if length % size:
-            raise ConfigError(f"a tensor of shape {list(whole.shape)} cannot be shared among {size} ranks")
+            raise ConfigError(f"a tensor of shape {list(whole.shape)} cannot be divided among {size} ranks")
         if not whole.is_contiguous():
             return list(whole.chunk(size))
         if self._world.has_devices:
@@ -452,22 +452,22 @@ _WAITING: Final = frozenset(inspect.unwrap(each).__code__ for each in (dist.send
 
 
 def _is_waited_for(called: FrameType) -> bool:
-    """Tell whether `dist.send` or `dist.recv` called a method, and will wait at once: then it may as well be over.
+    """Tell whether `dist.send` or `dist.recv` called a method: they wait at once, so the message can move before.
 
-    torch gives them and `isend` the same work, which another thread would have to carry out: that takes five times as
-    long. Whoever else calls gets a work, and nothing but time is lost.
+    torch calls the same method for `isend`, whose message another thread has to move; that takes five times as long.
+    Any other caller gets a work, and only loses time.
     """
     frame = called.f_back
     return frame is not None and frame.f_back is not None and frame.f_back.f_code in _WAITING
 
 
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, Any]:
-    """Return covey's name of torch's reduction, and what tensors are to be multiplied with before it, if anything."""
+    """Return covey's name of torch's reduction, and the factor to multiply tensors with before it, or None."""
     if dtype in EIGHT_BITS:
-        raise TypeError(f"covey moves {dtype} and does not reckon with it; reduce in bfloat16 or float32")
+        raise TypeError(f"covey can move {dtype} but not reduce it; reduce in bfloat16 or float32")
     for known, name in _OPS:
         if op == known:
-            # Flags are summed and multiplied as torch does it with them: 1 + 1 = 1.
+            # As in torch, True + True is True.
             return _OF_FLAGS.get(name, name) if dtype is torch.bool else name, None
     if op == dist.ReduceOp.PREMUL_SUM:
         if not (dtype.is_floating_point or dtype.is_complex):
@@ -478,10 +478,10 @@ def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, Any]:
 
 
 def _keep_from_dynamo(*classes: type) -> None:
-    """Let torch.compile leave the methods alone that torch calls while it traces: the reducer's, in the first backward.
+    """Keep torch.compile from tracing methods that torch calls while it traces, as DDP's reducer does.
 
-    `torch.compiler.disable` would do, but imports the compiler, which takes seconds. Versions of torch that do not have
-    what is used here trace the methods.
+    `torch.compiler.disable` would do the same, but imports the compiler, which takes seconds. Versions of torch without
+    the functions used here trace the methods.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from torch._C._dynamo import eval_frame as frames

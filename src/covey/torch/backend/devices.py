@@ -1,4 +1,4 @@
-"""Tensors on devices, seen through host memory: copies run beside the device's own work, which nobody waits for."""
+"""Tensors on devices, staged in host memory. Copies run beside the device's own work and do not wait for it."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ if TYPE_CHECKING:
     Array = Any
 
 PIECE_BYTES: Final = 8 << 20
-"""Larger tensors travel in pieces of this size: while one is on the network, the next one comes from the device and the
-last one goes back."""
+"""Larger tensors are cut into pieces of this size: while one is on the network, the next is copied from the device and
+the last one back to it."""
 
 
 class DeviceAdapter(Protocol):
-    """How tensors of one kind of device come to host memory and go back."""
+    """Copies tensors between one kind of device and host memory."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return host memory for the elements of `tensor`, flat."""
 
     def fetch(self, tensor: torch.Tensor, room: torch.Tensor) -> Callable[[], None]:
-        """Start to copy `tensor`, after what the caller's stream was given so far; return what waits for the end."""
+        """Start to copy `tensor` after the work queued on the caller's stream; return a function that waits for it."""
 
     def mark(self, device: torch.device) -> Any:
-        """Return a mark behind what the caller's stream was given so far."""
+        """Return a mark after the work queued on the caller's stream so far."""
 
     def writing(self, device: torch.device, mark: Any) -> AbstractContextManager[None]:
-        """Make what happens inside part of what is put, after the mark: the memory may be in use until then."""
+        """Return a context whose device work runs as that of `put`, after the mark: memory is in use until then."""
 
     def put(self, room: torch.Tensor, tensor: torch.Tensor, mark: Any) -> None:
         """Start to copy `room` back into `tensor`, after the mark."""
 
     def order(self, device: torch.device) -> None:
-        """Let the caller's stream go on only after everything that was put so far; nobody waits here."""
+        """Make the caller's stream wait for everything that was put so far. The calling thread does not wait."""
 
     def settle(self, device: torch.device) -> None:
-        """Return once everything that was put so far is there."""
+        """Wait until everything that was put so far has arrived."""
 
 
 class _Streams(NamedTuple):
-    """Of one device: what leaves it, and what comes back."""
+    """The two streams of one device: for copies from it, and for copies to it."""
 
     leaving: Any
     coming: Any
 
 
 class StreamAdapter:
-    """For devices with streams: copies have two of their own, and go through pinned memory from torch's pool."""
+    """An adapter for devices with streams: copies use two streams of their own, and pinned memory from torch's pool."""
 
     def __init__(self, kind: str) -> None:
         """`kind` is the type of the device: "cuda" (also AMD's), "xpu"."""
@@ -106,7 +106,7 @@ class StreamAdapter:
 
 
 class BlockingAdapter:
-    """For devices without streams, as Apple's GPUs: a copy waits for what the device was given before it."""
+    """An adapter for devices without streams, such as Apple's GPUs: a copy waits for the work queued before it."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
@@ -125,25 +125,25 @@ class BlockingAdapter:
         tensor.copy_(room.view(tensor.shape))
 
     def order(self, device: torch.device) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is pending."""
 
     def settle(self, device: torch.device) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is pending."""
 
 
 STREAMED: Final = ("cuda", "xpu")
 BLOCKING: Final = ("mps",)
 KINDS: Final = ("cpu", *STREAMED, *BLOCKING)
-"""The types of device whose tensors covey takes."""
+"""The types of devices whose tensors covey accepts."""
 
 _adapters: dict[str, DeviceAdapter | None] = {"cpu": None}
 
 
 def adapter_of(tensor: torch.Tensor) -> DeviceAdapter | None:
-    """Return how to reach the tensor's device; None for host memory, which is used in place.
+    """Return the adapter of the tensor's device; None for host memory, which is used in place.
 
     Raises:
-        TypeError: covey takes no tensors of such devices.
+        TypeError: covey does not support this type of device.
     """
     if tensor.is_cpu:
         return _adapters["cpu"]
@@ -153,14 +153,14 @@ def adapter_of(tensor: torch.Tensor) -> DeviceAdapter | None:
     except KeyError:
         if kind not in KINDS:
             raise TypeError(
-                f"covey takes no tensors on {tensor.device}; it takes {', '.join(KINDS)}; move it there first"
+                f"covey does not support tensors on {tensor.device}, only on {', '.join(KINDS)}; move it there first"
             ) from None
     adapter = StreamAdapter(kind) if kind in STREAMED else BlockingAdapter()
     return _adapters.setdefault(kind, adapter)
 
 
 def writing_to(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
-    """Return in what `tensor` may be written later, when the caller's stream is done with what it was given so far."""
+    """Return what makes the context in which `tensor` may be written, after the work queued on the caller's stream."""
     adapter = adapter_of(tensor)
     if adapter is None:
         return nullcontext
@@ -168,14 +168,14 @@ def writing_to(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None
 
 
 def any_here() -> bool:
-    """Tell whether this process has a device whose tensors are not in host memory."""
+    """Tell whether this process has a device with memory of its own."""
     if _adapters["cpu"] is not None:
         return True
     return any(torch.get_device_module(kind).is_available() for kind in KINDS if kind != "cpu")
 
 
 class StagedOperand(Operand):
-    """A tensor on a device as an operand: `flat` is host memory that stands in for it."""
+    """A tensor on a device as an operand: `flat` is host memory that holds a copy of it."""
 
     _tensor: torch.Tensor
     _room: torch.Tensor
@@ -186,7 +186,7 @@ class StagedOperand(Operand):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, adapter: DeviceAdapter, *, is_read: bool) -> StagedOperand:
-        """See `tensor` through host memory; what it holds now starts to come there, if anybody reads it."""
+        """Return an operand for `tensor`; if it `is_read`, start to copy it to host memory."""
         source = tensor.detach()
         room = adapter.room(source)
         memory = writable(room)
@@ -201,7 +201,7 @@ class StagedOperand(Operand):
         return False
 
     def load(self) -> Array:
-        """Return `flat` with what the tensor holds; a second time, what was written over it comes again."""
+        """Wait for the copy of the tensor, and return `flat`; a later call copies the tensor again."""
         if self._is_read:
             arrival, self._arrival = self._arrival, None
             if arrival is None:
@@ -210,12 +210,12 @@ class StagedOperand(Operand):
         return self.flat
 
     def store(self) -> None:
-        """Start to bring `flat` to the tensor."""
+        """Start to copy `flat` back to the tensor."""
         self._adapter.put(self._room, self._tensor, self._mark)
 
 
 class _LastOperand(Operand):
-    """The last piece of a tensor that is not contiguous: when it is stored, all of the tensor is."""
+    """The last piece of a tensor that is not contiguous: storing it stores the whole tensor."""
 
     _piece: Operand
     _after: Callable[[], None]
@@ -239,7 +239,7 @@ class _LastOperand(Operand):
 
 
 def operand_of(tensor: torch.Tensor | Operand, *, is_read: bool = True) -> Array | Operand:
-    """Return what covey's operations take for `tensor`: its memory, where that can be used in place."""
+    """Return the operand for `tensor`: its own memory if that can be used in place."""
     if isinstance(tensor, Operand):
         return tensor
     if tensor.dtype in EIGHT_BITS:
@@ -249,7 +249,7 @@ def operand_of(tensor: torch.Tensor | Operand, *, is_read: bool = True) -> Array
 
 
 EIGHT_BITS: Final = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
-"""Dtypes that covey does not reckon with, and moves as bytes."""
+"""Dtypes that covey moves as bytes and cannot reduce."""
 
 
 def blocks_of(whole: torch.Tensor, count: int) -> list[Operand]:
@@ -259,9 +259,9 @@ def blocks_of(whole: torch.Tensor, count: int) -> list[Operand]:
 
 
 def piece_length(tensors: Sequence[torch.Tensor]) -> int:
-    """Return how many elements of tensors of equal length travel at once; 0 if all of them do.
+    """Return the number of elements in each piece of tensors of equal length; 0 if they are not cut.
 
-    Ranks that call the same operation find the same, whatever devices their tensors are on.
+    Ranks that call the same operation compute the same, whatever devices their tensors are on.
     """
     first = tensors[0]
     itemsize: int = first.element_size()
@@ -273,7 +273,7 @@ def piece_length(tensors: Sequence[torch.Tensor]) -> int:
 def operands_of(
     tensor: torch.Tensor, length: int, *, is_read: bool = True, is_written: bool = True
 ) -> list[Array | Operand]:
-    """Return the operands of the pieces that a tensor is cut into, of `length` elements; 0 leaves it whole."""
+    """Return the operands of the pieces of `length` elements that a tensor is cut into; 0 does not cut it."""
     if not length:
         return [operand_of(tensor, is_read=is_read)]
     whole = tensor.detach()
@@ -292,14 +292,14 @@ def operands_of(
 
 
 def tensor_over(array: Array) -> torch.Tensor:
-    """Return a tensor over the memory of an array; numpy's bfloat16 is another than torch's."""
+    """Return a tensor that shares the memory of an array. numpy's bfloat16 needs a cast to become torch's."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def order(tensors: Sequence[torch.Tensor]) -> None:
-    """Let the caller's streams use the tensors only after they were filled; nobody waits here."""
+    """Make the caller's streams wait until the tensors are filled. The calling thread does not wait."""
     for tensor, adapter in _one_per_device(tensors):
         adapter.order(tensor.device)
 

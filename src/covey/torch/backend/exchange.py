@@ -1,4 +1,4 @@
-"""Collectives that leave their results in memory which the caller has ready, as torch's do."""
+"""Collectives that write their results into memory of the caller, as those of torch do."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
 
 
 class TensorGroup(Group):
-    """A group whose ranks know the sizes of what they get.
+    """A group whose ranks know the sizes of what they receive.
 
-    With `on_loss="continue"` an output that a lost rank should have filled is an error on those who have it: torch has
-    no way to say that something is missing, and whoever reads the output would take what was there for the truth. The
-    group goes on.
+    With `on_loss="continue"`, an operation raises on a rank with an output that a lost rank should have filled: torch
+    cannot express that a part is missing, and the program would take old memory for a result. The group continues.
     """
 
     def all_gather_into(
         self, outs: Sequence[Any], x: Any, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
-        """Fill `outs[r]` with `x` of rank r; sizes may differ, but every rank has the same list of them."""
+        """Fill `outs[r]` with `x` of rank r; sizes may differ, but the list of sizes must be equal on all ranks."""
         targets, own = self._targets(outs), readable(x)
-        _check_alike([targets[self.rank], own], "the own input and its place in the output")
+        _check_alike([targets[self.rank], own], "this rank's input and its part of the output")
         _check_dtypes([own, *targets])
         lengths = tuple(target.flat.size for target in targets)
         call = self._call("all_gather", own.code, None, lengths=_compact(lengths))
@@ -52,12 +51,12 @@ class TensorGroup(Group):
     def gather_into(
         self, outs: Sequence[Any] | None, x: Any, root: int, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
-        """Fill `outs[r]` of `root` with `x` of rank r; others pass None."""
+        """Fill `outs[r]` of `root` with `x` of rank r; other ranks pass None."""
         root, own = self._check_rank(root, "root"), readable(x)
         targets = self._targets(outs) if self.rank == root else []
         _check_dtypes([own, *targets])
         if targets:
-            _check_alike([targets[root], own], "the own input and its place in the output")
+            _check_alike([targets[root], own], "this rank's input and its part of the output")
         call = self._call("gather", own.code, None, root=root)
 
         def body(attempt: Attempt) -> tuple[int, ...]:
@@ -77,12 +76,12 @@ class TensorGroup(Group):
     def scatter_into(
         self, out: Any, xs: Sequence[Any] | None, root: int, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
-        """Fill `out` of rank r with `xs[r]` of `root`; others pass None."""
+        """Fill `out` of rank r with `xs[r]` of `root`; other ranks pass None."""
         root, target = self._check_rank(root, "root"), writable(out)
         parts = self._list_of_operands(xs, "the list to scatter") if self.rank == root else []
         _check_dtypes([target, *parts])
         if parts:
-            _check_alike([target, parts[root]], "the output and the own part of the input")
+            _check_alike([target, parts[root]], "the output and this rank's part of the input")
         call = self._call("scatter", target.code, None, root=root)
 
         def body(attempt: Attempt) -> None:
@@ -94,7 +93,7 @@ class TensorGroup(Group):
             lengths = [block.size for block in blocks]
             attempt.execute(direct.scatter(attempt.slot, attempt.slot_of(root), lengths), blocks)
             if parts:
-                target.flat[...] = parts[root].flat  # only now: it may be where another rank's part was
+                target.flat[...] = parts[root].flat  # only now: it may overlap another rank's part
 
         def deliver(_: None) -> None:
             target.store()
@@ -104,10 +103,10 @@ class TensorGroup(Group):
     def all_to_all_into(
         self, outs: Sequence[Any], ins: Sequence[Any], *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
-        """Fill `outs[r]` with what rank r has for this one; `ins[r]` is for rank r."""
+        """Send `ins[r]` to rank r, and fill `outs[r]` with what rank r sent to this one."""
         targets, parts = self._targets(outs), self._list_of_operands(ins, "the list of inputs")
         _check_dtypes([*parts, *targets])
-        _check_alike([targets[self.rank], parts[self.rank]], "what this rank has for itself and the room for it")
+        _check_alike([targets[self.rank], parts[self.rank]], "this rank's input for itself and the output for it")
         call = self._call("all_to_all", parts[0].code, None)
 
         def body(attempt: Attempt) -> tuple[int, ...]:
@@ -126,12 +125,12 @@ class TensorGroup(Group):
         """Fill `out` of rank r with the combination of `xs[r]` of all ranks."""
         target, parts = writable(out), self._list_of_operands(xs, "the list to reduce")
         _check_dtypes([target, *parts])
-        _check_alike([target, parts[self.rank]], "the output and the own part of the input")
+        _check_alike([target, parts[self.rank]], "the output and this rank's part of the input")
         rule = reduction(op, target.flat.dtype)
         lengths = [part.flat.size for part in parts]
         segment = max(1, choose.SEGMENT_BYTES // target.flat.itemsize)
         call = self._call("reduce_scatter", target.code, None, op=op, lengths=_compact(tuple(lengths)))
-        # The parts are read to the end, so the result must not be made on top of them.
+        # The parts are read until the end, so the result must not overwrite them.
         is_apart = not any(np.may_share_memory(target.flat, part.flat) for part in parts)
 
         def body(attempt: Attempt) -> Array | None:
@@ -159,10 +158,10 @@ class TensorGroup(Group):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Call `then` with the indices and values of every rank that is left, in the order of ranks.
+        """Call `then` with the indices and values of every remaining rank, in the order of ranks.
 
-        `indices` has a column for each row of `values`; on other ranks both may have other numbers of them. Row r of
-        the indices is below `bounds[r]`.
+        `indices` has a column for each row of `values`; their number may differ between ranks. The numbers in row r of
+        `indices` are below `bounds[r]`.
         """
         keys, entries = readable(indices), readable(values)
         call = self._call("all_gather", entries.code, None, sparse=True, rows=keys.shape[0], entry=entries.shape[1:])
@@ -173,18 +172,18 @@ class TensorGroup(Group):
                 movements.gather_all(attempt, operand, wanted=wanted)
                 for operand, wanted in zip((keys, entries), ndims, strict=True)
             )
-            for place, (where, what) in enumerate(zip(columns, rows, strict=True)):
+            for slot, (where, what) in enumerate(zip(columns, rows, strict=True)):
                 if where.shape != (keys.shape[0], what.shape[0]) or what.shape[1:] != entries.shape[1:]:
                     shapes = f"{list(where.shape)} and {list(what.shape)}"
-                    attempt.reject(place, f"the indices and values of no sparse tensor: shapes {shapes}")
+                    attempt.reject(slot, f"indices and values that are not a sparse tensor: shapes {shapes}")
                 if (where < 0).any() or (where >= np.array(bounds)[:, None]).any():
-                    attempt.reject(place, f"indices beyond the {list(bounds)} of the sparse tensor")
+                    attempt.reject(slot, f"indices beyond the {list(bounds)} of the sparse tensor")
             return list(zip(columns, rows, strict=True))
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 
     def recv_into(self, out: Any, src: int, tag: int, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Fill `out` with the next message from `src` with `tag`; return who sent it."""
+        """Fill `out` with the next message from `src` with `tag`; return the rank that sent it."""
         target = writable(out)
 
         def finish(message: Any) -> int:
@@ -202,7 +201,7 @@ class TensorGroup(Group):
         return [writable(out) for out in outs]
 
     def _stores(self, targets: list[Operand]) -> Callable[[tuple[int, ...]], None]:
-        """Return what delivers the outputs, once it is known which ranks filled theirs."""
+        """Return a function that stores the outputs, or raises if a lost rank did not fill its part."""
 
         def store(ranks: tuple[int, ...]) -> None:
             if targets and len(ranks) < self.size:
@@ -215,14 +214,14 @@ class TensorGroup(Group):
 
 
 def _compact(lengths: tuple[int, ...]) -> Any:
-    """Return lengths as a message to people should show them: once, where all are equal."""
+    """Return lengths as error messages show them: one number if all are equal."""
     return lengths[0] if len(set(lengths)) == 1 else lengths
 
 
 def _check_alike(operands: list[Operand], what: str) -> None:
     if len({operand.flat.size for operand in operands}) > 1:
         shapes = " and ".join(str(list(operand.shape)) for operand in operands)
-        raise ConfigError(f"{what} must have as many elements; they have shapes {shapes}")
+        raise ConfigError(f"{what} must have the same number of elements; they have shapes {shapes}")
 
 
 def _check_dtypes(operands: list[Operand]) -> None:

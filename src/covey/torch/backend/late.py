@@ -1,4 +1,4 @@
-"""Who keeps a process group waiting."""
+"""Which ranks keep a process group waiting."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def who_is_late(group: Any = None, timeout: float = 2.0) -> list[Late]:
-    """Return the ranks that keep a group of covey's waiting: behind the others, or without an answer in `timeout`.
+    """Return the ranks of a covey group that are behind the others, or do not answer within `timeout` seconds.
 
-    Only the caller asks, from any thread, and nothing is disturbed: unlike `monitored_barrier`, which all ranks call
-    before something hangs, this tells when it does. `rank` is the rank in the default group; `print` of an entry says
-    who it is, how far behind, and in what. None is the default group.
+    Only the caller asks, on any thread, and no operation is disturbed. `monitored_barrier` must be called by all ranks
+    before something hangs; this function tells afterwards. In each entry, `rank` is the rank in the default group;
+    printing an entry shows the rank, its host and process, and how far behind it is. `group=None` is the default group.
 
         threading.Timer(60, lambda: print(*covey.torch.who_is_late(), sep="\\n")).start()
 
@@ -28,5 +28,5 @@ def who_is_late(group: Any = None, timeout: float = 2.0) -> list[Late]:
     chosen = dist.group.WORLD if group is None else group
     below = getattr(chosen, "covey_group", None)
     if below is None:
-        raise ConfigError('who_is_late asks the ranks of a group with backend "covey"; this one is not')
+        raise ConfigError('who_is_late needs a process group with backend "covey"; this group has another')
     return [replace(late, rank=dist.get_global_rank(chosen, late.rank)) for late in below.who_is_late(timeout=timeout)]

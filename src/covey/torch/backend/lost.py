@@ -1,4 +1,4 @@
-"""Means and rows of process groups that go on without lost ranks: whose parts there are, and how many."""
+"""Means and gathered rows in process groups that continue without lost ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def there(work: Any, group: Any) -> int:
-    """Return how many ranks' inputs are in the result of a collective that is done; all, on other backends.
+    """Return how many ranks' inputs are in the result of a finished collective; on other backends, all.
 
     `group` is None for the default one.
     """
@@ -17,11 +17,11 @@ def there(work: Any, group: Any) -> int:
 
 
 def gather_rows(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, Any]:
-    """Start to gather a row of bytes from every rank; return the rows, zeros where a rank is lost, and the work."""
+    """Start to gather a row of bytes from every rank; return the rows, with zeros for lost ranks, and the work."""
     rows = row.new_zeros(dist.get_world_size(group), row.numel())
     covey_group = getattr(group or dist.group.WORLD, "covey_group", None)
     if covey_group is None or covey_group.on_loss == "raise":
         return rows, dist.all_gather(list(rows), row, group=group, async_op=True)
-    # Nobody may miss from a gathering; in a sum, what is missing is zero. That takes twice the bytes.
+    # An all_gather raises if a rank is lost. In a sum its row stays zero; that takes twice the bytes.
     rows[dist.get_rank(group)] = row
     return rows, dist.all_reduce(rows, group=group, async_op=True)

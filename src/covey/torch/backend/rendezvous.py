@@ -1,4 +1,4 @@
-"""How the ranks of a process group meet on covey, with neither address nor rank: `init_method="covey://RUN"`."""
+"""The rendezvous `init_method="covey://RUN"`: ranks of a process group meet without an address or given ranks."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _PARAMETERS: Final[dict[str, Callable[[str], Any]]] = {
     "interfaces": str,
     "on_loss": str,
 }
-"""Those of `covey.join`, and what makes them of text."""
+"""The parameters of an address, which are those of `covey.join`, and their types."""
 
 
 def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[CoveyStore, int, int]]:
-    """Yield a store that all ranks share, this process's rank, and how many there are.
+    """Yield a store that all ranks share, the rank of this process, and the number of ranks.
 
-    `covey://RUN?size=4` joins a run of the cluster. `covey://`, or `env://` under covey's launcher, takes the group
-    that this process has joined already, or joins the run that the launcher says; without one, the process is alone.
+    `covey://RUN?size=4` joins a run of the cluster. `covey://`, or `env://` under covey's launcher, uses the group that
+    this process has joined, or joins the run of its launcher; without a launcher the process is the only rank.
     """
     asked, rank, size = parse(url)
     if asked.get("timeout") is None and timeout != default_pg_timeout:
         asked["timeout"] = timeout.total_seconds()
     before = joined()
     group = before if before is not None and not asked.keys() - {"timeout"} else join_as_asked(asked)
-    # A launcher's run stays, so that the ranks can meet there again.
+    # The run of a launcher is not left, so that the ranks can meet in it again.
     owns_run = group is not before and ("run" in asked or group.size == 1)
     try:
         if rank not in (None, group.rank) or size not in (None, group.size):
@@ -61,14 +61,14 @@ def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterato
         raise
     _export(group)
     yield store, group.rank, group.size
-    raise ConfigError("a process group cannot meet anew; destroy it, and call init_process_group again")
+    raise ConfigError("a process group cannot meet a second time; destroy it, and call init_process_group again")
 
 
 def parse(url: str) -> tuple[dict[str, Any], int | None, int | None]:
-    """Return the arguments of `join` that an address asks for, and the rank and size that torch was told.
+    """Return the arguments of `join` in an address, and the rank and size that torch was given.
 
     Raises:
-        ConfigError: there is something in it that nobody understands, or that contradicts itself.
+        ConfigError: the address has an unknown parameter, or parameters that contradict each other.
     """
     parts = urlsplit(url)
     asked: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def parse(url: str) -> tuple[dict[str, Any], int | None, int | None]:
         elif name not in _PARAMETERS:
             raise ConfigError(f"{url}: there is no parameter {name!r}; there are {', '.join(_PARAMETERS)}")
         elif name in asked:
-            raise ConfigError(f"{url}: {name} is there twice")
+            raise ConfigError(f"{url}: {name} is given twice")
         else:
             asked[name] = _value(url, name, text, _PARAMETERS[name])
     rank, size = told.get("rank"), told.get("world_size")
@@ -103,9 +103,9 @@ def _value(url: str, name: str, text: str, kind: Callable[[str], Any]) -> Any:
 
 
 def _export(group: Group) -> None:
-    """Tell the script who it is in the variables that scripts for torchrun read, but for where to meet.
+    """Set the variables that torchrun sets for a rank, except the address to meet at.
 
-    Outside of covey's launcher RANK and WORLD_SIZE would be taken for another launcher's.
+    Without covey's launcher only the LOCAL_ ones: RANK and WORLD_SIZE would be taken for another launcher's.
     """
     variables = own_variables(group)
     if not entry.is_launched():

@@ -1,4 +1,4 @@
-"""A store of torch.distributed on covey's control plane: rank 0 keeps the entries, the others ask over their links."""
+"""A store of torch.distributed over covey's control links: rank 0 holds the entries, the other ranks ask it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from covey.runtime.members.store import StoreClient
 
 _alive: Final[collections.deque[CoveyStore]] = collections.deque(maxlen=STORES_LIMIT)
-"""C++ holds a store without its Python half, which would be gone with the last reference from Python."""
+"""Keeps the Python objects of stores alive: torch's C++ code holds only its own part of a store."""
 
 
 class StoreTimeoutError(DeadlineError, dist.DistStoreError):  # type: ignore[misc]  # torch is not followed
-    """A key did not come in time. It is what torch's own stores raise, and a DeadlineError."""
+    """A key was not set in time. A DeadlineError that is also what torch's own stores raise."""
 
 
 def open_store(group: Group, timeout: timedelta, *, owns_run: bool = False) -> CoveyStore:
-    """Return a new store that all ranks of the group share; all of them call this.
+    """Return a new store that all ranks of the group share; every rank calls this.
 
-    Who `owns_run` leaves it when the process group that uses the store is destroyed.
+    With `owns_run`, this process leaves the run when the process group that uses the store is destroyed.
     """
     store = CoveyStore(group, open_group_store(group, timeout.total_seconds()), owns_run=owns_run)
     store.set_timeout(timeout)
@@ -39,9 +39,9 @@ def open_store(group: Group, timeout: timedelta, *, owns_run: bool = False) -> C
 
 
 class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by the type checker
-    """Entries of a run. Any thread may use it; Ctrl-C and the loss of rank 0 end what waits.
+    """A key-value store of a run. Any thread may use it; Ctrl-C and the loss of rank 0 end a waiting call.
 
-    What C++ calls comes in by other names than what Python calls, hence the pairs at the end.
+    C++ calls some methods by other names than Python does: see the pairs at the end.
     """
 
     def __init__(self, group: Group, client: StoreClient, *, owns_run: bool) -> None:
@@ -51,7 +51,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
         self._worlds = 0
 
     def new_nonce(self) -> str:
-        """Return a name that is the same on all ranks, and another for each process group of all that uses this."""
+        """Return a name that is equal on all ranks, and new for each process group of all ranks that uses the store."""
         self._worlds += 1
         return f"{self._client.store_id:016x}.{self._worlds}"
 
@@ -76,15 +76,15 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
         self._ask(wire.Await(tuple(keys)), timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all of these entries are there."""
+        """Tell whether all of these entries exist."""
         return bool(self._ask(wire.Check(tuple(keys))).number)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 if it is not there; return the sum."""
+        """Add to a number, which is 0 at first; return the sum."""
         return self._ask(wire.Add(key, amount)).number
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set an entry if it is as expected, or if it is not there and "" is expected; return what it is now."""
+        """Set an entry if it has the expected value, or does not exist and "" is expected; return its value."""
         return self._ask(wire.Swap(key, _bytes(expected), _bytes(desired))).values[0]
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -92,7 +92,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
         self._ask(wire.Append(key, _bytes(value)))
 
     def delete_key(self, key: str) -> bool:
-        """Remove an entry; return whether it was there."""
+        """Remove an entry; return whether it existed."""
         return bool(self._ask(wire.Delete(key)).number)
 
     def num_keys(self) -> int:
@@ -108,7 +108,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
         self._ask(wire.Push(key, _bytes(value)))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue; wait for one, unless told not to."""
+        """Remove and return the first value of a queue; wait for one if `block`."""
         values = self._ask(wire.Pop(key, block)).values
         if not values:
             raise dist.QueueEmptyError(f"the queue {key!r} is empty")
@@ -119,7 +119,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
         return self._ask(wire.Length(key)).number
 
     def has_extended_api(self) -> bool:
-        """There are append, multi_get and multi_set."""
+        """Return True: append, multi_get and multi_set exist."""
         return True
 
     def clone(self) -> CoveyStore:
@@ -138,7 +138,7 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
             keys = getattr(question, "keys", None) or (getattr(question, "key", ""),)
             shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
             raise StoreTimeoutError(
-                f"{what}({shown}): not there within {seconds:g} s; did every rank come here, or did one fail before?"
+                f"{what}({shown}): not set within {seconds:g} s; has every rank called this, or did one fail before?"
             ) from None
 
 

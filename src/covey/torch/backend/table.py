@@ -1,4 +1,4 @@
-"""Which operations take which dtypes, found out by trying all of them: `python -m covey.torch.backend.table`."""
+"""The table of supported operations and dtypes, made by trying all: `python -m covey.torch.backend.table`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ELEMENTS: Final = 3
 
 
 def table(device: str = "cpu") -> str:
-    """Return, in Markdown, what the default process group does with tensors of `device`. Every rank calls it.
+    """Return a Markdown table of what the default process group supports on `device`. Every rank calls it.
 
-    Operations that take the same dtypes share a row, and dtypes that the same operations take share a column.
+    Operations that support the same dtypes share a row, and dtypes that the same operations support share a column.
 
     Raises:
-        AssertionError: something was taken, and the result is wrong.
+        AssertionError: an operation returned a wrong result.
     """
     dtypes = _dtypes()
     taken = {name: tuple(_is_taken(name, attempt, dtype, device) for dtype in dtypes) for name, attempt in _attempts()}
@@ -41,13 +41,13 @@ def table(device: str = "cpu") -> str:
 
 
 def guide() -> str:
-    """Return what the guide shows: the table, and where tensors may be."""
+    """Return the text of the guide: the table, and the supported devices."""
     staged = ", ".join(f"`{kind}`" for kind in (*STREAMED, *BLOCKING))
     return f"{table()}\n\nOn every device alike: `cpu` tensors are used in place, {staged} go through host memory."
 
 
 def _attempts() -> list[tuple[str, Callable[[torch.dtype, str], tuple[Numbers, Numbers]]]]:
-    """Return all operations by name; each returns what it should give on this rank, and what it gives."""
+    """Return all operations by name; each returns the expected result on this rank, and the actual one."""
     reducing = {
         "all_reduce": _all_reduce,
         "reduce": _reduce,
@@ -76,7 +76,7 @@ def _dtypes() -> list[torch.dtype]:
         found, key=lambda dtype: (dtype.is_complex, dtype.is_floating_point, dtype.itemsize, str(dtype))
     ):
         try:
-            if not dtype.is_complex or dtype.itemsize > 4:  # torch warns that half a complex is experimental
+            if not dtype.is_complex or dtype.itemsize > 4:  # torch warns that complex32 is experimental
                 torch.ones(1).to(dtype)
                 usable.append(dtype)
         except (RuntimeError, NotImplementedError):
@@ -87,7 +87,7 @@ def _dtypes() -> list[torch.dtype]:
 def _is_taken(
     name: str, attempt: Callable[[torch.dtype, str], tuple[Numbers, Numbers]], dtype: torch.dtype, device: str
 ) -> bool:
-    """Tell whether the operation takes the dtype; who refuses it does so before anything is sent."""
+    """Tell whether the operation supports the dtype; if not, it raises before anything is sent."""
     try:
         expected, got = attempt(dtype, device)
     except (TypeError, ValueError, RuntimeError, ConfigError) as error:
@@ -102,17 +102,17 @@ def _is_taken(
 
 
 def _numbers(rank: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """Return what `rank` brings: ones and fours, which every dtype can hold, also the float8 without a mantissa."""
-    numbers = torch.tensor([4 if (place + rank + salt) % 2 else 1 for place in range(ELEMENTS)])
+    """Return the input of `rank`: ones and fours, which every dtype can hold, also float8 without a mantissa."""
+    numbers = torch.tensor([4 if (index + rank + salt) % 2 else 1 for index in range(ELEMENTS)])
     return numbers * (1 + 1j) if dtype.is_complex else numbers
 
 
-def _brought(dtype: torch.dtype, device: str, salt: int = 0) -> torch.Tensor:
+def _input(dtype: torch.dtype, device: str, salt: int = 0) -> torch.Tensor:
     return _numbers(dist.get_rank(), dtype, salt).to(dtype).to(device)
 
 
 def _combined(op: str, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """Return what the numbers of all ranks come to."""
+    """Return the combination of the inputs of all ranks."""
     rows = [_numbers(rank, dtype, salt) for rank in range(dist.get_world_size())]
     combine: dict[str, Callable[[Any, Any], Any]] = {
         "PRODUCT": torch.mul,
@@ -132,13 +132,13 @@ def _operation(op: str) -> Any:
 
 
 def _all_reduce(op: str, dtype: torch.dtype, device: str) -> tuple[Numbers, Numbers]:
-    x = _brought(dtype, device)
+    x = _input(dtype, device)
     dist.all_reduce(x, _operation(op))
     return [_combined(op, dtype)], [x]
 
 
 def _reduce(op: str, dtype: torch.dtype, device: str) -> tuple[Numbers, Numbers]:
-    x = _brought(dtype, device)
+    x = _input(dtype, device)
     dist.reduce(x, 0, _operation(op))
     return ([_combined(op, dtype)], [x]) if dist.get_rank() == 0 else ([], [])
 
@@ -156,26 +156,26 @@ def _reduce_scatter_single(op: str, dtype: torch.dtype, device: str) -> tuple[Nu
 
 
 def _broadcast(dtype: torch.dtype, device: str) -> tuple[Numbers, Numbers]:
-    x = _brought(dtype, device)
+    x = _input(dtype, device)
     dist.broadcast(x, 0)
     return [_numbers(0, dtype)], [x]
 
 
 def _all_gather(dtype: torch.dtype, device: str) -> tuple[Numbers, Numbers]:
     outs = _rooms(dtype, device)
-    dist.all_gather(outs, _brought(dtype, device))
+    dist.all_gather(outs, _input(dtype, device))
     return [_numbers(rank, dtype) for rank in range(dist.get_world_size())], outs
 
 
 def _all_gather_single(dtype: torch.dtype, device: str) -> tuple[Numbers, Numbers]:
     out = torch.cat(_rooms(dtype, device))
-    dist.all_gather_single(out, _brought(dtype, device))
+    dist.all_gather_single(out, _input(dtype, device))
     return [torch.cat([_numbers(rank, dtype) for rank in range(dist.get_world_size())])], [out]
 
 
 def _gather(dtype: torch.dtype, device: str) -> tuple[Numbers, Numbers]:
     outs = _rooms(dtype, device) if dist.get_rank() == 0 else None
-    dist.gather(_brought(dtype, device), outs)
+    dist.gather(_input(dtype, device), outs)
     return [_numbers(rank, dtype) for rank in range(len(outs or []))], outs or []
 
 
@@ -200,7 +200,7 @@ def _all_to_all_single(dtype: torch.dtype, device: str) -> tuple[Numbers, Number
 def _send(dtype: torch.dtype, device: str) -> tuple[Numbers, Numbers]:
     rank, size = dist.get_rank(), dist.get_world_size()
     out = torch.zeros(ELEMENTS, dtype=dtype, device=device)
-    sending = dist.isend(_brought(dtype, device), (rank + 1) % size)
+    sending = dist.isend(_input(dtype, device), (rank + 1) % size)
     dist.recv(out, (rank - 1) % size)
     sending.wait()
     return [_numbers((rank - 1) % size, dtype)], [out]
@@ -208,17 +208,17 @@ def _send(dtype: torch.dtype, device: str) -> tuple[Numbers, Numbers]:
 
 def _sparse(dtype: torch.dtype, device: str) -> tuple[Numbers, Numbers]:
     if dtype.is_complex:
-        raise TypeError("torch gives every backend a copy of it, so that the sum is lost")
+        raise TypeError("torch gives every backend a copy of a complex sparse tensor, so that the sum is lost")
     x = torch.sparse_coo_tensor(
-        torch.arange(ELEMENTS, device=device)[None], _brought(dtype, device), check_invariants=True
+        torch.arange(ELEMENTS, device=device)[None], _input(dtype, device), check_invariants=True
     )
     dist.all_reduce(x)
     return [_combined("SUM", dtype)], [x.to_dense()]
 
 
 def _shares(dtype: torch.dtype, device: str) -> Numbers:
-    """Return what this rank has for each of them."""
-    return [_brought(dtype, device, rank) for rank in range(dist.get_world_size())]
+    """Return the input of this rank for each rank."""
+    return [_input(dtype, device, rank) for rank in range(dist.get_world_size())]
 
 
 def _rooms(dtype: torch.dtype, device: str) -> Numbers:
@@ -226,7 +226,7 @@ def _rooms(dtype: torch.dtype, device: str) -> Numbers:
 
 
 def _alike(things: Iterable[Any], key: Callable[[Any], Hashable]) -> list[list[Any]]:
-    """Return the things in lists of those with the same key, in order."""
+    """Return the things in lists by equal key, in order."""
     found: dict[Hashable, list[Any]] = {}
     for thing in things:
         found.setdefault(key(thing), []).append(thing)
@@ -234,7 +234,7 @@ def _alike(things: Iterable[Any], key: Callable[[Any], Hashable]) -> list[list[A
 
 
 def _names(operations: list[str]) -> str:
-    """Return the names of operations: those that move, and those that reduce with what they reduce by."""
+    """Return the names of operations for a row; reductions with their operators."""
     by_op = _alike((name.partition(" ") for name in operations), lambda parts: parts[2])
     names = [(", ".join(name for name, _, _ in same), same[0][2]) for same in by_op]
     rows = _alike(names, lambda row: (row[0], bool(row[1])))

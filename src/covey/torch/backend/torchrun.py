@@ -1,4 +1,4 @@
-"""`torchrun --rdzv-backend covey --rdzv-id RUN`: its agents are a run of the cluster, and find each other as such."""
+"""`torchrun --rdzv-backend covey --rdzv-id RUN`: the agents join a run of the cluster to find each other."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from covey.runtime.group.group import Group
 
 _SETTINGS: Final = {"cluster": "COVEY_CLUSTER", "seeds": "COVEY_SEEDS", "interfaces": "COVEY_INTERFACES"}
-"""What --rdzv-conf may say, and by which variable workers hear of it, too."""
+"""The settings of --rdzv-conf, and the variables that pass them on to the workers."""
 CLOSED: Final = "one of the agents has closed the run"
 LOOK_SECONDS: Final = 0.1
-"""How often an agent that waits for the others looks whether one of them has ended it all."""
+"""How often a waiting agent checks whether another agent has closed the run."""
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what makes a handler of torchrun's parameters."""
+    """Return the function that makes a handler from torchrun's parameters."""
     return Agent
 
 
 class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed by the type checker
-    """This host's agent among those of a run. Each rendezvous is a generation: agents may be lost, and come.
+    """This host's agent in a run of agents. Each rendezvous is a generation of the run: agents may leave and join.
 
-    Workers meet on covey, too: they are told by a variable that env:// is covey's.
+    The workers use covey, too: a variable tells them that covey handles env://.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -67,16 +67,18 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         if parameters.endpoint:
             told["seeds"] = ",".join(filter(None, (told.get("seeds"), parameters.endpoint)))
         os.environ |= {_SETTINGS[name]: str(value) for name, value in told.items()}
-        os.environ.setdefault("COVEY_RUN_PROGRAM", "torchrun")  # however it was called: `python -m` names it otherwise
+        os.environ.setdefault(
+            "COVEY_RUN_PROGRAM", "torchrun"
+        )  # the same name for `torchrun` and `python -m torch.distributed.run`
         self._groups: Iterator[Group] | None = None
         if self._most > 1:
             limits = {"min_size": parameters.min_nodes, "max_size": self._most}
             self._groups = generations(self._run, **limits, timeout=self._timeout)
         self._group: Group | None = None
         self._round: Engine | None = None
-        """A group beside that of the agents, which ends when one of them is lost or begins the next round."""
+        """A second group of the agents, which ends when one of them is lost or starts the next round."""
         self._all: Engine | None = None
-        """Another, which one of them ends to close it all."""
+        """A third group of the agents, which an agent ends to close the run for all."""
         self._is_closed = False
 
     def get_backend(self) -> str:
@@ -90,7 +92,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the agents of the next round; those who work are told that it begins."""
+        """Tell the other agents that the next round begins, and wait for the agents of that round."""
         if self.is_closed():
             raise RendezvousClosedError(f"{self._run}: {CLOSED}")
         if self._round is not None:
@@ -99,7 +101,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
             try:
                 return self._meet(self._next_group())
             except PeerLostError:
-                continue  # the first agent was lost before the others had its words: there are fewer now
+                continue  # the first agent was lost before the others had its data; try again without it
             except DeadlineError as error:
                 raise RendezvousTimeoutError(str(error)) from error
             except (ClosedError, StopIteration) as error:
@@ -111,7 +113,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
             from covey.runtime.joining.bootstrap import join_at
 
             return join_at(Place(rank=0, size=1, name=self._run))
-        with self._watching_for_the_end():
+        with self._ending_when_closed():
             self._group = next(self._groups)
         if self.is_closed():
             raise ClosedError(CLOSED)
@@ -131,7 +133,7 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         return RendezvousInfo(dist.PrefixStore("torchrun", store), group.rank, group.size, master)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many agents are a reason for another round: those who wait outside, or one in the next already."""
+        """Return the number of agents that wait for another round: newcomers, or a member that has started it."""
         if self._group is None or self._round is None or self.is_closed():
             return 0
         node = node_of(self._group)
@@ -139,46 +141,46 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         return waiting or int(self._round.is_over)
 
     def is_closed(self) -> bool:
-        """Tell whether one of the agents has closed it for all."""
+        """Tell whether an agent has closed the run for all."""
         if not self._is_closed and self._all is not None:
             self._is_closed = str(self._all.failure.message_error()) == CLOSED
         return self._is_closed
 
     def set_closed(self) -> None:
-        """Close it for all agents, those too that are waiting in the next round."""
+        """Close the run for all agents, including those that wait for the next round."""
         if self._all is not None and not self._is_closed:
             self._all.failure.declare(Fault("ClosedError", CLOSED))
         self._is_closed = True
 
     def shutdown(self) -> bool:
-        """Close it for all agents, and leave."""
+        """Close the run for all agents, and leave it."""
         self.set_closed()
         if self._groups is not None:
-            self._groups.close()  # type: ignore[attr-defined]  # a generator; it closes its group
+            self._groups.close()  # type: ignore[attr-defined]  # it is a generator, which closes its group
         return True
 
     @contextlib.contextmanager
-    def _watching_for_the_end(self) -> Iterator[None]:
-        """End the group of the last round if an agent closes it all while this one waits for the next."""
+    def _ending_when_closed(self) -> Iterator[None]:
+        """End the group of the last round if an agent closes the run while this one waits for the next round."""
         met, group = threading.Event(), self._group
 
-        def watch() -> None:
+        def check() -> None:
             while not met.wait(LOOK_SECONDS):
                 if group is not None and self.is_closed():
                     engine_of(group).failure.end_here(Fault("ClosedError", CLOSED))
                     return
 
-        watcher = threading.Thread(target=watch, name="covey-torchrun", daemon=True)
-        watcher.start()
+        checker = threading.Thread(target=check, name="covey-torchrun", daemon=True)
+        checker.start()
         try:
             yield
         finally:
             met.set()
-            watcher.join()
+            checker.join()
 
 
 def _side_group(group: Group, purpose: str) -> Engine | None:
-    """Return a group of the same agents that ends with the first thing that happens to one of them."""
+    """Return a second group of the same agents, which ends with the first loss of an agent."""
     top = engine_of(group)
     if top.node is None:
         return None

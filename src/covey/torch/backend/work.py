@@ -1,4 +1,4 @@
-"""torch's handle of started operations, around covey's, and the threads that tell those who wait for its future."""
+"""torch's handle of started operations, around covey's, and the threads that run the callbacks of its future."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from covey.runtime.work import Work
 
 IDLE_SECONDS: Final = 10.0
-"""How long a thread without work stays."""
+"""How long an idle thread stays."""
 CLOSE_SECONDS: Final = 5.0
-"""How long callbacks that are running may take when a group is closed."""
+"""How long closing a group waits for running callbacks."""
 
 
 class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by the type checker
-    """The operations of one call, in issue order, and the tensors that they fill. Without any, it is done."""
+    """The operations of one call, in issue order, and the tensors that they fill. Without operations it is done."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
         contributors: list[int] | None = None,
         source: int = -1,
     ) -> None:
-        """`contributors` are ranks that what is done already was made from; `source` sent what was received."""
+        """`contributors` of operations that are done already; `source` is the rank that sent a received message."""
         super().__init__()
         self._works, self._tensors, self._notices = works, tensors, notices
         self._contributors, self._source = contributors or [], source
@@ -43,28 +43,28 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
 
     @property
     def contributors(self) -> list[int]:
-        """The ranks of the group whose input is in the result; once a collective is done.
+        """The ranks of the group whose input is in the result of a finished collective.
 
-        With `on_loss="continue"`, ranks that were lost are not among them.
+        With `on_loss="continue"`, lost ranks are not among them.
         """
         return [rank for rank in self._contributors if all(rank in work.contributors for work in self._works)]
 
     def is_completed(self) -> bool:
-        """Tell whether it ended, well or not."""
+        """Tell whether the operations have ended, with or without an error."""
         return all(work.done() for work in self._works)
 
     def is_success(self) -> bool:
-        """Tell whether it ended well."""
+        """Tell whether the operations have ended without an error."""
         return self.is_completed() and self._error() is None
 
     def exception(self) -> BaseException | None:
-        """Return what ended it, if it has ended and something did."""
+        """Return the error, if the operations have ended with one."""
         return self._error() if self.is_completed() else None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return once it ended well; raise what ended it. A timeout of 0 is none.
+        """Wait for the operations, and raise the error that ended one. A timeout of 0 means none.
 
-        Tensors on a device may still be on their way there: the caller's stream waits for them, not the caller.
+        Copies to a device may still run afterwards: the caller's stream waits for them, not the caller.
         """
         seconds = timeout.total_seconds()
         until = time.monotonic() + seconds if seconds > 0 else None
@@ -74,16 +74,16 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
         return True
 
     def synchronize(self) -> None:
-        """Return once it ended well; raise what ended it."""
+        """Wait for the operations, and raise the error that ended one."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors, once they are filled."""
+        """Wait for the operations, and return the tensors."""
         self.wait()
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return who sent what a receive got."""
+        """Return the rank that sent a received message."""
         return int(self._works[0].wait()) if self._works else self._source
 
     def _source_rank(self) -> int:
@@ -92,8 +92,8 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the tensors.
 
-        C++ reads an exception that was set from Python as a value, and crashes; one that a callback raised it
-        understands. So the future that is given out is that of a callback.
+        C++ takes an exception that was set from Python for a value, and crashes; it handles one that a callback
+        raised. So this is the future of a callback.
         """
         if self._future is None:
             raw: torch.futures.Future[Any] = torch.futures.Future()
@@ -107,7 +107,7 @@ class TorchWork(dist.Work):  # type: ignore[misc]  # torch is not followed by th
     def _outcome(self) -> list[torch.Tensor] | BaseException:
         error = self._error()
         if error is None:
-            settle(self._tensors)  # whoever is called back may be on any stream
+            settle(self._tensors)  # the callback may run on any stream
         return error or self._tensors
 
     def _error(self) -> BaseException | None:
@@ -122,10 +122,10 @@ def _unwrapped(ended: torch.futures.Future[Any]) -> list[torch.Tensor]:
 
 
 class Notices:
-    """Calls those who wait for futures, each on a thread that nobody else needs.
+    """Runs the callbacks of futures, each on a free thread.
 
-    A callback may wait for other operations, and so for their callbacks: there must always be another thread. All of
-    them have ended before the interpreter does, which otherwise aborts in the middle of one.
+    A callback may wait for other operations, and so for their callbacks: there must always be another thread. All
+    threads end before the interpreter does, which would abort in the middle of a callback.
     """
 
     def __init__(self) -> None:
@@ -137,8 +137,10 @@ class Notices:
         self._process = os.getpid()
 
     def call(self, notice: Callable[[], None]) -> None:
-        """Call `notice`, soon, on a thread that is free; here, once the threads have ended, and in a fork."""
-        if self._process != os.getpid():  # the threads are not here, and one of them may have held the lock
+        """Call `notice` on a free thread; on this thread once the notices are closed, and in a forked child."""
+        if (
+            self._process != os.getpid()
+        ):  # a forked child has none of the threads, and one of them may have held the lock
             notice()
             return
         with self._changed:
@@ -165,10 +167,10 @@ class Notices:
                     return
                 notice = self._waiting.pop(0)
             notice()
-            del notice  # it may hold large tensors; do not keep them while waiting for the next
+            del notice  # release large tensors before waiting for the next
 
     def close(self) -> None:
-        """Let all that wait be called, and the threads end. Closing twice is fine."""
+        """Run the pending callbacks, and end the threads. A second call does nothing."""
         if self._process != os.getpid():
             return
         deadline = time.monotonic() + CLOSE_SECONDS

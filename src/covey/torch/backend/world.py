@@ -1,4 +1,4 @@
-"""All ranks of `init_process_group`: one run of covey, which the groups that torch makes of them share."""
+"""The world of `init_process_group`: one run of covey, shared by the process groups that torch makes of its ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class World:
-    """A run of covey, or a part of one, that process groups are in."""
+    """A run of covey, or some ranks of one, in which process groups are made."""
 
     def __init__(self, top: Group, nonce: str, *, owns_run: bool, ranks: Sequence[int] | None = None) -> None:
-        """`nonce` is the same on all ranks, and new for each world. Who `owns_run` leaves it at the end.
+        """`nonce` is equal on all ranks, and new for each world. A world that `owns_run` leaves it at the end.
 
-        `ranks` are those of the run that the world's ranks are, in their order; all of them if not given.
+        `ranks` are the ranks of the run that are in the world, in its order; by default all.
         """
         self._top, self._nonce, self._owns_run = top, nonce, owns_run
         self._ranks = range(top.size) if ranks is None else ranks
@@ -47,15 +47,15 @@ class World:
             contextlib.nullcontext(top) if ranks is None else self.group("devices", list(range(len(ranks)))) as members
         ):
             self.has_devices = bool(members.all_reduce(int(devices.any_here()), op="max"))
-            """Whether tensors of some rank may be on a device; all ranks know the same."""
+            """Whether tensors of some rank may be on a device. Equal on all ranks."""
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was made here yet."""
+        """Whether no process group was made here yet."""
         return not self._closers
 
     def group(self, name: str, ranks: list[int]) -> TensorGroup:
-        """Return a group of these ranks of the world; each of them makes it, as often and by the same name."""
+        """Return a group of some ranks of the world; each of them makes it, equally often and with the same name."""
         parent = engine_of(self._top)
         self._made[name, *ranks] += 1
         words = f"torch/{self._nonce}/{name}/{ranks}/{self._made[name, *ranks]}"
@@ -63,16 +63,16 @@ class World:
         return TensorGroup(parent.subgroup(words, members, name), local_rank=self._top.local_rank)
 
     def on_close(self, closer: Callable[[], None]) -> None:
-        """Call `closer` before the run is left, unless it is forgotten before."""
+        """Call `closer` before the run is left, unless `forget` is called before."""
         self._closers.append(closer)
 
     def forget(self, closer: Callable[[], None]) -> None:
-        """What `closer` closes is closed."""
+        """Do not call `closer` any more."""
         with contextlib.suppress(ValueError):
             self._closers.remove(closer)
 
     def close(self) -> None:
-        """Close what was made here, newest first, and leave the run. Closing twice is fine."""
+        """Close the groups made here, newest first, and leave the run. A second call does nothing."""
         atexit.unregister(self.close)
         closers, self._closers = self._closers, []
         for closer in reversed(closers):
@@ -83,15 +83,15 @@ class World:
 
 _lock = threading.Lock()
 _world: World | None = None
-"""That of torch's default group, if it is covey's; groups of some of its ranks are in the same run."""
+"""The world of torch's default group, if its backend is covey; subgroups share it."""
 _worlds: Counter[tuple[int, ...]] = Counter()
-"""How many there have been of the same ranks, none for all: stores outlive them, and remember what they said."""
+"""The number of worlds made of the same ranks, () for all ranks. Stores outlive worlds, so keys must differ."""
 
 
 def world_of(store: Any, rank: int, size: int, timeout: float, ranks: list[int]) -> World:
-    """Return the world of a process group; `ranks` are those of the default group, none for that group itself.
+    """Return the world of a process group; `ranks` are ranks of the default group, empty for that group itself.
 
-    Where the default group is another backend's, each group of covey's is a world of its own.
+    If the default group has another backend, each covey group has its own world.
     """
     global _world
     with _lock:
@@ -99,14 +99,14 @@ def world_of(store: Any, rank: int, size: int, timeout: float, ranks: list[int])
             return _world
         _worlds[tuple(ranks)] += 1
         world = _meet(store, f"covey/{_worlds[tuple(ranks)]}/", rank, size, timeout, ranks)
-        atexit.register(world.close)  # before the group of all ranks, which registered first, is closed
+        atexit.register(world.close)  # runs before the close of the run's group, which was registered first
         if not ranks:
             _world = world
         return world
 
 
 def close_world(world: World) -> None:
-    """Close the groups of a world, and leave the run: its first group is destroyed, or the program ends."""
+    """Close the groups of a world, and leave the run. For when its first group is destroyed, or the program ends."""
     global _world
     with _lock:
         _world = None if world is _world else _world
@@ -114,7 +114,7 @@ def close_world(world: World) -> None:
 
 
 def _meet(store: Any, prefix: str, rank: int, size: int, timeout: float, ranks: list[int]) -> World:
-    """Use the run that the store is of; or the one that covey's launcher says; or meet through torch's store."""
+    """Return a world in the run of the store, else in that of covey's launcher, else meet through torch's store."""
     if isinstance(ours := _innermost(store), CoveyStore) and not ranks:
         _check_place(ours.group, rank, size)
         return World(ours.group, ours.new_nonce(), owns_run=ours.owns_run)
@@ -144,26 +144,26 @@ def _meet(store: Any, prefix: str, rank: int, size: int, timeout: float, ranks: 
 def _check_place(top: Group, rank: int, size: int) -> None:
     if (top.rank, top.size) != (rank, size):
         raise ConfigError(
-            f"covey gave this process rank {top.rank} of {top.size}, and init_process_group was told rank {rank} "
+            f"covey gave this process rank {top.rank} of {top.size}, but init_process_group was given rank {rank} "
             f"of {size}; leave rank= and world_size= out"
         )
 
 
 def _innermost(store: Any) -> Any:
-    """Return the store that others only put a prefix on."""
+    """Return the store inside PrefixStores."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
 def _master(store: Any, rank: int, size: int) -> str:
-    """Return the address of rank 0's host: torchrun says it, or it is where torch's store is."""
+    """Return the address of rank 0's host: that of torchrun, or that of torch's store."""
     place = find_place(os.environ)
     if place.master is not None and (place.rank, place.size) == (rank, size):
         return place.master[0]
     if host := getattr(_innermost(store), "host", ""):
         return str(host)
     raise ConfigError(
-        "the ranks are on several hosts, and nothing says where rank 0 is: start them with torchrun, or set "
+        "the ranks are on several hosts, and the address of rank 0 is not known: start them with torchrun, or set "
         "MASTER_ADDR and MASTER_PORT, or use init_method='tcp://HOST:PORT' with the address of rank 0's host"
     )

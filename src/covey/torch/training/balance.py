@@ -1,4 +1,4 @@
-"""Shares of a batch by the speed of those who work on it."""
+"""Divide a batch among ranks by their speed."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NEW_SHARE: Final = 0.3
-"""How much the newest measurement counts: after seven steps nine tenths of the speed are newer than a change."""
+"""The weight of the newest measurement: seven steps after a change, nine tenths of the average reflect it."""
 _LEVELS: Final = 1 << 20
-"""Speeds are rounded to so many parts of the highest, so that shares follow in whole numbers, alike everywhere."""
+"""Speeds are rounded to this many parts of the highest, so that all ranks compute equal shares with integers."""
 
 
 class Pace:
-    """How many samples a second this rank works through, smoothed over the last steps."""
+    """The samples per second of this rank, smoothed over the last steps."""
 
     def __init__(self) -> None:
         self.speed = 0.0
         """0 before the first measurement."""
 
     def measure(self, samples: int, seconds: float) -> None:
-        """Count a step in; one without samples says nothing."""
+        """Add the measurement of a step; a step without samples does not count."""
         if samples and seconds > 0:
             speed = samples / seconds
             self.speed = speed if not self.speed else NEW_SHARE * speed + (1 - NEW_SHARE) * self.speed
 
 
 def even(batch: int, count: int) -> list[int]:
-    """Return shares that differ by one sample at most."""
-    return [batch * (place + 1) // count - batch * place // count for place in range(count)]
+    """Return `count` shares of a batch that differ by at most one sample."""
+    return [batch * (i + 1) // count - batch * i // count for i in range(count)]
 
 
 def by_speed(batch: int, speeds: Sequence[float]) -> list[int]:
-    """Return shares in proportion to speeds, which add up to `batch`; everyone gets a sample if there are enough.
+    """Return shares in proportion to speeds that add up to `batch`; each is at least 1 if there are enough samples.
 
-    Whose speed is not known, or is no number above 0, counts as the average of the others.
+    An unknown speed, one that is not a number above 0, counts as the average of the others.
     """
     weights = _whole(speeds)
     if batch < len(weights):
         first = sorted(range(len(weights)), key=lambda place: -weights[place])[:batch]
         return [int(place in first) for place in range(len(weights))]
     shares = [1] * len(weights)
-    # Who would get less than one sample gets one; that leaves less for the others, so look again.
+    # A share below one sample becomes one. That leaves less for the others, so check them again.
     rest, sharing = batch, set(range(len(weights)))
     while slow := {place for place in sharing if weights[place] * rest < sum(weights[other] for other in sharing)}:
         sharing -= slow

@@ -1,18 +1,19 @@
-"""Checkpoints that are there whole or not at all: torch.distributed.checkpoint, made atomic.
+"""Checkpoints that are written atomically, on top of torch.distributed.checkpoint.
 
     FOLDER/step-0000000200/
-        manifest.json        step, size of every file and its BLAKE2b; its own too
-        structure.pickle     all that is not a tensor, and where the tensors go
+        manifest.json        step, size and BLAKE2b of every file, and its own BLAKE2b
+        structure.pickle     everything but the tensors, and where these go
         .metadata, __0_0.distcp ...   the tensors, as torch.distributed.checkpoint writes them
 
-A checkpoint is written under a name that begins with a dot, brought to the disk, and renamed. Its structure is a
-pickle: load only what you trust.
+A checkpoint is written under a name that starts with a dot, synced to disk, and then renamed. Its structure is a
+pickle: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -33,7 +34,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from covey.base.errors import ConfigError, CoveyError, DeadlineError, Remedy
-from covey.torch.training.structure import holder_of, parameters_by_state, put_together, slots, state_of, take_apart
+from covey.torch.training.structure import (
+    TensorKey,
+    holder_of,
+    parameters_by_state,
+    put_together,
+    state_of,
+    take_apart,
+    tensor_keys,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,14 +50,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 APART_SECONDS = 300.0
-"""How long a save in the background waits for the other ranks."""
+"""How long an asynchronous save waits for the other ranks."""
 MANIFEST, STRUCTURE = "manifest.json", "structure.pickle"
 NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
-"""A step, and the how manieth checkpoint of that step it is; the highest counts."""
+"""A step, and the version of its checkpoint; the highest version is the current one."""
+
+
+EARLIER_TENSOR_KEYS = {("covey.torch.structure", "Slot"), ("covey.torch.training.structure", "Slot")}
 
 
 class CheckpointError(CoveyError):
-    """A checkpoint could not be written, or is not what was written; `files` are the damaged ones."""
+    """A checkpoint could not be written, or its files are damaged; `files` names the damaged ones."""
 
     remedy = Remedy.STOP
 
@@ -58,21 +70,21 @@ class CheckpointError(CoveyError):
 
 
 class Saving:
-    """A save that may still be going on."""
+    """A save that may still be running."""
 
     def __init__(self, future: Future[Path]) -> None:
         self._future, self._asked = future, False
 
     def done(self) -> bool:
-        """Return whether the save is over, well or badly."""
+        """Return whether the save has finished or failed."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> Path:
         """Return the folder of the checkpoint once it is complete.
 
         Raises:
-            DeadlineError: not within `timeout` seconds; it goes on.
-            CheckpointError, OSError: it was not written.
+            DeadlineError: not complete within `timeout` seconds; the save continues.
+            CheckpointError, OSError: the checkpoint could not be written.
         """
         try:
             error = self._future.exception(timeout)
@@ -84,7 +96,7 @@ class Saving:
         return self._future.result()
 
     def settle(self) -> None:
-        """Wait until it is over; raise why it failed if nobody asked yet."""
+        """Wait until the save has ended; raise its error unless `wait` has raised it before."""
         if not (self._asked and self._future.done()):
             self.wait()
 
@@ -100,20 +112,20 @@ def save(
 ) -> Saving:
     """Save `state` as the checkpoint of `step` in `folder`, and remove all but the `keep` latest (None: keep all).
 
-    `state` holds modules, optimizers, samplers and whatever else has a `state_dict`, and tensors and plain values in
-    dicts, lists and tuples. All ranks of the group call this, with one folder that all of them see. Sharded tensors
-    (DTensors) are written by those who hold them; of all else one copy is written, so it must be the same on every
-    rank. Without a process group this process saves alone.
+    `state` holds modules, optimizers, samplers and other objects with a `state_dict`, and tensors and plain values in
+    dicts, lists and tuples. All ranks of the group call this, with a folder that they share. Each rank writes its
+    shards of sharded tensors (DTensors). Of everything else one copy is written, so it must be equal on all ranks.
+    Without a process group this process saves alone.
 
-    `async_` returns as soon as the state is copied to host memory; a thread writes it, over a group of its own, and
-    the process does not end before that. The next save waits for it, and raises its error if a rank did not ask for it.
+    With `async_`, return once the state is copied to host memory. A thread writes it, over a second group, and the
+    process does not exit before that. The next save waits for it, and raises its error if `wait` has not.
 
-    What fails on one rank is raised on all of them, and what was written until then is removed.
+    An error on one rank is raised on all ranks, and the files written so far are removed.
 
     Raises:
-        ConfigError: the state cannot be saved, or the ranks do not see the same folder.
-        CheckpointError, OSError: it could not be written. Earlier checkpoints are as they were.
-        PeerLostError: a rank was lost meanwhile. So they are then.
+        ConfigError: the state cannot be saved, or the ranks do not share the folder.
+        CheckpointError, OSError: the checkpoint could not be written. Earlier checkpoints are unchanged.
+        PeerLostError: a rank was lost meanwhile. Earlier checkpoints are unchanged.
     """
     ranks = _Ranks(process_group)
     frozen, tensors = b"", dict[str, Any]()
@@ -122,7 +134,7 @@ def save(
         nonlocal frozen, tensors
         _settle_last()
         if step < 0 or (keep is not None and keep < 1):
-            raise ConfigError(f"step={step}, keep={keep}: a step is 0 or more, and 1 or more are kept")
+            raise ConfigError(f"step={step}, keep={keep}: step must be at least 0, and keep at least 1")
         structure, tensors = take_apart({key: state_of(value) for key, value in state.items()})
         frozen = _pickled(structure)
         if async_:
@@ -156,13 +168,13 @@ def load(
 ) -> int:
     """Load the entries of `state` from the checkpoint of `step`, or the latest, and return its step.
 
-    What has a `load_state_dict` gets it called; other entries of `state` are replaced. Tensors are loaded in place
-    where their shape allows it, sharded as they are here: it does not matter how many ranks saved them. Optimizers
-    need not have made a step. Every file is checked first, each by one of the ranks.
+    For objects with `load_state_dict` that is called; other entries of `state` are replaced. Tensors are loaded in
+    place if their shape is the same, and sharded as they are here, whatever number of ranks saved them. Optimizers
+    need not have made a step. Every file is checked first, by one of the ranks.
 
     Raises:
         ConfigError: there is no such checkpoint, or it lacks an entry.
-        CheckpointError: files are damaged; says which.
+        CheckpointError: files are damaged; the message names them.
     """
     ranks, home = _Ranks(process_group), Path(folder)
     number, name = ranks.first(lambda: _find(home, step))
@@ -174,7 +186,7 @@ def load(
             f"{path} is damaged: {', '.join(f'{file} {what}' for file, what in wrong)}; other steps here: {others}",
             files=tuple(file for file, _ in wrong),
         )
-    structure: dict[str, Any] = pickle.loads((path / STRUCTURE).read_bytes())
+    structure: dict[str, Any] = _StructureUnpickler(io.BytesIO((path / STRUCTURE).read_bytes())).load()
     if missing := sorted(state.keys() - structure.keys()):
         raise ConfigError(f"{path} has no {', '.join(missing)}; it has {', '.join(sorted(structure))}")
     _, present = take_apart({key: state_of(value) for key, value in state.items()})
@@ -182,7 +194,7 @@ def load(
     reader = dcp.FileSystemReader(path)
     saved = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}
-    for key in slots({key: structure[key] for key in state}):
+    for key in tensor_keys({key: structure[key] for key in state}):
         size, dtype = saved[key].size, saved[key].properties.dtype
         owner = owners.get(key.rpartition(".")[0])
         if key in present and present[key].shape == size:
@@ -213,7 +225,7 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
 
 
 _last: Saving | None = None
-"""The asynchronous save that was begun last, until the next one has looked at it."""
+"""The last asynchronous save, until the next save has waited for it."""
 _apart: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """For each group that saved asynchronously, a second group of the same ranks."""
 
@@ -228,8 +240,16 @@ def _settle_last() -> None:
 def _pickled(structure: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps(structure)
-    except Exception as error:  # a reduction of somebody's own class may raise anything
+    except Exception as error:  # pickling a class of the program may raise anything
         raise ConfigError(f"{_unpicklable_in(structure)} of the state cannot be saved: {error}") from error
+
+
+class _StructureUnpickler(pickle.Unpickler):
+    """Reads structures, also those of earlier versions, in which `TensorKey` had other names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_old = (module, name) in EARLIER_TENSOR_KEYS
+        return TensorKey if is_old else super().find_class(module, name)
 
 
 def _unpicklable_in(structure: dict[str, Any]) -> str:
@@ -242,7 +262,7 @@ def _unpicklable_in(structure: dict[str, Any]) -> str:
 
 
 class _Ranks:
-    """Those who save or load together: the ranks of a process group, or this process alone."""
+    """The ranks that save or load together: those of a process group, or this process alone."""
 
     def __init__(self, group: Any) -> None:
         self._alone = not (dist.is_available() and dist.is_initialized())
@@ -251,7 +271,7 @@ class _Ranks:
         self.size = 1 if self._alone else dist.get_world_size(self._group)
 
     def each(self, action: Callable[[], T]) -> list[T]:
-        """Return what `action` returns on each rank; raise on all of them what it raises on one."""
+        """Return what `action` returns on each rank; if it raises on one, raise that error on all ranks."""
         outcome: tuple[T | None, Exception | None]
         try:
             outcome = action(), None
@@ -269,18 +289,18 @@ class _Ranks:
         return [value for value, _ in outcomes]  # type: ignore[misc]
 
     def first(self, action: Callable[[], T]) -> T:
-        """Return on every rank what `action` returns on the first, or raise what it raises there."""
+        """Return on every rank what `action` returns on the first rank, or raise what it raises there."""
         return self.each(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def apart(self) -> _Ranks:
-        """Return the same ranks with a group of their own, whose operations may mix with those of the caller."""
+        """Return the same ranks with a second group, whose operations may run beside those of the caller."""
         if self._alone:
             return self
         if self._group not in _apart:
-            backend = "gloo" if dist.get_backend(self._group) == "nccl" else None  # what is saved is in host memory
+            backend = "gloo" if dist.get_backend(self._group) == "nccl" else None  # the staged state is in host memory
             ranks = dist.get_process_group_ranks(self._group)
-            # torch names a group of all ranks by a number that all of them count alike. That of some is named by its
-            # ranks and how many groups this one is in: they may disagree, and then this timeout says so.
+            # torch names a group of all ranks by a counter that is equal on all of them. It names a group of some ranks
+            # by these and by a count that may differ between them; then the group is not made, and this timeout ends.
             is_whole = len(ranks) == dist.get_world_size()
             _apart[self._group] = dist.new_group(
                 None if is_whole else ranks,
@@ -292,9 +312,9 @@ class _Ranks:
 
     @contextlib.contextmanager
     def as_torch_wants(self, failure: str) -> Iterator[dict[str, Any]]:
-        """Give the arguments that say who takes part, and raise what torch raises as an Exception with its reasons."""
+        """Yield torch's arguments for these ranks; turn its error into a CheckpointError with the reasons of all."""
         with warnings.catch_warnings() if self._alone else contextlib.nullcontext():
-            if self._alone:  # torch would say so
+            if self._alone:  # torch would warn about that
                 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             try:
                 yield {"process_group": self._group, "no_dist": self._alone}
@@ -304,7 +324,7 @@ class _Ranks:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that other ranks can be told of: this one, or one with its words if it does not travel."""
+    """Return an error that can be sent to other ranks: `error`, or one with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -313,7 +333,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _write(structure: bytes, tensors: dict[str, Any], folder: Path, step: int, keep: int | None, ranks: _Ranks) -> Path:
-    """Write a checkpoint, and return its folder; if that fails on a rank, leave nothing of it."""
+    """Write a checkpoint, and return its folder; if that fails on a rank, remove what was written."""
     try:
         return _write_hidden(structure, tensors, folder, step, keep, ranks)
     except BaseException:
@@ -326,13 +346,13 @@ def _write(structure: bytes, tensors: dict[str, Any], folder: Path, step: int, k
 def _write_hidden(
     structure: bytes, tensors: dict[str, Any], folder: Path, step: int, keep: int | None, ranks: _Ranks
 ) -> Path:
-    """Write a checkpoint under a hidden name, bring it to the disk and rename it; return its folder."""
+    """Write a checkpoint under a hidden name, sync it to disk and rename it; return its folder."""
 
     def begin() -> str:
         if not folder.exists():
             folder.mkdir(parents=True)
             _sync(folder.parent)
-        for rest in folder.glob(".step-*"):  # of a save or a removal that was cut short
+        for rest in folder.glob(".step-*"):  # left by an interrupted save or removal
             shutil.rmtree(rest)
         version = max((v for s, v, _ in _names(folder) if s == step), default=-1) + 1
         name = f"step-{step:010d}" + (f".{version}" if version else "")
@@ -372,12 +392,12 @@ def _write_hidden(
 
 
 def _remove_old(folder: Path, step: int, keep: int | None) -> None:
-    """Remove replaced checkpoints and all but the `keep` highest steps; never that of `step`, just written."""
+    """Remove replaced checkpoints and all but the `keep` highest steps, but never the new one of `step`."""
     complete = _complete(folder)
     kept = {*(sorted(complete) if keep is None else sorted(complete)[-keep:]), step}
     for number, _, name in _names(folder):
         if number not in kept or complete.get(number, name) != name:
-            (folder / name).rename(folder / f".{name}.old")  # half removed must not look complete
+            (folder / name).rename(folder / f".{name}.old")  # a half removed checkpoint must not look complete
             shutil.rmtree(folder / f".{name}.old")
 
 
@@ -415,7 +435,7 @@ def _write_manifest(folder: Path, step: int, files: dict[str, tuple[int, str]]) 
 
 
 def _verify(folder: Path, rank: int, size: int) -> list[tuple[str, str]]:
-    """Return the damaged files among those that fall to this rank, each with what is wrong."""
+    """Return the damaged files among those that this rank checks, each with what is wrong."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         digest, files = manifest.pop("blake2b"), sorted(manifest["files"].items())
@@ -423,7 +443,7 @@ def _verify(folder: Path, rank: int, size: int) -> list[tuple[str, str]]:
     except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
-        return [(MANIFEST, "is not what was written")] if rank == 0 else []
+        return [(MANIFEST, "differs from what was written")] if rank == 0 else []
     wrong = []
     for name, saved in files[rank::size]:
         path = folder / name
@@ -432,12 +452,12 @@ def _verify(folder: Path, rank: int, size: int) -> list[tuple[str, str]]:
         elif path.stat().st_size != saved["bytes"]:
             wrong.append((name, f"has {path.stat().st_size} bytes instead of {saved['bytes']}"))
         elif _fingerprint(path)[1] != saved["blake2b"]:
-            wrong.append((name, "is not what was written"))
+            wrong.append((name, "differs from what was written"))
     return wrong
 
 
 def _fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Return size and digest of a file, and bring it to the disk if asked to."""
+    """Return size and digest of a file; with `sync`, sync it to disk first."""
     with path.open("rb") as file:
         if sync:
             os.fsync(file.fileno())
@@ -450,7 +470,7 @@ def _digest_of(manifest: dict[str, Any]) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

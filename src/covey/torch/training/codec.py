@@ -1,4 +1,4 @@
-"""Rows of floats in fewer bytes."""
+"""Rows of floats, packed into fewer bytes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 import torch
 
 BLOCK: Final = 256
-"""Elements that share one scale when they go as int8: 1.6 % on top of their bytes."""
+"""Elements that share one scale as int8. The scales add 1.6 % to the bytes."""
 
 
 def pack_int8(row: torch.Tensor) -> torch.Tensor:
-    """Return a row of floats as bytes: an int8 an element, then a float32 scale a block of `BLOCK` elements.
+    """Return a row of floats as bytes: an int8 per element, then a float32 scale per block of `BLOCK` elements.
 
-    A block with an element that is not finite unpacks to nothing finite, so that trouble shows.
+    A block with an element that is not finite unpacks to no finite element, so that the problem stays visible.
     """
     blocks = _blocks(row)
     scales = blocks.abs().amax(dim=1, keepdim=True).to(torch.float32) / 127

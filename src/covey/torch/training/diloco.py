@@ -1,4 +1,4 @@
-"""DiLoCo: many inner steps alone, then one outer step on the average of how far everyone went.
+"""DiLoCo: many inner steps on each rank alone, then one outer step with the mean of their changes.
 
 Douillard et al., "DiLoCo" (arXiv 2311.08105) and "Streaming DiLoCo" (arXiv 2501.18512).
 """
@@ -19,8 +19,8 @@ from covey.torch.training.local_sgd import (
     flat,
     parameters_of,
     parts,
-    strangers,
     trained_by,
+    unknown_parameters,
     which_train,
 )
 
@@ -29,33 +29,34 @@ if TYPE_CHECKING:
 
 
 class DiLoCo:
-    """Takes an outer step for the parameters of `model` after every `every` steps of `inner`.
+    """Takes an outer step with the parameters of `model` after each `every` steps of `inner`.
 
         diloco = DiLoCo(model, inner, every=32)
         ...
         inner.step()
         diloco.step()
 
-    The outer gradient is the mean over the ranks of where the parameters were after the last outer step minus where
-    they are now. `outer` is an optimizer of the same parameters, by default `SGD(lr=0.7, momentum=0.9,
-    nesterov=True)`. All ranks begin with rank 0's parameters, the frozen ones too.
+    The outer gradient is the mean over the ranks of the parameters after the last outer step minus the parameters now.
+    `outer` is an optimizer of the same parameters, by default `SGD(lr=0.7, momentum=0.9, nesterov=True)`. All ranks
+    start with rank 0's parameters, including the frozen ones.
 
-    `fragments`: the parameters are cut into so many parts of about equal size, and each has its outer step at its own
-    moment within the `every` steps, so that the network carries a little often rather than everything at once.
+    `fragments` is the number of parts of about equal size that the parameters are cut into. Each part has its outer
+    step at another time within the `every` steps, so that the network load is spread.
 
-    `overlap`: the inner steps go on while outer gradients travel. A fragment's outer step is taken when the next one
-    sets out (`every / fragments` steps later), and the inner steps made meanwhile are kept: they are put on top of it.
-    Call `finish()` after the last step.
+    With `overlap`, inner steps continue while an outer gradient is being averaged. A fragment's outer step is taken
+    when the next fragment is sent (`every / fragments` steps later), and the change of the inner steps made meanwhile
+    is added to its result. Call `finish()` after the last step.
 
-    `compress="int8"` sends one byte an element, rounded to a scale of its block; what rounding took away is added to
-    the next outer gradient. Every rank then sends its row to every other, which beats an all-reduce of float32 in
-    groups of up to seven.
+    `compress="int8"` sends one byte per element, rounded to a scale of its block; the rounding error is added to the
+    next outer gradient. Every rank sends its bytes to every other rank, which is less than an all-reduce of float32
+    sends in groups of up to seven ranks.
 
-    Between outer steps the parameters, and always the remainders of rounding, are each rank's own: to resume with the
-    same numbers each rank saves its model, optimizers and `state_dict()` for itself.
+    Parameters between outer steps, and rounding errors at any time, differ between ranks: to resume with the same
+    numbers, each rank saves its own model, optimizers and `state_dict()`.
 
     Raises:
-        ConfigError: the numbers make no sense, an optimizer has parameters that `model` has not, or one is sharded.
+        ConfigError: an argument is out of range, an optimizer has parameters that `model` does not have, or one is
+            sharded.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class DiLoCo:
         compress: Literal["int8"] | None = None,
     ) -> None:
         if compress not in (None, "int8"):
-            raise ConfigError(f"compress={compress!r}: outer gradients go as they are (None) or as 'int8'")
+            raise ConfigError(f"compress={compress!r}: outer gradients are sent as they are (None) or as 'int8'")
         self._parameters = trained_by(inner, model)
         self._model, self._inner, self._trains = model, inner, which_train(inner)
         names = list(self._parameters)
@@ -81,10 +82,10 @@ class DiLoCo:
                 "need 1 <= fragments <= every, and a parameter for each fragment"
             )
         self.outer = outer or torch.optim.SGD(self._parameters.values(), lr=0.7, momentum=0.9, nesterov=True)
-        """The outer optimizer: give it a schedule if you like."""
+        """The outer optimizer, for instance for a learning rate scheduler."""
         held = {id(parameter) for parameter in parameters_of(self.outer)}
         lacking = [name for name, parameter in self._parameters.items() if id(parameter) not in held]
-        others = strangers(parameters_of(self.outer), self._parameters.values())
+        others = unknown_parameters(parameters_of(self.outer), self._parameters.values())
         if lacking or others:
             raise ConfigError(
                 "the outer optimizer must have exactly the parameters that the inner one trains; "
@@ -118,11 +119,11 @@ class DiLoCo:
         return self._land()
 
     def finish(self) -> bool:
-        """Take the outer step whose gradient is still on its way, if there is one; return whether there was."""
+        """Take the pending outer step, if there is one; return whether there was."""
         return self._land()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a new DiLoCo needs to go on; waits for an outer gradient on its way, and keeps it there."""
+        """Return what a new DiLoCo needs to continue. Waits for a pending outer gradient, which stays pending."""
         flight = self._flying
         return {
             "steps": self._steps,
@@ -136,10 +137,10 @@ class DiLoCo:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of a DiLoCo of the same model and settings; the model's own state is loaded apart.
+        """Continue from a state of a DiLoCo with the same model and settings. The model's state is loaded separately.
 
         Raises:
-            ConfigError: it is of other parameters, or they are cut into other fragments.
+            ConfigError: the state has other parameters, or other fragments.
         """
         if state["fragments"] != self._fragments:
             count = sum(map(len, state["fragments"]))
@@ -147,7 +148,7 @@ class DiLoCo:
                 f"the state is of {count} parameters in {len(state['fragments'])} fragments, "
                 f"here are {len(self._parameters)} in {len(self._fragments)}; they must be the same"
             )
-        if self._flying is not None:  # it belongs to the past
+        if self._flying is not None:  # it belongs to the state that is replaced
             self._flying.mean()
             self._flying = None
         self._steps = state["steps"]
@@ -159,19 +160,19 @@ class DiLoCo:
             self._flying = _Flight(flying["fragment"], flying["left"].clone(), None, flying["mean"].clone())
 
     def _changes(self) -> str:
-        """Return in words which parameters are no longer trained, and which are now."""
+        """Return the names of parameters that are no longer trained, and of those that are now, in words."""
         held = [parameter for parameter in parameters_of(self._inner) if parameter.requires_grad]
         ids = {id(parameter) for parameter in held}
         trained = [name for name, parameter in self._model.named_parameters() if id(parameter) in ids]
         frozen = [name for name in self._parameters if name not in trained]
         added = [name for name in trained if name not in self._parameters]
-        if others := strangers(held, self._model.parameters()):
+        if others := unknown_parameters(held, self._model.parameters()):
             added.append(f"{others} that are not the model's")
         changes = {"frozen": frozen, "thawed or added": added}
         return ", and ".join(f"{', '.join(names)} was {what}" for what, names in changes.items() if names)
 
     def _due(self) -> int | None:
-        """Return the fragment whose turn it is after this step: the k-th of n at the (k + 1) / n of every period."""
+        """Return the fragment that is due after this step: number k of n at (k + 1) / n of every period."""
         count = len(self._fragments)
         for fragment in range(count):
             if (self._steps - (fragment + 1) * self._every // count) % self._every == 0:
@@ -179,7 +180,7 @@ class DiLoCo:
         return None
 
     def _launch(self, fragment: int) -> None:
-        """Send how far this rank went in `fragment` on its way to the others."""
+        """Start to average the change of the parameters in `fragment` over the ranks."""
         names = self._fragments[fragment]
         left = flat([self._parameters[name] for name in names])
         gone = flat([self._anchors[name] for name in names]) - left
@@ -195,7 +196,7 @@ class DiLoCo:
         self._flying = _Flight(fragment, left, work, rows, self._group)
 
     def _land(self) -> bool:
-        """Take the outer step of the fragment on its way, and put the inner steps made meanwhile on top of it."""
+        """Take the pending outer step, and add the change of the inner steps made meanwhile to its result."""
         flight, self._flying = self._flying, None
         if flight is None:
             return False
@@ -205,7 +206,9 @@ class DiLoCo:
             since = flat(parameters) - flight.left
             for name, gradient in zip(names, parts(flight.mean(), parameters), strict=True):
                 self._parameters[name].copy_(self._anchors[name])
-                self._anchors[name].copy_(gradient)  # lent to the outer step; it becomes the anchor again below
+                self._anchors[name].copy_(
+                    gradient
+                )  # holds the gradient during the outer step; it becomes the anchor again below
             self._outer_step(names)
             for name, extra in zip(names, parts(since, parameters), strict=True):
                 self._anchors[name].copy_(self._parameters[name])
@@ -213,7 +216,7 @@ class DiLoCo:
         return True
 
     def _outer_step(self, names: Sequence[str]) -> None:
-        """Let the outer optimizer see the gradients of these parameters only, and leave the inner gradients alone."""
+        """Step the outer optimizer with the gradients of these parameters only; inner gradients are put back."""
         kept = {name: parameter.grad for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
@@ -226,15 +229,15 @@ class DiLoCo:
 
 @dataclass(slots=True)
 class _Flight:
-    """An outer gradient on its way."""
+    """A pending outer gradient."""
 
     fragment: int
     left: torch.Tensor
-    """Where this rank's parameters were when it set out."""
+    """The parameters of this rank when it was sent."""
     work: Any
-    """What torch gave us to wait for; None once it has been waited for."""
+    """The work of the collective; None once it was waited for."""
     sent: torch.Tensor
-    """Becomes the sum of all ranks, or what each of them packed; and then the mean."""
+    """The sum of all ranks, or the packed row of each; after the wait, the mean."""
     group: Any = None
 
     def mean(self) -> torch.Tensor:
@@ -253,7 +256,7 @@ def _cuts(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
     cuts, start, left = [], 0, sum(sizes)
     for remaining in range(count, 0, -1):
         end, weight = start + 1, sizes[start]
-        # Take one more while that brings the run nearer to its share, and each later run keeps one.
+        # Extend the run while that brings it closer to its share and leaves one item for each later run.
         while len(sizes) - end >= remaining and (remaining == 1 or weight + sizes[end] / 2 <= left / remaining):
             weight += sizes[end]
             end += 1

@@ -1,4 +1,4 @@
-"""The elastic training loop in one object: who trains may change, what is trained on does not."""
+"""The elastic training loop in one object: ranks may come and go, and each sample is trained on once an epoch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from covey.base.errors import ConfigError, GroupChangedError
+from covey.runtime.group.internals import is_newcomer
 from covey.runtime.joining.generations import generations
 from covey.torch.training.balance import Pace, by_speed, even
 from covey.torch.training.handover import hand_over, share_buffers
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Elastic:
-    """Yields this rank's share of one global batch after the other, while ranks come and go.
+    """Yields this rank's share of one global batch after another, while ranks come and go.
 
         elastic = Elastic(model=model, optimizer=optimizer, sampler=ElasticSampler(len(data)), batch=256, epochs=3)
         for indices in elastic:
@@ -32,28 +33,29 @@ class Elastic:
             loss.backward()
             elastic.step()
 
-    `batch` is what all ranks together train on in a step, so the optimisation does not depend on how many they are;
-    `step()` makes every gradient the mean over all of it. The gradients of a rank that is lost in a step are not in the
-    result: its samples are given out again, so that each sample is trained on once an epoch. A share may be empty, near
-    the end of an epoch: that rank steps too, and its gradients are not looked at. A parameter without a gradient counts
-    as zero where another rank has one, and stays without where nobody has.
+    `batch` is the number of samples that all ranks together train on in a step, so the optimisation does not depend on
+    the number of ranks; `step()` makes every gradient the mean over the batch. If a rank is lost in a step, its
+    gradients are not in the result, and its samples are given out again, so that each sample is trained on once an
+    epoch. Near the end of an epoch a share may be empty: that rank calls `step()`, too, and its gradients are ignored.
+    A missing gradient counts as zero if another rank has one for the parameter, and stays missing if no rank has.
 
-    The ranks are those of `covey.generations(run, **options)`, which also tells what SIGTERM does. Newcomers, and a
-    process that the others went on without, get parameters, buffers, `optimizer`, `scheduler` (stepped after every
-    step), sampler, and `extra`: named objects with `state_dict` and `load_state_dict`, which must be equal on all ranks
-    between steps. Buffers are each rank's own; the lowest rank's are given to all when a generation begins, and at the
-    end. A newcomer seeds torch's generators from the seed of the run (rank 0's `torch.initial_seed()`), the generation
-    and its rank; others keep theirs. So ranks draw different numbers, and the same history draws the same. If all are
-    lost that have the state, the run begins anew with what its processes hold: load a checkpoint before the loop.
+    The ranks are those of `covey.generations(run, **options)`, which also says what SIGTERM does. Newcomers, and a
+    process that was cut off and joined again, get parameters, buffers, `optimizer`, `scheduler` (stepped after every
+    step), sampler, and `extra`: named objects with `state_dict` and `load_state_dict`. All of these but the buffers
+    must be equal on all ranks between steps. Buffers may differ; at the start of a generation and at the end all ranks
+    get those of the lowest rank. A newcomer seeds torch's generators from the seed of the run (rank 0's
+    `torch.initial_seed()`), the generation and its rank; other ranks keep theirs. So ranks draw different numbers, and
+    a repeated run draws the same. If all ranks with the state are lost, the run starts again with what its processes
+    hold: load a checkpoint before the loop.
 
-    `balance` makes shares follow the speed of the ranks, measured from the moment a share is given out to `step()`.
+    `balance` gives faster ranks larger shares; the speed is measured from when a share is given out to `step()`.
 
     Gradients may be accumulated: call backward() several times, for losses that add up to the mean over `indices`. To
-    clip them, call `sync()` first: it averages, and `step()` then does the rest.
+    clip gradients, call `sync()` before, which averages them; `step()` then only steps.
 
     Raises:
-        ConfigError: the optimizer trains parameters that are not the model's, or one is sharded or complex; or the
-            numbers make no sense.
+        ConfigError: the optimizer trains parameters that are not the model's, or sharded or complex ones; or an
+            argument is out of range.
     """
 
     def __init__(
@@ -71,16 +73,16 @@ class Elastic:
         **options: Any,
     ) -> None:
         if batch < 1 or epochs < 0:
-            raise ConfigError(f"batch={batch}, epochs={epochs}: give a batch of 1 or more, and epochs from 0 up")
+            raise ConfigError(f"batch={batch}, epochs={epochs}: batch must be at least 1, and epochs at least 0")
         own = {"elastic": self, "optimizer": optimizer, "scheduler": scheduler}
         if taken := sorted({"model", *own} & (extra or {}).keys()):
-            raise ConfigError(f"extra has {', '.join(taken)}, which Elastic hands over itself; use other names")
+            raise ConfigError(f"extra has {', '.join(taken)}, which Elastic passes on itself; use other names")
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or isinstance(
             optimizer, torch.optim.LBFGS
         ):
             raise ConfigError(
                 f"{type(optimizer).__name__} with {type(scheduler).__name__}: Elastic calls step() of both without "
-                "arguments; step a scheduler that wants a loss yourself, and hand it over in extra="
+                "arguments; step a scheduler that needs a loss yourself, and pass it in extra="
             )
         self._parts = {name: part for name, part in {**own, **(extra or {})}.items() if part is not None}
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
@@ -92,7 +94,7 @@ class Elastic:
         self._group: Group | None = None
         self._row: _Row
         self._working: Sequence[int] = ()
-        """The ranks that get shares: those who were there in the last step. All ranks agree on them."""
+        """The ranks that get shares: those that took part in the last step. Equal on all ranks."""
         self._speeds: list[float] = []
         self._out: _Out | None = None
         self._is_outside = False
@@ -101,30 +103,30 @@ class Elastic:
         groups = cast("Generator[Group]", generations(self._run, **self._options))
         with contextlib.closing(groups):
             for group in groups:
-                with contextlib.suppress(GroupChangedError):  # the next group is one that takes this process in again
+                with contextlib.suppress(GroupChangedError):  # this process joins again with the next group
                     self._enter(group)
                     yield from self._shares(group)
                     if self.done:
                         share_buffers(group, self._model)
                         return
 
-    # Where we are
+    # Position
 
     @property
     def group(self) -> Group:
-        """The group of the present generation."""
+        """The group of the current generation."""
         if self._group is None:
-            raise ConfigError("there is no group before the loop over Elastic has begun")
+            raise ConfigError("there is no group before the loop over Elastic has started")
         return self._group
 
     @property
     def rank(self) -> int:
-        """This process's number in the present generation."""
+        """The rank of this process in the current generation."""
         return self.group.rank
 
     @property
     def size(self) -> int:
-        """How many ranks the present generation began with."""
+        """The number of ranks with which the current generation started."""
         return self.group.size
 
     @property
@@ -133,27 +135,27 @@ class Elastic:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the lowest rank that is left: the one to print, and to save checkpoints."""
+        """Whether this is the lowest remaining rank: the one that should print and save checkpoints."""
         return self.rank == min(self._working)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch: `step()` at the end of an epoch turns it."""
+        """The epoch of the next batch. The last `step()` of an epoch advances it."""
         return self._sampler.epoch
 
     @property
     def samples(self) -> int:
-        """How many samples were trained on so far, by all ranks, over all epochs."""
+        """The number of samples that all ranks have trained on, over all epochs."""
         return self._samples
 
     @property
     def lost(self) -> int:
-        """How many samples were given out again because the rank that had them was lost."""
+        """The number of samples that were given out again because their rank was lost."""
         return self._lost
 
     @property
     def done(self) -> bool:
-        """Whether all epochs are over; a loop that ends before was asked to leave."""
+        """Whether all epochs are done. False after the loop means that this process was asked to leave."""
         return self._sampler.epoch >= self._epochs
 
     # A step
@@ -165,7 +167,7 @@ class Elastic:
             raise ConfigError("there is no batch to step for: call step() once for each share that the loop gives out")
         if out.is_synced:
             return
-        if self._trains != (trains := which_train(self._optimizer)):  # somebody thawed a layer, or added one
+        if self._trains != (trains := which_train(self._optimizer)):  # a layer was unfrozen, or added
             self._parameters, self._trains = trained_by(self._optimizer, self._model), trains
             self._row = self._new_row()
         own = len(out.shares[self.rank])
@@ -176,7 +178,7 @@ class Elastic:
         try:
             self.group.all_reduce(self._row.memory)
         except GroupChangedError:
-            out.is_synced = self._is_outside = True  # the others go on; the loop takes this process in again
+            out.is_synced = self._is_outside = True  # the other ranks continue; the loop joins again
             return
         self._working = self.group.contributors
         lost = [i for rank, share in enumerate(out.shares) if rank not in self._working for i in share]
@@ -188,9 +190,9 @@ class Elastic:
         self._speeds, out.is_synced = self._row.speeds.tolist(), True
 
     def step(self) -> bool:
-        """Take a step of the optimizer on the average gradients, and clear them; return whether one was taken.
+        """Step the optimizer with the averaged gradients, and clear them; return whether it was stepped.
 
-        None is taken if no sample was left to train on, or this process was cut off from the others.
+        It is not if the ranks that had all samples were lost, or this process was cut off from the others.
         """
         self.sync()
         out, self._out = self._out, None
@@ -205,7 +207,7 @@ class Elastic:
         return out.trained > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the training is; for a checkpoint, beside the states of model, optimizer and the rest."""
+        """Return the position of the training, for a checkpoint with the states of model, optimizer and the rest."""
         return {
             "samples": self._samples,
             "lost": self._lost,
@@ -214,7 +216,7 @@ class Elastic:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; before the loop, on rank 0 at least, whose state is given to all."""
+        """Continue from a state. Call it before the loop, at least on rank 0, whose state all ranks get."""
         self._samples, self._lost, self._seed = state["samples"], state["lost"], state["seed"]
         self._sampler.load_state_dict(state["sampler"])
 
@@ -226,7 +228,7 @@ class Elastic:
         self._row = self._new_row()
         hand_over(group, self._model, self._parts)
         share_buffers(group, self._model)
-        if group._is_fresh and (group.generation or group.rank):  # a run of one is a plain loop, with its own numbers
+        if is_newcomer(group) and (group.generation or group.rank):  # rank 0 of the first generation keeps its own seed
             words = f"{self._seed} {group.generation} {group.rank}".encode()
             torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1)
 
@@ -234,7 +236,7 @@ class Elastic:
         return _Row(self._parameters, self.size if self._is_balanced else 0)
 
     def _shares(self, group: Group) -> Iterator[list[int]]:
-        """Yield this rank's shares up to the end of the generation, which all ranks see after the same step."""
+        """Yield this rank's shares until the generation ends, which it does after the same step on all ranks."""
         while not (self.done or self._is_outside or group.change_pending):
             shares = self._sampler.deal(self._counts(group.size))
             if not any(shares):
@@ -243,7 +245,9 @@ class Elastic:
             self._out = _Out(shares, time.perf_counter())
             yield shares[group.rank]
             if self._out is not None:
-                raise ConfigError("step() was not called for the last share; every rank does, also for an empty one")
+                raise ConfigError(
+                    "step() was not called for the last share; every rank must call it, also for an empty share"
+                )
 
     def _counts(self, size: int) -> list[int]:
         if self._speeds:
@@ -263,7 +267,7 @@ class _Out:
     given_at: float
     is_synced: bool = False
     trained: int = 0
-    """How many of its samples are in the average."""
+    """The number of its samples that are in the average."""
 
     @property
     def total(self) -> int:
@@ -271,27 +275,27 @@ class _Out:
 
 
 class _Row:
-    """All that the ranks exchange in a step, in one row, so that it is of the same ranks as a whole."""
+    """What the ranks exchange in a step, in one array, so that all of it has the same contributors."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], places: int) -> None:
-        """`places` is for how many ranks' speeds there is room."""
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], speeds: int) -> None:
+        """`speeds` is the number of ranks whose speeds are exchanged."""
         self._parameters = parameters
         tensors = list(parameters.values())
         numbers = sum(tensor.numel() for tensor in tensors)
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-        row = torch.zeros(numbers + len(tensors) + places, dtype=torch.float64 if wide else torch.float32)
-        gradients, self._counts, self.speeds = row.split([numbers, len(tensors), places])
+        row = torch.zeros(numbers + len(tensors) + speeds, dtype=torch.float64 if wide else torch.float32)
+        gradients, self._counts, self.speeds = row.split([numbers, len(tensors), speeds])
         self._gradients = parts(gradients, tensors)
         self.memory = row.numpy()
 
     def load(self, weight: float) -> None:
-        """Put the gradients in, times `weight`: this rank's part of the whole batch."""
+        """Copy the gradients in, times `weight`, this rank's part of the batch."""
         has_any = []
         for (name, parameter), room in zip(self._parameters.items(), self._gradients, strict=True):
             gradient = parameter.grad
             has_any.append(gradient is not None and weight > 0)
             if gradient is None or not weight:
-                room.zero_()  # the mean over no samples may be anything
+                room.zero_()  # the gradient over no samples may be anything
             elif gradient.is_sparse:
                 raise ConfigError(f"the gradient of {name} is sparse; Elastic averages dense ones: sparse=False")
             else:
@@ -300,7 +304,7 @@ class _Row:
         self.speeds.zero_()
 
     def store(self, factor: float) -> None:
-        """Give every parameter that has a gradient on some rank the sum, times `factor`."""
+        """Set the gradient of every parameter that has one on some rank to the sum, times `factor`."""
         for parameter, total, count in zip(
             self._parameters.values(), self._gradients, self._counts.tolist(), strict=True
         ):

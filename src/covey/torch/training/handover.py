@@ -1,4 +1,4 @@
-"""What a newcomer needs to train on, given to it by those who have it."""
+"""Gives newcomers the state of a training: parameters, buffers, optimizer and the rest."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _STRUCTURE = "(structure)"
 
 
 def hand_over(group: Group, model: torch.nn.Module, parts: Mapping[str, Any]) -> RestoreReport:
-    """Bring newcomers to the others' parameters of `model`, and states of `parts`: things with load_state_dict.
+    """Give newcomers the parameters of `model` and the states of `parts`, objects with load_state_dict.
 
-    Every rank calls it at the start of a generation. What a part makes late, such as the moments of an optimizer, need
-    not be there yet on a newcomer. As with `Group.restore`, who has drifted from the majority is brought back.
+    Every rank calls it at the start of a generation. State that a part makes later, such as the moments of an
+    optimizer, need not exist on a newcomer yet. As with `Group.restore`, a rank that has drifted from the majority gets
+    the majority's state.
 
     Raises:
-        ConfigError: a state has something in it that does not travel.
+        ConfigError: a state holds a value that cannot be sent.
         MismatchError: a tensor has another shape or dtype on a newcomer.
     """
     structure, tensors = take_apart({name: state_of(part) for name, part in parts.items()})
@@ -46,12 +47,12 @@ def hand_over(group: Group, model: torch.nn.Module, parts: Mapping[str, Any]) ->
 
 
 def share_buffers(group: Group, model: torch.nn.Module) -> None:
-    """Give the buffers of `model` on the lowest rank, which is the oldest member, to all."""
+    """Give all ranks the buffers of `model` of the lowest rank, which is the oldest member."""
     buffers = {name: buffer for name, buffer in holder_of(model).named_buffers() if buffer is not None}
     if not buffers:
         return
     state: dict[str, Any] = {name: _on_host(buffer) for name, buffer in buffers.items()}
-    # They are each rank's own while it trains: nobody's are worth more than the lowest rank's, and none has drifted.
+    # Buffers differ between ranks while they train. That is no drift, so no rank's state counts as the majority's.
     report = survival.restore(group, state, fresh=True)
     if group.rank in report.receivers:
         _fill(buffers, state)
@@ -62,7 +63,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
-    """Copy what landed beside a tensor into it: on the host it landed in place."""
+    """Copy received values into tensors on devices. Tensors in host memory were filled in place."""
     with torch.no_grad():
         for name, tensor in tensors.items():
             if tensor.device.type != "cpu":
@@ -70,5 +71,5 @@ def _fill(tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """Return a tensor over what landed, which is an array where this rank had nothing."""
+    """Return a received value as a tensor; it is an array if this rank had no tensor of that name."""
     return value if isinstance(value, torch.Tensor) else tensor_over(value)

@@ -1,9 +1,9 @@
-"""Communication hooks for DistributedDataParallel: how the gradients of a bucket become one.
+"""Communication hooks for DistributedDataParallel: how the gradients of a bucket are combined.
 
     hook = covey.torch.weighted_hook()
     ddp.register_comm_hook(None, hook)  # None, or the process group of ddp, as for torch's own hooks
 
-DDP reads the annotations of a hook and wants types there, not strings: this module does not postpone them.
+DDP reads the annotations of a hook and needs types, not strings: this module does not postpone annotations.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _HALVES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class _Hook:
-    """What DDP calls with its state, here a process group or None for the default one, and a bucket of gradients."""
+    """A hook: DDP calls it with a state, here a process group or None for the default one, and a bucket."""
 
     def __init__(self) -> None:
         self.__name__ = self.__qualname__ = type(self).__name__  # for DDP's log
@@ -33,11 +33,11 @@ class _Hook:
 
 
 class WeightedHook(_Hook):
-    """Makes gradients the mean over all samples instead of over ranks, for batches that are not equal.
+    """Makes gradients the mean over all samples instead of over ranks, for batches of different sizes.
 
-    Set `samples` before backward(): how many samples the loss of this rank is the mean over, or tokens, or any other
-    weight. It stays until it is set again; with 0 this rank's gradients are not looked at. Under `DDP.join`, set it to
-    0 after the last batch.
+    Before backward(), set `samples` to the number of samples that this rank's loss is the mean over, or to the number
+    of tokens, or any other weight. It stays until it is set again; with 0 this rank's gradients are ignored. Under
+    `DDP.join`, set it to 0 after the last batch.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class WeightedHook(_Hook):
         if self.samples is None or not 0 <= self.samples < float("inf"):
             raise ConfigError(f"weighted_hook: samples={self.samples!r}; set hook.samples before backward()")
         buffer = bucket.buffer()
-        # The weight travels in the same row, so that it is of those ranks whose gradients are.
+        # The weight is in the same row, so that it has the same contributors as the gradients.
         row = buffer.new_zeros(buffer.numel() + 1, dtype=_wide(buffer.dtype))
         if self.samples:
             row[:-1].copy_(buffer).mul_(self.samples)
@@ -62,26 +62,26 @@ class WeightedHook(_Hook):
 
 
 class RescaleHook(_Hook):
-    """Makes gradients the mean over the ranks that are there, in groups that go on without lost ones.
+    """Makes gradients the mean over the remaining ranks, in groups that survive losses.
 
-    DDP divides by the number of ranks that it began with. Other backends than covey's lose none; there it does what DDP
-    does without a hook.
+    DDP divides by the number of ranks it started with. Groups of other backends do not survive losses; there this hook
+    does what DDP does without a hook.
     """
 
     def _combine(self, group: Any, bucket: Any) -> Any:
-        buffer = bucket.buffer().mul_(1.0 / group.size())  # as DDP does: before the sum, which might not fit
+        buffer = bucket.buffer().mul_(1.0 / group.size())  # before the sum, which might overflow; as DDP does
         work = dist.all_reduce(buffer, group=group, async_op=True)
-        return _after(work, lambda: _without_the_lost(buffer, work, group))
+        return _after(work, lambda: _mean_of_contributors(buffer, work, group))
 
 
 class CompressHook(_Hook):
     """Sends gradients as "fp16", "bf16", or "int8" with a scale for every 256 elements.
 
-    With `feedback`, what rounding took from a rank's gradient is added to its next one, so that in the long run nothing
-    is lost. These remainders are each rank's own, and `state_dict()` has them: each rank saves its own.
+    With `feedback`, the rounding error of a rank's gradient is added to its next one, so that nothing is lost in the
+    long run. These remainders differ between ranks; each rank saves its own `state_dict()`, which holds them.
 
-    With int8 every rank sends its row to every other: fewer bytes than an all-reduce of float32 in groups of up to
-    seven; of up to three, if the group goes on without lost ranks.
+    With int8 every rank sends its row to every other rank. That is less than an all-reduce of float32 sends in groups
+    of up to seven ranks; of up to three, if the group survives losses.
     """
 
     def __init__(self, codec: str, *, feedback: bool) -> None:
@@ -90,15 +90,15 @@ class CompressHook(_Hook):
             raise ConfigError(f"codec={codec!r}: gradients can be sent as 'fp16', 'bf16' or 'int8'")
         self._codec, self._feedback = codec, feedback
         self._numbers: dict[torch.Tensor, int] = {}
-        """Parameters in the order of their first gradients. DDP arranges its buckets anew after the first step, but
-        this order is the same in every process and after every start."""
+        """Numbers of parameters, in the order of their first gradients. DDP rearranges its buckets after the first
+        step, but this order is equal on all ranks and in every run."""
         self._remainders: dict[int, torch.Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"remainders": {number: row.clone() for number, row in sorted(self._remainders.items())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the remainders of a hook for the same model."""
+        """Continue with the remainders of a hook for the same model."""
         self._remainders = {number: row.clone() for number, row in state["remainders"].items()}
 
     def _combine(self, group: Any, bucket: Any) -> Any:
@@ -110,7 +110,7 @@ class CompressHook(_Hook):
         half = buffer.to(_HALVES[self._codec])
         self._keep_remainders(bucket, half)
         work = dist.all_reduce(half, group=group, async_op=True)
-        return _after(work, lambda: _without_the_lost(buffer.copy_(half), work, group))
+        return _after(work, lambda: _mean_of_contributors(buffer.copy_(half), work, group))
 
     def _gather(self, group: Any, bucket: Any, buffer: torch.Tensor) -> Any:
         packed = pack_int8(buffer)
@@ -121,7 +121,7 @@ class CompressHook(_Hook):
             buffer.zero_()
             for row in rows:
                 buffer.add_(unpack_int8(row, buffer))
-            return _without_the_lost(buffer, work, group)
+            return _mean_of_contributors(buffer, work, group)
 
         return _after(work, add_up)
 
@@ -131,25 +131,25 @@ class CompressHook(_Hook):
                 part.add_(remainder.to(part))
 
     def _keep_remainders(self, bucket: Any, sent: torch.Tensor) -> None:
-        """Keep what is not in `sent`; where a gradient is not finite, nothing, lest it stay so."""
+        """Keep the difference to `sent` as remainder; 0 for a gradient that is not finite, or it would stay so."""
         if self._feedback:
             rest = (bucket.buffer() - sent).nan_to_num_(0.0, 0.0, 0.0)
             self._remainders.update(self._parts(bucket, rest))
 
     def _parts(self, bucket: Any, row: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return the part of a row that belongs to each parameter of the bucket, with the parameter's number."""
+        """Return the number of each parameter of the bucket, with its part of `row`."""
         parameters = bucket.parameters()
         numbers = [self._numbers.setdefault(parameter, len(self._numbers)) for parameter in parameters]
         return list(zip(numbers, row.split([parameter.numel() for parameter in parameters]), strict=True))
 
 
 def weighted_hook() -> WeightedHook:
-    """Return a hook that weights each rank's gradients with the samples they are the mean over; see `WeightedHook`."""
+    """Return a hook that weights each rank's gradients by its number of samples; see `WeightedHook`."""
     return WeightedHook()
 
 
 def rescale_hook() -> RescaleHook:
-    """Return a hook that divides by the number of ranks whose gradients came; see `RescaleHook`."""
+    """Return a hook that divides by the number of ranks that contributed; see `RescaleHook`."""
     return RescaleHook()
 
 
@@ -159,17 +159,17 @@ def compress_hook(codec: str = "bf16", *, feedback: bool = True) -> CompressHook
 
 
 def _after(work: Any, finish: Callable[[], torch.Tensor]) -> Any:
-    """Return the future of what `finish` returns, called once the operation has ended well."""
+    """Return a future of what `finish` returns; it is called once the operation has succeeded."""
 
     def then(ended: Any) -> torch.Tensor:
-        ended.value()  # raises what ended the operation
+        ended.value()  # raises the error of the operation
         return finish()
 
     return work.get_future().then(then)
 
 
-def _without_the_lost(mean: torch.Tensor, work: Any, group: Any) -> torch.Tensor:
-    """Turn a sum that was divided by the size of the group into the mean over those who contributed."""
+def _mean_of_contributors(mean: torch.Tensor, work: Any, group: Any) -> torch.Tensor:
+    """Turn a sum that was divided by the size of the group into the mean over the contributors."""
     left = there(work, group)
     return mean if left == group.size() else mean.mul_(group.size() / left)
 

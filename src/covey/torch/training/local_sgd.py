@@ -1,4 +1,4 @@
-"""Ranks that train alone for a while and then meet at the average of their parameters."""
+"""Local SGD: ranks train alone for some steps, and then average their parameters."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LocalSGD:
         optimizer.step()
         local.step()
 
-    All ranks begin with rank 0's parameters, the frozen ones too. Buffers, such as the statistics of a batch norm, stay
-    each rank's own. An average is over the parameters that are trained at that moment: layers may be frozen, thawed and
-    added, by all ranks alike.
+    All ranks start with rank 0's parameters, including the frozen ones. Buffers, such as the statistics of a batch
+    norm, are not averaged. Only parameters that are trained at the time are averaged: layers may be frozen, unfrozen
+    and added, on all ranks alike.
 
     Raises:
         ConfigError: `every` is below 1, no parameter is trained, one is sharded (a DTensor), or complex and trained.
@@ -33,7 +33,7 @@ class LocalSGD:
 
     def __init__(self, model: torch.nn.Module, *, every: int, process_group: Any = None) -> None:
         if every < 1:
-            raise ConfigError(f"every={every}: give the number of steps between two averages, 1 or more")
+            raise ConfigError(f"every={every}: give the number of steps between two averages, at least 1")
         self._every, self._group, self._steps = every, process_group, 0
         self._model = model
         whole_parameters(model.named_parameters())
@@ -59,7 +59,7 @@ class LocalSGD:
         return True
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps so far; the parameters are the model's."""
+        """Return the number of steps so far. The parameters are part of the model's state."""
         return {"steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class LocalSGD:
 
 
 def whole_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that are trained, by name, if each rank holds the whole of every one.
+    """Return the parameters that are trained, by name; each rank must hold all of every one.
 
     Raises:
         ConfigError: one is sharded or complex, or none is trained.
@@ -89,19 +89,19 @@ def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
     """Return the parameters of `model` that `optimizer` trains, by name, in the order of the model.
 
     Raises:
-        ConfigError: the optimizer trains others too, or one is sharded or complex.
+        ConfigError: the optimizer trains other parameters, too, or one is sharded or complex.
     """
     trained = parameters_of(optimizer)
-    if shapes := strangers(trained, model.parameters()):
+    if shapes := unknown_parameters(trained, model.parameters()):
         raise ConfigError(
-            f"the optimizer trains {shapes} that are not the model's; make it of the model's own, as they are now"
+            f"the optimizer trains {shapes} that are not the model's; make it with the model's current parameters"
         )
     ids = {id(parameter) for parameter in trained}
     return whole_parameters((name, p) for name, p in model.named_parameters() if id(p) in ids)
 
 
-def strangers(parameters: Iterable[torch.nn.Parameter], known: Iterable[torch.nn.Parameter]) -> str:
-    """Return in words those parameters that are not among the known, which have no names here; "" if there are none."""
+def unknown_parameters(parameters: Iterable[torch.nn.Parameter], known: Iterable[torch.nn.Parameter]) -> str:
+    """Describe the parameters that are not in `known`, which have no names here; return "" if there are none."""
     ids = {id(parameter) for parameter in known}
     shapes = [str(list(parameter.shape)) for parameter in parameters if id(parameter) not in ids]
     shown = ", ".join(shapes[:5]) + (", ..." if len(shapes) > 5 else "")
@@ -114,12 +114,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def which_train(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """Tell of each parameter of an optimizer whether it is trained now; layers are frozen and thawed."""
+    """Return for each parameter of an optimizer whether it is trained now; layers may be frozen and unfrozen."""
     return [parameter.requires_grad for parameter in parameters_of(optimizer)]
 
 
 def copy_from_first(model: torch.nn.Module, group: Any) -> None:
-    """Give the parameters of every rank, trained or frozen, the values they have on the first rank of the group.
+    """Copy the parameters of the first rank of the group, trained or frozen, to all ranks.
 
     Raises:
         ConfigError: one is sharded.
@@ -127,7 +127,7 @@ def copy_from_first(model: torch.nn.Module, group: Any) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise _unusable(name, "sharded")
-    # In place where they are contiguous, and as bytes, which every backend moves.
+    # In place if they are contiguous, and as bytes, which every backend can move.
     rows = [parameter.detach().contiguous() for parameter in model.parameters()]
     works = [dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=0, async_op=True) for row in rows]
     with torch.no_grad():
@@ -137,7 +137,7 @@ def copy_from_first(model: torch.nn.Module, group: Any) -> None:
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of all tensors in a row: float64 if one of them is, else float32, so that sums stay exact."""
+    """Return the elements of all tensors in one row: float64 if one of them is, else float32, for exact sums."""
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     return torch.cat([tensor.detach().reshape(-1).to(torch.float64 if wide else torch.float32) for tensor in tensors])
 

@@ -1,4 +1,4 @@
-"""An order of samples that does not care how many ranks share it."""
+"""An order of samples that does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 class ElasticSampler:
-    """The samples 0 to `length` - 1 of every epoch, each exactly once, whatever becomes of the size of the group.
+    """Yields the samples 0 to `length` - 1 of every epoch, each exactly once, also if the number of ranks changes.
 
-    The order depends on `seed` and `epoch` alone, and `position` counts the samples that all ranks together were
-    given; so a group of another size goes on where the last one stopped, and nothing is lost or seen twice. Every
-    rank holds one and makes the same calls.
+    The order depends only on `seed` and `epoch`, and `position` counts the samples given to all ranks together. So a
+    group of another size continues where the last one stopped, and no sample is lost or used twice. Every rank has a
+    sampler and makes the same calls.
 
         while sampler.remaining:
             batch = dataset[sampler.take(32)]
 
     It is also a sampler for `torch.utils.data.DataLoader`: a loop over it yields this rank's samples up to the end of
-    the epoch and then turns the epoch. A loader with workers fetches ahead of what was trained on: `seek()` to the
-    samples that were really used before you save the state.
+    the epoch and then starts the next epoch. A loader with workers fetches samples ahead of the training: before you
+    save the state, `seek()` to the number of samples that were trained on.
 
-    With `drop_last` the samples at the end that do not fill a batch of all ranks are left out.
+    With `drop_last`, samples at the end that do not fill a batch of all ranks are left out.
 
-    Samples that were given to a rank which did not live to train on them go back with `give_back`: they are owed, and
-    given out again before new ones.
+    `give_back` returns samples that were given to a rank which was lost before it trained on them. They are given out
+    again before new ones.
     """
 
     def __init__(self, length: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> None:
@@ -49,24 +49,24 @@ class ElasticSampler:
 
     @property
     def position(self) -> int:
-        """How far in the order of this epoch the ranks are, all together; what is owed lies before it."""
+        """The position of all ranks together in the order of this epoch. Samples given back lie before it."""
         return self._position
 
     @property
     def remaining(self) -> int:
-        """How many samples of this epoch nobody was given yet, or were given back."""
+        """The number of samples of this epoch that were not given out yet, or were given back."""
         return self._length - self._position + len(self._owed)
 
     def take(self, counts: int | Sequence[int], *, rank: int | None = None, size: int | None = None) -> list[int]:
         """Return this rank's share of the next batch of all ranks: `counts` samples, or `counts[rank]` of a sequence.
 
-        The last batch of an epoch may be short. Then it is shared in the same proportions, and a rank may get nothing;
-        with `drop_last` all ranks get nothing. Rank and size are those of torch's default group unless given.
+        The last batch of an epoch may be short. Then it is divided in the same proportions, and a rank may get nothing;
+        with `drop_last` all ranks get nothing. Rank and size default to those of torch's default group.
 
         Raises:
             ConfigError: a count is negative, all are 0, or there is not one for each rank.
         """
-        rank, size = _place(rank, size)
+        rank, size = _rank_and_size(rank, size)
         shares = [counts] * size if isinstance(counts, int) else list(counts)
         if len(shares) != size:
             raise ConfigError(f"{len(shares)} counts for {size} ranks; give one for each rank, or a single number")
@@ -84,31 +84,31 @@ class ElasticSampler:
         return [batch[start:end] for start, end in pairwise(ends)]
 
     def give_back(self, samples: Sequence[int]) -> None:
-        """Owe these samples of this epoch again: they come first in the next batches."""
+        """Return samples of this epoch that were not trained on; they come first in the next batches."""
         if len(self._owed) + len(samples) > self._position:
             raise ConfigError(f"{len(samples)} samples to give back, but only {self._position} of this epoch are given")
         self._owed += samples
 
     def _draw(self, count: int) -> list[int]:
-        """Return the next samples: first those that are owed, then in the order of the epoch."""
+        """Return the next samples: first those given back, then in the order of the epoch."""
         owed, self._owed = self._owed[:count], self._owed[count:]
         start, self._position = self._position, self._position + count - len(owed)
         return owed + self._indices(start, self._position)
 
     def next_epoch(self) -> None:
-        """Begin the next epoch, in its own order."""
+        """Start the next epoch, which has another order."""
         self._turn_to(self._epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`, or stay where we are if that is the present one.
+        """Go to the start of `epoch`; if that is the current epoch, keep the position.
 
-        So a loop that calls this at the start of every epoch, as training loops do, keeps a position it resumed.
+        So a training loop that calls this at the start of every epoch keeps a position that was loaded.
         """
         if epoch != self._epoch:
             self._turn_to(epoch, 0)
 
     def seek(self, position: int) -> None:
-        """Go to where all ranks together have been given `position` samples of this epoch; none is owed then."""
+        """Go to `position` in this epoch: the number of samples given to all ranks. Forgets samples given back."""
         self._turn_to(self._epoch, position)
 
     def __iter__(self) -> Iterator[int]:
@@ -117,8 +117,8 @@ class ElasticSampler:
         self.next_epoch()
 
     def __len__(self) -> int:
-        """Return how many samples a loop over this would yield on this rank."""
-        rank, size = _place(None, None)
+        """Return how many samples a loop over this sampler yields on this rank."""
+        rank, size = _rank_and_size(None, None)
         rounds, rest = divmod(self.remaining, size)
         return rounds + (0 if self._drop_last else rest * (rank + 1) // size - rest * rank // size)
 
@@ -164,14 +164,14 @@ class ElasticSampler:
 
 
 def _permutation(length: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of an epoch; the seed is a digest, so that (1, 2) and (2, 1) have nothing in common."""
+    """Return the order of an epoch. The seed is a digest, so that (1, 2) and (2, 1) give unrelated orders."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
     return torch.randperm(length, generator=generator)
 
 
-def _place(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Return rank and size, from torch's default group where they are not given; alone without one."""
+def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return rank and size; missing ones are those of torch's default group, or 0 of 1 without one."""
     grouped = dist.is_available() and dist.is_initialized()
     if size is None:
         size = dist.get_world_size() if grouped else 1

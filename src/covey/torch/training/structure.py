@@ -1,4 +1,4 @@
-"""A training state taken apart into its tensors, by name, and the structure around them."""
+"""Take a training state apart into its tensors, by name, and the structure around them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a tensor was, in a structure."""
+class TensorKey:
+    """Stands for a tensor in a structure."""
 
     key: str
-    """The keys and indices that lead to it, with dots between them."""
+    """The keys and indices that lead to the tensor, joined by dots."""
 
 
 def holder_of(value: Any) -> Any:
-    """Return what has the state of `value`: the model inside a DistributedDataParallel, else `value` itself.
+    """Return the model inside a DistributedDataParallel; any other `value` as it is.
 
     So the names in a checkpoint do not depend on how the model was trained.
     """
@@ -33,13 +33,13 @@ def holder_of(value: Any) -> Any:
 
 
 def state_of(value: Any) -> Any:
-    """Return the state of something that can be loaded again, and other values as they are."""
+    """Return the state_dict of an object that has load_state_dict; any other value as it is."""
     holder = holder_of(value)
     return holder.state_dict() if hasattr(holder, "load_state_dict") else holder
 
 
 def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return `state` with a slot for each tensor, and the tensors by the keys of their slots.
+    """Return `state` with a TensorKey in place of each tensor, and the tensors by key.
 
     Raises:
         ConfigError: two tensors would have the same key, or a module or an optimizer is deep inside the state.
@@ -55,9 +55,9 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torc
                         f"two tensors of the state are called {key}; rename an entry with a dot in its name"
                     )
                 tensors[key] = value
-                return Slot(key)
+                return TensorKey(key)
             case dict():
-                changed = copy.copy(value)  # keeps what a state_dict carries besides its entries
+                changed = copy.copy(value)  # keeps the attributes that a state_dict has besides its entries
                 for key, inner in value.items():
                     changed[key] = visit(inner, (*path, str(key)))
                 return changed
@@ -78,7 +78,7 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torc
 def put_together(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the structure with its tensors in place: the inverse of `take_apart`."""
     match structure:
-        case Slot(key):
+        case TensorKey(key):
             return tensors[key]
         case dict():
             changed = copy.copy(structure)
@@ -93,27 +93,27 @@ def put_together(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return structure
 
 
-def slots(structure: Any) -> Iterator[str]:
+def tensor_keys(structure: Any) -> Iterator[str]:
     """Yield the keys of the tensors in a structure."""
     match structure:
-        case Slot(key):
+        case TensorKey(key):
             yield key
         case dict():
             for inner in structure.values():
-                yield from slots(inner)
+                yield from tensor_keys(inner)
         case list() | tuple():
             for inner in structure:
-                yield from slots(inner)
+                yield from tensor_keys(inner)
 
 
 def to_plain(structure: Any, path: str = "the state") -> Any:
-    """Return a structure as plain lists that say what they were, equal for equal structures.
+    """Return a structure as nested plain lists with the names of the types; equal structures give equal lists.
 
     Raises:
-        ConfigError: there is something in it besides slots, dicts, lists, tuples, numbers, strings, bytes and None.
+        ConfigError: it holds other values than tensor keys, dicts, lists, tuples, numbers, strings, bytes and None.
     """
     match structure:
-        case Slot(key):
+        case TensorKey(key):
             return ["slot", key]
         case dict():
             pairs = [(to_plain(key), to_plain(inner, f"{path}.{key}")) for key, inner in structure.items()]
@@ -121,21 +121,21 @@ def to_plain(structure: Any, path: str = "the state") -> Any:
         case list() | tuple():
             kind = "list" if isinstance(structure, list) else "tuple"
             return [kind, [to_plain(inner, f"{path}.{index}") for index, inner in enumerate(structure)]]
-        case int() if structure.bit_length() > 63:  # as in the states of some generators of random numbers
+        case int() if structure.bit_length() > 63:  # as in the states of some random number generators
             return ["int", str(structure)]
         case None | bool() | int() | float() | str() | bytes() | np.generic() | np.ndarray():
             return structure
     raise ConfigError(
-        f"{path} is a {type(structure).__name__}, which does not travel to newcomers; make it numbers, strings, lists, "
+        f"{path} is a {type(structure).__name__}, which cannot be sent to newcomers; make it numbers, strings, lists, "
         "tuples, dicts or tensors in state_dict()"
     )
 
 
 def from_plain(plain: Any, like: Any = None) -> Any:
-    """Return the structure that `to_plain` was given; dicts become what they are in `like`, where that has one."""
+    """Return the structure that `to_plain` was given; a dict gets the type that it has in `like`, if it is there."""
     match plain:
         case ["slot", key]:
-            return Slot(key)
+            return TensorKey(key)
         case ["int", digits]:
             return int(digits)
         case ["list" | "tuple" as kind, inners]:
@@ -144,7 +144,7 @@ def from_plain(plain: Any, like: Any = None) -> Any:
             return made if kind == "list" else tuple(made)
         case ["dict", flat]:
             own: dict[Any, Any] = like if isinstance(like, dict) else {}
-            changed = copy.copy(own)  # a Counter stays one
+            changed = copy.copy(own)  # a Counter stays a Counter
             changed.clear()
             for key, inner in zip(map(from_plain, flat[::2]), flat[1::2], strict=True):
                 changed[key] = from_plain(inner, own.get(key))
@@ -153,9 +153,9 @@ def from_plain(plain: Any, like: Any = None) -> Any:
 
 
 def parameters_by_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the parameters that the optimizers in `state` train, by the key under which their states are saved.
+    """Return the parameters that the optimizers in `state` train, by the keys under which their states are saved.
 
-    An optimizer that has made no step has no state yet that could say how it is sharded; its parameters can.
+    An optimizer has no state before its first step; then its parameters tell how the state will be sharded.
     """
     return {
         f"{name}.state.{index}": parameter

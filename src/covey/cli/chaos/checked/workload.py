@@ -36,6 +36,7 @@ from covey.cli.chaos.checked.records import (
     Stepped,
     to_line,
 )
+from covey.runtime.group.internals import is_newcomer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,7 +160,7 @@ class Workload:
 
     def _restore(self, group: covey.Group) -> Any:
         for _ in range(group.size):
-            self.meet("restore", group.rank, is_fresh=group._is_fresh)
+            self.meet("restore", group.rank, is_fresh=is_newcomer(group))
             try:
                 return group.restore(self.state)
             except covey.PeerLostError:  # all that had the state are lost
