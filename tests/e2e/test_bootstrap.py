@@ -316,7 +316,7 @@ with covey.join() as group:
     sys.stdin.readline()
     x = np.arange(1000.0) * (group.rank + 1)
     group.all_reduce(x)
-    print(json.dumps([list(group.lanes().values()), float(x[-1]), node.entrance.turned_away]))
+    print(json.dumps([list(group.lanes().values()), float(x[-1]), node.acceptor.turned_away]))
 """
     stranger = f"""
 import encodings.idna, json, os, socket, sys  # all of it now: another user may not be able to read our Python
@@ -365,7 +365,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
-def test_a_meeting_folder_that_another_user_made_first_is_refused(job: Job) -> None:
+def test_a_rendezvous_folder_that_another_user_made_first_is_refused(job: Job) -> None:
     trap = job.temp / f"covey-{os.getuid()}"
     trap.mkdir(mode=0o777)
     os.chown(trap, NOBODY, NOBODY)

@@ -119,15 +119,15 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
             (remote,) = larger.seated({messages.key_of(smaller.card): 0}).values()
             used: list[object] = []
             in_use = remote.link
-            switched = larger.switched
+            link_changed = larger.link_changed
 
             def note(who: RemoteNode) -> None:
                 used.append(who.link)
-                switched(who)
+                link_changed(who)
 
-            larger.switched = note  # type: ignore[method-assign]
+            larger.link_changed = note  # type: ignore[method-assign]
             port = smaller.card.contact.addresses[0].port
-            await larger._dial((messages.Address("127.0.0.1", port),), same_host=True)
+            await larger.mesh.dial((messages.Address("127.0.0.1", port),), same_host=True)
             assert all(link is in_use for link in used), "a link that the smaller one is about to close was used"
         finally:
             for node in nodes:

@@ -15,6 +15,7 @@ from covey.net.keys.identity import NodeIdentity
 from covey.runtime.environment import ClusterOptions, WantedRun
 from covey.runtime.joining import cluster_join as joining
 from covey.runtime.joining import generations
+from covey.runtime.joining.request import JoinRequest, JoinTarget
 from covey.wire import formation, messages
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Participant:
 
     @property
     def joiner(self) -> Joiner:
-        found = self.endpoint.acceptor.on_link.__self__  # type: ignore[union-attr]
+        found = self.endpoint.acceptor.on_link.__self__.listener  # type: ignore[union-attr]
         return found  # type: ignore[no-any-return]
 
     @property
@@ -124,7 +125,7 @@ class Company:
 
     def join(self, **how: Any) -> Group:
         options = ClusterOptions(self.cluster.name, self.cluster.secret.key)
-        return joining.join_run(self.wanted, self.config, options, **how)
+        return joining.join_run(JoinTarget(config=self.config, run=self.wanted, options=options, wait=DEADLINE, **how))
 
     def terms(self) -> formation.Terms:
         """What all of them agree on."""
@@ -157,7 +158,14 @@ class _Elastic(generations._Generations):
     """As `covey.generations`, of which a process has only one at a time."""
 
     def __init__(self, company: Company) -> None:
-        super().__init__("run", company.wanted.min_size, company.wanted.max_size, DEADLINE, {})
+        super().__init__(
+            JoinRequest(
+                run="run",
+                min_size=company.wanted.min_size,
+                max_size=company.wanted.max_size,
+                timeout=DEADLINE,
+            )
+        )
         self._company = company
 
     def _join(self, *, again: bool = False) -> Group:

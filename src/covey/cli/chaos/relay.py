@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from covey.runtime.keeper.output import Cursor, OutputStream
 
 if TYPE_CHECKING:
-    from covey.cli.chaos.crew import Worker
+    from covey.cli.chaos.processes import Worker
 
 
 class Relay:

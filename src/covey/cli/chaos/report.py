@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from covey.cli.chaos.crew import Told
     from covey.cli.chaos.faults import Chaos
+    from covey.cli.chaos.processes import Told
     from covey.cli.chaos.trial import Ending, Injected, Story
 
 SLACK: Final = 0.05

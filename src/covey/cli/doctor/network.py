@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
-from covey.cli.doctor.ear import Ear
 from covey.cli.doctor.facts import MetNode, Network, Seed, Wait, Way
+from covey.cli.doctor.multicast_listener import MulticastListener
 from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
 from covey.runtime import loop as control
 from covey.runtime.links.handshake import SILENCE, spell
@@ -85,25 +85,25 @@ class Search:
 
     def run(self) -> None:
         """Fill in the facts, in about nine seconds at most."""
-        ear = Ear(self._own)
+        listener = MulticastListener(self._own)
         try:
-            control.run(ear.open(), LATE_SECONDS)
+            control.run(listener.open(), LATE_SECONDS)
             with visiting(self._cluster, self._config) as visit:
                 self._tell("looking for others")
                 visit.look(LOOK_SECONDS)
                 self._tell("trying all ways there and back")
-                self._examine(visit, ear)
+                self._examine(visit, listener)
                 if any(node.purpose == "visitor" for node in self.nodes):
                     self._tell("waiting for the other visitor")
                     left = min(POLITE_SECONDS, self._until - time.monotonic())
                     visit.look(left, until=lambda visit: len(visit.members()) == len(visit.everyone()))
         finally:
-            control.soon(ear.close)
+            control.soon(listener.close)
 
-    def _examine(self, visit: Visit, ear: Ear) -> None:
+    def _examine(self, visit: Visit, listener: MulticastListener) -> None:
         mesh = visit.mesh
         observations = mesh.search.beacon.observed()
-        knocking = control.start(self._knock(mesh, ear, observations))
+        knocking = control.start(self._knock(mesh, listener, observations))
         trying_seeds = control.start(self._try_seeds(mesh))
         cards = visit.everyone()[:MOST_EXAMINED]
         trying = [control.start(self._try_ways(mesh, card)) for card in cards]
@@ -119,13 +119,13 @@ class Search:
             remote = mesh.met.get(card.id)
             if remote is not None and remote.link is not None:  # or it has gone meanwhile
                 soundings = attempt.result()
-                node = self._describe(remote, mesh, soundings, self._found_by(card, mesh, ear))
+                node = self._describe(remote, mesh, soundings, self._found_by(card, mesh, listener))
                 node = _with_ways_back(node, ours.addresses, answers[card.id]) if card.id in answers else node
                 nodes.append((_with_story(node, story), remote.way or _quickest(soundings)))
         self._tell("measuring throughput")
         self.nodes = tuple(self._measure(mesh, node, way) for node, way in nodes)
         closed = knocking.result(PROBE_SECONDS + LATE_SECONDS)
-        self.interfaces = look_at_interfaces(self._config.interfaces, observations, ear)
+        self.interfaces = look_at_interfaces(self._config.interfaces, observations, listener)
         problems, hung_up = control.run(_problems(mesh), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
         if (host_registry := mesh.endpoint.host_registry) is not None:
@@ -166,10 +166,10 @@ class Search:
         credentials, addresses = mesh.endpoint.credentials, card.contact.addresses
         return await sound_each(addresses, self._own, credentials, same_host=is_here, token=self._token)
 
-    def _found_by(self, card: messages.Card, mesh: Mesh, ear: Ear) -> tuple[str, ...]:
+    def _found_by(self, card: messages.Card, mesh: Mesh, listener: MulticastListener) -> tuple[str, ...]:
         addresses = {address.ip for address in card.contact.addresses}
         found_by = ["same host"] * (card.contact.host == mesh.card.contact.host)
-        found_by += ["multicast"] * any(addresses & heard.speakers.keys() for heard in ear.heard.values())
+        found_by += ["multicast"] * any(addresses & heard.speakers.keys() for heard in listener.heard.values())
         found_by += ["seed"] * any(_is_at(seed, addresses) for seed in self._seeds)
         return tuple(found_by or ["others"])
 
@@ -209,7 +209,9 @@ class Search:
         flow = throughput(way, mesh.endpoint.credentials, FLOW_BYTES, seconds)
         return replace(node, bytes_per_second=control.run(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
 
-    async def _knock(self, mesh: Mesh, ear: Ear, observations: Iterable[Observation]) -> dict[str, str]:
+    async def _knock(
+        self, mesh: Mesh, listener: MulticastListener, observations: Iterable[Observation]
+    ) -> dict[str, str]:
         """Return the machines that announce nodes, ours as far as we know, and whose ports give no sign of life.
 
         The search itself waits longer for those than we have time.
@@ -219,7 +221,7 @@ class Search:
         indices = {interface.name: interface.index for interface in self._own}
         silent = {
             ip: indices[name]
-            for name, heard in ear.heard.items()
+            for name, heard in listener.heard.items()
             for ip, announces in heard.speakers.items()
             if announces and ip not in known
         }
@@ -240,7 +242,7 @@ class Search:
 
 
 def look_at_interfaces(
-    pattern: str, observations: Iterable[Observation] = (), ear: Ear | None = None
+    pattern: str, observations: Iterable[Observation] = (), listener: MulticastListener | None = None
 ) -> tuple[Network, ...]:
     """Return every interface: what it is, whether it is used, and what multicast did there."""
     chosen = parse_pattern(pattern)
@@ -264,7 +266,7 @@ def look_at_interfaces(
         elif not is_used:
             reason = "not usable"
         seen = observed.get(interface.name)
-        heard = ear.heard.get(interface.name) if ear is not None else None
+        heard = listener.heard.get(interface.name) if listener is not None else None
         networks.append(
             Network(
                 name=interface.name,
@@ -290,7 +292,7 @@ def look_at_interfaces(
 
 
 async def _problems(mesh: Mesh) -> tuple[dict[str, str], set[str]]:
-    return mesh.problems(), set(mesh.hung_up)
+    return mesh.report_problems(), set(mesh.problems.hung_up)
 
 
 def _quickest(soundings: list[Sounding]) -> Where | None:

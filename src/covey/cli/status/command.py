@@ -88,7 +88,7 @@ def take(visit: Visit) -> Picture:
     seen = visit.members()
     answers = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
     mesh = visit.mesh
-    return picture(mesh.cluster.name, seen, answers, dict(mesh.refusals))
+    return picture(mesh.cluster.name, seen, answers, dict(mesh.problems.refusals))
 
 
 def _watch(visit: Visit, console: Console, *, as_json: bool) -> None:

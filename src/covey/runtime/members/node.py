@@ -31,6 +31,7 @@ from covey.runtime.members.lanes import LaneKey, Lanes, lane_key
 from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.peers import Lobby, Peer
 from covey.runtime.members.store import Stores
+from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Node:
         self.lanes = Lanes(self)
         self.stores = Stores(self)
         self._lock = threading.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(f"run {run}")
         self._health_monitor: HealthMonitor | None = None
         self.events = Events()
         self.generation_table = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
@@ -575,15 +576,7 @@ class Node:
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         """Run a coroutine for as long as the node lives. On the control loop only."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-        return task
-
-    def _reap(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a control task of %s failed", self.run, exc_info=error)
+        return self._tasks.spawn(coroutine)
 
     def close(self) -> None:
         """Say goodbye and free everything. Closing twice is fine."""
@@ -609,10 +602,7 @@ class Node:
         for link in links:
             link.send(messages.encode(messages.Goodbye()))
             link.close()
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         self.lanes.stop_expecting()
         self.stores.close()
         self.generation_table.close()

@@ -35,7 +35,7 @@ class Heard:
     """Other machines that spoke about covey, and whether they answered: announced a node of theirs."""
 
 
-class Ear(asyncio.DatagramProtocol):
+class MulticastListener(asyncio.DatagramProtocol):
     """Counts packets of multicast DNS, by interface. On the control loop."""
 
     def __init__(self, interfaces: Sequence[Interface]) -> None:
