@@ -89,7 +89,7 @@ class _Choice:
             return True
         try:
             return entry.at >= self._since
-        except (ValueError, TypeError):  # somebody changed it: better shown than hidden
+        except (ValueError, TypeError):  # it was tampered with: better shown than hidden
             return True
 
 

@@ -1,4 +1,4 @@
-"""`covey secret`: give a cluster a new key, and hand it to the nodes that run now; show whose it is to give."""
+"""`covey secret`: gives a cluster a new secret, sends it to running nodes, and shows which machine may do so."""
 
 from __future__ import annotations
 

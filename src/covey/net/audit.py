@@ -286,12 +286,12 @@ def _turn_over(folder: Path, head: Head) -> int:
 
     The head is updated before the oldest file is removed, so that all entries that it promises exist at any moment.
     """
-    oldest = [_first_number(file_at(folder, place)) for place in range(KEPT - 1, -1, -1)]
+    oldest = [_first_number(file_at(folder, age)) for age in range(KEPT - 1, -1, -1)]
     first = next((number for number in oldest if number), head.first)
     _write_head(folder, msgspec.structs.replace(head, first=first))
-    for place in range(KEPT - 1, -1, -1):
+    for age in range(KEPT - 1, -1, -1):
         with contextlib.suppress(FileNotFoundError):
-            os.replace(file_at(folder, place), file_at(folder, place + 1))
+            os.replace(file_at(folder, age), file_at(folder, age + 1))
     return first
 
 
@@ -347,9 +347,9 @@ def made_folder() -> Path:
     return private_folder(home() / "audit")
 
 
-def file_at(folder: Path, place: int) -> Path:
+def file_at(folder: Path, age: int) -> Path:
     """Return the file that entries are appended to, or an older one: `KEPT` is the oldest."""
-    return folder / (f"log.{place}.jsonl" if place else "log.jsonl")
+    return folder / (f"log.{age}.jsonl" if age else "log.jsonl")
 
 
 def open_log(path: Path, flags: int) -> int:

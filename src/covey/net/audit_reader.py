@@ -168,8 +168,8 @@ class Follower:
 
 def _lines(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Yield every line, oldest first, and where it is."""
-    for place in range(KEPT, -1, -1):
-        path = file_at(folder, place)
+    for age in range(KEPT, -1, -1):
+        path = file_at(folder, age)
         with contextlib.suppress(FileNotFoundError):
             lines = read_log(path).split(b"\n")
             for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):

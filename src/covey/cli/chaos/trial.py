@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 HOLD_SECONDS: Final = 30.0
 """How long a fault waits for the process that it is meant for, and for enough others, to be members."""
 STRAY_SECONDS: Final = 1.0
-"""How long processes that wait for a place have after the last member has ended."""
+"""How long processes that wait for a seat have after the last member has ended."""
 OUT_OF_TIME: Final = 124
 """The exit code of a job that did not end in time, as of timeout(1)."""
 
 
 @dataclass
 class Injected:
-    """A fault, and when and to whom it was done."""
+    """A fault, and when and to which process it was done."""
 
     fault: Fault
     at: float
     """In seconds since 1970."""
     worker: Worker | None = None
     note: str = ""
-    """What came of it at once; if nobody was touched, why."""
+    """Its immediate effect; or why no process was touched."""
 
     @property
     def was_done(self) -> bool:
@@ -50,7 +50,7 @@ class Ending:
     at: float
     """In seconds since 1970."""
     how: str
-    """`finished`, `left`, `lost` to a fault, `failed`, or `stray`: it waited for a place when the job was over."""
+    """`finished`, `left`, `lost` to a fault, `failed`, or `stray`: it waited for a seat when the job was over."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Story:
 
     @property
     def code(self) -> int:
-        """The exit code of the job: 0 if somebody finished and nobody failed to whom nothing was done."""
+        """The exit code of the job: 0 if a process finished, and no untouched process failed."""
         if self.is_out_of_time:
             return OUT_OF_TIME
         failed = [ending.worker for ending in self.endings if ending.how == "failed"]
@@ -86,7 +86,7 @@ class Story:
 
 
 class Trial:
-    """Drives a job through a plan of faults."""
+    """Takes a job through a plan of faults."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Trial:
         """By process: the fault that it was lost to."""
         self._restarts: dict[int, int] = {}
         self._coming: set[int] = set()
-        """Slots whose process is about to be started again."""
+        """Ranks whose process is about to be restarted."""
         self._is_stopping = False
         self._deeds: dict[str, Callable[[Fault, Worker, Injected], None]] = {
             "kill": self._kill,
@@ -197,7 +197,7 @@ class Trial:
             self._job.start(rank)
 
     def _look_for_strays(self) -> None:
-        """When the job is over for all its members, those that wait for a place wait in vain."""
+        """End the processes that wait for a seat, when the job is over for all its members."""
         if self._is_stopping or not self.story.began or not any(e.how == "finished" for e in self.story.endings):
             return
         if not any(worker.is_member for worker in self._job.running()):
@@ -220,7 +220,7 @@ class Trial:
     # What is done to it
 
     def _try(self, fault: Fault, now: float) -> None:
-        """Do it, unless whom it is meant for, or those that are to be left alone, are not there yet."""
+        """Perform a fault, unless its victim, or the members that must be left alone, are not there yet."""
         obstacle = self._obstacle(fault)
         late = now - self._began_at - fault.at
         if obstacle and late < HOLD_SECONDS:

@@ -11,7 +11,7 @@ FORMAT: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting, what it is, and who said so."""
+    """One setting, its value, and its source."""
 
     name: str
     value: str
@@ -23,7 +23,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivatePath:
-    """A file or folder that nobody else may read."""
+    """A file or folder that must be private to this user."""
 
     path: str
     mode: str
@@ -65,7 +65,7 @@ class Machine:
     default_cluster: str = ""
     settings: tuple[Setting, ...] = ()
     unknown_variables: dict[str, str] = field(default_factory=dict)
-    """COVEY_ variables that nobody reads, each with the one that may be meant."""
+    """Unknown COVEY_ variables, each with the one that may be meant."""
     folders: tuple[Folder, ...] = ()
     clock: float = 0.0
     """Seconds since 1970, by this machine's clock; 0 if it was not looked at."""
@@ -171,7 +171,7 @@ class MetNode:
     is_here: bool
     """Whether it is on this machine."""
     found_by: tuple[str, ...]
-    """`same host`, `multicast`, `seed`, or `others` who told of it."""
+    """`same host`, `multicast`, `seed`, or `others`: another node named it."""
     addresses: tuple[str, ...]
     ways_there: tuple[Way, ...] = ()
     """From here to each of its addresses."""
@@ -196,7 +196,7 @@ class MetNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Seed:
-    """An address that somebody gave."""
+    """An address from the settings."""
 
     text: str
     answered: bool
@@ -227,8 +227,8 @@ class Facts:
     other_processes: tuple[int, ...] = ()
     """Processes of this user on this machine that are nodes of other clusters."""
     unreachable: dict[str, str] = field(default_factory=dict)
-    """Where somebody is said to be, by multicast or by others, and no connection gets through; and why."""
+    """Addresses that multicast or other nodes named, and that cannot be reached; and why."""
     seeds: tuple[Seed, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
-    """Who was heard but not taken, and why."""
+    """Nodes that were refused, and why."""
     seconds: float = 0.0

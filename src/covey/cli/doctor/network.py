@@ -1,4 +1,4 @@
-"""Facts about the network: interfaces, whom a visitor meets, and how they reach each other."""
+"""Facts about the network: interfaces, the nodes that a visitor finds, and how they reach each other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LONG_ROUND_TRIP: Final = 0.01
 """A way with a longer one takes more time to show what it can carry."""
 FLOW_BYTES: Final = 128 << 20
 NO_WAY: Final = "cannot be reached"
-"""How a gathering begins to tell of those who do not answer at all."""
+"""How the text begins with which a mesh reports an address that does not answer."""
 MOST_EXAMINED: Final = 32
 MOST_KNOCKS: Final = 4
 """Ports that a silent machine is tried at."""
@@ -103,7 +103,7 @@ class Search:
     def _examine(self, visit: Visit, listener: MulticastListener) -> None:
         mesh = visit.mesh
         observations = mesh.search.beacon.observed()
-        knocking = control.start(self._knock(mesh, listener, observations))
+        knocking = control.start(self._dial_announced(mesh, listener, observations))
         trying_seeds = control.start(self._try_seeds(mesh))
         cards = visit.everyone()[:MOST_EXAMINED]
         trying = [control.start(self._try_ways(mesh, card)) for card in cards]
@@ -141,9 +141,9 @@ class Search:
             )
             for seed in self._seeds
         )
-        others = {who: why for who, why in problems.items() if who not in self._cluster.seeds}
-        self.refusals = {who: why for who, why in others.items() if not why.startswith(NO_WAY)}
-        self.unreachable = {who: why for who, why in others.items() if who not in self.refusals} | closed
+        others = {where: why for where, why in problems.items() if where not in self._cluster.seeds}
+        self.refusals = {where: why for where, why in others.items() if not why.startswith(NO_WAY)}
+        self.unreachable = {where: why for where, why in others.items() if where not in self.refusals} | closed
 
     async def _try_seeds(self, mesh: Mesh) -> dict[str, str]:
         """Return why no node answers at each seed, or "": a visitor that has met a node tries its seeds no more."""
@@ -209,7 +209,7 @@ class Search:
         flow = throughput(way, mesh.endpoint.credentials, FLOW_BYTES, seconds)
         return replace(node, bytes_per_second=control.run(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
 
-    async def _knock(
+    async def _dial_announced(
         self, mesh: Mesh, listener: MulticastListener, observations: Iterable[Observation]
     ) -> dict[str, str]:
         """Return the machines that announce nodes, ours as far as we know, and whose ports give no sign of life.
@@ -226,14 +226,14 @@ class Search:
             if announces and ip not in known
         }
         ports = (*PORTS[:MOST_KNOCKS], PORTS[-1])
-        knocks = {
+        dials = {
             ip: [sound((ip, port, 0, index) if ":" in ip else (ip, port), mesh.endpoint.credentials) for port in ports]
             for ip, index in itertools.islice(silent.items(), MOST_SILENT)
         }
-        answers = await asyncio.gather(*(asyncio.gather(*each) for each in knocks.values()))
+        answers = await asyncio.gather(*(asyncio.gather(*each) for each in dials.values()))
         return {
             ip: f"{NO_WAY}: {SILENCE}"
-            for ip, each in zip(knocks, answers, strict=True)
+            for ip, each in zip(dials, answers, strict=True)
             if all(answer.problem == SILENCE for answer in each)
         }
 

@@ -155,12 +155,12 @@ class Beacon:
         if said is None or self._closed:
             return
         here = responder.interface
-        places = tuple(Address(ip, said.port) for ip in said.ips if network.on_link(here, ip, here.index))
+        addresses = tuple(Address(ip, said.port) for ip in said.ips if network.on_link(here, ip, here.index))
         if not said.is_ours:
-            responder.foreign = tuple(dict.fromkeys((*responder.foreign, *places)))[-MOST_FOREIGN:]
-        elif self._is_news(said.tag) and places:
+            responder.foreign = tuple(dict.fromkeys((*responder.foreign, *addresses)))[-MOST_FOREIGN:]
+        elif self._is_news(said.tag) and addresses:
             responder.matching += 1
-            self._found(places, here.name)
+            self._found(addresses, here.name)
 
     def _is_news(self, tag: bytes) -> bool:
         """Note the tag of an announcement; tell whether it is new."""

@@ -170,7 +170,7 @@ def save(cluster: Cluster) -> Path:
     with only_one(made_folder() / ".lock"):
         default = default_name()
         _write(cluster)
-        if default is not None and default_name() is None:  # a second one came: the first does not lose its place
+        if default is not None and default_name() is None:  # with a second cluster, the first stays the default
             write_private(home() / "default", f"{default}\n".encode())
     return cluster_path(cluster.name)
 
@@ -298,7 +298,7 @@ def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
         if name not in (None, code.secret.name):
             raise ConfigError(f"this join code is for the cluster {code.secret.name!r}, not for {name!r}")
         return Cluster(code.secret, code.seeds, owner=code.owner)
-    if re.fullmatch(r"[0-9a-fA-F]{32,}", text):  # with a digit lost it must not become a passphrase nobody else has
+    if re.fullmatch(r"[0-9a-fA-F]{32,}", text):  # a key with a digit missing must not be taken for a passphrase
         if len(text) != 2 * KEY_BYTES:
             raise ConfigError(f"a key in hexadecimal has {2 * KEY_BYTES} digits, not {len(text)}")
         return Cluster(ClusterSecret(name or "default", bytes.fromhex(text)))
@@ -312,7 +312,7 @@ def _given(source: str, name: str | None, secret: bytes | str) -> Cluster:
         raise ConfigError(f"{source}: {error}") from None
     try:
         is_saved = cluster_path(cluster.name).exists()
-    except ConfigError:  # no place for files: whoever brings the secret needs none
+    except ConfigError:  # no folder for files; a secret from the program needs none
         is_saved = False
     if not is_saved:
         return cluster

@@ -1,4 +1,4 @@
-"""Who a node is: a key of its own, a name to read, and a number for each of its lives.
+"""The identity of a node: its own key, a readable name, and a number for each of its lives.
 
 An identity is a slot in a folder: `0.key` has the key, `0.count` how often it was used, and `0.lock` is locked for as
 long as a process uses it. A second process takes the next slot. A copied folder cannot be told from here: the two
