@@ -12,7 +12,7 @@ STUCK_TIMEOUTS: Final = 3
 STUCK_SECONDS: Final = 2.0
 """... if nothing was acknowledged for so long either. On a local network both together take two to three seconds."""
 
-LOOK_SECONDS: Final = 0.5
+PATH_CHECK_SECONDS: Final = 0.5
 """How often an operation that makes no progress checks whether the path is dead."""
 
 _INFO_BYTES: Final = 104

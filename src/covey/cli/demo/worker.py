@@ -28,7 +28,7 @@ HELD_OUT_STRIDE = 2
 """Judging by every second held-out character is as telling as by all of them, and takes half the time."""
 RETURN_SECONDS = 30.0
 """How long nodes that are done wait for those that were lost."""
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 
 
 class Task(NamedTuple):
@@ -150,7 +150,7 @@ class _Node:
         if not self._give_up_at:
             self._give_up_at = time.monotonic() + RETURN_SECONDS
             self._tell(Waiting())
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         began = time.perf_counter()
         if not group.agree(time.monotonic() < self._give_up_at):
             raise TimeoutError(f"not all {self._task.nodes} nodes were there within {RETURN_SECONDS:.0f} s of the end")

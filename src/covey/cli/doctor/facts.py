@@ -1,4 +1,4 @@
-"""What an examination finds, as plain values: the JSON of `covey doctor`, and all that findings are made from. Pure."""
+"""The facts of an examination: the JSON of `covey doctor`, from which findings are derived. Pure."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Folder:
     """`configuration` or `temporary`."""
     path: str
     variable: str
-    """The variable that names another one."""
+    """The variable that selects another folder."""
     problem: str = ""
     """Why nothing can be written there, as the system says it."""
     free_bytes: int = -1
-    """What is left there for this user; negative if the system does not say."""
+    """Free space for this user; negative if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Machine:
     home: str
     paths: tuple[PrivatePath, ...] = ()
     identities: tuple[str, ...] = ()
-    """The names of the nodes that this user has been here."""
+    """The names of this user's node identities on this machine."""
     clusters: tuple[str, ...] = ()
     default_cluster: str = ""
     settings: tuple[Setting, ...] = ()
@@ -68,7 +68,7 @@ class Machine:
     """Unknown COVEY_ variables, each with the one that may be meant."""
     folders: tuple[Folder, ...] = ()
     clock: float = 0.0
-    """Seconds since 1970, by this machine's clock; 0 if it was not looked at."""
+    """Seconds since 1970, by this machine's clock; 0 if it was not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +92,15 @@ class Network:
     sent: int = 0
     """Packets that covey sent by multicast."""
     came_back: int = 0
-    """Packets of this machine's own that multicast brought back: it works as far as this machine."""
+    """This machine's own packets that came back: multicast works on this machine."""
     heard: int = 0
-    """Packets of other machines, whatever they were about."""
+    """Packets of other machines, about covey or not."""
     dropped: int = 0
-    """Those of them about covey that were not looked at: too many, or of an unusual size."""
+    """Packets about covey that were not read: too many, or of an unusual size."""
     heard_from: tuple[str, ...] = ()
-    """The machines among them that spoke about covey."""
+    """The machines that sent packets about covey."""
     foreign: tuple[str, ...] = ()
-    """Where nodes with another secret are."""
+    """The addresses of nodes with another secret."""
     errors: tuple[str, ...] = ()
 
 
@@ -109,14 +109,14 @@ class Way:
     """An attempt to connect."""
 
     address: str
-    """Of the side that was dialled."""
+    """The address of the side that was dialled."""
     interface: str
-    """What its owner calls it."""
+    """The name of its interface there."""
     local: str = ""
     """The address of the side that dialled, and its interface; empty where it cannot be known."""
     local_interface: str = ""
     round_trip: float = -1.0
-    """Seconds; negative if there is no way."""
+    """Seconds; negative if it failed."""
     path_mtu: int = 0
     problem: str = ""
 
@@ -127,7 +127,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What a node says that it waits for, on which terms, and what is in its way."""
+    """What a node waits for, by its own report: its terms, and its problems."""
 
     cause: str
     """As in `wire.messages.Wait`."""
@@ -140,20 +140,20 @@ class Wait:
     lanes: str = ""
     on_loss: str = ""
     here: tuple[str, ...] = ()
-    """Nodes that could be in the run, the teller among them."""
+    """Nodes that could be in the run, the reporting node included."""
     missing: tuple[str, ...] = ()
     """Members that are waited for, where they are known."""
     seeds: dict[str, str] = field(default_factory=dict)
-    """Its seeds at which no node was met, and why."""
+    """Its seeds at which no node was found, and why."""
     refused: dict[str, str] = field(default_factory=dict)
     """Nodes that cannot be in its run, and why."""
     problems: dict[str, str] = field(default_factory=dict)
-    """What else went wrong while it looked for others."""
+    """Other problems of its search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetNode:
-    """A node that was met."""
+    """A node that was found."""
 
     name: str
     id: str
@@ -176,22 +176,22 @@ class MetNode:
     ways_there: tuple[Way, ...] = ()
     """From here to each of its addresses."""
     ways_back: tuple[Way, ...] = ()
-    """From there to each of ours, as it says."""
+    """From there to each address of this machine, by its own report."""
     ways_back_problem: str = ""
-    """Why it did not say."""
+    """Why it did not report that."""
     chosen_way: str = ""
-    """Where lanes would go, and by which interface of ours."""
+    """The address that lanes would use, and this machine's interface for it."""
     chosen_interface: str = ""
     round_trip: float = -1.0
     bytes_per_second: float = 0.0
-    """What gets through; 0 if it was not measured."""
+    """The throughput; 0 if it was not measured."""
     path_mtu: int = 0
     clock_offset: float = 0.0
-    """Seconds that its clock is ahead of ours."""
+    """Seconds that its clock is ahead of this machine's."""
     turned_away: int = 0
-    """Connections that got no further than its door, as it says."""
+    """Connections that its acceptor refused, by its own report."""
     too_many: int = 0
-    """Those of them that came too often from one source."""
+    """Refused connections that came too often from one source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,22 +200,22 @@ class Seed:
 
     text: str
     answered: bool
-    """Whether a node was met there."""
+    """Whether a node was found there."""
     hung_up: bool = False
     problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that was found."""
+    """All facts of an examination."""
 
     machine: Machine
     cluster: str = ""
     cluster_problem: str = ""
-    """Why there is no cluster to look at."""
+    """Why there is no cluster to examine."""
     interfaces: tuple[Network, ...] = ()
     interfaces_problem: str = ""
-    """Why none can be used."""
+    """Why no interface can be used."""
     multicast_problem: str = ""
     host_problem: str = ""
     """Why nodes of this machine do not find each other."""

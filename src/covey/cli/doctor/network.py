@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.remote_node import RemoteNode
     from covey.runtime.mesh.visit import Visit
 
-LOOK_SECONDS: Final = 2.5
+SEARCH_SECONDS: Final = 2.5
 """How long to look for others: multicast DNS asks twice more within the first second, and answers take one at most."""
 ANSWER_SECONDS: Final = 4.0
 """How long others have to tell what they know of us."""
@@ -90,7 +90,7 @@ class Search:
             control.run(listener.open(), LATE_SECONDS)
             with visiting(self._cluster, self._config) as visit:
                 self._tell("looking for others")
-                visit.look(LOOK_SECONDS)
+                visit.look(SEARCH_SECONDS)
                 self._tell("trying all ways there and back")
                 self._examine(visit, listener)
                 if any(node.purpose == "visitor" for node in self.nodes):

@@ -207,7 +207,7 @@ class Attempt:
             if lane is not None and lane.is_stuck():
                 self.lane_closed(place, LaneClosedError("nothing that is sent there gets through"))
         again_at = self.engine.stalled(self, since, tuple(self.ranks[place] for place in waiting_for))
-        return again_at if self.lane_family == "ring" else min(again_at, now + tcp.LOOK_SECONDS)
+        return again_at if self.lane_family == "ring" else min(again_at, now + tcp.PATH_CHECK_SECONDS)
 
     def lane_closed(self, peer: int, error: LaneClosedError | ConnectError) -> None:
         self.engine.lane_closed(self, self.ranks[peer], error)

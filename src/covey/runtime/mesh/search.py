@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.wire.messages import Card
 
-LOOK_SECONDS: Final = 0.2
+REGISTRY_SECONDS: Final = 0.2
 """How often the host registry is read while a node waits for others."""
-RUNNING_LOOK_SECONDS: Final = 2.0
+RUNNING_REGISTRY_SECONDS: Final = 2.0
 """How often it is read once the run has formed."""
 SEED_SECONDS: Final = 1.0
 """How often a seed that did not answer is tried again, at most."""
@@ -56,7 +56,7 @@ class Search:
         self._host_registries = {local_tag(cluster.secret): host_registry}
         """By tag, which is derived from the secret: a new secret adds a registry."""
         self.follow(cluster)
-        self._look_seconds = LOOK_SECONDS
+        self._registry_seconds = REGISTRY_SECONDS
         self.problems: dict[str, str] = {}
         """What failed, by seed, or under `multicast` or `this host`."""
 
@@ -75,7 +75,7 @@ class Search:
 
     def slow_down(self) -> None:
         """Read the host registry less often from now on: the run has formed."""
-        self._look_seconds = RUNNING_LOOK_SECONDS
+        self._registry_seconds = RUNNING_REGISTRY_SECONDS
 
     async def run(self) -> None:
         """Search until cancelled."""
@@ -113,7 +113,7 @@ class Search:
                 self.problems.pop("this host", None)
             except (OSError, CoveyError) as error:  # such as a full disk: the next try may work
                 self.problems["this host"] = str(error)
-            await asyncio.sleep(self._look_seconds)
+            await asyncio.sleep(self._registry_seconds)
 
     async def _keep_trying(self, seed: str) -> None:
         pause = 0.1
