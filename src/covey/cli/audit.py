@@ -1,4 +1,4 @@
-"""`covey audit`: what this machine noted about its clusters, and whether that log is whole."""
+"""`covey audit`: shows the audit log of this machine, and checks that it is whole."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def audit(
         bool, typer.Option("--verify", help="Check that no entry was changed or removed, and show none.")
     ] = False,
 ) -> None:
-    """Show what this machine noted: nodes met, joined, lost and refused, denials, changes of secrets.
+    """Show the audit log of this machine: nodes linked, joined, lost and refused, denials, changes of secrets.
 
     --verify exits with 0 if the log is whole, and with 1 if it is not.
     """
@@ -62,7 +62,7 @@ def audit(
     if unknown := set(event or ()) - EVENTS.keys():
         raise ConfigError(f"there is no event {min(unknown)!r}; there are: {', '.join(EVENTS)}")
     choice = _Choice(cluster, _moment(since), frozenset(event or ()))
-    new = audit_reader.Follower() if follow else None  # before the old ones are read: none is missed
+    new = audit_reader.Follower() if follow else None  # opened before the old entries are read, so that none is missed
     try:
         shown = [entry for entry in audit_reader.entries() if choice.takes(entry)]
         if as_json or follow or not sys.stdout.isatty():
