@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from covey.cli.bench.crew import find_mpirun
+from covey.cli.bench.processes import find_mpirun
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")]
 

@@ -366,7 +366,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
-def test_a_meeting_folder_that_another_user_made_first_is_refused(job: Job) -> None:
+def test_a_rendezvous_folder_that_another_user_made_first_is_refused(job: Job) -> None:
     trap = job.temp / f"covey-{os.getuid()}"
     trap.mkdir(mode=0o777)
     os.chown(trap, NOBODY, NOBODY)

@@ -24,10 +24,11 @@ import covey
 from covey.base.config import GroupConfig
 from covey.net.discovery.host_rendezvous import TOKEN_BYTES
 from covey.runtime import loop as control
-from covey.runtime.environment import Place
+from covey.runtime.environment import LaunchedRank
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.joining.generations import _Generations
+from covey.runtime.joining.request import JoinRequest
 from covey.runtime.members import node as nodes
 from covey.runtime.messages import messenger
 from covey.testing import run_threads
@@ -41,13 +42,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def meeting() -> Iterator[Callable[..., Place]]:
+def meeting() -> Iterator[Callable[..., LaunchedRank]]:
     token = secrets.token_bytes(TOKEN_BYTES)
     with tempfile.TemporaryDirectory(prefix="covey-") as folder:
 
-        def place(rank: int, size: int, **more: Any) -> Place:
+        def place(rank: int, size: int, **more: Any) -> LaunchedRank:
             spot = {"local_rank": rank, "local_size": size, "folder": folder, "token": token, "name": "closing"}
-            return Place(rank=rank, size=size, **spot, **more)
+            return LaunchedRank(rank=rank, size=size, **spot, **more)
 
         yield place
 
@@ -186,7 +187,7 @@ def test_a_callback_that_exits_keeps_no_other_operation_waiting() -> None:
 # What the control loop has
 
 
-def test_an_interrupted_newcomer_leaves_the_control_loop_whole(meeting: Callable[..., Place]) -> None:
+def test_an_interrupted_newcomer_leaves_the_control_loop_whole(meeting: Callable[..., LaunchedRank]) -> None:
     def interrupt() -> None:
         control.soon(time.sleep, 0.5)
         os.kill(os.getpid(), signal.SIGINT)
@@ -200,7 +201,7 @@ def test_an_interrupted_newcomer_leaves_the_control_loop_whole(meeting: Callable
     until(lambda: what_the_loop_polls() == (keys, polled))
 
 
-def test_who_comes_while_a_node_closes_is_not_kept(meeting: Callable[..., Place]) -> None:
+def test_who_comes_while_a_node_closes_is_not_kept(meeting: Callable[..., LaunchedRank]) -> None:
     async def linger() -> None:
         try:
             await asyncio.sleep(60.0)
@@ -229,7 +230,7 @@ def test_who_comes_while_a_node_closes_is_not_kept(meeting: Callable[..., Place]
 
 
 def test_a_rank_that_cannot_be_a_node_gives_its_seat_back(
-    meeting: Callable[..., Place], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    meeting: Callable[..., LaunchedRank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place = meeting(1, 2)
     monkeypatch.setenv("COVEY_EVENTS", str(tmp_path / "nowhere" / "events"))
@@ -249,7 +250,7 @@ def test_a_signal_that_interrupts_its_own_handler_is_no_deadlock() -> None:
         class _engine:  # noqa: N801
             node = None
 
-    program = _Generations(None, None, None, None, {})
+    program = _Generations(JoinRequest())
     program._group = Alone()  # type: ignore[assignment]
     again = [signal.SIGTERM] * 20
 

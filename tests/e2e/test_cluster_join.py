@@ -17,7 +17,7 @@ import pytest
 from tests.support.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
 from covey.net.lanes import shm
-from covey.runtime.mesh.joiner import FIRST_WORD_SECONDS
+from covey.runtime.mesh.situation import FIRST_LOG_SECONDS
 
 if TYPE_CHECKING:
     import subprocess
@@ -198,7 +198,7 @@ def test_nodes_that_want_different_things_refuse_each_other_and_say_why(
 ) -> None:
     waits = cluster.start(**({"size": 2} | other))
     assert heard(waits) == "joining"
-    gives_up = finish(cluster.start(**({"size": 2, "timeout": FIRST_WORD_SECONDS + 1.5} | one)))
+    gives_up = finish(cluster.start(**({"size": 2, "timeout": FIRST_LOG_SECONDS + 1.5} | one)))
     waits.send_signal(signal.SIGINT)
     while_waiting = finish(waits).err  # it has said by then what it waits for
     assert gives_up.error.startswith("covey.DeadlineError")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.base.errors import RankFailedError
-from covey.cli.demo import crew
+from covey.cli.demo import processes
 from covey.cli.demo.reports import Joined, Killed, Round, Started
 from covey.cli.demo.worker import BATCH
 
@@ -134,8 +134,8 @@ def test_whoever_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -> No
     pids: dict[int, int] = {}
     to_kill, killed = {0, 2}, set()
     entered: dict[int, Joined] = {}
-    plan = crew.Plan(nodes=3, lots=3, rounds=100_000, seconds=60.0, seed=int(seed))
-    with contextlib.closing(crew.reports(plan)) as reports:
+    plan = processes.Plan(nodes=3, lots=3, rounds=100_000, seconds=60.0, seed=int(seed))
+    with contextlib.closing(processes.reports(plan)) as reports:
         for node, report in reports:
             match report:
                 case Started():
@@ -161,8 +161,8 @@ def test_whoever_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -> No
 def train_alone_and_kill(seed: str) -> None:
     """Train with one node without end, and kill it once it is at work."""
     pid = 0
-    plan = crew.Plan(nodes=1, lots=1, rounds=100_000, seconds=60.0, seed=int(seed))
-    with contextlib.closing(crew.reports(plan)) as reports:
+    plan = processes.Plan(nodes=1, lots=1, rounds=100_000, seconds=60.0, seed=int(seed))
+    with contextlib.closing(processes.reports(plan)) as reports:
         for _, report in reports:
             if isinstance(report, Started):
                 pid = report.pid

@@ -25,6 +25,7 @@ from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime.keeper.service import ClusterKeeperService
 from covey.runtime.mesh.endpoint import cluster_endpoint
+from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.mesh import Mesh
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
@@ -53,17 +54,15 @@ def new_cluster(**changes: Any) -> Cluster:
     return replace(Cluster(ClusterSecret("lab", secrets.token_bytes(32))), **changes)
 
 
-class Node(Mesh):
-    """One who would be in a run, and notes what keepers say."""
+class Node(MeshListener):
+    """A node that would be in a run, and notes what keepers say."""
 
-    purpose = "candidate"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, cluster: Cluster, config: Any, endpoint: Any, *, announce: bool) -> None:
+        self.mesh = Mesh(cluster, config, endpoint, self, purpose="candidate", announce=announce)
         self.said: list[tuple[bytes, messages.Control]] = []
         self.changed = asyncio.Event()
 
-    def met_keeper(self, remote: RemoteNode) -> None:
+    def keeper_linked(self, remote: RemoteNode) -> None:
         self.changed.set()
 
     def heard(self, remote: RemoteNode, message: messages.Control) -> None:
@@ -92,8 +91,8 @@ async def add(
     contact = msgspec.structs.replace(endpoint.card.contact, host=host or endpoint.card.contact.host)
     card = msgspec.structs.replace(endpoint.card, contact=contact, **changes)
     node = Node(cluster, CONFIG, replace(endpoint, card=card), announce=announce)
-    stack.push_async_callback(node.close)
-    await node.open()
+    stack.push_async_callback(node.mesh.close)
+    await node.mesh.open()
     return node
 
 
@@ -129,19 +128,19 @@ def test_everybody_hears_how_the_processes_of_a_keeper_are() -> None:
         other = await add(stack, cluster)
         braggart = await add(stack, cluster, keeper=service.id, host="elsewhere")
         for node in (other, braggart):
-            await node.until(lambda node=node: node.standing(own.card) == Vouch.BUSY)
-        assert {keeper for keeper, _ in other.said} == {keeper.card.id for keeper in other.keepers} == {service.id}
-        assert service.id not in other.met
-        assert other.standing(braggart.card) is None
+            await node.until(lambda node=node: node.standing(own.mesh.card) == Vouch.BUSY)
+        assert {keeper for keeper, _ in other.said} == {keeper.card.id for keeper in other.mesh.keepers} == {service.id}
+        assert service.id not in other.mesh.met
+        assert other.standing(braggart.mesh.card) is None
         at = time.monotonic()
         process.send_signal(signal.SIGSTOP)
-        assert await other.until(lambda: other.standing(own.card) == Vouch.STOPPED) - at < 0.5
+        assert await other.until(lambda: other.standing(own.mesh.card) == Vouch.STOPPED) - at < 0.5
         process.send_signal(signal.SIGCONT)
-        await other.until(lambda: other.standing(own.card) == Vouch.BUSY)
+        await other.until(lambda: other.standing(own.mesh.card) == Vouch.BUSY)
         at = time.monotonic()
         process.kill()
-        await own.close()
-        assert await other.until(lambda: other.standing(own.card) == Vouch.EXITED) - at < 0.5
+        await own.mesh.close()
+        assert await other.until(lambda: other.standing(own.mesh.card) == Vouch.EXITED) - at < 0.5
 
     run(work)
 
@@ -152,11 +151,11 @@ def test_the_last_word_of_a_keeper_is_how_its_processes_ended() -> None:
         service = opened(stack, cluster)
         own = await add(stack, cluster, keeper=service.id, pid=process.pid)
         other = await add(stack, cluster)
-        await other.until(lambda: other.standing(own.card) == Vouch.BUSY)
+        await other.until(lambda: other.standing(own.mesh.card) == Vouch.BUSY)
         process.kill()
         process.wait(DEADLINE)
         await asyncio.to_thread(service.close)
-        await other.until(lambda: other.standing(own.card) == Vouch.EXITED)
+        await other.until(lambda: other.standing(own.mesh.card) == Vouch.EXITED)
 
     run(work)
 
@@ -166,12 +165,12 @@ def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_nobody_else() -> Non
         cluster = new_cluster()
         service = opened(stack, cluster)
         own, other = await add(stack, cluster, keeper=service.id), await add(stack, cluster)
-        founded = messages.Founded(0, b"l" * 16, False, (messages.SeatedMember(0, own.card),), "continue")
+        founded = messages.Founded(0, b"l" * 16, False, (messages.SeatedMember(0, own.mesh.card),), "continue")
         for node in (other, own):
             assert not service.survives
             while True:  # of two links that were opened at once one is closed, and what was said there is lost
-                await node.until(lambda node=node: bool(node.keepers))
-                keeper = node.keepers[-1]
+                await node.until(lambda node=node: bool(node.mesh.keepers))
+                keeper = node.mesh.keepers[-1]
                 keeper.send(founded)
                 with contextlib.suppress(TimeoutError):
                     await keeper.ask(messages.Ask(), 0.5)  # answered after what came before was heard
@@ -186,12 +185,12 @@ def test_a_node_that_comes_later_to_a_network_without_multicast_is_met_too() -> 
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster, process = new_cluster(), sleeper(stack)
         first = await add(stack, cluster, announce=False)
-        seeded = replace(cluster, seeds=(f"127.0.0.1:{first.card.contact.addresses[0].port}",))
+        seeded = replace(cluster, seeds=(f"127.0.0.1:{first.mesh.card.contact.addresses[0].port}",))
         service = opened(stack, seeded)
-        await first.until(lambda: bool(first.keepers))
+        await first.until(lambda: bool(first.mesh.keepers))
         own = await add(stack, seeded, announce=False, keeper=service.id, pid=process.pid)
-        await first.until(lambda: first.standing(own.card) == Vouch.BUSY)
-        await own.until(lambda: own.standing(own.card) == Vouch.BUSY)
+        await first.until(lambda: first.standing(own.mesh.card) == Vouch.BUSY)
+        await own.until(lambda: own.standing(own.mesh.card) == Vouch.BUSY)
 
     run(work)
 
@@ -201,7 +200,7 @@ def test_a_keeper_that_cannot_come_to_the_cluster_says_so_quietly(caplog: pytest
     with caplog.at_level(logging.INFO, logger="covey"):
         service.start()
         for thread in threading.enumerate():
-            if thread.name == "covey-warden":
+            if thread.name == "covey-keeper":
                 thread.join(DEADLINE)
         service.catch_up()
         service.close()
@@ -217,6 +216,6 @@ def test_a_keeper_that_is_closed_at_once_never_comes() -> None:
     service.close()
     service.start()
     for thread in threading.enumerate():
-        if thread.name == "covey-warden":
+        if thread.name == "covey-keeper":
             thread.join(DEADLINE)
     assert len(os.listdir(tempfile.gettempdir())) == before

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from covey.base.config import GroupConfig
 from covey.base.errors import RemoteProtocolError
-from covey.runtime.environment import Place
+from covey.runtime.environment import LaunchedRank
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.links.handshake import LinkCredentials
 from covey.runtime.links.link import HANDSHAKE_SECONDS
@@ -145,7 +145,7 @@ class Crew:
         self._groups: dict[int, Future[Group]] = {}
 
     def start(self, rank: int) -> None:
-        place = Place(rank=rank, size=2, folder=self.folder, token=self.token, name="attacked")
+        place = LaunchedRank(rank=rank, size=2, folder=self.folder, token=self.token, name="attacked")
         config = GroupConfig(lanes=self.lanes, timeout=DEADLINE)
         self._groups[rank] = self._threads.submit(join_at, place, config, timeout=DEADLINE)
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net.discovery.host_registry import AGE_SECONDS, MOST_NEIGHBOURS, HostRegistry, RegisteredNode
-from covey.net.discovery.host_rendezvous import meeting_folder
+from covey.net.discovery.host_registry import AGE_SECONDS, NODES_LIMIT, HostRegistry, RegisteredNode
+from covey.net.discovery.host_rendezvous import rendezvous_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +94,7 @@ def test_another_process_is_seen_for_as_long_as_it_lives() -> None:
         with process(8) as there:
             assert here.others() == [RegisteredNode(8, "/tmp/8.sock", there.pid)]
         assert here.others() == []
-        assert len(list(meeting_folder(f"nodes-{TAG}").iterdir())) == 1  # what it left was removed
+        assert len(list(rendezvous_folder(f"nodes-{TAG}").iterdir())) == 1  # what it left was removed
 
 
 def test_a_forked_child_does_not_keep_its_dead_parent_announced() -> None:
@@ -115,19 +115,19 @@ def test_the_last_announcement_counts_and_closing_withdraws_it() -> None:
         moving.close()
         assert watcher.others() == []
         moving.close()
-    assert not meeting_folder(f"nodes-{TAG}").exists()
+    assert not rendezvous_folder(f"nodes-{TAG}").exists()
 
 
 def test_files_are_private() -> None:
     with neighbour(1):
-        folder = meeting_folder(f"nodes-{TAG}")
+        folder = rendezvous_folder(f"nodes-{TAG}")
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (path,) = folder.iterdir()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_folder_open_to_others_is_refused() -> None:
-    folder = meeting_folder(f"nodes-{TAG}")
+    folder = rendezvous_folder(f"nodes-{TAG}")
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match="0700"):
@@ -156,7 +156,7 @@ def test_a_damaged_file_is_passed_over(text: bytes) -> None:
 
 def test_what_is_no_file_of_a_node_is_passed_over() -> None:
     with neighbour(1) as one, neighbour(2) as two:
-        folder = meeting_folder(f"nodes-{TAG}")
+        folder = rendezvous_folder(f"nodes-{TAG}")
         (folder / "a folder").mkdir()
         (folder / "link.node").symlink_to("/etc/passwd")
         os.mkfifo(folder / "pipe.node", 0o600)
@@ -180,8 +180,8 @@ def test_nodes_of_another_host_that_share_the_folder_are_passed_over() -> None:
 
 def test_no_more_than_a_bounded_number_of_files_is_read() -> None:
     with neighbour() as one:
-        folder = meeting_folder(f"nodes-{TAG}")
-        for i in range(MOST_NEIGHBOURS + 10):
+        folder = rendezvous_folder(f"nodes-{TAG}")
+        for i in range(NODES_LIMIT + 10):
             (folder / f"{i}.node").touch()
         assert one.others() == []
         assert len(list(folder.iterdir())) == 10
@@ -291,7 +291,7 @@ def test_sockets_and_notes_of_another_host_that_shares_the_folder_stay() -> None
 
 def test_looking_is_cheap_and_works_after_the_folder_is_gone() -> None:
     with neighbour() as one:
-        meeting_folder(f"nodes-{TAG}").rmdir()
+        rendezvous_folder(f"nodes-{TAG}").rmdir()
         assert one.others() == []
         one.announce(5, "")
         with neighbour() as other:

@@ -23,7 +23,7 @@ from covey.net.discovery.host_rendezvous import (
     check_peer,
     host_token,
     local_address_towards,
-    meeting_folder,
+    rendezvous_folder,
     socket_path,
 )
 
@@ -91,7 +91,7 @@ print(child, flush=True)
 
 
 def test_the_folders_above_and_of_a_job_are_closed_to_others(runtime: Path) -> None:
-    folder = meeting_folder("job")
+    folder = rendezvous_folder("job")
     with seat(folder, 0) as meeting:
         assert folder.parent.parent == runtime
         for path in (folder, folder.parent):
@@ -103,16 +103,16 @@ def test_the_folders_above_and_of_a_job_are_closed_to_others(runtime: Path) -> N
 
 def test_ranks_share_one_secret_token_and_jobs_do_not() -> None:
     with (
-        seat(meeting_folder("a"), 0) as one,
-        seat(meeting_folder("a"), 1) as two,
-        seat(meeting_folder("b"), 0) as other,
+        seat(rendezvous_folder("a"), 0) as one,
+        seat(rendezvous_folder("a"), 1) as two,
+        seat(rendezvous_folder("b"), 0) as other,
     ):
         assert one.token == two.token != other.token
         assert len(one.token) == 32
 
 
 def test_many_ranks_that_come_at_once_agree_on_the_token() -> None:
-    folder, tokens, barrier = meeting_folder("rush"), {}, threading.Barrier(16)
+    folder, tokens, barrier = rendezvous_folder("rush"), {}, threading.Barrier(16)
 
     def come(rank: int) -> None:
         barrier.wait(DEADLINE)
@@ -132,7 +132,7 @@ def test_many_ranks_that_come_at_once_agree_on_the_token() -> None:
 
 def test_a_name_of_any_kind_becomes_a_short_plain_folder() -> None:
     names = ["../../etc", "a/b", "x" * 500, "", "j\u00f6b \u2603", ".", "..", "a b", "a-b"]
-    folders = [meeting_folder(name) for name in names]
+    folders = [rendezvous_folder(name) for name in names]
     assert len(set(folders)) == len(names)
     for folder in folders:
         assert folder.parent == folders[0].parent
@@ -142,7 +142,7 @@ def test_a_name_of_any_kind_becomes_a_short_plain_folder() -> None:
 
 
 def test_a_rank_that_lives_keeps_its_seat_and_is_named_to_the_second_one() -> None:
-    folder = meeting_folder("twice")
+    folder = rendezvous_folder("twice")
     with other_process(SIT, folder, 3) as first:
         token = bytes.fromhex(first.stdout.readline())
         with pytest.raises(ConfigError, match=f"rank 3 of this job is already running as process {first.pid}"):
@@ -153,7 +153,7 @@ def test_a_rank_that_lives_keeps_its_seat_and_is_named_to_the_second_one() -> No
 
 
 def test_what_a_killed_rank_left_is_taken_over() -> None:
-    folder = meeting_folder("killed")
+    folder = rendezvous_folder("killed")
     with other_process(SIT, folder, 1) as first:
         first.stdout.readline()
         first.send_signal(signal.SIGKILL)
@@ -166,7 +166,7 @@ def test_what_a_killed_rank_left_is_taken_over() -> None:
 
 
 def test_a_forked_child_does_not_keep_the_seat_of_its_dead_parent() -> None:
-    folder = meeting_folder("forked")
+    folder = rendezvous_folder("forked")
     with other_process(SIT.replace("print(meeting.token.hex(), flush=True)", FORK), folder, 0) as first:
         child = int(first.stdout.readline())
         try:
@@ -179,7 +179,7 @@ def test_a_forked_child_does_not_keep_the_seat_of_its_dead_parent() -> None:
 
 
 def test_the_last_one_to_leave_removes_the_folder_and_leaving_twice_is_fine() -> None:
-    folder = meeting_folder("leave")
+    folder = rendezvous_folder("leave")
     one, two = HostRendezvous(folder, 0), HostRendezvous(folder, 1)
     one.leave()
     assert {path.name for path in folder.iterdir()} == {"1.sock", "1.lock", "token"}
@@ -199,7 +199,7 @@ def test_a_run_that_brings_its_token_leaves_its_folder_to_who_made_it() -> None:
 
 
 def test_a_damaged_token_is_named_and_the_seat_is_free_again() -> None:
-    folder = meeting_folder("damaged")
+    folder = rendezvous_folder("damaged")
     folder.mkdir(mode=0o700)
     (folder / "token").write_bytes(b"half")
     for _ in range(2):
@@ -212,14 +212,14 @@ def test_a_damaged_token_is_named_and_the_seat_is_free_again() -> None:
 
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, 0o777])
 def test_a_folder_that_others_may_enter_is_refused(mode: int) -> None:
-    folder = meeting_folder("open")
+    folder = rendezvous_folder("open")
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(ConfigError, match="mode 0700"):
         HostRendezvous(folder, 0)
     folder.parent.chmod(mode)
     with pytest.raises(ConfigError, match="mode 0700"):
-        meeting_folder("open")
+        rendezvous_folder("open")
 
 
 def test_a_link_to_a_folder_is_refused(tmp_path: Path, runtime: Path) -> None:
@@ -227,14 +227,14 @@ def test_a_link_to_a_folder_is_refused(tmp_path: Path, runtime: Path) -> None:
     elsewhere.mkdir(mode=0o700)
     (runtime / f"covey-{os.getuid()}").symlink_to(elsewhere)
     with pytest.raises(ConfigError, match="must be a folder of yours"):
-        meeting_folder("linked")
+        rendezvous_folder("linked")
     assert list(elsewhere.iterdir()) == []
 
 
 def test_a_file_in_place_of_the_folder_is_refused(runtime: Path) -> None:
     (runtime / f"covey-{os.getuid()}").touch(mode=0o700)
     with pytest.raises(ConfigError, match="must be a folder of yours"):
-        meeting_folder("file")
+        rendezvous_folder("file")
 
 
 @needs_root
@@ -243,7 +243,7 @@ def test_a_folder_of_another_user_is_refused(runtime: Path) -> None:
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
     with pytest.raises(ConfigError, match="must be a folder of yours"):
-        meeting_folder("theirs")
+        rendezvous_folder("theirs")
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -311,5 +311,5 @@ def test_the_way_to_loopback_is_loopback() -> None:
 
 
 def test_no_way_to_a_host_is_a_connect_error_that_names_it() -> None:
-    with pytest.raises(ConnectError, match=r"no way to nowhere\.invalid"):
+    with pytest.raises(ConnectError, match=r"no route to nowhere\.invalid"):
         local_address_towards("nowhere.invalid")

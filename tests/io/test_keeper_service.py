@@ -436,7 +436,7 @@ def test_the_last_two_generations_have_views_and_who_contradicts_is_not_believed
     with caplog.at_level(logging.WARNING, logger="covey"):
         run(work)
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 1 tells of another generation 2 than the others do"
+        "rank 1 announced another generation 2 than the other ranks"
     ]
 
 
@@ -510,7 +510,7 @@ def test_a_run_that_lost_all_members_begins_with_what_a_process_has_that_was_sta
 def test_a_run_whose_processes_have_all_lost_their_places_says_that_it_goes_back(
     service: KeeperService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_keeper, "GATHER_OLD_SECONDS", 3.0)
+    monkeypatch.setattr(local_keeper, "REFOUND_OLD_SECONDS", 3.0)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
         again = await all_members_lost_but_one_that_was_evicted(stack, service)
@@ -518,7 +518,7 @@ def test_a_run_whose_processes_have_all_lost_their_places_says_that_it_goes_back
         await again.until(lambda: any(isinstance(each, messages.Founded) for each in again.said))
         assert time.monotonic() - began > 2.0  # one that was started again had time to come
         assert [member.card.life for member in anew(again).members] == [again.card.life]
-        said = f"the state that process {again.process.pid} had when it lost its place in generation 1"
+        said = f"the state that process {again.process.pid} had when it lost its seat in generation 1"
         assert said in caplog.text
 
     run(work)
@@ -541,7 +541,7 @@ def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:
     threads = threading.active_count()
     run(work)
     assert list(Path(folder).iterdir()) == []
-    assert "covey-warden" not in {thread.name for thread in threading.enumerate()}
+    assert "covey-keeper" not in {thread.name for thread in threading.enumerate()}
     assert threading.active_count() <= threads + 1  # the control loop's, if this was its first use
 
 

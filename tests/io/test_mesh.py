@@ -26,7 +26,7 @@ from covey.proto.formation import Formed
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.mesh import joiner as joiner_module
 from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.runtime.mesh.follower import Outcome
+from covey.runtime.mesh.follower import DialOutcome
 from covey.runtime.mesh.hints import Hint
 from covey.runtime.mesh.joiner import Joiner
 from covey.runtime.mesh.mesh import Mesh
@@ -74,7 +74,7 @@ class Crew:
         endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(0,), identity=identity)
         made: Mesh
         if "terms" in node:
-            made = Joiner(cluster, CONFIG, endpoint, node["terms"])
+            made = Joiner(cluster, CONFIG, endpoint, node["terms"]).mesh
         else:
             made = Mesh(cluster, CONFIG, endpoint, announce=announce)
         self.nodes.append(made)
@@ -137,7 +137,7 @@ def test_two_nodes_on_one_host_find_each_other_and_meet_once() -> None:
         one, other = await crew.add(cluster, announce=True), await crew.add(cluster, announce=True)
         await until(lambda: know_each_other(one, other) and only_links(one, other))
         assert one.met[other.card.id].card == other.card
-        assert one.refusals == other.refusals == {}
+        assert one.problems.refusals == other.problems.refusals == {}
 
     run(work)
 
@@ -156,7 +156,7 @@ def test_two_nodes_that_dial_each_other_at_the_same_time_end_with_one_link(attem
     async def work(crew: Crew) -> None:
         cluster = new_cluster()
         one, other = await crew.add(cluster), await crew.add(cluster)
-        dials = [one._dial(other.card.contact.addresses), other._dial(one.card.contact.addresses)]
+        dials = [one.dial(other.card.contact.addresses), other.dial(one.card.contact.addresses)]
         await asyncio.gather(*dials[:: -1 if attempt % 2 else 1])
         await until(lambda: only_links(one, other))
         at_one, at_other = only_links(one, other)
@@ -175,11 +175,11 @@ def test_nothing_is_lost_while_two_nodes_exchange_their_link_for_another() -> No
         cluster = new_cluster()
         small, large = sorted([await crew.add(cluster), await crew.add(cluster)], key=lambda node: node.card.id)
         heard: list[bytes] = []
-        small.heard = lambda _, message: heard.append(message.body)
-        await large._dial(small.card.contact.addresses)
+        small.listener.heard = lambda _, message: heard.append(message.body)
+        await large.dial(small.card.contact.addresses)
         await until(lambda: know_each_other(small, large))
         first = large.met[small.card.id].link
-        dialling = asyncio.ensure_future(small._dial(large.card.contact.addresses))
+        dialling = asyncio.ensure_future(small.dial(large.card.contact.addresses))
         sent = 0
         while not small.met[large.card.id].is_dialled or large.met[small.card.id].link is first or sent < 100:
             for _ in range(10):
@@ -199,7 +199,7 @@ def test_a_seed_that_all_know_makes_all_known_to_each_other_without_multicast() 
         first = await crew.add(cluster)
         others = [await crew.add(replace(cluster, seeds=(seed_of(first),))) for _ in range(2)]
         await until(lambda: know_each_other(first, *others))
-        assert others[0].problems() == others[1].problems() == {}
+        assert others[0].report_problems() == others[1].report_problems() == {}
 
     run(work)
 
@@ -219,10 +219,10 @@ def test_a_seed_that_is_a_node_itself_is_no_problem() -> None:
     async def work(crew: Crew) -> None:
         cluster = new_cluster()
         one = await crew.add(cluster)
-        await one._dial(one.card.contact.addresses, seed=seed_of(one))
+        await one.dial(one.card.contact.addresses, seed=seed_of(one))
         assert one.met == {}
-        assert one.problems() == {}
-        assert not one.hung_up
+        assert one.report_problems() == {}
+        assert not one.problems.hung_up
 
     run(work)
 
@@ -235,14 +235,14 @@ def test_a_seed_that_does_not_answer_is_named_and_found_later() -> None:
         await gone.close()
         gone.endpoint.on_close()
         one = await crew.add(replace(cluster, seeds=(seed,)))
-        await until(lambda: seed in one.problems())
-        assert one.problems()[seed].startswith(f"cannot be reached: {seed}: ")
+        await until(lambda: seed in one.report_problems())
+        assert one.report_problems()[seed].startswith(f"cannot be reached: {seed}: ")
         endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(port,), identity=NodeIdentity.ephemeral())
         back = Mesh(cluster, CONFIG, endpoint, announce=False)
         crew.nodes.append(back)
         await back.open()
         await until(lambda: know_each_other(one, back))
-        assert one.problems() == {}
+        assert one.report_problems() == {}
 
     run(work)
 
@@ -255,17 +255,17 @@ def test_a_visitor_that_has_left_is_not_looked_for_and_no_problem() -> None:
         port = visitor.card.contact.addresses[0].port
         here = Hint((messages.Address("127.0.0.1", port, "lo"),), same_host=True)
         there = Hint(visitor.card.contact.addresses)
-        await until(lambda: len(waiting._visitors) == 1)
+        await until(lambda: len(waiting.visitors) == 1)
         await visitor.close()
         visitor.endpoint.on_close()
-        await until(lambda: len(waiting._visitors) == 0)
-        assert waiting._follower._hints.due(time.monotonic() + 1000, 100, lambda _hint: False) == []
+        await until(lambda: len(waiting.visitors) == 0)
+        assert waiting.follower._hints.due(time.monotonic() + 1000, 100, lambda _hint: False) == []
         for hint in (here, there):  # as if an announcement of it came late
-            assert await waiting._dial_hint(hint) is Outcome.NOBODY
-        assert waiting.problems() == {}
+            assert await waiting._dial_hint(hint) is DialOutcome.NO_NODE
+        assert waiting.report_problems() == {}
         seed = f"127.0.0.1:{port + 1}"
-        await waiting._dial((messages.Address("127.0.0.1", port + 1, "lo"),), seed=seed)
-        assert list(waiting.problems()) == [seed]  # other places are reported as ever
+        await waiting.dial((messages.Address("127.0.0.1", port + 1, "lo"),), seed=seed)
+        assert list(waiting.report_problems()) == [seed]  # other places are reported as ever
 
     run(work)
 
@@ -281,7 +281,7 @@ def test_who_leaves_is_forgotten_and_may_come_again_as_a_new_life() -> None:
             assert stays.met[comes.card.id].card.life == comes.card.life
             await comes.close()
             await until(lambda: not stays.met)
-        assert stays.refusals == {}
+        assert stays.problems.refusals == {}
 
     run(work)
 
@@ -313,10 +313,10 @@ def test_a_denied_node_is_refused_and_named_on_both_sides() -> None:
         short = short_id(denied.id)
         reason = f"node {other.card.name} ({short}) is denied on {one.card.name}; "
         reason += f"`covey deny {short} --undo` there lets it in"
-        await until(lambda: reason in one.refusals.values() and other.problems())
-        assert other.problems() == {seed_of(one): f"says: {reason}"}
+        await until(lambda: reason in one.problems.refusals.values() and other.report_problems())
+        assert other.report_problems() == {seed_of(one): f"says: {reason}"}
         assert one.met == other.met == {}
-        await one._dial(other.card.contact.addresses)  # nor does it help to be dialled
+        await one.dial(other.card.contact.addresses)  # nor does it help to be dialled
         await until(lambda: not other.met)
         assert one.met == {}
 
@@ -329,11 +329,11 @@ def test_an_identity_in_use_elsewhere_is_refused_and_the_later_one_is_told() -> 
         early = await crew.add(cluster, identity=NodeIdentity(private, 1))
         late = await crew.add(replace(cluster, seeds=(seed_of(early),)), identity=NodeIdentity(private, 2))
         in_use = f"identity {short_id(early.card.id)} is in use by process {early.card.pid}"
-        await until(lambda: any(in_use in reason for reason in late.problems().values()))
-        assert any(in_use in reason for reason in early.refusals.values())
-        await early._dial(late.card.contact.addresses)
-        assert "Was the configuration folder copied from there?" in late.refusals["this node"]
-        assert "this node" not in early.refusals
+        await until(lambda: any(in_use in reason for reason in late.report_problems().values()))
+        assert any(in_use in reason for reason in early.problems.refusals.values())
+        await early.dial(late.card.contact.addresses)
+        assert "Was the configuration folder copied from there?" in late.problems.refusals["this node"]
+        assert "this node" not in early.problems.refusals
         assert early.met == late.met == {}
 
     run(work)
@@ -347,7 +347,7 @@ def test_two_living_nodes_with_one_identity_are_not_both_met_by_a_third() -> Non
         early = await crew.add(seeded, identity=NodeIdentity(private, 1))
         await until(lambda: know_each_other(third, early))
         late = await crew.add(seeded, identity=NodeIdentity(private, 2))
-        await until(lambda: any("is in use by process" in reason for reason in late.problems().values()))
+        await until(lambda: any("is in use by process" in reason for reason in late.report_problems().values()))
         assert third.met[early.card.id].card.life == early.card.life
 
     run(work)
@@ -375,7 +375,7 @@ def test_a_later_life_takes_over_from_one_that_does_not_answer_any_more() -> Non
 
 def hello_of(mesh: Mesh, identity: NodeIdentity) -> messages.Hello:
     card = msgspec.structs.replace(mesh.card, id=identity.id, life=identity.life, name=identity.name)
-    return msgspec.structs.replace(mesh._hello(), card=card)
+    return msgspec.structs.replace(mesh.hello(), card=card)
 
 
 def gate_of(cluster: Cluster, identity: NodeIdentity) -> LinkCredentials:
@@ -411,7 +411,7 @@ def test_a_hello_that_cannot_be_is_refused_with_the_reason(changes: dict[str, An
             await dial(where_of(one), gate_of(cluster, identity), hello)
         assert one.met == {}
         if "version" in changes:
-            (reason,) = one.refusals.values()
+            (reason,) = one.problems.refusals.values()
             assert reason == "it speaks version 99 of covey's protocol, and we speak 1"
 
     run(work)
@@ -479,7 +479,7 @@ def test_gossip_about_nobody_and_about_ourselves_does_no_harm() -> None:
         link.send(messages.encode(messages.Ask()))  # is answered after the gossip was heard
         while not isinstance(messages.decode_control(await link.receive()), messages.Tell):
             pass
-        await until(lambda: not one._follower.dialling)
+        await until(lambda: not one.follower.dialling)
         assert set(one.met) == {identity.id}
         link.abort()
         await link.ended.wait()
@@ -495,7 +495,7 @@ def test_a_visitor_meets_candidates_asks_how_things_stand_and_takes_part_in_noth
         cluster = new_cluster()
         joiner = await crew.add(cluster, terms=TERMS)
         visitor = await crew.add(replace(cluster, seeds=(seed_of(joiner),)))
-        await until(lambda: visitor.met and joiner._visitors)
+        await until(lambda: visitor.met and joiner.visitors)
         remote: RemoteNode = visitor.met[joiner.card.id]
         assert remote.purpose == "candidate"
         told = await remote.ask(messages.Ask(), 5.0)
@@ -503,7 +503,7 @@ def test_a_visitor_meets_candidates_asks_how_things_stand_and_takes_part_in_noth
         assert (told.run, told.state, told.leader, told.peers) == ("r", "joining", b"", ())
         assert joiner.met == {}
         await visitor.close()
-        await until(lambda: not joiner._visitors)
+        await until(lambda: not joiner.visitors)
 
     run(work)
 
@@ -587,11 +587,11 @@ def test_two_candidates_agree_on_one_view_and_on_who_reaches_whom() -> None:
         cluster = new_cluster()
         one = await crew.add(cluster, terms=TERMS)
         other = await crew.add(replace(cluster, seeds=(seed_of(one),)), terms=TERMS)
-        formed, formed_there = await asyncio.gather(one.form(10.0), other.form(10.0))
+        formed, formed_there = await asyncio.gather(one.listener.form(10.0), other.listener.form(10.0))
         assert isinstance(formed, Formed)
         assert isinstance(formed_there, Formed)
         ranks = {(member.id, member.life): rank for rank, member in enumerate(formed.view)}
-        by_rank, by_rank_there = one.seated(ranks), other.seated(ranks)
+        by_rank, by_rank_there = one.listener.seated(ranks), other.listener.seated(ranks)
         assert formed.view == formed_there.view
         assert [member.id for member in formed.view] == sorted((one.card.id, other.card.id))
         rank = [member.id for member in formed.view].index(one.card.id)
@@ -609,7 +609,7 @@ def test_a_candidate_whose_identity_is_in_use_gives_up_and_says_where() -> None:
         seeded = replace(cluster, seeds=(seed_of(early),))
         late = await crew.add(seeded, identity=NodeIdentity(private, 2), terms=TERMS)
         with pytest.raises(AuthError, match=f"identity is in use by process {early.card.pid}"):
-            await late.form(10.0)
+            await late.listener.form(10.0)
 
     run(work)
 
@@ -617,13 +617,13 @@ def test_a_candidate_whose_identity_is_in_use_gives_up_and_says_where() -> None:
 def test_a_candidate_whose_seeds_all_hang_up_believes_that_its_secret_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joiner_module, "WRONG_KEY_SECONDS", 0.3)
+    monkeypatch.setattr(joiner_module, "WRONG_SECRET_SECONDS", 0.3)
 
     async def work(crew: Crew) -> None:
         other = await crew.add(new_cluster())
         mine = await crew.add(new_cluster(seeds=(seed_of(other),)), terms=TERMS)
         with pytest.raises(AuthError, match="the secret of cluster 'lab' is another one there"):
-            await mine.form(10.0)
+            await mine.listener.form(10.0)
 
     run(work)
 
@@ -634,7 +634,7 @@ def test_a_candidate_with_other_terms_is_refused_with_the_reason_and_named_at_th
         one = await crew.add(cluster, terms=TERMS)
         terms = msgspec.structs.replace(TERMS, program="another.py")
         other = await crew.add(replace(cluster, seeds=(seed_of(one),)), terms=terms)
-        results = await asyncio.gather(one.form(1.5), other.form(1.5), return_exceptions=True)
+        results = await asyncio.gather(one.listener.form(1.5), other.listener.form(1.5), return_exceptions=True)
         for result, peer in zip(results, (other, one), strict=True):
             assert isinstance(result, DeadlineError)
             assert peer.card.name in str(result)
@@ -649,7 +649,7 @@ def test_closing_at_any_moment_of_meeting_leaves_nothing_behind() -> None:
         for turns in (0, 1, 3, 10, 30):
             nodes = [await crew.add(cluster, announce=True) for _ in range(3)]
             dials = [
-                asyncio.create_task(one._dial(other.card.contact.addresses))
+                asyncio.create_task(one.dial(other.card.contact.addresses))
                 for one in nodes
                 for other in nodes
                 if one is not other
@@ -684,15 +684,15 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
             (remote,) = larger.seated({messages.key_of(smaller.card): 0}).values()
             used: list[object] = []
             in_use = remote.link
-            switched = larger.switched
+            link_changed = larger.link_changed
 
             def note(who: RemoteNode) -> None:
                 used.append(who.link)
-                switched(who)
+                link_changed(who)
 
-            larger.switched = note  # type: ignore[method-assign]
+            larger.link_changed = note  # type: ignore[method-assign]
             port = smaller.card.contact.addresses[0].port
-            await larger._dial((messages.Address("127.0.0.1", port),), same_host=True)
+            await larger.mesh.dial((messages.Address("127.0.0.1", port),), same_host=True)
             assert all(link is in_use for link in used), "a link that the smaller one is about to close was used"
         finally:
             for node in nodes:

@@ -18,7 +18,7 @@ from covey.net.discovery.mdns import Beacon
 from covey.runtime.links import handshake
 from covey.runtime.loop import aside
 from covey.runtime.mesh import mesh as mesh_module
-from covey.runtime.mesh.follower import Follower, Outcome
+from covey.runtime.mesh.follower import DialOutcome, Follower
 from covey.runtime.mesh.hints import TRIES, Hint, Origin
 from covey.wire.messages import Address
 
@@ -98,7 +98,7 @@ def test_seeds_and_neighbours_are_found_after_a_shortage(monkeypatch: pytest.Mon
         first = await crew.add(cluster)
         second = await crew.add(new_cluster(secret=cluster.secret, seeds=(seed_of(first),)))
         await until(lambda: shortage.refused > 3)
-        (problem,) = second.problems().values()
+        (problem,) = second.report_problems().values()
         assert "ulimit -n" in problem
         shortage.is_over = True
         await until(lambda: know_each_other(first, second))
@@ -114,10 +114,10 @@ def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytes
         monkeypatch.setattr(interfaces, "all_interfaces", Shortage(interfaces.all_interfaces))
         _, there = interfaces._known
         monkeypatch.setattr(interfaces, "_known", (time.monotonic() - 60, there))
-        assert await second._dial(first.card.contact.addresses) is Outcome.MET
+        assert await second.dial(first.card.contact.addresses) is DialOutcome.LINKED
         await until(lambda: not second.met[first.card.id].is_measuring)
         assert second.met[first.card.id].round_trip > 0
-        told = second.tell()  # names the interface of each link
+        told = second.describe()  # names the interface of each link
         assert told.peers[0].interface == "lo"
 
     run(work)
@@ -130,10 +130,10 @@ def test_a_hint_is_not_given_up_because_this_process_can_open_no_socket(monkeypa
     monkeypatch.setattr("covey.runtime.mesh.hints.SELDOM_SECONDS", 0.002)
     hint, dials = Hint((Address("192.0.2.1", 9),)), 0
 
-    async def dial(_hint: Hint) -> Outcome:
+    async def dial(_hint: Hint) -> DialOutcome:
         nonlocal dials
         dials += 1
-        return Outcome.SCARCE if dials <= 3 * TRIES else Outcome.NOBODY
+        return DialOutcome.SCARCE if dials <= 3 * TRIES else DialOutcome.NO_NODE
 
     async def work(_crew: Crew) -> None:
         tasks = set()

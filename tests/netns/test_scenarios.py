@@ -185,7 +185,7 @@ import json, sys, time
 from pathlib import Path
 import numpy as np
 import covey
-from covey.runtime.mesh.mesh import RETIRE_SECONDS
+from covey.runtime.mesh.node_links import RETIRE_SECONDS
 
 with covey.join(sys.argv[2], **json.loads(sys.argv[3])) as group:
     x = np.arange(300_000.0) * (group.rank + 1)

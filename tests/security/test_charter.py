@@ -168,13 +168,13 @@ def test_a_node_that_was_approved_shows_the_charter_to_one_that_has_missed_it(ow
 
 
 def test_a_node_that_hears_that_it_is_not_on_the_list_goes_on_waiting_and_a_denied_one_does_not(owned: Owned) -> None:
-    own, joining = owned.prey.node.card.id, owned.prey.node._formed
+    own, joining = owned.prey.node.card.id, owned.prey.joiner._formed
     owned.spread(owned.charter(9, allowed=(secrets.token_bytes(32),)))
     assert owned.serial() == 9
     assert not joining.done()
-    assert "is waiting for approval" in call_on_loop(owned.prey.node.problems)["this node"]
+    assert "is waiting for approval" in call_on_loop(owned.prey.node.report_problems)["this node"]
     owned.show(owned.charter(10, allowed=(own,)))
-    assert "this node" not in call_on_loop(owned.prey.node.problems)
+    assert "this node" not in call_on_loop(owned.prey.node.report_problems)
     owned.show(owned.charter(11, (own,)))
     until(joining.done)
     assert "is denied by the owner" in str(joining.exception())

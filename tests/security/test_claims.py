@@ -25,9 +25,7 @@ from covey.runtime.links import dial_limits as allowance
 from covey.runtime.links import handshake
 from covey.runtime.links import source_limits as arrivals
 from covey.runtime.members import audit
-from covey.runtime.mesh import follower, hints, reach, visitors
-from covey.runtime.mesh import joiner as joiner
-from covey.runtime.mesh import mesh as mesh
+from covey.runtime.mesh import follower, hints, node_links, problems, reach, situation, visitors
 from covey.wire import frame, lineage, membership, messages, seal, secret
 
 PAGES = ("security", "wire")
@@ -135,7 +133,7 @@ def test_what_lies_on_disk_of_a_run_has_only_these_fields() -> None:
 
 def test_the_bounds_are_those_of_the_code() -> None:
     dials = f"{allowance.SOCKETS}; {allowance.DIALS_RATE:.0f} a second after the first {allowance.DIALS_BURST:.0f}"
-    assert visitors.LINKS_PER_KEY == mesh.LINKS_LIMIT
+    assert visitors.LINKS_PER_KEY == node_links.LINKS_LIMIT
     rows = (
         f"{acceptor.STRANGERS_AT_ONCE}; {acceptor.GUESTS_AT_ONCE}",
         f"{acceptor.STRANGER_SECONDS:.0f}; {handshake.HANDSHAKE_SECONDS:.0f}",
@@ -148,7 +146,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{frame.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
         f"{early.LIMIT_BYTES >> 20} MiB of each",
-        f"one in {acceptor.TOLD_SECONDS:.0f}, {mesh.TOLD_SECONDS:.0f}, {joiner.NEXT_WORD_SECONDS:.0f} s",
+        f"one in {acceptor.TOLD_SECONDS:.0f}, {problems.LOG_SECONDS:.0f}, {situation.NEXT_LOG_SECONDS:.0f} s",
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]
     assert table == list(rows)
@@ -170,6 +168,5 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"a source gets {audit.SOURCE_BURST:.0f} entries, then one in five minutes" in log
     assert f"all strangers together {audit.STRANGERS_BURST:.0f}, then one in {1 / audit.TOTAL_RATE:.0f} s" in log
     assert audit.SUMMARY_SECONDS == 1 / audit.SOURCE_RATE == 300
-    assert joiner.EARLY_LIMIT_BYTES == early.LIMIT_BYTES
     store = f"more than {store_rules.ENTRIES_LIMIT} entries of {store_rules.BYTES_LIMIT >> 20} MiB in all"
     assert f"{store}, nor wait on more than {store_rules.WAITING_LIMIT >> 20} MiB of keys" in plain(SECURITY)

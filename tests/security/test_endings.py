@@ -16,6 +16,7 @@ from covey.base.errors import GroupChangedError
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime.group.internals import engine_of
+from covey.runtime.keeper.cluster_keeper import ClusterKeeper
 from covey.runtime.keeper.service import ClusterKeeperService
 from covey.wire import formation, membership, messages
 from covey.wire.lineage import Ending
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def origin_of(participant: Participant) -> bytes:
-    return call_on_loop(lambda: participant.joiner._node.generation.founded.origin)  # type: ignore[union-attr]
+    return call_on_loop(lambda: participant.joiner.member.node.generation.founded.origin)  # type: ignore[union-attr]
 
 
 def claims(lineage: bytes, insider: Insider, terms: formation.Terms, members: list[NodeIdentity]) -> list[Any]:
@@ -57,7 +58,7 @@ def test_no_node_outside_of_a_run_can_say_that_it_is_over(purpose: str) -> None:
             together()
             together()
             total = group.all_reduce(np.arange(3) + group.rank).tolist()
-            joiner = node_of(group).acceptor.on_link.__self__  # type: ignore[union-attr]
+            joiner = node_of(group).acceptor.on_link.__self__.listener  # type: ignore[union-attr]
             return total, joiner.records.lineages().ended
 
         nodes = [thread_run.start(work, first), thread_run.start(work, second)]
@@ -98,7 +99,7 @@ def test_a_member_alone_cannot_say_that_the_run_is_over() -> None:
                 return None
             finally:
                 together()
-            joiner = node_of(group).acceptor.on_link.__self__  # type: ignore[union-attr]
+            joiner = node_of(group).acceptor.on_link.__self__.listener  # type: ignore[union-attr]
             assert joiner.records.lineages().ended == ()
             return total, group.contributors
 
@@ -176,7 +177,7 @@ def kept() -> Iterator[Kept]:
         assert seat is not None
         assert cluster_keeper is not None
         address = ("127.0.0.1", seat.card.contact.addresses[0].port)
-        yield Kept(service, Victim(cluster, seat, cluster_keeper, address))
+        yield Kept(service, Victim(cluster, seat, cluster_keeper.mesh, address))
     finally:
         service.close()
 
@@ -213,14 +214,14 @@ def test_a_node_on_another_machine_cannot_say_that_it_is_a_process_of_this_keepe
 ) -> None:
     lineage, honest = bytes(15) + b"x", NodeIdentity.ephemeral()
     far: set[bytes] = set()
-    is_own = type(kept.prey.node)._is_own
+    is_own = ClusterKeeper._is_own
 
     def from_where_it_is(cluster_keeper: Any, remote: Any) -> bool:
         address = "203.0.113.9" if remote.card.id in far else "127.0.0.1"
         monkeypatch.setattr(remote.link, "remote_ip", address)
         return is_own(cluster_keeper, remote)
 
-    monkeypatch.setattr(type(kept.prey.node), "_is_own", from_where_it_is)
+    monkeypatch.setattr(ClusterKeeper, "_is_own", from_where_it_is)
     with contextlib.ExitStack() as stack:
         poser = NodeIdentity.ephemeral()
         poser.life = honest.life
@@ -269,7 +270,7 @@ def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_ta
         with Insider(nodes[watcher.id].prey, keeper, purpose="keeper") as speaker:
             speaker.say(messages.Vouch(((owner.life, int(Vouch.EXITED)),)))
             speaker.ping()
-            node = call_on_loop(lambda: nodes[watcher.id].joiner._node)
+            node = call_on_loop(lambda: nodes[watcher.id].joiner.member.node)
             until(lambda: node.generation.view.number > 0)
             together()
             together()

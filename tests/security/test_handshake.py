@@ -165,7 +165,7 @@ def test_wrong_papers_are_refused_before_anything_is_heard(
         intrude()
     until(lambda: prey.acceptor.turned_away > before)
     assert not prey.node.met
-    assert not prey.node.refusals
+    assert not prey.node.problems.refusals
     lines = [record.getMessage() for record in caplog.records if record.name != "asyncio"]
     assert len(lines) == 1
     assert "refused" in lines[0]
@@ -222,7 +222,7 @@ def test_a_member_cannot_pose_as_another(prey: Victim) -> None:
 def test_another_version_is_refused_with_the_reason(prey: Victim) -> None:
     with Insider(prey, hello={"version": 2}) as member:
         assert member.greeting == messages.Refusal("you speak version 2, and we 1", retry=False)
-    assert any("version 2" in reason for reason in prey.node.refusals.values())
+    assert any("version 2" in reason for reason in prey.node.problems.refusals.values())
 
 
 def test_a_denied_node_is_refused_by_name_whoever_dials() -> None:
@@ -235,9 +235,9 @@ def test_a_denied_node_is_refused_by_name_whoever_dials() -> None:
         same = type(prey.cluster)(prey.cluster.secret)
         with victim(same, outcast) as other:
             addresses = other.node.card.contact.addresses
-            on_loop(prey.node._dial(addresses))
+            on_loop(prey.node.dial(addresses))
             assert outcast.id not in prey.node.met
-        assert any("denied" in reason for reason in prey.node.refusals.values())
+        assert any("denied" in reason for reason in prey.node.problems.refusals.values())
         assert welcomes_members(prey)
 
 

@@ -44,7 +44,7 @@ def joining(size: int) -> Iterator[Victim]:
     cluster = new_cluster()
     endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     try:
-        node = call_on_loop(Joiner, cluster, LOOPBACK, endpoint, terms_of(size))
+        node = call_on_loop(Joiner, cluster, LOOPBACK, endpoint, terms_of(size)).mesh
         try:
             on_loop(node.open())
             yield Victim(cluster, endpoint, node, ("127.0.0.1", endpoint.card.contact.addresses[0].port))
@@ -75,8 +75,8 @@ def formed(insider: Insider, terms: Terms = PAIR, lineage: bytes = LINEAGE) -> m
 
 def is_waiting(prey: Victim) -> bool:
     """Tell whether a node has not joined anything, after all that it heard."""
-    node: Any = prey.node
-    return call_on_loop(lambda: not node._formed.done() and not node._founded.done())
+    joiner = prey.joiner
+    return call_on_loop(lambda: not joiner._formed.done() and not joiner._founded.done())
 
 
 def ghost(**changes: Any) -> messages.Card:

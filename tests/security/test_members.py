@@ -37,7 +37,7 @@ from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.links.dial_limits import SOCKETS
 from covey.runtime.mesh.follower import HINTS_AT_ONCE
-from covey.runtime.mesh.mesh import LINKS_LIMIT
+from covey.runtime.mesh.node_links import LINKS_LIMIT
 from covey.runtime.mesh.reach import NOT_TRIED
 from covey.runtime.mesh.visitors import LINKS_PER_KEY, VISITORS_LIMIT
 from covey.wire import door, formation, frame, messages
@@ -310,7 +310,7 @@ def test_visitors_of_a_member_are_bounded_and_displace_no_keeper_and_no_member(p
             for _ in range(VISITORS_LIMIT + 20)
         ]
         most = LINKS_PER_KEY if keys == "one key" else VISITORS_LIMIT
-        until(lambda: len(prey.node._visitors) == most + 1)
+        until(lambda: len(prey.node.visitors) == most + 1)
         for each in crowd[:-most]:
             with pytest.raises(BROKEN):
                 each.ping()
@@ -371,8 +371,8 @@ def test_a_members_name_cannot_write_lines_or_colours_into_the_log(
         insider.ping()
     with contextlib.suppress(*BROKEN), Insider(prey, card={field: forged}, hello={"version": 9}):
         pass
-    written = [record.getMessage() for record in caplog.records] + list(prey.node.refusals)
-    written += [call_on_loop(prey.node.situation)]
+    written = [record.getMessage() for record in caplog.records] + list(prey.node.problems.refusals)
+    written += [call_on_loop(prey.joiner.situation)]
     assert [text for text in written if not text.isprintable()] == []
 
 

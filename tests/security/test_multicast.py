@@ -135,7 +135,7 @@ def test_an_announcement_that_a_stranger_repeats_is_followed_like_one(prey: Vict
 def test_addresses_that_are_not_on_the_network_where_they_were_heard_are_not_dialled(prey: Victim, where: str) -> None:
     say(prey, [announcement(made(prey, 9, where), "127.0.0.1", 9)])
     assert (observed(prey).heard > 0, observed(prey).matching) == (True, 0)
-    assert len(prey.node._follower._hints) == 0
+    assert len(prey.node.follower._hints) == 0
 
 
 def test_many_announcements_of_members_are_followed_a_few_at_a_time(

@@ -18,7 +18,7 @@ from tests.support.runs import SURVIVING, Participant, ThreadRun, here, ids_of, 
 
 from covey.net.discovery.interfaces import usable_interfaces
 from covey.net.keys.identity import NodeIdentity
-from covey.runtime.environment import ClusterOptions, Place
+from covey.runtime.environment import ClusterOptions, LaunchedRank
 from covey.runtime.joining.bootstrap import join_at
 from covey.wire import membership, messages
 
@@ -32,8 +32,8 @@ def revoke() -> messages.Revoke:
 
 def links_by_rank(group: Group) -> dict[int, bytes]:
     node = node_of(group)
-    joiner = node.acceptor.on_link.__self__  # type: ignore[union-attr]
-    return {remote.rank: remote.card.id for remote in joiner.met.values() if remote.rank >= 0}
+    mesh = node.acceptor.on_link.__self__  # type: ignore[union-attr]
+    return {remote.rank: remote.card.id for remote in mesh.met.values() if remote.rank >= 0}
 
 
 def test_a_member_outside_that_says_it_is_the_life_of_another_gets_no_seat_when_a_run_is_formed() -> None:
@@ -51,7 +51,7 @@ def test_a_member_outside_that_says_it_is_the_life_of_another_gets_no_seat_when_
     with ThreadRun(new_cluster(), size=3) as thread_run, contextlib.ExitStack() as stack:
         first = thread_run.start(work, identities["first"])
         second = thread_run.start(work, identities["second"])
-        until(lambda: identities["second"].id in first.joiner.met)
+        until(lambda: identities["second"].id in first.joiner.mesh.met)
         poser = stack.enter_context(Insider(first.prey, card={"life": identities["second"].life}))
         lives = (identities["first"].life,)
         poser.say(here(poser, thread_run.terms(), lives))
@@ -140,7 +140,7 @@ def later(life: bytes) -> bytes:
 
 
 def abort_links(node: Participant, id: bytes) -> None:
-    for link in list(node.joiner.met[id].links):
+    for link in list(node.joiner.mesh.met[id].links):
         link.abort()
 
 
@@ -149,7 +149,8 @@ def origin_of(generation: Any) -> bytes:
 
 
 def node_of_participant(participant: Participant) -> Any:
-    return participant.joiner._node
+    member = participant.joiner.member
+    return member.node if member is not None else None
 
 
 def test_a_newcomer_with_the_life_of_another_newcomer_takes_no_seat_from_it() -> None:
@@ -202,7 +203,7 @@ def test_a_member_outside_takes_over_no_rank_of_a_launcher() -> None:
     seats: dict[int, Any] = {}
 
     def main(rank: int) -> int:
-        place = Place(rank=rank, size=2, master=(ip, port), name="launched")
+        place = LaunchedRank(rank=rank, size=2, master=(ip, port), name="launched")
         with join_at(place, config, timeout=DEADLINE, options=options) as group:
             seats[rank] = node_of(group)
             together()

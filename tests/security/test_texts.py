@@ -193,7 +193,9 @@ def test_a_hostile_member_writes_nothing_of_its_own_into_logs_or_what_is_told(
         with contextlib.suppress(*BROKEN), Insider(prey) as insider:
             insider.say(messages.Forming(msgspec.msgpack.encode(forged(kind, text))))
             insider.ping()
-    told = call_on_loop(lambda: [prey.node.situation(), *prey.node.problems(), *prey.node.problems().values()])
+    told = call_on_loop(
+        lambda: [prey.joiner.situation(), *prey.node.report_problems(), *prey.node.report_problems().values()]
+    )
     told += [record.getMessage() for record in caplog.records if record.name.startswith("covey")]
     assert [line for line in told if not line.isprintable()] == []
     assert max(map(len, told)) < LONGEST

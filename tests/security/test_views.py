@@ -130,7 +130,7 @@ class Scene:
     def links(self, rank: int, other: int) -> list[Link]:
         """Return the links of one rank with another."""
         id = self.node(other).card.id
-        return call_on_loop(lambda: list(self.prey(rank).joiner.met[id].links))
+        return call_on_loop(lambda: list(self.prey(rank).joiner.mesh.met[id].links))
 
     def tell(self, rank: int, *votes: membership.Membership) -> None:
         """Let the liar say these to a rank, one right after the other."""

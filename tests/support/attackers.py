@@ -25,6 +25,7 @@ from covey.net.keys.tls import Credentials
 from covey.runtime import loop as control
 from covey.runtime.environment import ClusterOptions, WantedRun
 from covey.runtime.joining.cluster_join import join_run
+from covey.runtime.joining.request import JoinTarget
 from covey.runtime.members.node import Node
 from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.runtime.mesh.joiner import Joiner
@@ -80,6 +81,10 @@ class Victim:
         self.cluster, self.endpoint, self.node, self.address = cluster, endpoint, node, address
 
     @property
+    def joiner(self) -> Any:
+        return self.node.listener
+
+    @property
     def acceptor(self) -> Any:
         return self.endpoint.acceptor
 
@@ -91,7 +96,7 @@ def victim(cluster: Cluster, identity: NodeIdentity | None = None, run: str = "r
     endpoint = cluster_endpoint(cluster, LOOPBACK, run=run, ports=(0,), identity=identity)
     try:
         terms = Terms(run, "program", None, 2, None, f"{messages.VERSION}", "secure")
-        node = call_on_loop(Joiner, cluster, LOOPBACK, endpoint, terms)
+        node = call_on_loop(Joiner, cluster, LOOPBACK, endpoint, terms).mesh
         try:
             on_loop(node.open())
             yield Victim(cluster, endpoint, node, ("127.0.0.1", endpoint.card.contact.addresses[0].port))
@@ -365,7 +370,7 @@ def run_nodes(
 
     def main() -> None:
         try:
-            with join_run(wanted, config, options) as group:
+            with join_run(JoinTarget(config=config, run=wanted, options=options, wait=DEADLINE)) as group:
                 results[group.rank] = function(group)
         except BaseException as error:
             errors.append(error)

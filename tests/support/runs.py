@@ -16,6 +16,7 @@ from covey.runtime.environment import ClusterOptions, WantedRun
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining import cluster_join as joining
 from covey.runtime.joining import generations
+from covey.runtime.joining.request import JoinRequest, JoinTarget
 from covey.wire import formation, messages
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Participant:
 
     @property
     def joiner(self) -> Joiner:
-        found = self.endpoint.acceptor.on_link.__self__  # type: ignore[union-attr]
+        found = self.endpoint.acceptor.on_link.__self__.listener  # type: ignore[union-attr]
         return found  # type: ignore[no-any-return]
 
     @property
@@ -125,7 +126,7 @@ class ThreadRun:
 
     def join(self, **how: Any) -> Group:
         options = ClusterOptions(self.cluster.name, self.cluster.secret.key)
-        return joining.join_run(self.wanted, self.config, options, **how)
+        return joining.join_run(JoinTarget(config=self.config, run=self.wanted, options=options, wait=DEADLINE, **how))
 
     def terms(self) -> formation.Terms:
         """What all of them agree on."""
@@ -158,7 +159,8 @@ class _Elastic(generations._Generations):
     """As `covey.generations`, of which a process has only one at a time."""
 
     def __init__(self, thread_run: ThreadRun) -> None:
-        super().__init__("run", thread_run.wanted.min_size, thread_run.wanted.max_size, DEADLINE, {})
+        wanted = thread_run.wanted
+        super().__init__(JoinRequest(run="run", min_size=wanted.min_size, max_size=wanted.max_size, timeout=DEADLINE))
         self._thread_run = thread_run
 
     def _join(self, *, again: bool = False) -> Group:

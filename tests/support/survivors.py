@@ -76,8 +76,8 @@ class Members(Ranks):
         self._env["PYTHONPATH"] += os.pathsep + str(ROOT)
         self._argv = command(function, *args)
         if not is_kept:
-            self._run.place = lambda rank: {"RANK": rank, "WORLD_SIZE": size, "TMPDIR": self.folder}
-            self._run.handed_over = lambda: ("", b"")
+            self._run.variables = lambda rank: {"RANK": rank, "WORLD_SIZE": size, "TMPDIR": self.folder}
+            self._run.secret_variable = lambda: ("", b"")
         try:
             for rank in range(size) if start is None else start:
                 self.begin(rank)

@@ -152,7 +152,9 @@ class Party:
     def start(self, slot: int, *, restart: int = 0) -> int:
         """Start a process; return its id."""
         here, there = _context.Pipe(duplex=False)
-        place = {name: str(value) for name, value in self._run.place(slot).items()} | {"COVEY_RESTART": str(restart)}
+        place = {name: str(value) for name, value in self._run.variables(slot).items()} | {
+            "COVEY_RESTART": str(restart)
+        }
         args = (there, slot, place, self._run.token, self._program)
         process = _context.Process(target=_serve, args=args, daemon=True)
         process.start()

@@ -27,7 +27,7 @@ from torch.distributed.run import config_from_args, parse_args
 
 import covey
 from covey.base.errors import ConfigError, DeadlineError, Remedy
-from covey.net.discovery.host_rendezvous import meeting_folder
+from covey.net.discovery.host_rendezvous import rendezvous_folder
 from covey.torch import entry
 from covey.torch.backend.rendezvous import parse
 from covey.torch.backend.torchrun import get_handler
@@ -325,7 +325,7 @@ def die_together(rank: int, size: int, path: str, folder: str) -> None:
     tempfile.tempdir = None
     dist.init_process_group("covey", init_method=f"file://{path}", rank=rank, world_size=size)
     assert sum_of_ranks() == 11
-    assert len(list(meeting_folder("any").parent.glob("torch-*"))) == 1
+    assert len(list(rendezvous_folder("any").parent.glob("torch-*"))) == 1
     all_here(rank, size, path)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -336,7 +336,7 @@ def meet_where_others_died(rank: int, size: int, path: str, folder: str) -> int:
     dist.init_process_group("covey", init_method=f"file://{path}", rank=rank, world_size=size)
     try:
         dist.barrier()
-        return len(list(meeting_folder("any").parent.glob("torch-*")))
+        return len(list(rendezvous_folder("any").parent.glob("torch-*")))
     finally:
         dist.destroy_process_group()
 

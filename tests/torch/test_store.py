@@ -18,9 +18,9 @@ from tests.support.torch_ranks import Lost, run_torch_ranks
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, ConnectError, CoveyError, DeadlineError, PeerLostError
-from covey.net.discovery.host_rendezvous import meeting_folder
+from covey.net.discovery.host_rendezvous import rendezvous_folder
 from covey.runtime import loop as control
-from covey.runtime.environment import Place
+from covey.runtime.environment import LaunchedRank
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.members.store import StoreClient
@@ -77,7 +77,7 @@ def outcomes(store: Any) -> list[Any]:
 def store_of(
     rank: int, size: int, path: str, timeout: float = 30, config: GroupConfig | None = None
 ) -> Iterator[tuple[Group, CoveyStore]]:
-    place = Place(rank=rank, size=size, name=path, folder=str(meeting_folder(path)) if size > 1 else "")
+    place = LaunchedRank(rank=rank, size=size, name=path, folder=str(rendezvous_folder(path)) if size > 1 else "")
     with join_at(place, config, timeout=30) as group:
         yield group, open_store(group, timedelta(seconds=timeout))
 

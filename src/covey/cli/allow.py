@@ -1,4 +1,4 @@
-"""`covey allow`: the machines that may be in a cluster, where the owner wants to approve each of them."""
+"""`covey allow`: the list of machines that may be in a cluster, if the owner approves each of them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def allow(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before the list is switched on.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Approve machines that want to be in a cluster. Without NODE: show the machines that wait, and ask about each.
+    """Approve machines that wait to be in a cluster. Without NODE: show the waiting machines, and ask about each.
 
-    `covey allow --ask on` makes the list; it begins with the machines that are known here. From then on a machine that
-    has the secret but is not on the list is refused, until it is approved here, on the machine with the owner key.
+    `covey allow --ask on` makes the list; it begins with the machines that are known here. From then on, a machine with
+    the secret that is not on the list is refused until it is approved here, on the machine with the owner key.
     """
     if (node is not None) + (ask is not None) + listed > 1 or (undo and node is None):
         raise ConfigError(

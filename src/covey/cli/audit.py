@@ -1,4 +1,4 @@
-"""`covey audit`: what this machine noted about its clusters, and whether that log is whole."""
+"""`covey audit`: shows the audit log of this machine, and checks that it is whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from covey.net.audit import Entry
 
-LOOK_SECONDS: Final = 0.25
+POLL_SECONDS: Final = 0.25
 """How often `--follow` looks for new entries."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _COLUMNS: Final = ("TIME", "CLUSTER", "EVENT", "RUN", "NODE", "ID", "ADDRESS", "REASON")
@@ -51,7 +51,7 @@ def audit(
         bool, typer.Option("--verify", help="Check that no entry was changed or removed, and show none.")
     ] = False,
 ) -> None:
-    """Show what this machine noted: nodes met, joined, lost and refused, denials, changes of secrets.
+    """Show the audit log of this machine: nodes linked, joined, lost and refused, denials, changes of secrets.
 
     --verify exits with 0 if the log is whole, and with 1 if it is not.
     """
@@ -62,7 +62,7 @@ def audit(
     if unknown := set(event or ()) - EVENTS.keys():
         raise ConfigError(f"there is no event {min(unknown)!r}; there are: {', '.join(EVENTS)}")
     choice = _Choice(cluster, _moment(since), frozenset(event or ()))
-    new = audit_reader.Follower() if follow else None  # before the old ones are read: none is missed
+    new = audit_reader.Follower() if follow else None  # opened before the old entries are read, so that none is missed
     try:
         shown = [entry for entry in audit_reader.entries() if choice.takes(entry)]
         if as_json or follow or not sys.stdout.isatty():
@@ -89,7 +89,7 @@ class _Choice:
             return True
         try:
             return entry.at >= self._since
-        except (ValueError, TypeError):  # somebody changed it: better shown than hidden
+        except (ValueError, TypeError):  # it was tampered with: better shown than hidden
             return True
 
 
@@ -146,7 +146,7 @@ def _follow(new: audit_reader.Follower, choice: _Choice, last: int, *, as_json: 
         while True:
             found = [entry for entry in new.read() if entry.number > last and choice.takes(entry)]
             _print_lines(found, as_json=as_json)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
 
 def _verify(*, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Telling a cluster's running nodes of a charter, and what commands about charters have in common."""
+"""Sends a charter to the running nodes of a cluster; shared by the commands about charters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.visit import Visit
 
 OBEY_SECONDS: Final = 5.0
-"""How long running nodes may take to tell that they go by a new charter."""
+"""How long running nodes may take to confirm a new charter."""
 ASK_SECONDS: Final = 2.0
 _PAUSE: Final = 0.1
 
@@ -43,9 +43,9 @@ def among(cluster: Cluster, *, quiet: bool = False) -> Iterator[Visit]:
 
 
 def spread(cluster: Cluster, *, quiet: bool = False) -> tuple[list[messages.Card], list[messages.Card]]:
-    """Show the nodes that run now the cluster's charter; return those that go by it, and those that do not say so.
+    """Send the cluster's charter to its running nodes; return those that confirm it, and those that do not.
 
-    The charter is in the file of this machine already, so being unable to visit the others is no failure.
+    The charter is in the file of this machine already, so a failed visit is no error.
     """
     assert cluster.charter is not None
     try:
@@ -70,7 +70,7 @@ def _spread(cluster: Cluster, serial: int, *, quiet: bool) -> tuple[list[message
 
 
 def tell_result(obeying: list[messages.Card], others: list[messages.Card]) -> None:
-    """Print which running nodes go by the new charter."""
+    """Print which running nodes have confirmed the new charter."""
     if obeying:
         names = ", ".join(card.name for card in obeying)
         say(f"{plural(len(obeying), 'node')} running now obey{'s' * (len(obeying) == 1)} it: {names}.")

@@ -1,4 +1,4 @@
-"""`covey clusters`: what this machine is in, which one is meant by default, and how to leave one."""
+"""`covey clusters`: lists the clusters of this machine, sets the default one, and leaves one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def clusters(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before forgetting.")] = False,
 ) -> None:
-    """List the clusters this machine is in."""
+    """List the clusters that this machine is in."""
     if as_json + (default is not None) + (forget is not None) > 1 or (yes and forget is None):
         raise ConfigError("use one of --json, --default NAME and --forget NAME [--yes] at a time")
     if default is not None:

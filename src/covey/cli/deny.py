@@ -1,4 +1,4 @@
-"""`covey deny`: nodes that are kept out of a cluster, although they have the secret."""
+"""`covey deny`: keeps nodes out of a cluster, although they have the secret."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def deny(
 ) -> None:
     """Keep a node, and all others of its machine, out of a cluster.
 
-    On the machine with the owner key (where `covey init` was run) this holds for the whole cluster: members that run
-    now hear of it, end their links with the node and go on without it. On any other machine it holds there only.
+    On the machine with the owner key (where `covey init` was run), this holds for the whole cluster: running members
+    are told, end their links with the node and continue without it. On any other machine, it holds there only.
 
     It does not stop an attacker with the cluster's secret, who can make a new node. Against that, `covey secret rotate`
     changes the secret, and `covey allow --ask on` lets only approved machines in.

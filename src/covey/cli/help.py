@@ -19,7 +19,7 @@ def help(
         list[str] | None,
         typer.Argument(
             metavar="COMMAND",
-            help="Like run, or secret rotate; without it, all commands.",
+            help="A command, such as run or secret rotate; without it, covey itself.",
             autocompletion=main.commands,
         ),
     ] = None,

@@ -1,7 +1,7 @@
-"""The `covey` command: its sub-commands, and how errors are shown.
+"""The `covey` command: its subcommands, and how errors are shown.
 
-A command named X lives in `covey.cli.X` as a Typer app named `app`. That module is imported when the command is used,
-not before, so that `covey run` starts quickly however much `covey bench` needs.
+The command X is the Typer app `app` in `covey.cli.X`. That module is imported when the command is used, so that `covey
+run` starts quickly.
 
 Exit codes of all commands: 0 success, 1 failure, 2 a wrong call or setting, 70 a fault in covey, 130 Ctrl-C. `covey
 run` returns the exit code of the script.
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 COMMANDS: Final = {
-    "init": "Make a cluster: its secret, and the join code for other machines.",
-    "enroll": "Put this machine into a cluster, with its join code.",
-    "run": "Start a script: as ranks on this machine, or in a run of the cluster.",
+    "init": "Make a cluster: a secret, and a join code for other machines.",
+    "enroll": "Put this machine into a cluster, with a join code.",
+    "run": "Start a script as ranks on this machine, or in a run of the cluster.",
     "status": "Show the nodes of the cluster and the links between them.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",
-    "clusters": "List the clusters this machine is in.",
+    "clusters": "List the clusters that this machine is in.",
     "secret": "Change a cluster's secret, or show whether this machine may.",
     "deny": "Keep a node out of a cluster.",
-    "audit": "Show what this machine noted: joins, refusals, denials, changes of secrets.",
-    "allow": "Approve machines that want to be in a cluster.",
+    "audit": "Show the audit log: joins, refusals, denials, changes of secrets.",
+    "allow": "Approve machines that wait to be in a cluster.",
     "demo": "Watch four ranks train a small model together.",
-    "bench": "Measure collectives: sizes, lanes, rank counts, opponents.",
-    "chaos": "Run a job, break its processes and connections, tell what survived.",
+    "bench": "Measure collectives over sizes, lanes and rank counts.",
+    "chaos": "Run a job, break its processes and connections, report what survived.",
     "help": "Show the help of covey or of one of its commands.",
 }
 TRACEBACK_HELP: Final = "Show the whole traceback of an error, as COVEY_DEBUG=1 does."
 FAULT_CODE: Final = 70
-"""The exit code after an exception that is no error of covey's: EX_SOFTWARE of sysexits.h."""
+"""The exit code after an unexpected exception: EX_SOFTWARE of sysexits.h."""
 
 
 def _show_tracebacks(asked: bool) -> None:
     if asked:
-        os.environ["COVEY_DEBUG"] = "1"  # which the processes that a command starts inherit
+        os.environ["COVEY_DEBUG"] = "1"  # inherited by the processes that a command starts
 
 
 def _traceback_option() -> typer.core.TyperOption:
@@ -68,7 +68,7 @@ def _traceback_option() -> typer.core.TyperOption:
 
 
 def load(name: str) -> Any:
-    """Return the command of that name with what all commands have in common: --traceback, completion, plain help."""
+    """Return the command of that name, with what all commands share: --traceback, completion, plain help."""
     command: Any = typer.main.get_command(importlib.import_module(f"covey.cli.{name}").app)
     command.name = name
     for each in (command, *getattr(command, "commands", {}).values()):
@@ -81,7 +81,7 @@ def load(name: str) -> Any:
 
 
 def _format_help(format_help: Callable[[Any, Any], None], context: Any, formatter: Any) -> None:
-    """Show help as Typer does; in a pipe or a file, without the blanks that fill its lines."""
+    """Show help as Typer does; in a pipe or a file, without trailing blanks."""
     if sys.stdout.isatty():
         return format_help(context, formatter)
     with contextlib.redirect_stdout(io.StringIO()) as shown:
@@ -143,7 +143,7 @@ def covey(
 
 
 def _placeholder() -> None:
-    """Stand in `covey --help` for a command that `LazyGroup` imports when it is called."""
+    """Represent a command in `covey --help`; `LazyGroup` imports the real one when it is called."""
 
 
 for _name, _line in COMMANDS.items():
@@ -164,12 +164,12 @@ def main() -> NoReturn:
 
 
 def explain(error: Exception) -> str:
-    """Return an error as a person at a terminal needs it: what happened, and what to do if the message does not say."""
+    """Return an error as text for a terminal: what happened, and what to do unless the message says so."""
     if not isinstance(error, CoveyError):
         return (
             f"error: unexpected {type(error).__name__}: {error}\n"
             "what to do: this is a fault in covey; please report it with what the same command prints with --traceback"
         )
-    if error.remedy is Remedy.FIX:  # the message itself says what to correct
+    if error.remedy is Remedy.FIX:  # the message says what to correct
         return f"error: {error}"
     return f"error: {error}\nwhat to do: {error.remedy.value}"

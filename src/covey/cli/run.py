@@ -1,4 +1,4 @@
-"""`covey run`: a script as ranks on this machine, or as nodes in a run of the cluster."""
+"""`covey run`: starts a script as ranks on this machine, or as nodes of a run of the cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covey.runtime.keeper.keeper import ClusterRun, LocalRun
 from covey.runtime.keeper.supervisor import keep
 
 MIN_HOSTS: Final = 2
-"""Machines with which a run of a cluster begins, unless a person says how many nodes it needs."""
+"""Machines with which a run of a cluster begins, unless --min or --size says how many nodes it needs."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -44,7 +44,7 @@ class Quorum(enum.StrEnum):
 
 
 class RunCommand(typer.core.TyperCommand):
-    """Takes a run's name before the script, with options before and after it, as if it had come with --run."""
+    """Accepts the name of a run before the script, with options around it, as if it were given with --run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given, _, _ = self.make_parser(ctx).parse_args(list(args))
@@ -62,10 +62,10 @@ class RunCommand(typer.core.TyperCommand):
 @app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False}, options_metavar="[RUN] [OPTIONS]")
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or any program.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="What follows is the script's.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     processes: Annotated[
         int | None,
-        typer.Option("-n", metavar="K", help="Start so many processes here. Alone: as all ranks of a run of its own."),
+        typer.Option("-n", metavar="K", help="Start K processes here. Alone: as the ranks of a run on this machine."),
     ] = None,
     run_name: Annotated[
         str | None,
@@ -76,14 +76,15 @@ def run(
     ] = None,
     min_size: Annotated[
         int | None,
-        typer.Option("--min", min=1, metavar="N", help="Begin when so many nodes are there.", show_default="2"),
+        typer.Option("--min", min=1, metavar="N", help="Begin when N nodes are there.", show_default="2"),
     ] = None,
     max_size: Annotated[
         int | None, typer.Option("--max", min=1, metavar="N", help="Take no more nodes than this.")
     ] = None,
-    size: Annotated[int | None, typer.Option("--size", min=1, metavar="N", help="Exactly so many nodes.")] = None,
+    size: Annotated[int | None, typer.Option("--size", min=1, metavar="N", help="Exactly N nodes.")] = None,
     wait: Annotated[
-        float | None, typer.Option("--wait", metavar="S", help="Seconds to wait for the others.", show_default="60")
+        float | None,
+        typer.Option("--wait", metavar="S", help="Seconds to wait for the other nodes.", show_default="60"),
     ] = None,
     seeds: Annotated[
         str | None,
@@ -93,12 +94,12 @@ def run(
         str | None, typer.Option(metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.")
     ] = None,
     lanes: Annotated[
-        Lanes | None, typer.Option(help="Carry all bytes between ranks this way, instead of the best for each pair.")
+        Lanes | None, typer.Option(help="Use this kind of lane for all ranks, instead of the best for each pair.")
     ] = None,
     on_loss: Annotated[
         OnLoss | None,
         typer.Option(
-            help="When a member is lost, end with an error or finish without it.", show_default="what the script says"
+            help="When a member is lost, end with an error or continue without it.", show_default="what the script says"
         ),
     ] = None,
     patience: Annotated[
@@ -107,24 +108,24 @@ def run(
     ] = None,
     quorum: Annotated[
         Quorum | None,
-        typer.Option(help="Which members may go on: a majority of the last view, or any, as separate runs."),
+        typer.Option(help="Which members may continue: a majority of the last view, or any part, as separate runs."),
     ] = None,
     tie_breaker: Annotated[
         str | None,
         typer.Option(
             "--tie-breaker",
             metavar="here|NAME",
-            help="The machine with which half of the members may go on.",
+            help="The machine with which half of the members may continue.",
             show_default="that of rank 0",
         ),
     ] = None,
     new: Annotated[
         bool,
-        typer.Option("--new", help="Give up a run of this name that was begun before and is not known to be over."),
+        typer.Option("--new", help="Give up an earlier run of this name that is not known to be over."),
     ] = False,
     restarts: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Restart a failed process up to N times; for runs that go on."),
+        typer.Option(min=0, metavar="N", help="Restart a failed process up to N times, with --on-loss continue."),
     ] = 0,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
     torch_env: Annotated[
@@ -137,21 +138,20 @@ def run(
         bool, typer.Option("--insecure", help="With -n alone: allow connections beyond this machine in clear text.")
     ] = False,
 ) -> None:
-    """Start a script in a run of the cluster, or with -n alone as ranks on this machine only.
+    """Start a script as a node of a run in the cluster; or, with -n alone, as ranks on this machine only.
 
-    In a cluster, type the same on each machine: covey run train.py
+    In a cluster, type the same command on each machine: covey run train.py
 
-    Nodes of one run find each other when the script calls covey.join() or, with torch, init_process_group("covey").
+    The nodes find each other when the script calls covey.join() or, with torch, init_process_group("covey").
 
-    Lines of output start with the rank of their process, in a cluster with the machine and the rank.
+    Each line of output begins with the rank of its process; in a cluster, with the machine and the rank.
 
-    When one fails, the others here are stopped.
+    When a process fails, the other processes on this machine are stopped, and its exit code is returned. With --on-loss
+    continue, the run goes on without it.
 
-    Its exit code is returned. Neither happens in a run that goes on without those that it loses.
+    Ctrl-C is passed on to all processes; a second Ctrl-C kills them. Ctrl-Z stops them, and fg continues them.
 
-    Ctrl-C is passed on to all; a second one kills them. Ctrl-Z stops all of them, and fg continues them.
-
-    SIGTERM lets them end well, and if all do, so does this.
+    SIGTERM is passed on as well. If all processes then exit with 0, so does covey run.
     """
     command = command_line(script, arguments or [], module=module, run_name=run_name)
     settings: dict[str, str] = {}
@@ -176,7 +176,7 @@ def run(
         raise ConfigError("--size says exactly how many nodes; leave --min and --max out")
     if not all(limit is None for limit in (size, min_size, max_size)):
         for name in ("COVEY_RUN_SIZE", "COVEY_RUN_MIN_SIZE", "COVEY_RUN_MAX_SIZE"):
-            os.environ.pop(name, None)  # what is typed here beats all three
+            os.environ.pop(name, None)  # the command line overrides all three
     program = script if module else Path(script).name
     asked = {
         "COVEY_RUN": run_name or os.environ.get("COVEY_RUN") or (program if module else Path(script).stem),
@@ -198,7 +198,7 @@ def run(
 
 
 def say_that_it_stays_here(processes: int, script: str) -> None:
-    """Tell a person on a machine of a cluster that -n alone starts a run of this machine only."""
+    """On a machine of a cluster, print to a terminal that -n alone uses this machine only."""
     if not os.isatty(2):
         return
     from covey.net.keys import clusters
@@ -211,10 +211,10 @@ def say_that_it_stays_here(processes: int, script: str) -> None:
 
 
 def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = False) -> functools.partial[ClusterRun]:
-    """Return how to make this machine's share in a run of a cluster, once it is clear that it can work.
+    """Check the settings, and return a function that makes this machine's share of a run of a cluster.
 
-    With `is_new`, this machine gives up the runs of that name that it knows of. A secret from COVEY_SECRET is taken out
-    of the environment, and goes to the processes through a pipe.
+    With `is_new`, this machine gives up the runs of that name that it knows of. The secret in COVEY_SECRET is removed
+    from the environment, and passed to the processes through a pipe.
 
     Raises:
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
@@ -232,7 +232,7 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
         raise ConfigError(f"-n {processes} are more than the {most} nodes that the run may have")
     parse_pattern(env.get("COVEY_INTERFACES", ""))
     split_seeds(env.get("COVEY_SEEDS", ""))
-    is_handed_over = "COVEY_SECRET_FD" in env or ("COVEY_SECRET" in env and "COVEY_SECRET_FILE" not in env)
+    is_passed_on = "COVEY_SECRET_FD" in env or ("COVEY_SECRET" in env and "COVEY_SECRET_FILE" not in env)
     try:
         cluster = ClusterOptions().find(env)
     except ConfigError as error:
@@ -243,16 +243,16 @@ def share_of_run(processes: int, variables: dict[str, str], *, is_new: bool = Fa
 
         variables["COVEY_RUN_NEW"] = ",".join(sorted(each.hex() for each in forget_lineages(cluster.tag, wanted.name)))
     service = ClusterKeeperService(cluster, GroupConfig(interfaces=env.get("COVEY_INTERFACES", "")))
-    if not is_handed_over:
+    if not is_passed_on:
         return functools.partial(ClusterRun, processes, variables, service)
     variables |= {"COVEY_CLUSTER": cluster.name, "COVEY_SEEDS": ",".join(cluster.seeds)}
     return functools.partial(ClusterRun, processes, variables, service, key=cluster.secret.key)
 
 
 def is_run_name(word: str, following: str) -> bool:
-    """Tell whether a word before others names a run: it is neither a script nor a program, nor meant to be one.
+    """Tell whether the first word names a run: it is no script, no program, and does not look like one.
 
-    Before a Python script it is taken for a name even if there is a program or a folder called so, unless it is Python.
+    Before a Python script, any word but a Python interpreter is a name, even if a program or a folder is called so.
     """
     if word.endswith(".py") or os.sep in word or word.startswith("-") or os.path.isfile(word):
         return False
@@ -262,7 +262,7 @@ def is_run_name(word: str, following: str) -> bool:
 
 
 def command_line(script: str, arguments: list[str], *, module: bool, run_name: str | None = None) -> list[str]:
-    """Return the words to execute for what a person typed after `covey run`.
+    """Return the command to execute for the script or program that was given to `covey run`.
 
     Raises:
         ConfigError: there is no such script or program.

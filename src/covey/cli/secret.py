@@ -1,4 +1,4 @@
-"""`covey secret`: give a cluster a new key, and hand it to the nodes that run now; show whose it is to give."""
+"""`covey secret`: gives a cluster a new secret, sends it to running nodes, and shows which machine may do so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.visit import Visit
 
 KEEP_SECONDS: Final = 15.0
-"""How long a node may take to write the key down: it may wait for a lock on its disk."""
+"""How long a node may take to store the secret: it may wait for a file lock."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -43,11 +43,11 @@ def secret() -> None:
 
 @dataclass(frozen=True)
 class Receiver:
-    """A node that was sent the new key."""
+    """A node that the new secret was sent to."""
 
     card: messages.Card
     problem: str
-    """Why it did not keep it; empty if it did."""
+    """Why it did not store it; empty if it did."""
 
     @property
     def kept(self) -> bool:
@@ -101,14 +101,14 @@ def rotate(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before the secret is changed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; goes with --yes.")] = False,
 ) -> None:
-    """Make a new secret for a cluster, and hand it to its nodes that run now and are not denied.
+    """Make a new secret for a cluster, and send it to all running nodes that are not denied.
 
-    Works on the machine with the owner key, where `covey init` was run. A node takes the secret only with the owner's
-    signature for that very node. Machines that do not get it need the new join code: `covey enroll`.
+    Works on the machine with the owner key, where `covey init` was run. A node accepts the secret only with the
+    owner's signature for this node. Machines that do not get it need the new join code: `covey enroll`.
 
-    Runs go on. For the time of --grace the old secret is good, too, for nodes that have not heard of the new one.
+    Runs continue. Until --grace has passed, the old secret is good, too, for nodes that do not have the new one.
 
-    Exits with 0, or with 1 if a node that runs could not keep the new secret.
+    Exits with 0, or with 1 if a running node could not store the new secret.
     """
     if as_json and not yes:
         raise ConfigError("--json cannot ask; add --yes if you mean to change the secret")
@@ -122,7 +122,7 @@ def rotate(
         cards = _chosen([state.card for state in visit.members()], to)
         if not yes:
             _ask(old, cards)
-        new = rotation.rotate(old, grace)  # here first: whatever happens to the others, it is not lost
+        new = rotation.rotate(old, grace)  # stored here first, so that it cannot be lost
         audit.note(old.name, "secret-rotated", reason=f"the old one is good for {grace} s more")
         with working("handing out the new secret ...", quiet=as_json):
             receivers = _hand_out(visit, [(card, rotation.sign(private, old, new, grace, card.id)) for card in cards])

@@ -1,1 +1,1 @@
-"""Sockets and shared memory: the lanes that carry bytes between two ranks."""
+"""Sockets, shared memory, files and keys: lanes between ranks, discovery of nodes, secrets and identities."""

@@ -5,7 +5,7 @@ only appended. Each line holds the SHA-256 of the line before it, and `audit/hea
 last one, so `audit_reader.verify` finds lines that were changed, removed, moved or added. There is no key in this: a
 process with the rights of this user can write the whole log anew.
 
-The file is turned over when it is full; the last `KEPT` old ones stay, and the chain goes on from one to the next.
+A full file is renamed and a new one begun; the last `KEPT` old ones stay, and the chain continues across them.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ EVENTS: Final = {
     "torn": "the line before was cut off: its writer was killed, or the disk was full",
     "dropped": "entries could not be written, and were too many to keep",
 }
-"""What an entry can be about. Every event that is written anywhere is listed here."""
+"""All events that entries can be about."""
 
 MOST_BYTES: Final = 4 << 20
-"""A file is turned over before it gets larger than this."""
+"""A file gets no larger than this."""
 KEPT: Final = 4
 """Old files that stay."""
 TEXT_LIMIT: Final = 300
 """Characters of a name, an address or a reason."""
 LINE_LIMIT: Final = 16 << 10
-"""Bytes of a line, for readers: a line is longer only if it was not written here."""
+"""Bytes of a line, for readers: covey writes no longer ones."""
 ONCE_BYTES: Final = 256 << 10
 """How much of the end of the log is searched for an entry that another process may have written already."""
 START: Final = "0" * 64
@@ -86,29 +86,29 @@ class Entry(msgspec.Struct, frozen=True):
     run: str = ""
     generation: int = 0
     node: str = ""
-    """The id of the node that it is about, in hexadecimal; empty if no key was proven."""
+    """The id of the node that it is about, in hexadecimal; empty if no key was proved."""
     life: str = ""
-    """Which life of that node, in hexadecimal."""
+    """The life of that node, in hexadecimal."""
     name: str = ""
     address: str = ""
-    """Where the connection came from, or led to."""
+    """The address of the other end of the connection."""
     reason: str = ""
     count: int = 1
-    """How many such events it stands for."""
+    """How many such events the entry stands for."""
     pid: int = 0
-    """The process that noted it."""
+    """The process that wrote it."""
     previous: str = ""
     """The SHA-256 of the line before."""
 
     @property
     def at(self) -> datetime:
-        """When it happened; ValueError if the text was changed to something else."""
+        """When it happened; ValueError if the text was tampered with."""
         return datetime.fromisoformat(self.time)
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An entry before it has its place in the log."""
+    """An entry before it has its number and hash in the log."""
 
     cluster: str
     event: str
@@ -121,7 +121,7 @@ class Note:
     reason: str = ""
     count: int = 1
     once: bool = False
-    """Several processes of this machine note it; the first one writes it."""
+    """Whether several processes of this machine note it, and only the first one writes it."""
     time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -139,19 +139,19 @@ class Note:
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What the log ends with, written after every line that was appended."""
+    """The end of the log, written after every appended line."""
 
     first: int
-    """The number of the oldest entry that must be there."""
+    """The number of the oldest entry that must exist."""
     number: int
     hash: str
     size: int
-    """Bytes of the last file."""
+    """The size of the last file in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """What a file ends with."""
+    """The end of a file."""
 
     number: int
     """Of the last entry."""
@@ -166,7 +166,7 @@ class _Tail:
 
 
 def note(cluster: str, event: str, *, node: bytes = b"", name: str = "", address: str = "", reason: str = "") -> None:
-    """Write one entry now, for commands; where that is not possible, warn and go on. Not for the event loop."""
+    """Write one entry now, for commands; if that fails, print a warning. Blocks: not for the event loop."""
     try:
         append([Note(cluster, event, node=node, name=name, address=address, reason=reason)])
     except ConfigError as error:
@@ -174,15 +174,15 @@ def note(cluster: str, event: str, *, node: bytes = b"", name: str = "", address
 
 
 def warn(error: ConfigError) -> None:
-    """Say that the log cannot be written, and that this stops nothing."""
+    """Warn that the log cannot be written."""
     logger.warning("the audit log is not written: %s. Everything else goes on", error)
 
 
 def append(notes: Sequence[Note], folder: Path | None = None) -> None:
-    """Write entries, all or none, behind those of other processes. Blocks: not for the event loop.
+    """Append entries atomically. Blocks: not for the event loop.
 
     Raises:
-        ConfigError: they cannot be written; says why.
+        ConfigError: they cannot be written.
     """
     folder = made_folder() if folder is None else private_folder(folder)
     with only_one(folder / ".lock"):
@@ -225,7 +225,7 @@ def _append(folder: Path, notes: Sequence[Note]) -> None:
 
 
 def _chain(notes: Iterable[Note], number: int, previous: str) -> tuple[bytes, int, str]:
-    """Return lines for `notes` behind the line of that number and hash, and the number and hash of the last one."""
+    """Return lines for `notes` after the line of that number and hash, and the number and hash of the last line."""
     lines = b""
     for each in notes:
         number += 1
@@ -236,7 +236,7 @@ def _chain(notes: Iterable[Note], number: int, previous: str) -> tuple[bytes, in
 
 
 def _amends(notes: Sequence[Note], tail: _Tail, head: Head | None) -> Iterator[Note]:
-    """Yield what has to be said about the end of the log before anything else is added."""
+    """Yield notes about damage at the end of the log, which come before new entries."""
     cluster = notes[0].cluster if notes else ""
     if tail.is_torn:
         yield Note(cluster, "torn", reason=EVENTS["torn"])
@@ -250,7 +250,7 @@ def _amends(notes: Sequence[Note], tail: _Tail, head: Head | None) -> Iterator[N
 
 
 def _not_yet_noted(descriptor: int, size: int, notes: Sequence[Note]) -> Iterator[Note]:
-    """Yield the notes that no other process has written."""
+    """Yield the notes that no other process has written yet."""
     start = max(0, size - ONCE_BYTES)
     end = os.pread(descriptor, size - start, start) if any(each.once for each in notes) else b""
     for each in notes:
@@ -262,7 +262,7 @@ def _not_yet_noted(descriptor: int, size: int, notes: Sequence[Note]) -> Iterato
 
 
 def _tail_of(folder: Path, descriptor: int, size: int) -> _Tail:
-    """Return what the log ends with, by its last file, or by the one before if that is empty."""
+    """Return the end of the log: of its last file, or of the one before if that is empty."""
     if size:
         start = max(0, size - 2 * LINE_LIMIT)
         return _tail(os.pread(descriptor, size - start, start), is_whole=start == 0)
@@ -272,7 +272,7 @@ def _tail_of(folder: Path, descriptor: int, size: int) -> _Tail:
 
 
 def _tail(data: bytes, *, is_whole: bool) -> _Tail:
-    """Return what these bytes end with; only if they are `is_whole` a file, they begin with a whole line."""
+    """Return the end of these bytes; unless they are a whole file (`is_whole`), their first line may be cut off."""
     lines = data.split(b"\n")
     is_torn = lines[-1] != b""
     lines = lines[0 if is_whole else 1 :] if is_torn else lines[0 if is_whole else 1 : -1]
@@ -282,16 +282,16 @@ def _tail(data: bytes, *, is_whole: bool) -> _Tail:
 
 
 def _turn_over(folder: Path, head: Head) -> int:
-    """Make room for a new file; return the number of the oldest entry that stays.
+    """Rename the files to make room for a new one; return the number of the oldest entry that stays.
 
-    The head says so before the oldest file goes: at every moment what it promises is there.
+    The head is updated before the oldest file is removed, so that all entries that it promises exist at any moment.
     """
-    oldest = [_first_number(file_at(folder, place)) for place in range(KEPT - 1, -1, -1)]
+    oldest = [_first_number(file_at(folder, age)) for age in range(KEPT - 1, -1, -1)]
     first = next((number for number in oldest if number), head.first)
     _write_head(folder, msgspec.structs.replace(head, first=first))
-    for place in range(KEPT - 1, -1, -1):
+    for age in range(KEPT - 1, -1, -1):
         with contextlib.suppress(FileNotFoundError):
-            os.replace(file_at(folder, place), file_at(folder, place + 1))
+            os.replace(file_at(folder, age), file_at(folder, age + 1))
     return first
 
 
@@ -316,7 +316,7 @@ def _write_head(folder: Path, head: Head) -> None:
 
 
 def read_head(folder: Path) -> Head | None:
-    """Return what the log should end with; None if that is not known."""
+    """Return the end that the log should have; None if that is unknown."""
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
         return msgspec.json.decode(read_log(folder / "head"), type=Head)
     return None
@@ -330,7 +330,7 @@ def parse(line: bytes) -> Entry | None:
 
 
 def hash_of(line: bytes) -> str:
-    """Return what the next line holds of this one."""
+    """Return the hash of a line, which the next line holds."""
     return hashlib.sha256(line).hexdigest()
 
 
@@ -338,22 +338,22 @@ def hash_of(line: bytes) -> str:
 
 
 def log_folder() -> Path:
-    """Return where the log is, or would be; ConfigError if other users may enter it."""
+    """Return the folder of the log, which may not exist; ConfigError if other users may enter it."""
     return existing("audit")
 
 
 def made_folder() -> Path:
-    """Return where the log is, made if missing; ConfigError if other users may enter it, or it cannot be made."""
+    """Return the folder of the log, made if missing; ConfigError if other users may enter it, or it cannot be made."""
     return private_folder(home() / "audit")
 
 
-def file_at(folder: Path, place: int) -> Path:
+def file_at(folder: Path, age: int) -> Path:
     """Return the file that entries are appended to, or an older one: `KEPT` is the oldest."""
-    return folder / (f"log.{place}.jsonl" if place else "log.jsonl")
+    return folder / (f"log.{age}.jsonl" if age else "log.jsonl")
 
 
 def open_log(path: Path, flags: int) -> int:
-    """Open a file that only this user can read; FileNotFoundError if there is none, ConfigError if it is no such."""
+    """Open a private file; FileNotFoundError if there is none, ConfigError if other users can read it."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -369,7 +369,7 @@ def open_log(path: Path, flags: int) -> int:
 
 
 def read_log(path: Path) -> bytes:
-    """Return what is in such a file; FileNotFoundError if there is none, ConfigError if it cannot be read."""
+    """Return the contents of a private file; FileNotFoundError if there is none, ConfigError if it cannot be read."""
     try:
         descriptor = open_log(path, os.O_RDONLY)
         with open(descriptor, "rb") as file:

@@ -1,4 +1,4 @@
-"""Reading the audit log of this machine: its entries, whether they are all there as they were written, and new ones."""
+"""Reads the audit log of this machine: its entries, a check that none was changed, and new ones as they come."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ PROBLEMS_LIMIT: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     count: int
-    """Entries that are there."""
+    """The number of entries."""
     last: str
-    """The hash of the last line: if it is known elsewhere, the log up to here cannot be written anew unnoticed."""
+    """The hash of the last line: if a copy is kept elsewhere, a rewritten log is noticed."""
     problems: tuple[str, ...]
     """Lines that were changed, removed, moved or added; at most `PROBLEMS_LIMIT`."""
     remarks: tuple[str, ...]
@@ -48,10 +48,10 @@ class Verdict:
 
 
 def entries() -> Iterator[Entry]:
-    """Yield the entries that are there, oldest first; lines that are none are left out.
+    """Yield the entries, oldest first, without lines that are no entries.
 
     Raises:
-        ConfigError: a file is open to others, or cannot be read.
+        ConfigError: other users can read a file, or it cannot be read.
     """
     for _, line in _lines(log_folder()):
         if (entry := parse(line)) is not None:
@@ -62,7 +62,7 @@ def verify() -> Verdict:
     """Check that no line was changed, removed, moved or added since it was written.
 
     Raises:
-        ConfigError: a file is open to others, or cannot be read.
+        ConfigError: other users can read a file, or it cannot be read.
     """
     folder = log_folder()
     if not folder.exists():
@@ -129,10 +129,10 @@ class Follower:
             os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def read(self) -> list[Entry]:
-        """Return the entries that are new."""
+        """Return the new entries."""
         found = self._read_on()
         if self._was_turned_over():
-            found += self._read_on()  # what came before that
+            found += self._read_on()  # up to the end of the old file
             self._reopen()
             found += self._read_on()
         return found
@@ -168,8 +168,8 @@ class Follower:
 
 def _lines(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Yield every line, oldest first, and where it is."""
-    for place in range(KEPT, -1, -1):
-        path = file_at(folder, place)
+    for age in range(KEPT, -1, -1):
+        path = file_at(folder, age)
         with contextlib.suppress(FileNotFoundError):
             lines = read_log(path).split(b"\n")
             for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):

@@ -1,6 +1,6 @@
-"""Descriptors: how many are left, and sockets that a forked child must not keep.
+"""Descriptors: how many are left, and sockets that are closed in forked children.
 
-A child that kept them would hide this process's death from its peers.
+A child that kept such a socket would hide the death of this process from its peers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 LEAST_PRUNED: Final = 256
 MOST_SPARED: Final = 64
-"""Descriptors that are left to what this process has begun, where it may open enough; else an eighth of what it may."""
+"""Descriptors that are reserved for the run, if the limit is high enough; else an eighth of the limit."""
 _EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _NO_THREAD: Final = "can't start new thread"
 
 # References without callbacks, unlike a WeakSet's: Python ignores a KeyboardInterrupt that arrives in a callback, and
-# sockets go while people wait for operations that they may want to interrupt.
+# sockets are freed while a program waits for an operation that Ctrl-C should interrupt.
 _tracked: list[weakref.ref[socket.socket]] = []
 _tracking = threading.Lock()
 _prune_at = LEAST_PRUNED
@@ -43,7 +43,7 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def explain(error: OSError | RuntimeError) -> str:
-    """Return what the system says about an error, and what to do if it is that no more files can be opened."""
+    """Return the text of a system error, with a remedy if no more files can be opened."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
         return str(error)
@@ -55,7 +55,7 @@ def explain(error: OSError | RuntimeError) -> str:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Raise a ConnectError with its remedy where `what` fails because no more files can be opened."""
+    """Decorate a function to raise a ConnectError with a remedy when no more files can be opened; `what` names it."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -65,7 +65,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def keep_a_spare() -> None:
-    """Hold a descriptor from now on, for what must be written even if the process has used up all others."""
+    """Reserve a descriptor from now on, for writes that must work when the process has used up all others."""
     global _spare
     with _tracking:
         if _spare < 0:
@@ -74,7 +74,7 @@ def keep_a_spare() -> None:
 
 
 def with_the_spare(work: Callable[[], T]) -> T:
-    """Do `work`, which needs one descriptor at a time; if there is none, with the spare one, if there is that."""
+    """Call `work`, which needs one descriptor at a time; if none is free, release the reserved one for it."""
     try:
         return work()
     except OSError as error:
@@ -96,7 +96,7 @@ def _give_the_spare() -> bool:
 
 
 def is_scarce(descriptor: int) -> bool:
-    """Tell whether few descriptors are left, by the number that a new one got: the lowest that was free."""
+    """Tell whether few descriptors are left, from the number of a new one: the system gives the lowest free one."""
     limit = _limit()
     return descriptor >= limit - min(MOST_SPARED, limit // 8)
 
@@ -107,7 +107,7 @@ def _limit() -> int:
 
 
 def track(sock: socket.socket) -> socket.socket:
-    """Close `sock` in every child that this process forks. Returns it."""
+    """Close `sock` in every child that this process forks. Returns `sock`."""
     global _prune_at
     with _tracking:
         _tracked.append(weakref.ref(sock))
@@ -120,7 +120,7 @@ def track(sock: socket.socket) -> socket.socket:
 def _close_in_child() -> None:
     global _tracking
     _tracking = threading.Lock()  # another thread of the parent may have held it
-    # Only close: an orderly shutdown would say goodbye in the parent's name.
+    # Close without shutdown: that would end the parent's connection.
     for reference in _tracked:
         sock = reference()
         descriptor = sock.detach() if sock is not None else -1

@@ -1,6 +1,6 @@
-"""The folder where this user's keys are kept, and files in it that nobody else can read.
+"""The private folder with this user's keys, and private files in it.
 
-Nothing here is repaired silently: a key that others could read may have been read.
+Wrong permissions are an error and never repaired: a key that others could read may have been read.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def home() -> Path:
     """Return covey's configuration folder, made if missing: $COVEY_HOME, $XDG_CONFIG_HOME/covey or ~/.config/covey.
 
     Raises:
-        ConfigError: others may enter it, it belongs to another user, or it cannot be made.
+        ConfigError: other users may enter it, it belongs to another user, or it cannot be made.
     """
     return private_folder(_home_path())
 
 
 def existing(name: str = "") -> Path:
-    """Return the configuration folder, or the folder `name` in it, for reading: checked if it is there, never made.
+    """Return the configuration folder, or the folder `name` in it, for reading: checked if it exists, never made.
 
     Raises:
-        ConfigError: it is there, and others may enter it or it belongs to another user.
+        ConfigError: it exists, and other users may enter it, or it belongs to another user.
     """
     folder = _check_folder(_home_path())
     return _check_folder(folder / name) if name else folder
@@ -44,7 +44,7 @@ def _home_path() -> Path:
     if chosen := os.environ.get("COVEY_HOME"):
         return Path(chosen).absolute()
     config = os.environ.get("XDG_CONFIG_HOME", "")
-    if os.path.isabs(config):  # the standard says to ignore relative ones
+    if os.path.isabs(config):  # the XDG standard says to ignore relative paths
         return Path(config) / "covey"
     try:
         return Path.home() / ".config" / "covey"
@@ -64,7 +64,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def _check_folder(folder: Path) -> Path:
-    """Return `folder` if only this user can enter it, or if it is not there."""
+    """Return `folder` if only this user can enter it, or if it does not exist."""
     try:
         status = folder.stat()
     except FileNotFoundError:
@@ -90,10 +90,10 @@ def read_private(path: Path) -> bytes:
 
     Raises:
         FileNotFoundError: there is none.
-        ConfigError: it is open to others, belongs to someone else, is a link or no file at all, or is unreadable.
+        ConfigError: other users can read it, it belongs to another user, is no regular file, or cannot be read.
     """
     try:
-        # O_NONBLOCK: opening a pipe that nobody writes to would wait forever.
+        # O_NONBLOCK: opening a pipe without a writer would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
@@ -109,7 +109,7 @@ def read_private(path: Path) -> bytes:
 
 
 def check_private(path: Path, status: os.stat_result, *, most: int = _MAX_BYTES) -> None:
-    """Raise a ConfigError unless this is the status of a file of this user's that no other one can use."""
+    """Raise a ConfigError unless this is the status of a private file of this user."""
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path} is not a file; put a file of yours with mode 0600 there")
     if status.st_uid != os.geteuid():
@@ -126,7 +126,7 @@ def check_private(path: Path, status: os.stat_result, *, most: int = _MAX_BYTES)
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Put `data` into the file, for this user only; after a crash it holds either the old content or the new."""
+    """Write `data` to a private file atomically: after a crash it has the old content or the new."""
     try:
         with_the_spare(functools.partial(_write, path, data))
     except OSError as error:
@@ -149,7 +149,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make sure that what was renamed in or removed from `folder` stays so after a power cut."""
+    """Make renames and removals in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

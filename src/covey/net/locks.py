@@ -21,10 +21,10 @@ LOCK_SECONDS: Final = 10.0
 
 @contextlib.contextmanager
 def only_one(path: Path, *, setting: str = "COVEY_HOME") -> Iterator[None]:
-    """Let one process at a time do a few file operations; `path` is the lock, and stays.
+    """Let one process at a time run the `with` block; `path` is the lock file, which stays.
 
     Raises:
-        ConfigError: it cannot be locked, or another process keeps it for 10 s. `setting` is what chooses another place.
+        ConfigError: it cannot be locked, or another process holds it for 10 s. `setting` names the variable to change.
     """
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -42,7 +42,7 @@ def only_one(path: Path, *, setting: str = "COVEY_HOME") -> Iterator[None]:
 
 
 def try_lock(descriptor: int, path: Path, *, setting: str = "COVEY_HOME") -> bool:
-    """Lock an open file until it is closed; False if another opening of it has the lock."""
+    """Lock an open file until it is closed; False if the lock is held elsewhere."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -53,21 +53,21 @@ def try_lock(descriptor: int, path: Path, *, setting: str = "COVEY_HOME") -> boo
 
 
 class LockHolder:
-    """Has a file locked by an open descriptor, while it holds one."""
+    """Holds a lock on a file by an open descriptor; a forked child gives it up."""
 
     def __init__(self, lock: int = -1) -> None:
         self._lock = lock
         _holders.add(self)
 
     def let_go(self) -> None:
-        """Give the lock up, if there is one."""
+        """Release the lock, if it is held."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
 
     def forked(self) -> None:
-        """This is a fork of the process that locked. A lock stays for as long as any process has the descriptor, so a
-        child would keep what its dead parent had taken."""
+        """Close the descriptor in a forked child: a lock lasts as long as any process has it open, so the child would
+        hold the lock of its dead parent."""
         self.let_go()
 
 

@@ -1,8 +1,8 @@
-"""The private folder of a run on this host. Its keeper holds a lock in it for as long as it lives.
+"""The private folder of a run on this host. Its keeper holds a lock in it as long as it lives.
 
-A keeper that is killed cannot remove its folder, so the next one to make a folder in the same place does. It touches
-nothing but folders that are certainly abandoned: made by this user, on this machine since it was started, some time
-ago, with a lock that no process holds.
+A killed keeper cannot remove its folder, so the next one that makes a folder beside it does. Only folders that are
+certainly abandoned are removed: made by this user, on this machine since its last boot, some time ago, with a lock that
+no process holds.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ LOCK: Final = "keeper.lock"
 LIMIT_BYTES: Final = 75
 """Longest path of a run's folder. A unix socket's path may have 103 bytes, so its name in the folder may have 27."""
 AGE_SECONDS: Final = 60.0
-"""Folders that changed since then are left alone: their keeper may be about to lock them."""
+"""Folders that changed within this time are left alone: their keeper may be about to lock them."""
 LOOKED_AT: Final = 4096
-"""Most names in one place that are looked at."""
+"""The most names that are read in one folder."""
 _TRIES: Final = 100
 
 
 class RunFolder(LockHolder):
-    """A new folder that only this user may enter, until it is removed."""
+    """A new folder that only this user may enter."""
 
     def __init__(self) -> None:
-        """Make one, and remove those next to it that are abandoned.
+        """Make the folder, and remove abandoned ones beside it.
 
         Raises:
-            ConfigError: there is no place for it.
+            ConfigError: no folder can be made.
         """
         super().__init__()
         self.path = self._make()
@@ -52,7 +52,7 @@ class RunFolder(LockHolder):
             sweep(os.path.dirname(self.path))
 
     def remove(self) -> None:
-        """Remove it with all that is in it. Removing it twice is fine."""
+        """Remove the folder with its contents. Removing it twice is fine."""
         if self.path:
             shutil.rmtree(self.path, ignore_errors=True)
             self.path = ""
@@ -60,7 +60,7 @@ class RunFolder(LockHolder):
 
     def forked(self) -> None:
         super().forked()
-        self.path = ""  # the parent's
+        self.path = ""  # it belongs to the parent
 
     def _make(self) -> str:
         problems: dict[str, str] = {}
@@ -81,11 +81,13 @@ class RunFolder(LockHolder):
         raise ConfigError(f"no folder for a run's sockets can be made: {told}. Free some space, or {ADVICE}")
 
     def _take(self, folder: str) -> bool:
-        """Lock a new folder; tell whether it is still there: this process may have stood still for long."""
+        """Lock a new folder; tell whether it still exists: this process may have been stopped for long."""
         path = os.path.join(folder, LOCK)
         try:
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # some file systems have no locks; what lies there is never swept
+            with contextlib.suppress(
+                OSError
+            ):  # some file systems have no locks; folders there are never removed by others
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(self._lock, _this_machine())
             if os.path.samestat(os.stat(path), os.fstat(self._lock)):
@@ -101,7 +103,7 @@ class RunFolder(LockHolder):
 
 
 def _places() -> Iterator[str]:
-    """Yield the folders in which the folder of a run may be, best first; the next is looked for when it is needed."""
+    """Yield folders in which a run may have its folder, best first; lazily."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         yield runtime
     yield temporary_folder()
@@ -109,7 +111,7 @@ def _places() -> Iterator[str]:
 
 
 def sweep(base: str) -> None:
-    """Remove the folders of runs in `base` whose keepers are gone.
+    """Remove the folders of runs in `base` whose keepers have ended.
 
     Raises:
         OSError: `base` cannot be read.
@@ -130,12 +132,14 @@ def _sweep_one(folder: str) -> None:
         try:
             lock = _open(os.path.join(folder, LOCK), held)
         except FileNotFoundError:
-            os.rmdir(folder)  # only if it is empty: its keeper was killed at its very beginning
+            os.rmdir(folder)  # works only if it is empty: its keeper was killed as it started
             return
         if os.read(lock, 256) != _this_machine():
-            return  # another machine's, or not what it seems to be
+            return  # of another machine, or no folder of a run
         for name in os.listdir(folder):
-            if name.endswith(".lock"):  # ranks have some, too; where they do not die with their keeper they may go on
+            if name.endswith(
+                ".lock"
+            ):  # ranks have locks, too; where they do not die with their keeper, they may still run
                 fcntl.flock(_open(os.path.join(folder, name), held), fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -147,7 +151,7 @@ def _open(path: str, held: contextlib.ExitStack) -> int:
 
 
 def _this_machine() -> bytes:
-    """Return what tells this machine, since it was started, from others that may share its folders."""
+    """Return a name for this machine and boot: other machines may share its folders."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return file.read().strip()
@@ -156,7 +160,7 @@ def _this_machine() -> bytes:
 
 
 def _is_guarded(base: str) -> bool:
-    """Whether no other user could swap a folder that we make in `base` for one of theirs."""
+    """Tell whether no other user could replace a folder in `base`."""
     if not os.path.isabs(base):
         return False
     info = os.stat(base)

@@ -1,4 +1,4 @@
-"""What Linux knows about a TCP connection: when the other machine last acknowledged something, and whether it does."""
+"""What Linux knows about a TCP connection: when the other machine last acknowledged, and whether the path is dead."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STUCK_TIMEOUTS: Final = 3
 STUCK_SECONDS: Final = 2.0
 """... if nothing was acknowledged for so long either. On a local network both together take two to three seconds."""
 
-LOOK_SECONDS: Final = 0.5
-"""How often what does not move looks whether the path of a connection is dead."""
+PATH_CHECK_SECONDS: Final = 0.5
+"""How often an operation that makes no progress checks whether the path is dead."""
 
 _INFO_BYTES: Final = 104
 _TIMEOUTS: Final = struct.Struct("=2xB")
@@ -23,7 +23,7 @@ _LAST_ACK: Final = struct.Struct("=56xI")
 
 
 class Connection(Protocol):
-    """The part of a socket that is needed to ask the kernel about it."""
+    """The part of a socket's interface that is needed here."""
 
     @property
     def family(self) -> int:
@@ -34,24 +34,24 @@ class Connection(Protocol):
 
 
 class Acknowledgements(NamedTuple):
-    """How the other machine's kernel answers."""
+    """What the other machine's kernel has acknowledged."""
 
     seconds_ago: float
     """When it last acknowledged anything."""
     unacknowledged: int
     """Segments that were sent and not acknowledged."""
     timeouts: int
-    """Times in a row that they were sent again in vain."""
+    """Retransmissions in a row without an acknowledgement."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether nothing gets through any more. The kernel of a receiver that does not read answers all the same."""
+        """Whether the path is dead. The kernel of a receiver that does not read still acknowledges."""
         is_overdue = self.timeouts >= STUCK_TIMEOUTS and self.seconds_ago >= STUCK_SECONDS
         return self.unacknowledged > 0 and is_overdue
 
 
 def acknowledgements(sock: Connection) -> Acknowledgements | None:
-    """Return what the kernel knows; None where it does not tell: other systems, and sockets that are not TCP."""
+    """Return what the kernel knows; None on other systems, and for sockets that are not TCP."""
     if sys.platform != "linux" or sock.family == socket.AF_UNIX:
         return None
     try:
@@ -63,6 +63,6 @@ def acknowledgements(sock: Connection) -> Acknowledgements | None:
 
 
 def is_stuck(sock: Connection) -> bool:
-    """Tell whether what is sent on a connection gets nowhere."""
+    """Tell whether the path of a connection is dead."""
     known = acknowledgements(sock)
     return known is not None and known.is_stuck

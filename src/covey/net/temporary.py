@@ -1,4 +1,4 @@
-"""Folders for sockets and locks that live as long as a run: where they are, and what is wrong if there is none."""
+"""The folder for sockets and locks of runs, and the errors when it cannot be used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def temporary_folder() -> str:
 
 @contextlib.contextmanager
 def writing_to(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise ConfigError with the folder, the reason and the remedy where the block cannot write to it."""
+    """Raise ConfigError with the folder, the reason and a remedy if the `with` block cannot write to it."""
     try:
         yield
     except OSError as error:
@@ -47,7 +47,7 @@ def writing_to(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def unwritable(folder: str | os.PathLike[str], error: OSError) -> str:
-    """Say that a folder cannot be written, why, and what to do about it."""
+    """Return the message that a folder cannot be written: why, and what to do."""
     is_full = error.errno in _FULL
     return f"cannot write to {os.fspath(folder)}: {explain(error)}; {'free some space there, or ' * is_full}{ADVICE}"
 

@@ -1,4 +1,5 @@
 """Code that can block: the threads and the one asyncio loop of a process, and what runs on them.
 
-This folder itself holds what all rooms below use: the control loop, wake-up descriptors, events, faults, handles.
+This folder itself holds what all its packages use: the control loop, tasks, child processes, wake-up descriptors,
+events, faults, handles.
 """

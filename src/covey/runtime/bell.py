@@ -1,4 +1,4 @@
-"""A descriptor that wakes whoever polls it."""
+"""A descriptor that wakes the thread which polls it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ WORD = b"\1\0\0\0\0\0\0\0"
 
 
 class Bell:
-    """Opened by the one who polls, rung by anybody; rung before it is open, it rings when it is opened."""
+    """Opened by the polling thread, rung by any thread. If it is rung before it is open, it rings when it is opened."""
 
     def __init__(self, descriptors: list[int]) -> None:
-        """`descriptors` are closed by the owner, who outlives the bell; this one adds its own."""
+        """Add its descriptors to `descriptors`, which the owner closes after the bell."""
         self.fd = -1
-        """What to poll: readable from `ring` until `hush`; -1 until it is opened."""
+        """The descriptor to poll: readable from `ring` until `hush`; -1 until `open`."""
         self._write_fd = -1
         self._is_rung = False
         self._lock = threading.Lock()
@@ -37,15 +37,15 @@ class Bell:
                 os.write(self._write_fd, WORD)
 
     def ring(self) -> None:
-        """Wake whoever polls, and all who will until it is hushed."""
-        with self._lock:  # the number may mean another file once it is closed
+        """Make the descriptor readable until `hush`."""
+        with self._lock:  # its number may belong to another file once it is closed
             self._is_rung = True
             if self._write_fd >= 0:
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._write_fd, WORD)
 
     def hush(self) -> None:
-        """Be silent again."""
+        """Make the descriptor unreadable again."""
         with self._lock:
             self._is_rung = False
             if self.fd >= 0:
@@ -59,5 +59,5 @@ class Bell:
             self.fd = self._write_fd = -1
 
     def forked(self) -> None:
-        """Another thread may have held the lock in the process that this one was forked from."""
+        """Replace the lock after a fork: another thread of the parent may have held it."""
         self._lock = threading.Lock()

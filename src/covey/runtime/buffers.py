@@ -1,4 +1,4 @@
-"""What people pass as an array, seen as the contiguous memory that lanes move. Never copies without need."""
+"""Arrays, tensors and buffers as the contiguous memory that lanes move, without copies where possible."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 BYTES: Final = dtype_code(np.dtype(np.uint8))
-"""How objects travel, on the wire."""
+"""The dtype code of pickled objects on the wire."""
 
 
 class Operand(NamedTuple):
-    """An argument, ready to be moved."""
+    """An argument of an operation as contiguous memory."""
 
     flat: Array
     """One-dimensional and contiguous; the argument's own memory wherever possible."""
     shape: tuple[int, ...]
     code: int
-    """Of the dtype, on the wire."""
+    """The dtype code on the wire."""
     strided: Array | None = None
-    """The argument, if it is not contiguous: then `flat` stands in for it between `load` and `store`."""
+    """The argument, if it is not contiguous: then `flat` is a copy that `load` fills and `store` copies back."""
 
     @property
     def is_own(self) -> bool:
@@ -33,27 +33,27 @@ class Operand(NamedTuple):
         return self.strided is None
 
     def load(self) -> Array:
-        """Return `flat` with what the argument holds now. An operation may run long after it was issued."""
+        """Return `flat` with the values that the argument has now: an operation may run long after it was issued."""
         if self.strided is not None:
             self.flat.reshape(self.shape)[...] = self.strided
         return self.flat
 
     def store(self) -> None:
-        """Make the argument show what `flat` holds."""
+        """Copy `flat` back to the argument, if it is a copy."""
         if self.strided is not None:
             self.strided[...] = self.flat.reshape(self.shape)
 
     def deliver(self, result: Any) -> Any:
-        """Return the result of an operation, once the argument shows what `flat` holds."""
+        """Store, and return the result of the operation."""
         self.store()
         return result
 
 
 def writable(x: Any) -> Operand:
-    """See `x` as an operand that an operation changes in place; one that is made already is taken as it is.
+    """Return `x` as an operand that an operation changes in place; an operand is returned as it is.
 
     Raises:
-        TypeError: it is no array, cannot be written, or has a dtype that covey does not move.
+        TypeError: `x` is no array, is read-only, or has a dtype that covey does not move.
     """
     if isinstance(x, Operand):
         return x
@@ -64,7 +64,7 @@ def writable(x: Any) -> Operand:
 
 
 def readable(x: Any) -> Operand:
-    """See `x` as an operand that an operation only reads; numbers and lists are taken as arrays too."""
+    """Return `x` as an operand that an operation only reads; numbers and lists become arrays."""
     if isinstance(x, Operand):
         return x
     is_plain = isinstance(x, list | tuple | int | float | complex | np.generic)
@@ -103,7 +103,7 @@ def as_array(x: Any) -> Array:
 
 
 class _TensorMemory:
-    """A tensor's memory as numpy takes it. `Tensor.numpy()` would forbid torch to resize the storage ever after."""
+    """A tensor's memory for numpy. After `Tensor.numpy()`, torch could never resize the storage again."""
 
     __slots__ = ("__array_interface__", "owner")
     __array_interface__: dict[str, Any]
@@ -111,11 +111,11 @@ class _TensorMemory:
 
 
 _formats: dict[Any, tuple[np.dtype[Any], str]] = {}
-"""By torch's dtypes, as they are met: numpy's, and how it is written in an array interface."""
+"""By torch dtype, filled on first use: the numpy dtype, and its text in an array interface."""
 
 
 def _tensor_memory(tensor: Any) -> Array:
-    """Return an array over a CPU tensor's memory, which it keeps alive; bfloat16 and requires_grad work too."""
+    """Return an array over the memory of a CPU tensor, which it keeps alive; for bfloat16 and requires_grad, too."""
     if not tensor.is_cpu or tensor.layout is not sys.modules["torch"].strided:
         raise TypeError(f"the tensor is {tensor.layout} on {tensor.device}; make it a plain one: x.to_dense().cpu()")
     dtype, text = _formats.get(tensor.dtype) or _format(tensor.dtype)

@@ -1,4 +1,4 @@
-"""Finding one's place: which rank of which run this process is, from the environment it was started in."""
+"""Which run this process belongs to, and as which rank: read from the variables that its launcher set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.config import check_timeout, split_list
 from covey.base.errors import ConfigError
 from covey.base.seeds import split_seeds
-from covey.net.discovery.host_rendezvous import TOKEN_BYTES, meeting_folder
+from covey.net.discovery.host_rendezvous import TOKEN_BYTES, rendezvous_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -24,25 +24,25 @@ JOIN_SECONDS: Final = 300.0
 CLUSTER_JOIN_SECONDS: Final = 60.0
 DEFAULT_MIN_SIZE: Final = 2
 _tokens: dict[int, bytes] = {}
-"""By descriptor, what `covey run` left in the pipe there: it can be read once, but a program may join again."""
+"""By descriptor, what `covey run` wrote into the pipe there: it can be read once, but a program may join again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a process stands in a run, and where its ranks meet."""
+class LaunchedRank:
+    """The rank of a process in a launcher's run, and where the ranks find each other."""
 
     rank: int
     size: int
     local_rank: int = 0
     local_size: int = 1
     folder: str = ""
-    """All ranks are on this host and meet in this folder; or empty, and they meet at `master`."""
+    """The folder of this host where all ranks listen; empty if they are on several hosts, and rank 0 is at `master`."""
     token: bytes | None = field(default=None, repr=False)
-    """Proves membership. None: the first one to come to the folder makes it."""
+    """Proves membership. None: the first rank in the folder makes it."""
     keeper: str = ""
-    """Where the keeper of all ranks listens, if there is one."""
+    """The path at which the keeper of all ranks listens, if there is one."""
     is_restarted: bool = False
-    """An earlier process had this place: the run goes on, and this one is a newcomer to it."""
+    """An earlier process had this rank: the run goes on, and this process is a newcomer to it."""
     master: tuple[str, int] | None = None
     name: str = "run"
 
@@ -53,14 +53,14 @@ class Place:
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Which cluster to join: what the program said about it."""
+    """The arguments of `join` that say which cluster to join."""
 
     name: str | None = None
     secret: bytes | str | None = field(default=None, repr=False)
     seeds: tuple[str, ...] | None = None
 
     def find(self, env: MutableMapping[str, str]) -> Cluster:
-        """Return the cluster, with the seeds of the program or else of the environment in front of its own."""
+        """Return the cluster; its seeds come after those of the program, or else of the environment."""
         from covey.net.keys import clusters
 
         secret = self.secret
@@ -82,13 +82,13 @@ class WantedRun:
     max_size: int | None
     timeout: float
     floor: int = 1
-    """The fewest members with which the run goes on: what the program asked for."""
+    """The fewest members with which the run goes on, as the program asked."""
     min_hosts: int = 1
-    """The fewest machines with which it begins."""
+    """The fewest machines with which the run begins."""
     tie_breaker: str = ""
     """The node or host that should break ties; `here` is this one."""
     is_new: bool = False
-    """Runs of this name that were begun before are given up."""
+    """Whether earlier runs of this name are given up."""
     abandoned: tuple[bytes, ...] = ()
     """Lineages that `covey run --new` has given up for its processes."""
 
@@ -104,7 +104,7 @@ class WantedRun:
 
 
 def find_run(env: Mapping[str, str], asked: Mapping[str, Any]) -> WantedRun | None:
-    """Return the run of the cluster that the arguments of `join`, or `covey run`, ask for; None if neither does."""
+    """Return the run of a cluster that arguments of `join` or `covey run` ask for; None if neither does."""
     given = {name: value for name, value in asked.items() if value is not None}
     if "run" not in given and "COVEY_RUN" not in env:
         if sizes := given.keys() & {"size", "min_size", "max_size", "tie_breaker", "new"}:
@@ -151,13 +151,13 @@ def _lineages(text: str) -> list[bytes]:
         raise ConfigError(f"COVEY_RUN_NEW={text!r} is set by covey run; remove it from the environment") from None
 
 
-def find_place(env: Mapping[str, str]) -> Place:
-    """Return the place that a launcher's variables describe."""
+def find_launched_rank(env: Mapping[str, str]) -> LaunchedRank:
+    """Return the rank that a launcher's variables describe; rank 0 of 1 if there is no launcher."""
     for launcher in (_covey_run, _torchrun, _mpirun, _slurm):
-        place = launcher(env)
-        if place is not None:
-            return place
-    return Place(rank=0, size=1, name="alone")
+        launched = launcher(env)
+        if launched is not None:
+            return launched
+    return LaunchedRank(rank=0, size=1, name="alone")
 
 
 def restarts(env: Mapping[str, str]) -> int:
@@ -166,7 +166,7 @@ def restarts(env: Mapping[str, str]) -> int:
 
 
 def launcher_wait(env: Mapping[str, str], timeout: float | None) -> float:
-    """Return how long to wait for the other ranks of a launcher, if the program says `timeout`."""
+    """Return how long to wait for the other ranks of a launcher; `timeout` is what the program said, if anything."""
     return check_timeout(timeout if timeout is not None else _seconds(env, "COVEY_JOIN_TIMEOUT", JOIN_SECONDS))
 
 
@@ -183,11 +183,11 @@ def is_loopback(host: str) -> bool:
 # Launchers
 
 
-def _covey_run(env: Mapping[str, str]) -> Place | None:
+def _covey_run(env: Mapping[str, str]) -> LaunchedRank | None:
     if "COVEY_RANK" not in env:
         return None
     size = _number(env, "COVEY_SIZE")
-    return Place(
+    return LaunchedRank(
         rank=_number(env, "COVEY_RANK"),
         size=size,
         local_rank=_number(env, "COVEY_LOCAL_RANK", 0),
@@ -199,7 +199,7 @@ def _covey_run(env: Mapping[str, str]) -> Place | None:
     )
 
 
-def _torchrun(env: Mapping[str, str]) -> Place | None:
+def _torchrun(env: Mapping[str, str]) -> LaunchedRank | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
@@ -208,7 +208,7 @@ def _torchrun(env: Mapping[str, str]) -> Place | None:
     words = [env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""), host, str(port)]
     if "COVEY_TORCHRUN" in env:  # agents restart their workers for different reasons, and count differently
         words = [env["COVEY_TORCHRUN"]]
-    return _meet(
+    return _launched(
         "torchrun-" + "-".join(word for word in words if word),
         rank=rank,
         size=size,
@@ -218,7 +218,7 @@ def _torchrun(env: Mapping[str, str]) -> Place | None:
     )
 
 
-def _mpirun(env: Mapping[str, str]) -> Place | None:
+def _mpirun(env: Mapping[str, str]) -> LaunchedRank | None:
     if "OMPI_COMM_WORLD_RANK" in env:
         rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
         local_rank = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank)
@@ -232,18 +232,18 @@ def _mpirun(env: Mapping[str, str]) -> Place | None:
         job = env.get("PMI_ID_NAMESPACE") or env.get("HYDRA_JOBID") or env.get("PMI_PORT") or str(os.getppid())
     else:
         return None
-    return _meet(
+    return _launched(
         f"mpirun-{job}", rank=rank, size=size, local_rank=local_rank, local_size=local_size, master=_master(env)
     )
 
 
-def _slurm(env: Mapping[str, str]) -> Place | None:
+def _slurm(env: Mapping[str, str]) -> LaunchedRank | None:
     # sbatch and salloc set these too, for the one shell they start; only a step of several tasks is a run.
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env or _number(env, "SLURM_STEP_NUM_TASKS", 1) < 2:
         return None
     rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
     one_host = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
-    return _meet(
+    return _launched(
         f"slurm-{_required(env, 'SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
         rank=rank,
         size=size,
@@ -253,16 +253,16 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
     )
 
 
-def _meet(name: str, *, size: int, local_size: int, master: tuple[str, int] | None, **place: Any) -> Place:
-    """Meet in a folder if all ranks are on this host, else at the master's address."""
+def _launched(name: str, *, size: int, local_size: int, master: tuple[str, int] | None, **rest: Any) -> LaunchedRank:
+    """Return a rank that uses a folder if all ranks are on this host, else the master's address."""
     if local_size == size or (master is not None and is_loopback(master[0])):
-        folder = str(meeting_folder(name)) if size > 1 else ""
-        return Place(name=name, size=size, local_size=local_size, folder=folder, **place)
+        folder = str(rendezvous_folder(name)) if size > 1 else ""
+        return LaunchedRank(name=name, size=size, local_size=local_size, folder=folder, **rest)
     if master is None:
         raise ConfigError(
             f"the {size} ranks of {name} are on several hosts; set MASTER_ADDR and MASTER_PORT to where rank 0 listens"
         )
-    return Place(name=name, size=size, local_size=local_size, master=master, **place)
+    return LaunchedRank(name=name, size=size, local_size=local_size, master=master, **rest)
 
 
 def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
@@ -271,7 +271,7 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 def _master_port(env: Mapping[str, str]) -> int:
     port = _number(env, "MASTER_PORT", 29500)
-    if not 0 < port < 65535:  # rank 0 listens at the next one
+    if not 0 < port < 65535:  # rank 0 listens at the next port
         raise ConfigError(f"MASTER_PORT={env['MASTER_PORT']!r} must be from 1 to 65534")
     return port
 
@@ -303,9 +303,9 @@ def _seconds(env: Mapping[str, str], key: str, default: float) -> float:
 
 
 def _read_token(descriptor: int) -> bytes:
-    """Return the token that the keeper left for us in a pipe."""
+    """Return the token that the keeper wrote into a pipe for this process."""
     if descriptor not in _tokens:
-        # In a program that the rank started in turn, the number may belong to anything: look before touching it.
+        # In a program that the rank started in turn, the number may be any file: check before reading.
         try:
             is_ours = stat.S_ISFIFO(os.fstat(descriptor).st_mode) and select.select([descriptor], [], [], 0)[0]
             token = os.read(descriptor, TOKEN_BYTES) if is_ours else b""

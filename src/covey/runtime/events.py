@@ -1,4 +1,4 @@
-"""What happened to a run: losses, views and recoveries, each with a timeline, for programs and for people."""
+"""Events of a run: losses, views and recoveries, each with a timeline, for programs and for the log."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey.events")
 
 LISTEN_SECONDS: Final = 1.0
-"""What listeners have to hear the last events when the run is left."""
+"""How long listeners may take for the last events when the process leaves the run."""
 KEPT: Final = 1000
-"""Events that are remembered; older ones are in the log."""
+"""Events that are kept in memory; older ones are in the log."""
 VIEWS: Final = ("lost", "left", "view")
 """Events that are views."""
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo", "restore")
-"""Of a recovery, in this order; an idle group has no redo."""
+"""The phases of a recovery, in this order; an idle group has no redo."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run."""
+    """An event of a run."""
 
     kind: str
-    """`lost`: a view without some; `left`: the same, after they said that they leave; `view`: one of the same members,
-    after a lane broke or somebody gave up; `joined`: a generation with newcomers; `generation`: one without;
-    `restored`: state was brought to newcomers."""
+    """`lost`: a view without lost members; `left`: a view without members that left; `view`: a view of the same
+    members, after a lane broke or an operation was given up; `joined`: a generation with newcomers; `generation`: one
+    without; `restored`: newcomers received the state."""
     time: float
     """Seconds since 1970."""
     generation: int
     view: int
     ranks: tuple[int, ...] = ()
-    """Whom it is about, in the numbering of the generation's first group."""
+    """The ranks that it is about, in the numbering of the generation's first group."""
     names: tuple[str, ...] = ()
     phases: dict[str, float] = field(default_factory=dict)
-    """Milliseconds from the first sign to the end of each phase of a recovery."""
+    """Milliseconds from the first sign of the loss to the end of each phase of a recovery."""
 
     def to_json(self) -> str:
         """Return the event as one line of JSON."""
@@ -55,13 +55,13 @@ class Event:
 
 
 class Events:
-    """The events of one process in a run. With COVEY_EVENTS they are also appended to a file, as the log has them.
+    """The events of one process in a run. With COVEY_EVENTS, they are also appended to a file.
 
-    Its lines are those of the log with `pid` in front. Processes of one host may share it, for no line is torn.
+    Its lines are those of the log, with `pid` added. Processes of one host may share it: each line is one write.
     """
 
     def __init__(self) -> None:
-        """Raises ConfigError if there can be no such file."""
+        """Check COVEY_EVENTS; ConfigError if the file cannot be written."""
         self._path = os.environ.get("COVEY_EVENTS", "")
         if self._path:
             try:
@@ -74,24 +74,24 @@ class Events:
         self._queue: queue.Queue[Event | None] | None = None
         self._thread: threading.Thread | None = None
         self._began = 0.0
-        """When the first sign of trouble came, by the monotonic clock; 0: there is none."""
+        """When the first sign of a loss came, by the monotonic clock; 0 if there is none."""
         self._sign = 0.0
-        """The same of trouble that came while operations had not gone on after the last."""
+        """The same for a loss that came before operations had continued after the last one."""
         self._phases: dict[str, float] = {}
         self._open: Event | None = None
-        """A view whose operations have not gone on yet."""
+        """A view after which operations have not continued yet."""
 
     def forked(self) -> None:
-        """Another thread may have held the lock in the process that this one was forked from."""
+        """Replace the lock after a fork: another thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def all(self) -> list[Event]:
-        """Return what is remembered, oldest first."""
+        """Return the events in memory, oldest first."""
         with self._lock:
             return list(self._events)
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call `listener(event)` for every event from now on, on a thread of its own; what it raises is logged."""
+        """Call `listener(event)` for every event from now on, on a thread for listeners; its exceptions are logged."""
         with self._lock:
             self._listeners.append(listener)
             if self._queue is None:
@@ -106,11 +106,11 @@ class Events:
             for listener in list(self._listeners):
                 try:
                     listener(event)
-                except Exception:  # it is the program's, and must not keep others from hearing
+                except Exception:  # the program's listener must not keep others from being called
                     logger.exception("a listener to %s failed", event.kind)
 
     def close(self) -> None:
-        """End the thread of the listeners, once they have heard everything; they have a second for it."""
+        """End the thread of the listeners after the last event, or after LISTEN_SECONDS."""
         with self._lock:
             thread, self._thread = self._thread, None
             if self._queue is not None:
@@ -118,14 +118,14 @@ class Events:
                     self._queue.put_nowait(None)
                 self._queue = None
         if thread is not None and thread is not threading.current_thread():
-            thread.join(LISTEN_SECONDS)  # the program may end with this, and the thread with it
+            thread.join(LISTEN_SECONDS)  # the program may end now, and the thread with it
 
     def phase(self, name: str) -> None:
-        """A phase of a recovery has ended now; the first is `detect`."""
+        """Note that a phase of a recovery ends now; the first is `detect`."""
         with self._lock:
             now = time.monotonic()
             if self._open is not None and name in ("reconnect", "redo"):
-                if name == "redo":  # another rank's lane may have come before the view, or none was needed
+                if name == "redo":  # lanes may have been opened before the view came, or none was needed
                     self._open.phases.setdefault("reconnect", max(self._open.phases.values(), default=0.0))
                 self._open.phases.setdefault(name, round(1e3 * (now - self._began), 3))
                 if name == "redo":
@@ -135,7 +135,7 @@ class Events:
             if name in ("reconnect", "redo"):
                 return
             if self._open is not None:
-                if name == "detect":  # a late sign of what is being recovered from, unless a freeze follows
+                if name == "detect":  # a late sign of the same loss, unless a freeze follows
                     self._sign = self._sign or now
                     return
                 self._close()
@@ -146,23 +146,23 @@ class Events:
             self._phases.setdefault(name, round(1e3 * (now - self._began), 3))
 
     def add(self, event: Event) -> None:
-        """Remember an event and tell the listeners; a view takes the phases of its recovery with it."""
+        """Keep an event and tell the listeners; a view gets the phases of its recovery so far."""
         with self._lock:
             if event.kind in VIEWS:
                 self._close()
                 event.phases.update(self._phases)
                 self._open, self._phases = event, {}
             elif self._open is None:
-                self._began = 0.0  # a sign that came to nothing: the link of one that left, say
+                self._began = 0.0  # the sign was no loss: such as the link of a member that left
             self._events.append(event)
             if self._queue is not None:
-                with contextlib.suppress(queue.Full):  # a listener that does not return misses the rest
+                with contextlib.suppress(queue.Full):  # a listener that does not return misses events
                     self._queue.put_nowait(event)
         if event.kind not in VIEWS:
             self._write(event)
 
     def _close(self) -> None:
-        """Under the lock: write of a view whose operations go on, or that another one follows before they could."""
+        """Write the open view, when its operations continue or another view follows. Called under the lock."""
         if self._open is not None:
             self._write(self._open)
             self._open = None
@@ -172,12 +172,12 @@ class Events:
         if self._path:
             try:
                 _append(self._path, json.dumps({"pid": os.getpid(), **asdict(event)}) + "\n")
-            except OSError as error:  # a full disk is no reason to end a run
+            except OSError as error:  # a full disk does not end a run
                 logger.warning("could not write to COVEY_EVENTS=%s: %s", self._path, explain(error))
 
     @property
     def is_recovering(self) -> bool:
-        """Whether a view has come whose operations have not gone on yet."""
+        """Whether there is a view after which operations have not continued yet."""
         return self._open is not None
 
 

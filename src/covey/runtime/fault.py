@@ -1,4 +1,4 @@
-"""The first thing that went wrong with a group, in a form that can travel to its other ranks."""
+"""The first failure of a group, in a form that can be sent to its other ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Fault:
     """A failure of a group."""
 
     kind: str
-    """The name of the error class; one that this version does not know becomes a PeerLostError."""
+    """The name of the error class; an unknown name becomes a PeerLostError."""
     text: str
     ranks: tuple[int, ...] = ()
-    """Who is to blame: lost or late."""
+    """The lost or late ranks."""
 
     def error(self, *, rank: int, host: str, operation: str, sequence: int, group: str) -> CoveyError:
         """Return the error to raise on `rank`, where `operation` met the fault; `host` is that of the lost rank."""
@@ -45,5 +45,5 @@ class Fault:
 
     @property
     def culprit(self) -> int:
-        """The first rank to blame, or -1."""
+        """The first lost or late rank, or -1."""
         return self.ranks[0] if self.ranks else -1

@@ -1,4 +1,4 @@
-"""Lines of a log that others can cause: each kind at most every so many seconds, whatever they do."""
+"""A rate limit for log lines that other machines can cause."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ logger = logging.getLogger("covey")
 
 
 class LimitedLog:
-    """One kind of line: written when it is news, counted otherwise."""
+    """One kind of line: written at most once in some seconds, and counted in between."""
 
     def __init__(self, seconds: float, *, most: int = 2000) -> None:
-        """A line has at most `most` characters."""
+        """Write at most one line in `seconds`, of at most `most` characters."""
         self._seldom, self._most = pace.Seldom(seconds), most
 
     def log(self, level: int, text: str, *args: object) -> bool:
-        """Write a line, unless one was written a moment ago; tell whether it was."""
+        """Write a line, unless one was written within the limit; tell whether it was written."""
         if not self._seldom.may(time.monotonic()):
             return False
         unsaid, self._seldom.unsaid = self._seldom.unsaid, 0

@@ -1,4 +1,4 @@
-"""The one asyncio loop of the process, on a thread of its own. It carries control, never tensor bytes."""
+"""The control loop: the one asyncio loop of the process, on its own thread. It never carries tensor bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAKE_SECONDS: Final = 5.0
-"""How long a coroutine may clean up behind itself when what it makes is not wanted any more."""
+"""How long a cancelled coroutine may take to clean up."""
 
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
@@ -26,11 +26,11 @@ _starting = threading.Lock()
 def control_loop() -> asyncio.AbstractEventLoop:
     """Return the running loop, started on first use."""
     global _loop, _thread
-    if _loop is not None:  # without the lock: the garbage collector may ask, on a thread that holds it
+    if _loop is not None:  # without the lock: the garbage collector may call this on a thread that holds it
         return _loop
     with _starting:
         if _loop is None:
-            import asyncio  # here, because it costs half as much to import as numpy
+            import asyncio  # here, because importing it takes half as long as numpy
 
             loop = asyncio.new_event_loop()
             _thread = threading.Thread(target=loop.run_forever, name="covey-control", daemon=True)
@@ -40,7 +40,7 @@ def control_loop() -> asyncio.AbstractEventLoop:
 
 
 def is_here() -> bool:
-    """Tell whether the caller runs on the loop's thread, and so must not wait for the loop."""
+    """Tell whether the caller runs on the loop's thread, where it must not wait for the loop."""
     return threading.current_thread() is _thread
 
 
@@ -53,7 +53,7 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def run(coroutine: Coroutine[Any, Any, T], within: float) -> T:
-    """Run a coroutine on the loop and return what it returns; it ends with a TimeoutError if it takes longer."""
+    """Run a coroutine on the loop and return its result; TimeoutError, and it is cancelled, if it takes longer."""
     future = start(coroutine)
     try:
         return future.result(within)
@@ -62,15 +62,15 @@ def run(coroutine: Coroutine[Any, Any, T], within: float) -> T:
 
 
 def make(coroutine: Coroutine[Any, Any, T], *, discard: Callable[[T], object], otherwise: Callable[[], object]) -> T:
-    """Return what a coroutine makes on the loop, however long it takes.
+    """Return the object that a coroutine makes on the loop, without a timeout.
 
-    If it fails or the caller is interrupted (Ctrl-C), what the coroutine made all the same goes to `discard`; if it
-    made nothing, `otherwise` is called once it has cleaned up behind itself, or MAKE_SECONDS later.
+    If the caller is interrupted (Ctrl-C), the coroutine is cancelled. If it has made its object all the same, `discard`
+    is called with it. If it made none or failed, `otherwise` is called once it has cleaned up, or MAKE_SECONDS later.
     """
     loop = control_loop()
     from concurrent.futures import Future
 
-    outcome: Future[T] = Future()  # here before the loop hears of anything: an interrupt may come in the middle of that
+    outcome: Future[T] = Future()  # made before the loop is called: an interrupt may come at any point after that
     tasks: list[asyncio.Task[T]] = []
 
     def begin() -> None:
@@ -99,7 +99,7 @@ def make(coroutine: Coroutine[Any, Any, T], *, discard: Callable[[T], object], o
         loop.call_soon_threadsafe(give_up)
         try:
             made = outcome.result(MAKE_SECONDS)
-        except BaseException:  # there is no such thing, nor will there be
+        except BaseException:  # no object was made, and none will be
             otherwise()
         else:
             discard(made)
@@ -107,10 +107,10 @@ def make(coroutine: Coroutine[Any, Any, T], *, discard: Callable[[T], object], o
 
 
 def finish(coroutine: Coroutine[Any, Any, object], within: float, then: Callable[[], object]) -> None:
-    """Run a coroutine on the loop that takes things from it, then call `then`, which frees them.
+    """Run a coroutine on the loop that unregisters descriptors, then call `then`, which closes them.
 
-    Returns after `within` seconds even if the loop is kept busy; then the rest is done on another thread, later. For a
-    socket that is closed while the loop has it leaves its number there, and the next with that number is never heard.
+    Returns after `within` seconds even if the loop is busy; the rest is then done later on another thread. The order
+    matters: if a socket is closed while the loop has it registered, the next socket with its number is never read.
     """
     future = start(coroutine)
     try:
@@ -129,21 +129,21 @@ def finish(coroutine: Coroutine[Any, Any, object], within: float, then: Callable
 
 
 def _finish_later(future: Future[object], then: Callable[[], object]) -> None:
-    with contextlib.suppress(BaseException):  # what it raises, nobody is there to hear
+    with contextlib.suppress(BaseException):  # no caller is left to raise it to
         future.result()
     then()
 
 
 def soon(function: Callable[..., object], *args: Any) -> None:
-    """Call `function` on the loop, soon."""
+    """Call `function` on the loop, without waiting for it."""
     control_loop().call_soon_threadsafe(function, *args)
 
 
 async def aside(function: Callable[..., T], *args: Any) -> T:
-    """Call `function`, which may block, on a thread of its own; nobody waits for it when the program ends.
+    """Call `function`, which may block, on a new thread; the program may end before it returns.
 
     Raises:
-        What `function` raises; OSError if the system starts no more threads.
+        The exception of `function`; OSError if the system starts no more threads.
     """
     import asyncio
 
@@ -163,12 +163,12 @@ async def aside(function: Callable[..., T], *args: Any) -> T:
             result = function(*args)
         except BaseException as failure:
             error = failure
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(conclude, result, error)
 
     try:
         threading.Thread(target=work, name="covey-aside", daemon=True).start()
-    except RuntimeError as error:  # callers expect what the system refuses to be an OSError
+    except RuntimeError as error:  # callers handle refusals of the system as OSError
         raise OSError(errno.EAGAIN, str(error)) from error
     return await done
 

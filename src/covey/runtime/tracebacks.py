@@ -1,12 +1,12 @@
 """Tracebacks of covey's errors that end at the user's own line.
 
-A missed join is raised through thirty frames of threads, futures and coroutines that say nothing to the author of a
-script. An exception that ends the program is shown without them: covey's own frames are left out of the tracebacks of
-covey's errors and of KeyboardInterrupt, together with the exceptions that covey caught on the way. Exceptions of other
-kinds are shown whole, since they may be faults in covey. COVEY_DEBUG=1 shows everything.
+A failed join passes through thirty frames of threads, futures and coroutines that do not help the author of a script.
+When an exception ends the program, covey's own frames are left out of the tracebacks of covey's errors and of
+KeyboardInterrupt, together with the exceptions that covey caught on the way. Other exceptions are shown whole, since
+they may be faults in covey. COVEY_DEBUG=1 shows everything.
 
 This is done when the interpreter shows the exception, not where it is raised: a program that catches it sees it whole,
-with its `__cause__`, and collectives pay nothing.
+with its `__cause__`, and collectives are not slowed down.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_debugging() -> bool:
 
 
 def install() -> None:
-    """Shorten what ends the program or a thread, before the hooks that are installed now show it. Idempotent."""
+    """Shorten exceptions that end the program or a thread before the current hooks show them. Idempotent."""
     if getattr(sys.excepthook, "_is_of_covey", False):
         return
     show, show_of_thread = sys.excepthook, threading.excepthook
@@ -65,15 +65,15 @@ def install() -> None:
 
 
 def name_wait(interrupt: KeyboardInterrupt, waited_for: str) -> None:
-    """Have a KeyboardInterrupt say what it interrupted; under `covey run`, that one line is all that is shown."""
+    """Set the message of a KeyboardInterrupt to what it interrupted; under `covey run`, only that line is shown."""
     interrupt.args = (f"interrupted while waiting for {waited_for}",)
     vars(interrupt)[_IS_NAMED] = True
 
 
 def shorten(error: BaseException) -> None:
-    """Take covey's frames, and exceptions that covey caught, out of an exception that is about to be shown.
+    """Remove covey's frames, and exceptions that covey caught, from an exception that is about to be shown.
 
-    Changes the exception and those it names as its cause or context.
+    Changes the exception, its causes and its contexts.
     """
     seen: set[int] = set()
     current: BaseException | None = error
@@ -82,16 +82,16 @@ def shorten(error: BaseException) -> None:
         following = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
         if isinstance(current, CoveyError | KeyboardInterrupt):
             if following is not None and _is_internal(following):
-                current.__cause__, following = None, None  # which suppresses the context, too
+                current.__cause__, following = None, None  # this suppresses the context, too
             current.__traceback__ = without_covey(current.__traceback__)
         current = following
 
 
 def _is_internal(error: BaseException) -> bool:
-    """Tell whether covey caught this exception, and it says nothing that its successor does not.
+    """Tell whether covey caught this exception and replaced it by another.
 
-    A traceback begins in the frame that caught the exception. An error of covey's that is the documented cause of
-    another one is kept.
+    A traceback begins in the frame that caught the exception. A CoveyError that is the documented cause of another one
+    is not internal.
     """
     caught_by = error.__traceback__
     return not isinstance(error, CoveyError) and (caught_by is None or _is_in_covey(caught_by))
@@ -100,8 +100,8 @@ def _is_internal(error: BaseException) -> bool:
 def without_covey(traceback: TracebackType | None) -> TracebackType | None:
     """Return a traceback without covey's frames and what they call in Python's library, or in code without a file.
 
-    Frames of torch that lead to covey's are left out, too. Frames below covey's that belong to other code stay: covey
-    has called a function of the user's there.
+    Frames of torch that lead to covey's are left out, too. Frames of other code below covey's stay: there, covey has
+    called a function of the user.
     """
     kept: list[TracebackType] = []
     is_below = False

@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Work(Generic[T]):
     """An operation that was started with `async_op=True`.
 
-    It runs whether or not anyone waits. Waiting with a timeout, or cancelling an `await`, never cancels the
-    operation; the operation's own `timeout=` ends it.
+    It runs whether or not a thread waits for it. A wait that times out, or a cancelled `await`, does not cancel the
+    operation; its own `timeout=` ends it.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class Work(Generic[T]):
         drive: Callable[[Work[Any], float | None], None] | None = None,
         then: Callable[[Any], T] | None = None,
     ) -> None:
-        """`drive(work, deadline)` is called by waiters to make progress themselves until the work is done.
+        """Waiting threads call `drive(work, deadline)` to make progress until the work is done.
 
-        `then` turns what the operation ended with into the result.
+        `then` turns the value of the operation into the result.
         """
         self.description = description
         self.contributors: tuple[int, ...] = ()
@@ -47,15 +47,15 @@ class Work(Generic[T]):
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Tell whether the operation ended, well or not."""
+        """Tell whether the operation has ended, with or without an error."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> T:
-        """Return the result once the operation ended.
+        """Wait for the end of the operation, and return the result.
 
         Raises:
-            DeadlineError: it did not end within `timeout` seconds; it goes on.
-            Exception: whatever ended the operation.
+            DeadlineError: it did not end within `timeout` seconds; it continues.
+            Exception: the error of the operation.
         """
         if not self._done.is_set():
             if self._drive is not None:
@@ -69,22 +69,22 @@ class Work(Generic[T]):
         return self._result
 
     def result(self) -> T:
-        """Return the result; wait for it if need be."""
+        """Wait for the end of the operation, and return the result."""
         return self.wait()
 
     def exception(self) -> BaseException | None:
-        """Return what ended the operation, or None if it went well; wait for the end if need be."""
+        """Wait for the end of the operation; return its error, or None if it succeeded."""
         try:
             self.wait()
         except BaseException:
-            if self._error is None:  # the wait itself failed, Ctrl-C for instance
+            if self._error is None:  # the wait itself failed, by Ctrl-C for instance
                 raise
         return self._error
 
     def add_done_callback(self, callback: Callable[[Work[T]], None]) -> None:
         """Call `callback(self)` when the operation ends, on the thread that ends it; at once if it has ended.
 
-        What it raises is logged. It may start operations with `async_op=True`, but must not wait for collectives.
+        Its exceptions are logged. It may start operations with `async_op=True`, but must not wait for collectives.
         """
         with self._lock:
             if not self._done.is_set():
@@ -93,7 +93,7 @@ class Work(Generic[T]):
         self._call(callback)
 
     def finish(self, result: T) -> None:
-        """End the operation well. For those who run operations, not for those who wait."""
+        """End the operation with a result. Called by the thread that runs it."""
         self.conclude(result, None)
         self.notify()
 
@@ -103,12 +103,12 @@ class Work(Generic[T]):
         self.notify()
 
     def forked(self, error: BaseException) -> None:
-        """End the operation in a fork of the process that runs it, whose other threads may have held the locks."""
+        """End the operation in a forked process; other threads of the parent may have held the locks."""
         self._lock, self._done = threading.Lock(), threading.Event()
         self.fail(error)
 
     def conclude(self, result: Any, error: BaseException | None) -> None:
-        """End the operation, but leave those who asked to be called for `notify`."""
+        """End the operation; `notify` calls the callbacks later."""
         if error is None and self._then is not None:
             try:
                 result = self._then(result)
@@ -119,7 +119,7 @@ class Work(Generic[T]):
             self._done.set()
 
     def notify(self) -> None:
-        """Call those who asked to be called when the operation ends."""
+        """Call the callbacks of an operation that has ended."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
@@ -128,7 +128,7 @@ class Work(Generic[T]):
     def _call(self, callback: Callable[[Work[T]], None]) -> None:
         try:
             callback(self)
-        except Exception:  # it must not end the thread that runs everybody's operations
+        except Exception:  # it must not end the thread that runs all operations
             logger.exception("a callback of %s failed", self.description)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -142,7 +142,7 @@ class Work(Generic[T]):
                 ended.set_result(None)
 
         def tell(_: Work[T]) -> None:
-            if not loop.is_closed():  # else no one is left to tell
+            if not loop.is_closed():  # else nothing awaits it
                 loop.call_soon_threadsafe(wake)
 
         self.add_done_callback(tell)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.base.config import GroupConfig
 from covey.net.discovery.host_rendezvous import TOKEN_BYTES
-from covey.runtime.environment import Place
+from covey.runtime.environment import LaunchedRank
 from covey.runtime.joining.bootstrap import join_at
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run_threads(
 
     def rank_main(rank: int, folder: str) -> None:
         try:
-            place = Place(
+            place = LaunchedRank(
                 rank=rank, size=size, local_rank=rank, local_size=size, folder=folder, token=token, name="threads"
             )
             with join_at(place, config, timeout=timeout) as group:

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from covey.cli.chaos.crew import Told, Worker
 from covey.cli.chaos.faults import Chaos, Fault
+from covey.cli.chaos.processes import Told, Worker
 from covey.cli.chaos.report import as_json, outcomes, recoveries, view
 from covey.cli.chaos.trial import OUT_OF_TIME, Ending, Injected, Story
 

@@ -108,9 +108,9 @@ def test_a_secret_of_the_environment_goes_to_the_processes_by_a_pipe(monkeypatch
     monkeypatch.setenv("COVEY_SECRET", "cd" * 32)
     monkeypatch.setenv("COVEY_SEEDS", "10.0.0.1:47700")
     run = share_of_run(3, {"COVEY_RUN": "mine", "COVEY_CLUSTER": "lab"})()
-    assert run.handed_over() == ("COVEY_SECRET_FD", b"\xcd" * 32)
+    assert run.secret_variable() == ("COVEY_SECRET_FD", b"\xcd" * 32)
     place = {"COVEY_RUN": "mine", "COVEY_CLUSTER": "lab", "COVEY_SEEDS": "10.0.0.1:47700"}
-    assert run.place(1) == {**place, "COVEY_KEEPER_ID": run.service.id.hex()}
+    assert run.variables(1) == {**place, "COVEY_KEEPER_ID": run.service.id.hex()}
     assert run.size == 3
     assert "COVEY_SECRET" not in os.environ
 
@@ -120,8 +120,8 @@ def test_a_secret_in_a_file_is_left_for_the_processes_to_find(monkeypatch: pytes
     (folder / "key").chmod(0o600)
     monkeypatch.setenv("COVEY_SECRET_FILE", str(folder / "key"))
     run = share_of_run(1, {"COVEY_RUN": "mine"})()
-    assert run.handed_over() == ("", b"")
-    assert run.place(0) == {"COVEY_RUN": "mine", "COVEY_KEEPER_ID": run.service.id.hex()}
+    assert run.secret_variable() == ("", b"")
+    assert run.variables(0) == {"COVEY_RUN": "mine", "COVEY_KEEPER_ID": run.service.id.hex()}
 
 
 @pytest.mark.parametrize(

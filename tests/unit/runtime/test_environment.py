@@ -16,7 +16,7 @@ from covey.base.errors import ConfigError
 from covey.base.seeds import split_seeds
 from covey.net.keys import clusters
 from covey.runtime import environment as environment_module
-from covey.runtime.environment import ClusterOptions, Place, WantedRun, find_place, find_run, is_loopback
+from covey.runtime.environment import ClusterOptions, LaunchedRank, WantedRun, find_launched_rank, find_run, is_loopback
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.mesh.search import parse_seed
 from covey.wire.messages import Address
@@ -96,7 +96,7 @@ def with_pipe(descriptor: int) -> dict[str, str]:
     return {**COVEY, "COVEY_MEET": "/run/meet", "COVEY_TOKEN_FD": str(descriptor)}
 
 
-def where(place: Place) -> tuple[int, int, int, int]:
+def where(place: LaunchedRank) -> tuple[int, int, int, int]:
     return place.rank, place.size, place.local_rank, place.local_size
 
 
@@ -104,14 +104,14 @@ def where(place: Place) -> tuple[int, int, int, int]:
 
 
 def test_without_a_launcher_a_process_is_a_group_of_one() -> None:
-    place = find_place({"PATH": "/bin", "HOME": "/"})
+    place = find_launched_rank({"PATH": "/bin", "HOME": "/"})
     assert where(place) == (0, 1, 0, 1)
     assert (place.folder, place.master) == ("", None)
 
 
 def test_covey_run_gives_place_folder_and_token(token_pipe: tuple[int, bytes]) -> None:
     descriptor, token = token_pipe
-    place = find_place(with_pipe(descriptor))
+    place = find_launched_rank(with_pipe(descriptor))
     assert where(place) == (1, 3, 1, 3)
     assert (place.folder, place.token) == ("/run/meet", token)
     assert token.hex() not in repr(place)
@@ -119,89 +119,89 @@ def test_covey_run_gives_place_folder_and_token(token_pipe: tuple[int, bytes]) -
 
 
 def test_ranks_of_torchrun_on_one_host_meet_in_a_folder_whatever_the_master_is_called(runtime: Path) -> None:
-    place = find_place(TORCHRUN)
+    place = find_launched_rank(TORCHRUN)
     assert where(place) == (2, 4, 2, 4)
     assert Path(place.folder).is_relative_to(runtime)
     assert place.token is None
 
 
 def test_ranks_of_torchrun_on_several_hosts_meet_at_the_master() -> None:
-    place = find_place(TWO_HOSTS)
+    place = find_launched_rank(TWO_HOSTS)
     assert where(place) == (2, 4, 0, 2)
     assert (place.folder, place.master) == ("", ("node-7", 31000))
 
 
 def test_a_restart_of_torchrun_meets_elsewhere_than_the_run_before() -> None:
     again = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
-    assert find_place(TORCHRUN).folder != find_place(again).folder
+    assert find_launched_rank(TORCHRUN).folder != find_launched_rank(again).folder
 
 
 def test_rank_and_size_by_hand_are_enough_on_one_host(runtime: Path) -> None:
-    place = find_place(HAND)
+    place = find_launched_rank(HAND)
     assert where(place) == (2, 4, 2, 4)
     assert Path(place.folder).is_relative_to(runtime)
 
 
 def test_the_master_port_tells_two_jobs_by_hand_apart() -> None:
-    folders = {find_place({**HAND, "MASTER_PORT": port}).folder for port in ("29500", "29501")}
+    folders = {find_launched_rank({**HAND, "MASTER_PORT": port}).folder for port in ("29500", "29501")}
     assert len(folders) == 2
-    assert find_place(HAND).folder in folders, "29500 is the default"
+    assert find_launched_rank(HAND).folder in folders, "29500 is the default"
 
 
 def test_ranks_that_name_a_loopback_master_are_on_this_host_even_if_each_counts_itself_alone(runtime: Path) -> None:
-    place = find_place({**HAND, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
+    place = find_launched_rank({**HAND, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
     assert (place.rank, place.size, place.local_rank) == (2, 4, 0)
     assert Path(place.folder).is_relative_to(runtime)
 
 
 def test_a_master_elsewhere_without_local_numbers_means_one_rank_a_host() -> None:
-    place = find_place({**HAND, **MASTER})
+    place = find_launched_rank({**HAND, **MASTER})
     assert where(place) == (2, 4, 0, 1)
     assert place.master == ("10.1.2.3", 4000)
 
 
 def test_open_mpi_on_one_host(runtime: Path) -> None:
-    place = find_place(OPEN_MPI)
+    place = find_launched_rank(OPEN_MPI)
     assert where(place) == (3, 5, 3, 5)
     assert Path(place.folder).is_relative_to(runtime)
 
 
 def test_jobs_of_open_mpi_meet_in_folders_of_their_own() -> None:
     other = {**OPEN_MPI, "PMIX_NAMESPACE": "prterun-box-18@1"}
-    assert find_place(OPEN_MPI).folder != find_place(other).folder
+    assert find_launched_rank(OPEN_MPI).folder != find_launched_rank(other).folder
 
 
 def test_open_mpi_on_several_hosts_needs_a_master() -> None:
     spread = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        find_place(spread)
-    place = find_place({**spread, **MASTER})
+        find_launched_rank(spread)
+    place = find_launched_rank({**spread, **MASTER})
     assert where(place) == (3, 5, 1, 2)
     assert place.master == ("10.1.2.3", 4000)
 
 
 def test_mpich_by_its_process_manager(runtime: Path) -> None:
-    place = find_place(PMI)
+    place = find_launched_rank(PMI)
     assert where(place) == (1, 6, 1, 6)
     assert Path(place.folder).is_relative_to(runtime)
 
 
 def test_a_slurm_step_of_several_tasks_on_one_host(runtime: Path) -> None:
-    place = find_place(SLURM)
+    place = find_launched_rank(SLURM)
     assert where(place) == (4, 7, 4, 7)
     assert Path(place.folder).is_relative_to(runtime)
 
 
 def test_steps_and_jobs_of_slurm_meet_in_folders_of_their_own() -> None:
     variants = ({}, {"SLURM_STEP_ID": "3"}, {"SLURM_JOB_ID": "78"})
-    assert len({find_place({**SLURM, **change}).folder for change in variants}) == 3
+    assert len({find_launched_rank({**SLURM, **change}).folder for change in variants}) == 3
 
 
 def test_a_slurm_step_on_several_hosts_needs_a_master() -> None:
     spread = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}
     with pytest.raises(ConfigError, match="several hosts"):
-        find_place(spread)
-    place = find_place({**spread, **MASTER})
+        find_launched_rank(spread)
+    place = find_launched_rank({**spread, **MASTER})
     assert (place.rank, place.size, place.local_rank, place.master) == (4, 7, 1, ("10.1.2.3", 4000))
 
 
@@ -214,12 +214,12 @@ def test_a_slurm_step_on_several_hosts_needs_a_master() -> None:
     ],
 )
 def test_a_slurm_job_outside_a_step_of_several_tasks_is_a_group_of_one(env: dict[str, str]) -> None:
-    assert where(find_place(env)) == (0, 1, 0, 1)
+    assert where(find_launched_rank(env)) == (0, 1, 0, 1)
 
 
 @pytest.mark.parametrize("env", [{"RANK": "3"}, {"WORLD_SIZE": "3"}, {"PMI_RANK": "1"}, {"PMI_SIZE": "2"}])
 def test_half_a_launcher_is_no_launcher(env: dict[str, str]) -> None:
-    assert find_place(env).size == 1
+    assert find_launched_rank(env).size == 1
 
 
 def test_the_nearest_launcher_wins(token_pipe: tuple[int, bytes]) -> None:
@@ -231,7 +231,7 @@ def test_the_nearest_launcher_wins(token_pipe: tuple[int, bytes]) -> None:
         {**SLURM, **PMI},
         SLURM,
     ):
-        sizes.append(find_place(env).size)
+        sizes.append(find_launched_rank(env).size)
     assert sizes == [3, 4, 5, 6, 7]
 
 
@@ -259,7 +259,7 @@ def test_the_nearest_launcher_wins(token_pipe: tuple[int, bytes]) -> None:
 )
 def test_a_malformed_number_is_refused_by_name(env: dict[str, str], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}=") as caught:
-        find_place(env)
+        find_launched_rank(env)
     assert repr(env[key]) in str(caught.value)
 
 
@@ -275,13 +275,13 @@ def test_a_malformed_number_is_refused_by_name(env: dict[str, str], key: str) ->
 )
 def test_a_missing_variable_is_named(env: dict[str, str], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key} is not set"):
-        find_place(env)
+        find_launched_rank(env)
 
 
 @pytest.mark.parametrize(("rank", "size"), [("4", "4"), ("9", "4"), ("0", "0")])
 def test_a_rank_outside_its_run_is_refused(rank: str, size: str) -> None:
     with pytest.raises(ConfigError, match=f"rank {rank} is not one of the {size} ranks"):
-        find_place({"RANK": rank, "WORLD_SIZE": size})
+        find_launched_rank({"RANK": rank, "WORLD_SIZE": size})
 
 
 # The token of `covey run`
@@ -289,12 +289,12 @@ def test_a_rank_outside_its_run_is_refused(rank: str, size: str) -> None:
 
 def test_the_token_outlives_its_pipe_so_a_program_may_join_again(token_pipe: tuple[int, bytes]) -> None:
     descriptor, token = token_pipe
-    assert find_place(with_pipe(descriptor)).token == token
+    assert find_launched_rank(with_pipe(descriptor)).token == token
     assert not is_open(descriptor)
     stranger, other = os.pipe()
     assert stranger == descriptor, "the number is in use again"
     try:
-        assert find_place(with_pipe(descriptor)).token == token
+        assert find_launched_rank(with_pipe(descriptor)).token == token
         assert is_open(stranger), "a descriptor that is not ours was closed"
     finally:
         os.close(stranger)
@@ -308,7 +308,7 @@ def test_a_pipe_without_a_whole_token_is_refused(content: bytes) -> None:
     os.close(writer)
     try:
         with pytest.raises(ConfigError, match="Only the process that `covey run` started can join"):
-            find_place(with_pipe(reader))
+            find_launched_rank(with_pipe(reader))
     finally:
         os.close(reader)
 
@@ -321,7 +321,7 @@ def test_a_descriptor_that_is_not_a_pipe_of_covey_is_left_alone(tmp_path: Path) 
     try:
         for descriptor in descriptors:
             with pytest.raises(ConfigError, match=f"descriptor {descriptor}"):
-                find_place(with_pipe(descriptor))
+                find_launched_rank(with_pipe(descriptor))
             assert is_open(descriptor)
         assert os.lseek(descriptors[0], 0, os.SEEK_CUR) == 0
     finally:
@@ -332,7 +332,7 @@ def test_a_descriptor_that_is_not_a_pipe_of_covey_is_left_alone(tmp_path: Path) 
 def test_a_descriptor_that_is_not_open_is_refused() -> None:
     free = next(number for number in range(200, 1000) if not is_open(number))
     with pytest.raises(ConfigError, match=f"descriptor {free}"):
-        find_place(with_pipe(free))
+        find_launched_rank(with_pipe(free))
 
 
 # Seats
@@ -340,13 +340,13 @@ def test_a_descriptor_that_is_not_open_is_refused() -> None:
 
 def test_a_run_on_several_hosts_is_refused_without_a_secret_unless_clear_text_is_allowed() -> None:
     with pytest.raises(ConfigError, match=r"insecure=True, --insecure or COVEY_INSECURE=1") as caught:
-        join_at(find_place(TWO_HOSTS), GroupConfig())
+        join_at(find_launched_rank(TWO_HOSTS), GroupConfig())
     assert "node-7" in str(caught.value)
     assert "`covey init`" in str(caught.value)
 
 
 def test_a_master_address_that_is_not_of_this_machine_is_refused_by_rank_0() -> None:
-    place = find_place({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "4000"})
+    place = find_launched_rank({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "4000"})
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1, port 4001"):
         join_at(place, GroupConfig(insecure=True))
 
@@ -358,14 +358,14 @@ def test_a_temporary_folder_with_a_long_path_is_refused_by_name(
     long.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     with pytest.raises(ConfigError, match="too long for a unix socket; set TMPDIR"):
-        join_at(find_place(HAND), GroupConfig())
+        join_at(find_launched_rank(HAND), GroupConfig())
     assert [path for path in long.iterdir() if path.name != f"covey-{os.getuid()}"] == []
 
 
 @pytest.mark.parametrize("wait", [0, -1, float("nan")])
 def test_a_join_timeout_that_is_no_duration_is_refused(wait: float) -> None:
     with pytest.raises(ConfigError, match="timeout"):
-        join_at(find_place(HAND), GroupConfig(), timeout=wait)
+        join_at(find_launched_rank(HAND), GroupConfig(), timeout=wait)
 
 
 def test_only_addresses_that_never_leave_the_machine_are_loopback() -> None:

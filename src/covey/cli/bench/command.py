@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from covey.base.errors import ConfigError
-from covey.cli.bench.crew import require_libraries, require_torch
 from covey.cli.bench.machine import machine_facts
 from covey.cli.bench.measure import Advanced, CaseDone, Started, Starting, measure
 from covey.cli.bench.plot import draw
+from covey.cli.bench.processes import require_libraries, require_torch
 from covey.cli.bench.report import Measurement, as_json, line, table
 from covey.cli.bench.sweep import Sweep, parse_names, parse_numbers, parse_operations, parse_sizes
 from covey.cli.layout import room

@@ -80,7 +80,7 @@ def train(group: Group, folder: str, trial: Trial) -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    import covey.torch  # noqa: F401 - not all who run this have covey installed
+    import covey.torch  # noqa: F401 - imported here: not every contender needs it
 
     torch.set_num_threads(1)
     where = {"init_method": f"file://{folder}/store", "rank": group.rank, "world_size": group.size}

@@ -101,7 +101,7 @@ class TorchEngine:
         import torch
         import torch.distributed as dist
 
-        import covey.torch  # not all who run this have covey installed
+        import covey.torch  # imported here: not every contender needs it
 
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
         self.torch, self.dist, self.rank, self.size = torch, dist, rank, size
@@ -158,7 +158,7 @@ class MpiEngine:
     def __init__(self) -> None:
         import mpi4py
 
-        # Full thread support takes locks in every call; nobody here needs them, so Open MPI runs at its best.
+        # Full thread support takes locks in every call; they are not needed here, so Open MPI runs at its best.
         mpi4py.rc.thread_level = "funneled"
         from mpi4py import MPI
 
@@ -202,7 +202,7 @@ class MpiEngine:
 
 
 def partner(rank: int, size: int) -> int:
-    """Return the neighbour for point-to-point: 0 with 1, 2 with 3; the last of an odd number stays alone."""
+    """Return the partner for point-to-point: 0 with 1, 2 with 3; the last of an odd number stays alone."""
     return rank ^ 1 if rank ^ 1 < size else rank
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
-from covey.cli.bench.crew import Crew
+from covey.cli.bench.processes import RankProcesses
 from covey.cli.bench.report import Measurement, Round
 from covey.cli.bench.sweep import Case, Sweep, iterations_for
 
@@ -63,37 +63,44 @@ def measure(sweep: Sweep, *, seed: int = 0) -> Generator[Event, None, None]:
     for ranks in sweep.ranks:
         yield Starting(ranks)
         with ExitStack() as stack:
-            crews = [stack.enter_context(Crew(contender, ranks, busy=sweep.busy)) for contender in sweep.contenders()]
-            for crew in crews:
-                crew.greet()
-            yield Started({name: version for crew in crews for name, version in crew.versions.items()})
+            started = [
+                stack.enter_context(RankProcesses(contender, ranks, busy=sweep.busy))
+                for contender in sweep.contenders()
+            ]
+            for processes in started:
+                processes.await_hello()
+            yield Started({name: version for each in started for name, version in each.versions.items()})
             for case in sweep.cases(ranks):
-                yield from _measure_case(sweep, case, crews, rng)
+                yield from _measure_case(sweep, case, started, rng)
 
 
-def _measure_case(sweep: Sweep, case: Case, crews: Sequence[Crew], rng: random.Random) -> Iterator[Event]:
+def _measure_case(sweep: Sweep, case: Case, started: Sequence[RankProcesses], rng: random.Random) -> Iterator[Event]:
     yield Advanced(case, 0)
     iterations = {}
-    for crew in crews:
-        crew.prepare(case)
-        if crew.contender.engine == "covey" and crew.contender.lane != crew.lanes:
+    for processes in started:
+        processes.prepare(case)
+        if processes.contender.engine == "covey" and processes.contender.lane != processes.lanes:
             raise ConfigError(
-                f"{crew.contender.name} fell back to {crew.lanes}; leave {crew.contender.lane} out of --lanes"
+                f"{processes.contender.name} fell back to {processes.lanes}; "
+                f"leave {processes.contender.lane} out of --lanes"
             )
-        iterations[crew.contender] = _warm_up(crew, case, sweep.round_seconds)
-    rounds: dict[Crew, list[Round]] = {crew: [] for crew in crews}
+        iterations[processes.contender] = _warm_up(processes, case, sweep.round_seconds)
+    rounds: dict[RankProcesses, list[Round]] = {processes: [] for processes in started}
     for _ in range(sweep.repetitions):
-        for crew in rng.sample(crews, len(crews)):
-            rounds[crew].append(_as_round(crew.run(case, iterations[crew.contender])))
+        for processes in rng.sample(started, len(started)):
+            rounds[processes].append(_as_round(processes.run(case, iterations[processes.contender])))
             yield Advanced(case, 1)
-    yield CaseDone(case, [Measurement(case, crew.contender, tuple(rounds[crew]), crew.lanes) for crew in crews])
+    yield CaseDone(
+        case,
+        [Measurement(case, processes.contender, tuple(rounds[processes]), processes.lanes) for processes in started],
+    )
 
 
-def _warm_up(crew: Crew, case: Case, round_seconds: float) -> int:
+def _warm_up(processes: RankProcesses, case: Case, round_seconds: float) -> int:
     """Return the iterations of a round, from a first guess (cold) and a second (warm, over a quarter of a round)."""
     iterations = 2
     for budget in (round_seconds / 4, round_seconds):
-        seconds = statistics.median(_as_round(crew.run(case, iterations)).seconds)
+        seconds = statistics.median(_as_round(processes.run(case, iterations)).seconds)
         iterations = iterations_for(seconds, budget)
     return iterations
 

@@ -1,8 +1,7 @@
-"""`covey bench recovery`: kills one rank after another in the middle of a sum; how soon do the others have the result?
+"""`covey bench recovery`: kills ranks during an all_reduce, and measures how soon the others finish it.
 
-From the moment of the kill until the same operation has returned on every survivor, all by one clock. How long each
-phase took is told by the job's own events. Every result is checked bit for bit, and the victim is brought back before
-the next kill.
+The time runs from the kill until the same operation has returned on every survivor, by one clock. The job's own events
+say how long each phase took. Every result is checked bit for bit, and the victim is restarted before the next kill.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.cli.bench.recovery_worker import PERIOD, SCALES, Begins, Returns, decode
 from covey.cli.bench.sweep import LANES, MAX_RANKS, format_bytes
-from covey.cli.chaos.crew import Crew
+from covey.cli.chaos.processes import JobProcesses
 from covey.cli.layout import Column
 from covey.cli.terminal import Fitted
+from covey.runtime.processes import OutputTail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from covey.cli.chaos.crew import Told, Worker
+    from covey.cli.chaos.processes import Told, Worker
 
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo")
 PATIENCE_SECONDS: Final = 60.0
-"""How long anything that is waited for may take."""
+"""How long each step of the drill may take."""
 WARM_UP: Final = 3
 """Operations that all ranks return together before one is killed."""
 ONE_THREAD: Final = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-LAST_WORDS_BYTES: Final = 4000
 HISTOGRAM_ROWS: Final = 8
 HISTOGRAM_WIDTH: Final = 40
 
@@ -70,53 +69,53 @@ class Kill:
     victim: int
     survivors: int
     in_operation: bool
-    """Whether all survivors were in the operation that they finished without the victim when it was killed; or else
-    the victim had given its part to the one before, and was missed in the next."""
+    """Whether, at the kill, all survivors were in the operation that they finished without the victim. If not, the
+    victim had contributed to that one, and was missing in the next."""
     total_ms: float
     """From the kill until that operation had returned on all survivors."""
     phases_ms: dict[str, float]
-    """How long each phase took on the survivor that was ready last, by its own account."""
+    """How long each phase took on the survivor that was ready last, by its own events."""
     is_right: bool
-    """All survivors have the exact sum of the contributors that they report, and report the same."""
+    """Whether all survivors have the exact sum of the contributors that they report, and report the same ones."""
 
 
 def measure(drill: Drill) -> Generator[Kill, None, None]:
     """Yield a recovery for every kill. Close the generator to end the ranks early.
 
     Raises:
-        RankFailedError: a rank ended that nobody killed; the message ends with its last words.
-        DeadlineError: what was waited for did not happen.
+        RankFailedError: a rank ended that was not killed; the message ends with its last output.
+        DeadlineError: the ranks did not work together, or did not recover, in time.
     """
-    ear = _Ear()
+    reports = _WorkerReports()
     argv = [sys.executable, "-m", "covey.cli.bench.recovery_worker", f"--elements={drill.elements}"]
     env = {**ONE_THREAD, "COVEY_LANES": drill.lanes}
     draw = random.Random(f"covey bench recovery {drill.seed}")
-    with Crew(drill.size, argv, ear, env=env) as crew:
+    with JobProcesses(drill.size, argv, reports, env=env) as job:
         try:
-            crew.start_all()
-            scene = _Scene(crew, ear)
+            job.start_all()
+            scene = _Scene(job, reports)
             for _ in range(drill.kills):
                 victim, moment = draw.randrange(drill.size), draw.uniform(0.1, 0.9)
                 yield scene.kill(victim, moment)
-                crew.start(victim)
+                job.start(victim)
         finally:
-            crew.run.signal(signal.SIGKILL)  # nothing of theirs is worth an orderly end
+            job.run.signal(signal.SIGKILL)  # they hold nothing that an orderly end would save
 
 
-class _Ear:
-    """Understands what the workers say."""
+class _WorkerReports:
+    """Decodes the reports of the workers."""
 
     def __init__(self) -> None:
         self.begun: dict[int, Begins] = {}
         """By process: the latest."""
         self.returned: dict[int, list[Returns]] = {}
-        self.last_words: dict[int, bytes] = {}
+        self.errors: dict[int, OutputTail] = {}
         self._lines: dict[int, bytes] = {}
 
     def heard(self, worker: Worker, target: int, data: bytes) -> None:
         pid = worker.pid
         if target == 2:
-            self.last_words[pid] = (self.last_words.get(pid, b"") + data)[-LAST_WORDS_BYTES:]
+            self.errors.setdefault(pid, OutputTail()).add(data)
             return
         *lines, self._lines[pid] = (self._lines.get(pid, b"") + data).split(b"\n")
         for report in map(decode, lines):
@@ -132,26 +131,26 @@ class _Ear:
 
 @dataclass
 class _Scene:
-    """The ranks at work, and who breaks in."""
+    """The running ranks, and one kill after another."""
 
-    crew: Crew
-    ear: _Ear
+    job: JobProcesses
+    reports: _WorkerReports
     told: list[Told] = field(default_factory=list)
 
     def kill(self, victim: int, moment: float) -> Kill:
-        """Kill a rank when so much of an operation should be done, and see the others through."""
+        """Kill a rank at `moment` (0 to 1) of an operation, and wait until the others have recovered."""
         self._await("all ranks work together", self._is_steady)
-        workers = self.crew.running()
-        target = self.crew.workers[victim]
+        workers = self.job.running()
+        target = self.job.workers[victim]
         pids = [worker.pid for worker in workers]
         length = statistics.median(self._lengths(target.pid))
-        steps = [self.ear.begun[pid].step for pid in pids]
-        self._await("the next operation begins", lambda: min(self.ear.begun[pid].step for pid in pids) > max(steps))
-        begun = {pid: self.ear.begun[pid] for pid in pids}
+        steps = [self.reports.begun[pid].step for pid in pids]
+        self._await("the next operation begins", lambda: min(self.reports.begun[pid].step for pid in pids) > max(steps))
+        begun = {pid: self.reports.begun[pid] for pid in pids}
         time.sleep(max(0.0, max(each.at for each in begun.values()) + moment * length - time.monotonic()))
         self.told.clear()
         killed_at, wall = time.monotonic(), time.time()
-        self.crew.signal(target, signal.SIGKILL)
+        self.job.signal(target, signal.SIGKILL)
         rank, generation = begun[target.pid].rank, begun[target.pid].generation
         survivors = [pid for pid in pids if pid != target.pid]
         found: dict[int, Returns] = {}
@@ -160,7 +159,7 @@ class _Scene:
             for pid in survivors:
                 without = (
                     each
-                    for each in self.ear.returned.get(pid, ())
+                    for each in self.reports.returned.get(pid, ())
                     if each.generation == generation and rank not in each.contributors
                 )
                 if pid not in found and (first := next(without, None)) is not None:
@@ -194,29 +193,29 @@ class _Scene:
         return found
 
     def _is_steady(self) -> bool:
-        running = self.crew.running()
-        if len(running) < self.crew.size or any(worker.pid not in self.ear.begun for worker in running):
+        running = self.job.running()
+        if len(running) < self.job.size or any(worker.pid not in self.reports.begun for worker in running):
             return False
-        begun = [self.ear.begun[worker.pid] for worker in running]
-        if len({each.generation for each in begun}) > 1 or begun[0].size < self.crew.size:
+        begun = [self.reports.begun[worker.pid] for worker in running]
+        if len({each.generation for each in begun}) > 1 or begun[0].size < self.job.size:
             return False
         return all(len(self._lengths(worker.pid)) >= WARM_UP for worker in running)
 
     def _lengths(self, pid: int) -> list[float]:
         """Return how long the operations of the present generation took."""
-        generation = self.ear.begun[pid].generation
-        return [each.at - each.began for each in self.ear.returned.get(pid, ()) if each.generation == generation]
+        generation = self.reports.begun[pid].generation
+        return [each.at - each.began for each in self.reports.returned.get(pid, ()) if each.generation == generation]
 
     def _await(self, what: str, is_so: Callable[[], bool], may_end: Worker | None = None) -> None:
         give_up_at = time.monotonic() + PATIENCE_SECONDS
         while not is_so():
-            turn = self.crew.turn(give_up_at)
+            turn = self.job.turn(give_up_at)
             self.told += [event for _, event in turn.told]
             for worker in turn.ended:
                 if worker is not may_end:
-                    words = self.ear.last_words.get(worker.pid, b"").decode(errors="replace").strip()
+                    errors = self.reports.errors.get(worker.pid, OutputTail())
                     raise RankFailedError(
-                        f"rank {worker.rank} {worker.end}" + (f"; its last words:\n{words}" if words else ""),
+                        f"rank {worker.rank} {worker.end}{errors.quote()}",
                         rank=worker.rank,
                         exit_code=worker.code,
                     )
@@ -240,7 +239,7 @@ def summary(kills: Sequence[Kill]) -> dict[str, dict[str, float]]:
 
 
 def as_json(drill: Drill, kills: Sequence[Kill], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return everything, for machines."""
+    """Return all results as JSON data."""
     return {
         "machine": facts,
         "drill": asdict(drill),
@@ -251,7 +250,7 @@ def as_json(drill: Drill, kills: Sequence[Kill], facts: dict[str, Any]) -> dict[
 
 
 def headline(drill: Drill, kills: Sequence[Kill]) -> str:
-    """Say in one line what was measured."""
+    """Return one line that says what was measured."""
     inside = sum(kill.in_operation for kill in kills)
     size = format_bytes(drill.nbytes)
     return f"all_reduce of {size}, {drill.size} ranks, {drill.lanes}: {len(kills)} kills, {inside} in mid-operation"
@@ -268,7 +267,7 @@ def table(kills: Sequence[Kill]) -> Fitted:
 
 
 def histogram(values: Sequence[float]) -> list[str]:
-    """Draw how often the values fall into equal ranges, a line each."""
+    """Return a histogram of the values, one line for each range."""
     low, high = min(values), max(values)
     width = (high - low) / HISTOGRAM_ROWS or 1.0
     counts = [0] * HISTOGRAM_ROWS

@@ -138,7 +138,7 @@ class Sweep:
             raise ConfigError(f"Open MPI cannot add {self.dtype}; use --dtype float32, or leave mpi out of --against")
 
     def contenders(self) -> list[Contender]:
-        """Return who takes part, covey first."""
+        """Return the contenders, covey first."""
         engine = "covey-torch" if self.through_torch else "covey"
         lanes = [Contender(f"covey {lane}", engine, lane) for lane in self.lanes]
         others = {

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from covey.base.config import split_list
 from covey.base.errors import ConfigError
-from covey.cli.chaos.crew import Crew
 from covey.cli.chaos.cutting import require_cutting
 from covey.cli.chaos.faults import KINDS, Chaos, plan
+from covey.cli.chaos.processes import JobProcesses
 from covey.cli.chaos.relay import Relay
 from covey.cli.chaos.report import as_json as to_json
 from covey.cli.chaos.report import view
@@ -128,8 +128,8 @@ def chaos(
         if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
             signal.signal(signum, _interrupt)
     code = None
-    with Crew(processes, argv, relay, env=env, slots=chosen.most) as crew:
-        trial = Trial(crew, chosen, plan(chosen), relay.say, timeout)
+    with JobProcesses(processes, argv, relay, env=env, slots=chosen.most) as job:
+        trial = Trial(job, chosen, plan(chosen), relay.say, timeout)
         try:
             trial.run()
         except KeyboardInterrupt as interrupt:

@@ -1,7 +1,8 @@
 """Breaking the connections between two processes of ours for real, without their help and without being root.
 
 The kernel gives a parent duplicates of its children's sockets (pidfd_getfd, Linux 5.6). A connection that is shut down
-by one of them is shut down for all who hold it: both ends see what they see when a router forgets them.
+by one of them is shut down for all processes that have it open: both ends see what they would see after a router
+forgot the connection.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _socket_descriptors(pid: int) -> Iterable[int]:
 
 
 def _peer(sock: socket.socket) -> int:
-    """Return the process at the other end of a unix socket: who connected, or who listened."""
+    """Return the process at the other end of a unix socket."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(raw)[0])
 

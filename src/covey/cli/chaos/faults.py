@@ -1,7 +1,7 @@
 """What is done to a job, and when: a plan drawn from a seed before the job begins. Pure.
 
-The plan follows a model of the job, so that it asks for what makes sense: nobody is killed twice without coming back in
-between, and enough members are left to carry the job on. Whoever carries it out checks that against what really is.
+The plan follows a model of the job, so that it is feasible: no process is killed twice without a restart in between,
+and enough members are left to continue. The trial checks each fault against the real processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS: Final = {
 }
 
 SHORT_STOP: Final = (0.05, 0.25)
-"""Seconds, well below those after which a stopped process is given up; nobody may be lost."""
+"""Seconds, well below those after which a stopped process is excluded: no member may be lost."""
 LONG_STOP: Final = (0.9, 1.8)
 """And well above: the others go on without it."""
 SLOW: Final = (0.5, 1.5)
@@ -35,7 +35,7 @@ SLOW_PULSE: Final = (0.02, 0.05)
 EXTRA: Final = 2
 """Most processes that join beyond those that the job began with."""
 BARREN: Final = 20
-"""Times in a row that nothing can be done before the plan ends: only one is left, say, and nobody joins."""
+"""Times in a row that no fault is feasible before the plan ends: such as with one member and no newcomer."""
 RETURN_SECONDS: Final = 1.5
 """About how long a process that is started again takes to be a member."""
 
@@ -161,7 +161,7 @@ class _Planner:
         return sorted(rank for rank, at in self._back_at.items() if at <= self._now)
 
     def _victim(self) -> int | None:
-        """Return one whom the others can do without, if there is any."""
+        """Return a member that the others can lose, if there is one."""
         running = self._running()
         return self._random.choice(running) if len(running) > self._chaos.min_alive else None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from covey.runtime.keeper.output import Cursor, OutputStream
 
 if TYPE_CHECKING:
-    from covey.cli.chaos.crew import Worker
+    from covey.cli.chaos.processes import Worker
 
 
 class Relay:
@@ -22,27 +22,29 @@ class Relay:
         one_place = only_stderr or os.path.sameopenfile(1, 2)
         err = Cursor()
         self._cursors = {1: err if one_place else Cursor(), 2: err}
-        self._voices: dict[tuple[int, int], tuple[int, OutputStream]] = {}
+        self._streams: dict[tuple[int, int], tuple[int, OutputStream]] = {}
         """By process and stream."""
 
     def heard(self, worker: Worker, target: int, data: bytes) -> None:
         key = worker.pid, target
-        if key not in self._voices:
+        if key not in self._streams:
             shown = self._targets[target]
             coloured = os.isatty(shown) and not os.environ.get("NO_COLOR")
-            self._voices[key] = shown, OutputStream(worker.rank, self._cursors[target], coloured=coloured)
-        shown, voice = self._voices[key]
+            self._streams[key] = shown, OutputStream(worker.rank, self._cursors[target], coloured=coloured)
+        shown, stream = self._streams[key]
         if data:
-            _write(shown, voice.hear(data, now=time.monotonic()))
+            _write(shown, stream.hear(data, now=time.monotonic()))
         else:
-            _write(shown, voice.end())
-            del self._voices[key]
+            _write(shown, stream.end())
+            del self._streams[key]
 
     def tick(self, now: float) -> float:
-        for shown, voice in self._voices.values():
-            if voice.show_at is not None and voice.show_at <= now:
-                _write(shown, voice.hush())
-        return min((voice.show_at for _, voice in self._voices.values() if voice.show_at is not None), default=math.inf)
+        for shown, stream in self._streams.values():
+            if stream.show_at is not None and stream.show_at <= now:
+                _write(shown, stream.hush())
+        return min(
+            (stream.show_at for _, stream in self._streams.values() if stream.show_at is not None), default=math.inf
+        )
 
     def say(self, text: str) -> None:
         """Say something ourselves, on standard error."""

@@ -1,6 +1,6 @@
 """What became of each fault, for people and for machines.
 
-The job tells by its own events: a view without somebody, a view of the same members, a newcomer's first generation.
+The job's own events tell: a view without a lost member, a view of the same members, a newcomer's first generation.
 They say when operations went on, not which fault they are about; they are given to faults in the order of both.
 """
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from covey.cli.chaos.crew import Told
     from covey.cli.chaos.faults import Chaos
+    from covey.cli.chaos.processes import Told
     from covey.cli.chaos.trial import Ending, Injected, Story
 
 SLACK: Final = 0.05
@@ -65,7 +65,7 @@ def recoveries(told: Sequence[Told]) -> list[Recovery]:
     newest: dict[int, int] = {}
     for event in told:
         newest[event.pid] = max(event.generation, newest.get(event.pid, 0))
-        # Members hear of losses in the generation before, too, if somebody may still be in it.
+        # Members also report losses in the generation before, while a member may still be in it.
         if event.kind in ("lost", "left", "view") and event.generation == newest[event.pid]:
             views.setdefault((event.generation, event.view), []).append(event)
     found = [
@@ -106,9 +106,9 @@ def outcomes(story: Story) -> tuple[list[Outcome], list[Recovery]]:
                 outcome.text = outcome.text or f"the group ended with an error after {passed_ms:.0f} ms"
                 continue
             outcome.recovered_ms = passed_ms
-            who = "all" if recovery.kind == "view" else "the others"
+            subject = "all" if recovery.kind == "view" else "the others"
             if not outcome.text or recovery.kind == "view":
-                outcome.text = f"{who} went on after {passed_ms:.0f} ms"
+                outcome.text = f"{subject} went on after {passed_ms:.0f} ms"
         if recovery.kind == "lost" and recovery.lost > len(wanted):
             unexplained.append(recovery)
     have_failed = any(ending.how == "failed" for ending in story.endings)

@@ -15,27 +15,27 @@ from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PA
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from covey.cli.chaos.crew import Crew, Told, Worker
     from covey.cli.chaos.faults import Chaos, Fault
+    from covey.cli.chaos.processes import JobProcesses, Told, Worker
 
 HOLD_SECONDS: Final = 30.0
 """How long a fault waits for the process that it is meant for, and for enough others, to be members."""
 STRAY_SECONDS: Final = 1.0
-"""How long processes that wait for a place have after the last member has ended."""
+"""How long processes that wait for a seat have after the last member has ended."""
 OUT_OF_TIME: Final = 124
 """The exit code of a job that did not end in time, as of timeout(1)."""
 
 
 @dataclass
 class Injected:
-    """A fault, and when and to whom it was done."""
+    """A fault, and when and to which process it was done."""
 
     fault: Fault
     at: float
     """In seconds since 1970."""
     worker: Worker | None = None
     note: str = ""
-    """What came of it at once; if nobody was touched, why."""
+    """Its immediate effect; or why no process was touched."""
 
     @property
     def was_done(self) -> bool:
@@ -50,7 +50,7 @@ class Ending:
     at: float
     """In seconds since 1970."""
     how: str
-    """`finished`, `left`, `lost` to a fault, `failed`, or `stray`: it waited for a place when the job was over."""
+    """`finished`, `left`, `lost` to a fault, `failed`, or `stray`: it waited for a seat when the job was over."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Story:
 
     @property
     def code(self) -> int:
-        """The exit code of the job: 0 if somebody finished and nobody failed to whom nothing was done."""
+        """The exit code of the job: 0 if a process finished, and no untouched process failed."""
         if self.is_out_of_time:
             return OUT_OF_TIME
         failed = [ending.worker for ending in self.endings if ending.how == "failed"]
@@ -86,13 +86,18 @@ class Story:
 
 
 class Trial:
-    """Drives a crew through a plan of faults."""
+    """Takes a job through a plan of faults."""
 
     def __init__(
-        self, crew: Crew, chaos: Chaos, faults: Sequence[Fault], say: Callable[[str], None], timeout: float | None
+        self,
+        job: JobProcesses,
+        chaos: Chaos,
+        faults: Sequence[Fault],
+        say: Callable[[str], None],
+        timeout: float | None,
     ) -> None:
         self.story = Story()
-        self._crew, self._chaos, self._say = crew, chaos, say
+        self._job, self._chaos, self._say = job, chaos, say
         self._faults = list(faults)
         self._give_up_at = float("inf") if timeout is None else time.monotonic() + timeout
         self._began_at = float("inf")
@@ -106,7 +111,7 @@ class Trial:
         """By process: the fault that it was lost to."""
         self._restarts: dict[int, int] = {}
         self._coming: set[int] = set()
-        """Slots whose process is about to be started again."""
+        """Ranks whose process is about to be restarted."""
         self._is_stopping = False
         self._deeds: dict[str, Callable[[Fault, Worker, Injected], None]] = {
             "kill": self._kill,
@@ -118,9 +123,9 @@ class Trial:
 
     def run(self) -> Story:
         """Return what happened, when the last process has ended. Ctrl-C gets through: `story` has what there is."""
-        self._crew.start_all()
-        while self._crew.running() or self._coming:
-            turn = self._crew.turn(self._next_at())
+        self._job.start_all()
+        while self._job.running() or self._coming:
+            turn = self._job.turn(self._next_at())
             for worker, told in turn.told:
                 self._hear(worker, told)
             for worker in turn.ended:
@@ -166,17 +171,17 @@ class Trial:
         elif self._is_stopping:
             how = "stray"
         story.endings.append(Ending(worker, time.time(), how))
-        story.survives = story.survives or bool(self._crew.run.survives())
+        story.survives = story.survives or bool(self._job.run.survives())
         if worker.code == 0 or self._is_stopping:
             return
         if not story.survives:
             self._faults.clear()  # it is hit well enough
-            if self._crew.running():
+            if self._job.running():
                 self._say(f"rank {worker.rank} {worker.end}; stopping the others")
                 self._later(FAILURE_GRACE, self._stop_all)
             return
         before = self._restarts.get(worker.rank, 0)
-        if before < self._chaos.restarts and any(other.is_member for other in self._crew.running()):
+        if before < self._chaos.restarts and any(other.is_member for other in self._job.running()):
             self._restarts[worker.rank] = before + 1
             story.forgiven.add(pid)
             self._coming.add(worker.rank)
@@ -188,14 +193,14 @@ class Trial:
 
     def _start_again(self, rank: int) -> None:
         self._coming.discard(rank)
-        if any(worker.is_member for worker in self._crew.running()):
-            self._crew.start(rank)
+        if any(worker.is_member for worker in self._job.running()):
+            self._job.start(rank)
 
     def _look_for_strays(self) -> None:
-        """When the job is over for all its members, those that wait for a place wait in vain."""
+        """End the processes that wait for a seat, when the job is over for all its members."""
         if self._is_stopping or not self.story.began or not any(e.how == "finished" for e in self.story.endings):
             return
-        if not any(worker.is_member for worker in self._crew.running()):
+        if not any(worker.is_member for worker in self._job.running()):
             self._is_stopping = True
             self._coming.clear()
             self._later(STRAY_SECONDS, self._stop_all)
@@ -203,19 +208,19 @@ class Trial:
     def _stop_all(self) -> None:
         self._is_stopping = True
         self._coming.clear()
-        for worker in self._crew.running():
-            self._crew.signal(worker, signal.SIGTERM)
-            self._crew.signal(worker, signal.SIGCONT)
+        for worker in self._job.running():
+            self._job.signal(worker, signal.SIGTERM)
+            self._job.signal(worker, signal.SIGCONT)
             self._later(FAILURE_GRACE, lambda worker=worker: self._kill_rest(worker))  # type: ignore[misc]
 
     def _kill_rest(self, worker: Worker) -> None:
         if worker.is_running:
-            self._crew.signal(worker, signal.SIGKILL)
+            self._job.signal(worker, signal.SIGKILL)
 
     # What is done to it
 
     def _try(self, fault: Fault, now: float) -> None:
-        """Do it, unless whom it is meant for, or those that are to be left alone, are not there yet."""
+        """Perform a fault, unless its victim, or the members that must be left alone, are not there yet."""
         obstacle = self._obstacle(fault)
         late = now - self._began_at - fault.at
         if obstacle and late < HOLD_SECONDS:
@@ -230,11 +235,11 @@ class Trial:
 
     def _obstacle(self, fault: Fault) -> str:
         """Return why a fault cannot be done now, or nothing."""
-        worker = self._crew.workers.get(fault.rank)
+        worker = self._job.workers.get(fault.rank)
         if fault.kind == "join":
             is_there = (worker is not None and worker.is_running) or fault.rank in self._coming
             return f"rank {fault.rank} is there" if is_there else ""
-        calm = {each.rank for each in self._crew.running() if each.is_member and each.pid not in self._disturbed}
+        calm = {each.rank for each in self._job.running() if each.is_member and each.pid not in self._disturbed}
         for rank in (fault.rank, fault.other):
             if rank >= 0 and rank not in calm:
                 return f"rank {rank} is not in the run"
@@ -243,11 +248,11 @@ class Trial:
         return ""
 
     def _inject(self, fault: Fault) -> None:
-        worker = self._crew.workers.get(fault.rank)
+        worker = self._job.workers.get(fault.rank)
         done = Injected(fault, time.time(), worker)
         self.story.injected.append(done)
         if fault.kind == "join":
-            done.worker = self._crew.start(fault.rank)
+            done.worker = self._job.start(fault.rank)
         else:
             assert worker is not None
             self._deeds[fault.kind](fault, worker, done)
@@ -261,23 +266,23 @@ class Trial:
     def _kill(self, fault: Fault, worker: Worker, _: Injected) -> None:
         self._injured[worker.pid] = fault
         worker.is_member = False
-        self._crew.signal(worker, signal.SIGKILL)
+        self._job.signal(worker, signal.SIGKILL)
 
     def _leave(self, fault: Fault, worker: Worker, _: Injected) -> None:
         self._injured[worker.pid] = fault
         self._disturbed.add(worker.pid)
-        self._crew.signal(worker, signal.SIGTERM)
+        self._job.signal(worker, signal.SIGTERM)
 
     def _stop(self, fault: Fault, worker: Worker, _: Injected) -> None:
         self._disturbed.add(worker.pid)
-        self._crew.signal(worker, signal.SIGSTOP)
+        self._job.signal(worker, signal.SIGSTOP)
 
         def let_go() -> None:
             self._disturbed.discard(worker.pid)
             if fault.is_loss:
                 self._injured[worker.pid] = fault
                 worker.is_member = False  # until it tells that it is back
-            self._crew.signal(worker, signal.SIGCONT)
+            self._job.signal(worker, signal.SIGCONT)
 
         self._later(fault.seconds, let_go)
 
@@ -287,17 +292,17 @@ class Trial:
 
         def stop() -> None:
             if worker.is_running and time.monotonic() < until:
-                self._crew.signal(worker, signal.SIGSTOP)
+                self._job.signal(worker, signal.SIGSTOP)
                 self._later(fault.pulse, let_go)
             else:
                 self._disturbed.discard(worker.pid)
 
         def let_go() -> None:
-            self._crew.signal(worker, signal.SIGCONT)
+            self._job.signal(worker, signal.SIGCONT)
             self._later(fault.pulse, stop)
 
         stop()
 
     def _cut(self, fault: Fault, worker: Worker, done: Injected) -> None:
-        count = cut(worker.pid, self._crew.workers[fault.other].pid)
+        count = cut(worker.pid, self._job.workers[fault.other].pid)
         done.note = f"{count} connection{'' if count == 1 else 's'}"

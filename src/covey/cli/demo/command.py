@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from covey.cli.demo import crew, text, view
+from covey.cli.demo import processes, text, view
 from covey.cli.demo.progress import Point, Progress
 from covey.cli.demo.reports import ROUND
 from covey.cli.demo.summary import as_data, checks, summary
@@ -57,7 +57,7 @@ def demo(
         if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
             signal.signal(signum, _leave)
     victim = ranks // 2 if ranks > 1 and not no_loss else None
-    plan = crew.Plan(ranks, ranks, -(-steps // ROUND), seconds, seed, victim)
+    plan = processes.Plan(ranks, ranks, -(-steps // ROUND), seconds, seed, victim)
     try:
         team, alone = _train_both(show, plan)
     except KeyboardInterrupt:
@@ -73,7 +73,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def _train_both(show: _Show, plan: crew.Plan) -> tuple[Progress, Progress | None]:
+def _train_both(show: _Show, plan: processes.Plan) -> tuple[Progress, Progress | None]:
     with show:
         team = Progress(plan.nodes, plan.rounds * ROUND)
         show.begin(team, None)
@@ -87,8 +87,8 @@ def _train_both(show: _Show, plan: crew.Plan) -> tuple[Progress, Progress | None
         return team, alone
 
 
-def _train(plan: crew.Plan, progress: Progress, show: _Show) -> None:
-    with closing(crew.reports(plan)) as reports:
+def _train(plan: processes.Plan, progress: Progress, show: _Show) -> None:
+    with closing(processes.reports(plan)) as reports:
         for node, report in reports:
             progress.record(node, report)
             show.refresh()

@@ -52,9 +52,9 @@ class Recovery:
     """How a loss was survived."""
 
     nodes: tuple[int, ...]
-    """Who was lost."""
+    """The lost nodes."""
     reports: dict[int, Recovered]
-    """What each of those who went on tells."""
+    """The report of each remaining node."""
 
     @property
     def first(self) -> Recovered:
@@ -162,7 +162,7 @@ class Progress:
             self.curve.append(Point(0, 0, 0.0, report.held_out))
 
     def _survive(self, node: int, report: Recovered) -> None:
-        """Note what one of those who go on tells of a loss, and exactly when it was."""
+        """Note a remaining node's report of a loss, and when it came."""
         seats = {(report.generation, rank) for rank in report.lost}
         lost = tuple(other for other, row in enumerate(self.rows) if row.seat in seats)
         recovery = self.recoveries.setdefault((report.generation, report.lost), Recovery(lost, {}))

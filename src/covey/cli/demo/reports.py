@@ -1,4 +1,4 @@
-"""What is told about the nodes of the demo: by themselves, as JSON with one report a line, and by who keeps them."""
+"""Reports about the nodes of the demo: their own, as JSON with one report a line, and those of the front process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Joined(msgspec.Struct, tag="joined"):
     held_out: float
     """Held-out loss of these parameters."""
     donors: tuple[int, ...] = ()
-    """The ranks whose state all have now."""
+    """The ranks from which all nodes have their state now."""
     received_bytes: int = 0
     """How much of it came to this node."""
     restore_seconds: float = 0.0

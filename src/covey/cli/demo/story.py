@@ -1,4 +1,4 @@
-"""What happens to the members of a run, in sentences: who was lost, how the others went on, who came back with what."""
+"""Events of a run in sentences: which nodes were lost, how the others continued, which came back with which state."""
 
 from __future__ import annotations
 

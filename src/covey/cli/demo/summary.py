@@ -42,9 +42,9 @@ def checks(team: Progress, alone: Progress | None, *, victim: int | None) -> lis
         found.append(Check("the others finished what they were in", lost == team.losses))
     if alone:
         gap, limit = difference(team, alone), tolerance(team, alone)
-        whom = "of an undisturbed run" if team.losses else "of one node"
+        baseline = "of an undisturbed run" if team.losses else "of one node"
         at = f" at step {alone.last.step}" if alone.last.step < team.last.step else ""
-        found.append(Check(f"held-out loss{at} within {limit:.3f} {whom} ({gap:.4f} apart)", gap <= limit))
+        found.append(Check(f"held-out loss{at} within {limit:.3f} {baseline} ({gap:.4f} apart)", gap <= limit))
     return found
 
 
@@ -76,8 +76,8 @@ def summary(team: Progress, alone: Progress | None, *, victim: int | None, mark:
     if alone:
         parts += [Text(meaning(team, alone, cores=cores)), Text()]
     for recovery in team.recoveries.values():
-        who, when = named("node", recovery.nodes), f"the {recovery.first.during} took {recovery.milliseconds:.0f} ms"
-        parts.append(Text(f"lost {who} at step {recovery.first.step}: {when}"))
+        lost, when = named("node", recovery.nodes), f"the {recovery.first.during} took {recovery.milliseconds:.0f} ms"
+        parts.append(Text(f"lost {lost} at step {recovery.first.step}: {when}"))
         if recovery.phases:
             parts.append(Paragraph(Text(timeline(recovery.phases), style="dim"), 4))
     for back in team.returns:
@@ -94,12 +94,12 @@ def summary(team: Progress, alone: Progress | None, *, victim: int | None, mark:
 def meaning(team: Progress, alone: Progress, *, cores: int) -> str:
     """Say in a sentence or two what several nodes bought on this machine."""
     ratio = team.samples_per_second / alone.samples_per_second
-    place = f"{team.size} nodes on {cores} core{'s' if cores > 1 else ''}"
+    where = f"{team.size} nodes on {cores} core{'s' if cores > 1 else ''}"
     bound = f"; with fewer cores than nodes, {team.size}x is out of reach" if cores < team.size else ""
     missed = alone.last.samples - team.last.samples if alone.last.step == team.last.step else 0
     lost = f" But for the {missed:,} samples that were lost with a node, they" if missed > 0 else " They"
     return (
-        f"{place} took {ratio:.1f}x as many samples a second as one{bound}."
+        f"{where} took {ratio:.1f}x as many samples a second as one{bound}."
         f"{lost} learned from the same batches as one node that takes them all."
     )
 

@@ -167,11 +167,11 @@ def _story_line(words: str) -> Text:
     return text
 
 
-def _progress_line(run: Progress, who: str, width: int) -> RenderableType:
+def _progress_line(run: Progress, label: str, width: int) -> RenderableType:
     line = Table.grid(padding=(0, 2))
     bar = ProgressBar(run.steps, run.last.step, width=max(width - 60, 4), complete_style=TEAM, finished_style=TEAM)
     rate = f"{run.samples_per_second:,.0f} samples/s" if run.last.step else "starting"
-    line.add_row(Text(who, style="bold"), f"step {run.last.step:>5} of {run.steps}", bar, rate)
+    line.add_row(Text(label, style="bold"), f"step {run.last.step:>5} of {run.steps}", bar, rate)
     return line
 
 

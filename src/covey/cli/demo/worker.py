@@ -28,7 +28,7 @@ HELD_OUT_STRIDE = 2
 """Judging by every second held-out character is as telling as by all of them, and takes half the time."""
 RETURN_SECONDS = 30.0
 """How long nodes that are done wait for those that were lost."""
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 
 
 class Task(NamedTuple):
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def train(task: Task, tell: Callable[[Told], None]) -> None:
-    """Train until the rounds are done or some node's time is over and those who were lost are back; tell about it."""
+    """Train until all rounds are done, or until a node's time is over and lost nodes are back; report progress."""
     node = _Node(task, tell)
     tell(Waiting())
     for group in covey.generations():
@@ -146,11 +146,11 @@ class _Node:
         self._left_at = time.perf_counter()
 
     def wait(self, group: Group) -> None:
-        """Wait a moment for those who are to come back."""
+        """Wait a moment for nodes that are restarted."""
         if not self._give_up_at:
             self._give_up_at = time.monotonic() + RETURN_SECONDS
             self._tell(Waiting())
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         began = time.perf_counter()
         if not group.agree(time.monotonic() < self._give_up_at):
             raise TimeoutError(f"not all {self._task.nodes} nodes were there within {RETURN_SECONDS:.0f} s of the end")
@@ -181,10 +181,10 @@ class _Node:
         self._notice(group, "evaluation", time.perf_counter() - began)
         if votes:
             self.state["steps"] = self.state["step"]
-        return float(total / count)  # who is lost in the middle of this takes its share along
+        return float(total / count)  # without the share of a node that is lost during this
 
     def _notice(self, group: Group, during: str, seconds: float) -> None:
-        """Tell if somebody was lost in what took so long."""
+        """Report a loss that the last operation survived."""
         lost = tuple(rank for rank in self._there if rank not in group.contributors)
         if lost:
             self._there = group.contributors

@@ -1,4 +1,4 @@
-"""The command itself: gather facts, find what is wrong, say it, and be done within ten seconds whatever happens."""
+"""The command: collects facts, derives findings and prints them; ends within ten seconds in any case."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def _print(text: RenderableType) -> None:
         out.width = PLAIN_WIDTH
     with out.capture() as captured:
         out.print(text)
-    for line in captured.get().splitlines():  # without the blanks that fill up a terminal's lines
+    for line in captured.get().splitlines():  # without trailing blanks
         typer.echo(line.rstrip())
 
 
 def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None) -> Facts:
-    logging.getLogger("covey").addHandler(logging.NullHandler())  # what it warns of becomes findings
+    logging.getLogger("covey").addHandler(logging.NullHandler())  # its warnings become findings
     env = dict(os.environ)
     config = group_config(known_part(env), interfaces=interfaces)
     parse_pattern(config.interfaces)
@@ -92,7 +92,7 @@ def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None
 
 
 def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
-    from covey.cli.doctor.network import look_at_interfaces  # brings in all that clusters need
+    from covey.cli.doctor.network import look_at_interfaces  # imports all that clusters need
 
     facts = replace(facts, interfaces=look_at_interfaces(config.interfaces))
     try:
@@ -117,7 +117,7 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
         raise DeadlineError(
             "the examination did not end before its timeout ended: this machine is too busy to tell"
         ) from error
-    except (ConfigError, OSError) as error:  # no folder for its files, no port that is free
+    except (ConfigError, OSError) as error:  # such as no folder for files, or no free port
         return replace(facts, search_problem=str(error).rstrip("."))
     return replace(
         facts,
@@ -134,7 +134,7 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
 
 
 class _Guard:
-    """Ends the process if the examination takes longer than it may."""
+    """Ends the process if the examination takes too long."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline

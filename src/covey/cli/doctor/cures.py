@@ -1,4 +1,4 @@
-"""What an error of a connection means, and what to do about it: only what the error itself shows. Pure."""
+"""What a connection error means, and what to do about it, judged by the error alone. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ UNKNOWN_CURE: Final = "covey does not know the cause. The error is written above
 
 
 class Obstacle(enum.Enum):
-    """What keeps a connection from standing."""
+    """Why a connection fails."""
 
     REFUSED = enum.auto()
     """A machine answers, and no process listens at that port."""
     SILENCE = enum.auto()
-    """Nothing comes back."""
+    """No packet comes back."""
     NO_ROUTE = enum.auto()
-    """This machine, or a router, knows no way there."""
+    """This machine, or a router, has no route to the address."""
     NO_NAME = enum.auto()
     MALFORMED = enum.auto()
     SECRET = enum.auto()
     CLOCK_HERE = enum.auto()
-    """Certificates are not valid yet by the clock of this machine."""
+    """By the clock of this machine, certificates are not valid yet."""
     CLOCK_THERE = enum.auto()
-    """The other side holds the secret and rejects a certificate that was made with it: only a clock can differ."""
+    """The other side holds the secret and rejects a certificate made with it: its clock must be wrong."""
     IDENTITY = enum.auto()
     DENIED = enum.auto()
     VERSION = enum.auto()
@@ -56,12 +56,12 @@ _SIGNS: Final = {
 
 
 def obstacle(problem: str) -> Obstacle:
-    """Return what an error shows; UNKNOWN if it shows nothing that covey knows."""
+    """Return the obstacle that an error shows, or UNKNOWN."""
     return next((kind for kind, signs in _SIGNS.items() if any(sign in problem for sign in signs)), Obstacle.UNKNOWN)
 
 
 def cure(problem: str, where: str, cluster: str = "") -> str:
-    """Return what to do about an error of a connection to `where`."""
+    """Return what to do about a failed connection to `where`."""
     return {
         Obstacle.REFUSED: f"The machine at {where} answers, and no covey node listens there. Start covey run on it, or "
         f"wait until it is started. If it runs there already, covey status on that machine shows its port (the first "

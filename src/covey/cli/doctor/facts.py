@@ -1,4 +1,4 @@
-"""What an examination finds, as plain values: the JSON of `covey doctor`, and all that findings are made from. Pure."""
+"""The facts of an examination: the JSON of `covey doctor`, from which findings are derived. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMAT: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting, what it is, and who said so."""
+    """One setting, its value, and its source."""
 
     name: str
     value: str
@@ -23,7 +23,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivatePath:
-    """A file or folder that nobody else may read."""
+    """A file or folder that must be private to this user."""
 
     path: str
     mode: str
@@ -43,11 +43,11 @@ class Folder:
     """`configuration` or `temporary`."""
     path: str
     variable: str
-    """The variable that names another one."""
+    """The variable that selects another folder."""
     problem: str = ""
     """Why nothing can be written there, as the system says it."""
     free_bytes: int = -1
-    """What is left there for this user; negative if the system does not say."""
+    """Free space for this user; negative if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,15 @@ class Machine:
     home: str
     paths: tuple[PrivatePath, ...] = ()
     identities: tuple[str, ...] = ()
-    """The names of the nodes that this user has been here."""
+    """The names of this user's node identities on this machine."""
     clusters: tuple[str, ...] = ()
     default_cluster: str = ""
     settings: tuple[Setting, ...] = ()
     unknown_variables: dict[str, str] = field(default_factory=dict)
-    """COVEY_ variables that nobody reads, each with the one that may be meant."""
+    """Unknown COVEY_ variables, each with the one that may be meant."""
     folders: tuple[Folder, ...] = ()
     clock: float = 0.0
-    """Seconds since 1970, by this machine's clock; 0 if it was not looked at."""
+    """Seconds since 1970, by this machine's clock; 0 if it was not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +92,15 @@ class Network:
     sent: int = 0
     """Packets that covey sent by multicast."""
     came_back: int = 0
-    """Packets of this machine's own that multicast brought back: it works as far as this machine."""
+    """This machine's own packets that came back: multicast works on this machine."""
     heard: int = 0
-    """Packets of other machines, whatever they were about."""
+    """Packets of other machines, about covey or not."""
     dropped: int = 0
-    """Those of them about covey that were not looked at: too many, or of an unusual size."""
+    """Packets about covey that were not read: too many, or of an unusual size."""
     heard_from: tuple[str, ...] = ()
-    """The machines among them that spoke about covey."""
+    """The machines that sent packets about covey."""
     foreign: tuple[str, ...] = ()
-    """Where nodes with another secret are."""
+    """The addresses of nodes with another secret."""
     errors: tuple[str, ...] = ()
 
 
@@ -109,14 +109,14 @@ class Way:
     """An attempt to connect."""
 
     address: str
-    """Of the side that was dialled."""
+    """The address of the side that was dialled."""
     interface: str
-    """What its owner calls it."""
+    """The name of its interface there."""
     local: str = ""
     """The address of the side that dialled, and its interface; empty where it cannot be known."""
     local_interface: str = ""
     round_trip: float = -1.0
-    """Seconds; negative if there is no way."""
+    """Seconds; negative if it failed."""
     path_mtu: int = 0
     problem: str = ""
 
@@ -127,7 +127,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What a node says that it waits for, on which terms, and what is in its way."""
+    """What a node waits for, by its own report: its terms, and its problems."""
 
     cause: str
     """As in `wire.messages.Wait`."""
@@ -140,20 +140,20 @@ class Wait:
     lanes: str = ""
     on_loss: str = ""
     here: tuple[str, ...] = ()
-    """Nodes that could be in the run, the teller among them."""
+    """Nodes that could be in the run, the reporting node included."""
     missing: tuple[str, ...] = ()
     """Members that are waited for, where they are known."""
     seeds: dict[str, str] = field(default_factory=dict)
-    """Its seeds at which no node was met, and why."""
+    """Its seeds at which no node was found, and why."""
     refused: dict[str, str] = field(default_factory=dict)
     """Nodes that cannot be in its run, and why."""
     problems: dict[str, str] = field(default_factory=dict)
-    """What else went wrong while it looked for others."""
+    """Other problems of its search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetNode:
-    """A node that was met."""
+    """A node that was found."""
 
     name: str
     id: str
@@ -171,51 +171,51 @@ class MetNode:
     is_here: bool
     """Whether it is on this machine."""
     found_by: tuple[str, ...]
-    """`same host`, `multicast`, `seed`, or `others` who told of it."""
+    """`same host`, `multicast`, `seed`, or `others`: another node named it."""
     addresses: tuple[str, ...]
     ways_there: tuple[Way, ...] = ()
     """From here to each of its addresses."""
     ways_back: tuple[Way, ...] = ()
-    """From there to each of ours, as it says."""
+    """From there to each address of this machine, by its own report."""
     ways_back_problem: str = ""
-    """Why it did not say."""
+    """Why it did not report that."""
     chosen_way: str = ""
-    """Where lanes would go, and by which interface of ours."""
+    """The address that lanes would use, and this machine's interface for it."""
     chosen_interface: str = ""
     round_trip: float = -1.0
     bytes_per_second: float = 0.0
-    """What gets through; 0 if it was not measured."""
+    """The throughput; 0 if it was not measured."""
     path_mtu: int = 0
     clock_offset: float = 0.0
-    """Seconds that its clock is ahead of ours."""
+    """Seconds that its clock is ahead of this machine's."""
     turned_away: int = 0
-    """Connections that got no further than its door, as it says."""
+    """Connections that its acceptor refused, by its own report."""
     too_many: int = 0
-    """Those of them that came too often from one source."""
+    """Refused connections that came too often from one source."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seed:
-    """An address that somebody gave."""
+    """An address from the settings."""
 
     text: str
     answered: bool
-    """Whether a node was met there."""
+    """Whether a node was found there."""
     hung_up: bool = False
     problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that was found."""
+    """All facts of an examination."""
 
     machine: Machine
     cluster: str = ""
     cluster_problem: str = ""
-    """Why there is no cluster to look at."""
+    """Why there is no cluster to examine."""
     interfaces: tuple[Network, ...] = ()
     interfaces_problem: str = ""
-    """Why none can be used."""
+    """Why no interface can be used."""
     multicast_problem: str = ""
     host_problem: str = ""
     """Why nodes of this machine do not find each other."""
@@ -227,8 +227,8 @@ class Facts:
     other_processes: tuple[int, ...] = ()
     """Processes of this user on this machine that are nodes of other clusters."""
     unreachable: dict[str, str] = field(default_factory=dict)
-    """Where somebody is said to be, by multicast or by others, and no connection gets through; and why."""
+    """Addresses that multicast or other nodes named, and that cannot be reached; and why."""
     seeds: tuple[Seed, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
-    """Who was heard but not taken, and why."""
+    """Nodes that were refused, and why."""
     seconds: float = 0.0

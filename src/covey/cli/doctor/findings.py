@@ -29,7 +29,7 @@ def findings(facts: Facts) -> list[Finding]:
     return sorted(found, key=lambda finding: WEIGHTS.index(finding.weight))
 
 
-# Whom we met, and whom not
+# Nodes that are linked, and nodes that are not
 
 
 def _search(facts: Facts) -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def _foreign(facts: Facts) -> Iterator[Finding]:
             "note" if facts.nodes else "problem",
             "wrong-secret-nearby",
             f"Nodes with another secret than cluster {facts.cluster!r} announce themselves nearby: {some(places)}.",
-            "If that is somebody else's cluster, never mind. If it should be this one, enroll that machine with the "
+            "If that is another user's cluster, ignore it. If it should be this one, enroll that machine with the "
             f"join code that this command prints here: covey init --show {facts.cluster}",
         )
 

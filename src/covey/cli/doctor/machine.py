@@ -1,4 +1,4 @@
-"""Facts about this machine that need no network: versions, files and who may read them, settings and who set them."""
+"""Facts about this machine that need no network: versions, files and their permissions, settings and their sources."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEFAULTS: Final = {
     "COVEY_PORT": f"first free of {settings.PORTS[0]}-{settings.PORTS[-1]}",
     "COVEY_DEBUG": "0",
 }
-"""What variables that `GroupConfig` has no field for are, where nobody sets them; others are then not set."""
+"""Defaults of variables that are no fields of `GroupConfig`; others have none."""
 GROUP_VARIABLES: Final = tuple(f"COVEY_{field.name.upper()}" for field in fields(GroupConfig))
 KNOWN_VARIABLES: Final = (
     *GROUP_VARIABLES,
@@ -51,7 +51,7 @@ KNOWN_VARIABLES: Final = (
 
 
 def known_part(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the COVEY_ variables that nobody reads, over which others stumble."""
+    """Return the environment without unknown COVEY_ variables, which would be errors."""
     return {key: value for key, value in env.items() if not key.startswith("COVEY_") or key in KNOWN_VARIABLES}
 
 

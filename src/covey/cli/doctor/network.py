@@ -1,4 +1,4 @@
-"""Facts about the network: interfaces, whom a visitor meets, and how they reach each other."""
+"""Facts about the network: interfaces, the nodes that a visitor finds, and how they reach each other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
-from covey.cli.doctor.ear import Ear
 from covey.cli.doctor.facts import MetNode, Network, Seed, Wait, Way
+from covey.cli.doctor.multicast_listener import MulticastListener
 from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
 from covey.runtime import loop as control
 from covey.runtime.links.handshake import SILENCE, spell
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.remote_node import RemoteNode
     from covey.runtime.mesh.visit import Visit
 
-LOOK_SECONDS: Final = 2.5
+SEARCH_SECONDS: Final = 2.5
 """How long to look for others: multicast DNS asks twice more within the first second, and answers take one at most."""
 ANSWER_SECONDS: Final = 4.0
 """How long others have to tell what they know of us."""
@@ -49,7 +49,7 @@ LONG_ROUND_TRIP: Final = 0.01
 """A way with a longer one takes more time to show what it can carry."""
 FLOW_BYTES: Final = 128 << 20
 NO_WAY: Final = "cannot be reached"
-"""How a gathering begins to tell of those who do not answer at all."""
+"""How the text begins with which a mesh reports an address that does not answer."""
 MOST_EXAMINED: Final = 32
 MOST_KNOCKS: Final = 4
 """Ports that a silent machine is tried at."""
@@ -85,25 +85,25 @@ class Search:
 
     def run(self) -> None:
         """Fill in the facts, in about nine seconds at most."""
-        ear = Ear(self._own)
+        listener = MulticastListener(self._own)
         try:
-            control.run(ear.open(), LATE_SECONDS)
+            control.run(listener.open(), LATE_SECONDS)
             with visiting(self._cluster, self._config) as visit:
                 self._tell("looking for others")
-                visit.look(LOOK_SECONDS)
+                visit.look(SEARCH_SECONDS)
                 self._tell("trying all ways there and back")
-                self._examine(visit, ear)
+                self._examine(visit, listener)
                 if any(node.purpose == "visitor" for node in self.nodes):
                     self._tell("waiting for the other visitor")
                     left = min(POLITE_SECONDS, self._until - time.monotonic())
                     visit.look(left, until=lambda visit: len(visit.members()) == len(visit.everyone()))
         finally:
-            control.soon(ear.close)
+            control.soon(listener.close)
 
-    def _examine(self, visit: Visit, ear: Ear) -> None:
+    def _examine(self, visit: Visit, listener: MulticastListener) -> None:
         mesh = visit.mesh
         observations = mesh.search.beacon.observed()
-        knocking = control.start(self._knock(mesh, ear, observations))
+        knocking = control.start(self._dial_announced(mesh, listener, observations))
         trying_seeds = control.start(self._try_seeds(mesh))
         cards = visit.everyone()[:MOST_EXAMINED]
         trying = [control.start(self._try_ways(mesh, card)) for card in cards]
@@ -119,13 +119,13 @@ class Search:
             remote = mesh.met.get(card.id)
             if remote is not None and remote.link is not None:  # or it has gone meanwhile
                 soundings = attempt.result()
-                node = self._describe(remote, mesh, soundings, self._found_by(card, mesh, ear))
+                node = self._describe(remote, mesh, soundings, self._found_by(card, mesh, listener))
                 node = _with_ways_back(node, ours.addresses, answers[card.id]) if card.id in answers else node
                 nodes.append((_with_story(node, story), remote.way or _quickest(soundings)))
         self._tell("measuring throughput")
         self.nodes = tuple(self._measure(mesh, node, way) for node, way in nodes)
         closed = knocking.result(PROBE_SECONDS + LATE_SECONDS)
-        self.interfaces = look_at_interfaces(self._config.interfaces, observations, ear)
+        self.interfaces = look_at_interfaces(self._config.interfaces, observations, listener)
         problems, hung_up = control.run(_problems(mesh), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
         if (host_registry := mesh.endpoint.host_registry) is not None:
@@ -141,9 +141,9 @@ class Search:
             )
             for seed in self._seeds
         )
-        others = {who: why for who, why in problems.items() if who not in self._cluster.seeds}
-        self.refusals = {who: why for who, why in others.items() if not why.startswith(NO_WAY)}
-        self.unreachable = {who: why for who, why in others.items() if who not in self.refusals} | closed
+        others = {where: why for where, why in problems.items() if where not in self._cluster.seeds}
+        self.refusals = {where: why for where, why in others.items() if not why.startswith(NO_WAY)}
+        self.unreachable = {where: why for where, why in others.items() if where not in self.refusals} | closed
 
     async def _try_seeds(self, mesh: Mesh) -> dict[str, str]:
         """Return why no node answers at each seed, or "": a visitor that has met a node tries its seeds no more."""
@@ -166,10 +166,10 @@ class Search:
         credentials, addresses = mesh.endpoint.credentials, card.contact.addresses
         return await sound_each(addresses, self._own, credentials, same_host=is_here, token=self._token)
 
-    def _found_by(self, card: messages.Card, mesh: Mesh, ear: Ear) -> tuple[str, ...]:
+    def _found_by(self, card: messages.Card, mesh: Mesh, listener: MulticastListener) -> tuple[str, ...]:
         addresses = {address.ip for address in card.contact.addresses}
         found_by = ["same host"] * (card.contact.host == mesh.card.contact.host)
-        found_by += ["multicast"] * any(addresses & heard.speakers.keys() for heard in ear.heard.values())
+        found_by += ["multicast"] * any(addresses & heard.speakers.keys() for heard in listener.heard.values())
         found_by += ["seed"] * any(_is_at(seed, addresses) for seed in self._seeds)
         return tuple(found_by or ["others"])
 
@@ -209,7 +209,9 @@ class Search:
         flow = throughput(way, mesh.endpoint.credentials, FLOW_BYTES, seconds)
         return replace(node, bytes_per_second=control.run(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
 
-    async def _knock(self, mesh: Mesh, ear: Ear, observations: Iterable[Observation]) -> dict[str, str]:
+    async def _dial_announced(
+        self, mesh: Mesh, listener: MulticastListener, observations: Iterable[Observation]
+    ) -> dict[str, str]:
         """Return the machines that announce nodes, ours as far as we know, and whose ports give no sign of life.
 
         The search itself waits longer for those than we have time.
@@ -219,19 +221,19 @@ class Search:
         indices = {interface.name: interface.index for interface in self._own}
         silent = {
             ip: indices[name]
-            for name, heard in ear.heard.items()
+            for name, heard in listener.heard.items()
             for ip, announces in heard.speakers.items()
             if announces and ip not in known
         }
         ports = (*PORTS[:MOST_KNOCKS], PORTS[-1])
-        knocks = {
+        dials = {
             ip: [sound((ip, port, 0, index) if ":" in ip else (ip, port), mesh.endpoint.credentials) for port in ports]
             for ip, index in itertools.islice(silent.items(), MOST_SILENT)
         }
-        answers = await asyncio.gather(*(asyncio.gather(*each) for each in knocks.values()))
+        answers = await asyncio.gather(*(asyncio.gather(*each) for each in dials.values()))
         return {
             ip: f"{NO_WAY}: {SILENCE}"
-            for ip, each in zip(knocks, answers, strict=True)
+            for ip, each in zip(dials, answers, strict=True)
             if all(answer.problem == SILENCE for answer in each)
         }
 
@@ -240,7 +242,7 @@ class Search:
 
 
 def look_at_interfaces(
-    pattern: str, observations: Iterable[Observation] = (), ear: Ear | None = None
+    pattern: str, observations: Iterable[Observation] = (), listener: MulticastListener | None = None
 ) -> tuple[Network, ...]:
     """Return every interface: what it is, whether it is used, and what multicast did there."""
     chosen = parse_pattern(pattern)
@@ -264,7 +266,7 @@ def look_at_interfaces(
         elif not is_used:
             reason = "not usable"
         seen = observed.get(interface.name)
-        heard = ear.heard.get(interface.name) if ear is not None else None
+        heard = listener.heard.get(interface.name) if listener is not None else None
         networks.append(
             Network(
                 name=interface.name,
@@ -290,7 +292,7 @@ def look_at_interfaces(
 
 
 async def _problems(mesh: Mesh) -> tuple[dict[str, str], set[str]]:
-    return mesh.problems(), set(mesh.hung_up)
+    return mesh.report_problems(), set(mesh.problems.hung_up)
 
 
 def _quickest(soundings: list[Sounding]) -> Where | None:

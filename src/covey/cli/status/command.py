@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.cli.status.picture import Picture
     from covey.runtime.mesh.visit import Visit
 
-LOOK_SECONDS: Final = 1.5
+SEARCH_SECONDS: Final = 1.5
 PATIENCE_SECONDS: Final = 3.0
 """How long to look while no node answers."""
 ANSWER_SECONDS: Final = 1.0
@@ -47,7 +47,7 @@ def status(
     wait: Annotated[
         float | None,
         typer.Option(
-            metavar="S", help="Seconds to look for nodes.", show_default=f"{LOOK_SECONDS}, or 3 while no node answers"
+            metavar="S", help="Seconds to look for nodes.", show_default=f"{SEARCH_SECONDS}, or 3 while no node answers"
         ),
     ] = None,
 ) -> None:
@@ -78,9 +78,9 @@ def status(
 
 def look_around(visit: Visit, seconds: float | None = None) -> None:
     """Wait until the nodes that run now were met: for `seconds`, or as long as it mostly takes."""
-    visit.look(LOOK_SECONDS if seconds is None else seconds)
+    visit.look(SEARCH_SECONDS if seconds is None else seconds)
     if seconds is None and not visit.members():
-        visit.look(PATIENCE_SECONDS - LOOK_SECONDS, until=lambda visit: bool(visit.members()))
+        visit.look(PATIENCE_SECONDS - SEARCH_SECONDS, until=lambda visit: bool(visit.members()))
 
 
 def take(visit: Visit) -> Picture:
@@ -88,7 +88,7 @@ def take(visit: Visit) -> Picture:
     seen = visit.members()
     answers = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
     mesh = visit.mesh
-    return picture(mesh.cluster.name, seen, answers, dict(mesh.refusals))
+    return picture(mesh.cluster.name, seen, answers, dict(mesh.problems.refusals))
 
 
 def _watch(visit: Visit, console: Console, *, as_json: bool) -> None:

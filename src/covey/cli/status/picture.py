@@ -146,10 +146,10 @@ def _run(name: str, told: list[tuple[PeerReport, Tell]]) -> Run:
 
 
 def _refused(told: list[tuple[PeerReport, Tell]]) -> set[str]:
-    """Return the names of nodes that others refuse, and that are not in the largest company that could be one run."""
+    """Return the names of nodes that others refuse, and that are not in the largest set that could be one run."""
     waits = [tell.wait for _, tell in told if tell.wait is not None]
-    company = max(sorted(wait.here for wait in waits), key=len, default=())
-    return {trouble.where for wait in waits for trouble in wait.refused} - set(company)
+    largest = max(sorted(wait.here for wait in waits), key=len, default=())
+    return {trouble.where for wait in waits for trouble in wait.refused} - set(largest)
 
 
 def _waits(by_node: Mapping[str, Wait]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""Nodes of one user on one host find each other by files, with or without a network.
+"""Files by which nodes of one user on one host find each other, with or without a network.
 
-A node's file lies in a folder that only its user may enter, and is locked for as long as the node lives. A lock
-cannot outlive its process, so what a killed node left behind is recognised, and removed by the next node that looks. A
-node also cleans up the folders of other clusters, in which nobody may ever look again.
+A node's file is in a folder that only its user may enter, and is locked as long as the node lives. A lock cannot
+outlive its process, so the file of a killed node is recognised, and removed by the next node that reads the folder. A
+node also cleans up the folders of other clusters, which may never be read again.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import msgspec
 
 from covey.base.errors import ConfigError
 from covey.net.descriptors import explain
-from covey.net.discovery.host_rendezvous import check_folder, host_token, meeting_folder
+from covey.net.discovery.host_rendezvous import check_folder, host_token, rendezvous_folder
 from covey.net.locks import LockHolder
 from covey.net.temporary import ADVICE, unwritable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MOST_NEIGHBOURS: Final = 256
-MOST_FOLDERS: Final = 64
-"""Clusters whose leftovers are looked at."""
+NODES_LIMIT: Final = 256
+FOLDERS_LIMIT: Final = 64
+"""Folders of other clusters that are cleaned up."""
 AGE_SECONDS: Final = 60.0
-"""Sockets that are younger are left alone: they may be about to listen."""
+"""Younger sockets are left alone: their process may be about to listen."""
 _HOST_LETTERS: Final = 3
-"""So many letters of a socket's name tell the host apart; its path must stay short."""
+"""Letters of a socket's name that stand for the host; the path must stay short."""
 _MOST_BYTES: Final = 4096
 _TRIES: Final = 100
 _SUFFIX: Final = ".node"
@@ -51,27 +51,27 @@ class RegisteredNode(msgspec.Struct, frozen=True):
 
 
 class HostRegistry(LockHolder):
-    """The nodes of this user and one cluster on this host; one's own is announced among them."""
+    """The nodes of this user and one cluster on this host; this node can be announced among them."""
 
     def __init__(self, tag: str) -> None:
-        """Look for nodes of the cluster with this tag: text that only holders of its secret can know.
+        """Open the registry of a cluster; `tag` is derived from its secret.
 
         Raises:
-            ConfigError: the folder for it cannot be made, or is open to others.
+            ConfigError: its folder cannot be made, or is open to other users.
         """
-        self._folder = meeting_folder(f"{_PREFIX}{tag}")
+        self._folder = rendezvous_folder(f"{_PREFIX}{tag}")
         _make_folder(self._folder)
-        # Folders may be shared by containers or namespaces, in which the port and the memory of others are not ours.
+        # Containers and namespaces may share the folder, but neither ports nor memory.
         self._host = host_token(self._folder.parent)[:16]
         self._own: Path | None = None
         self._socket: Path | None = None
         super().__init__()
-        siblings = itertools.islice(self._folder.parent.glob("nodes-*"), MOST_FOLDERS)
+        siblings = itertools.islice(self._folder.parent.glob("nodes-*"), FOLDERS_LIMIT)
         for folder in {self._folder, *siblings}:
             self._clean_up(folder)
 
     def listen(self, backlog: int) -> tuple[socket.socket, str]:
-        """Return a unix socket that listens in the folder, and its path; it is removed with the announcement."""
+        """Return a unix socket that listens in the folder, and its path; `close` removes it."""
         for _ in range(_TRIES):
             path = self._folder / f"s{self._host[:_HOST_LETTERS]}{secrets.token_hex(3)}"
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,14 +83,14 @@ class HostRegistry(LockHolder):
                 sock.close()
                 if not isinstance(error, FileNotFoundError):
                     raise ConfigError(f"cannot listen at {path}: {explain(error)}; {ADVICE}") from error
-                _make_folder(self._folder)  # the last one to leave took it away
+                _make_folder(self._folder)  # the last node to leave removed it
             else:
                 self._socket = path
                 return sock, str(path)
-        raise ConfigError(f"{self._folder} is taken away as soon as it is made; look what does that")
+        raise ConfigError(f"{self._folder} is removed as soon as it is made; find out which program does that")
 
     def announce(self, port: int, path: str) -> None:
-        """Let the others know where this node listens, until it is closed or dies; the last announcement counts."""
+        """Announce where this node listens, until it is closed or dies; replaces an earlier announcement."""
         note = msgspec.json.encode(RegisteredNode(port=port, socket=path, pid=os.getpid()))
         if len(note) > _MOST_BYTES:
             raise ConfigError(f"the path of the socket has {len(path)} characters; set TMPDIR to a shorter folder")
@@ -99,25 +99,25 @@ class HostRegistry(LockHolder):
         self._own, self._lock = own, lock
 
     def others(self) -> list[RegisteredNode]:
-        """Return the living nodes but one's own, and remove what dead ones left; cheap enough to call often."""
+        """Return the other living nodes, and remove files of dead ones; cheap enough to call often."""
         try:
             with os.scandir(self._folder) as entries:
-                names = sorted(entry.name for entry in itertools.islice(entries, MOST_NEIGHBOURS))
+                names = sorted(entry.name for entry in itertools.islice(entries, NODES_LIMIT))
         except FileNotFoundError:
             return []
         except OSError as error:
             raise ConfigError(f"cannot look for other nodes in {self._folder}: {explain(error)}") from error
         read = [self._read(self._folder / name) for name in names if self._own is None or name != self._own.name]
-        return [neighbour for neighbour in read if neighbour is not None]
+        return [node for node in read if node is not None]
 
     def of_other_clusters(self) -> list[RegisteredNode]:
         """Return the living nodes of this user on this host that hold another secret."""
         found: list[RegisteredNode] = []
-        folders = itertools.islice(self._folder.parent.glob(f"{_PREFIX}*"), MOST_FOLDERS)
+        folders = itertools.islice(self._folder.parent.glob(f"{_PREFIX}*"), FOLDERS_LIMIT)
         for folder in sorted(folder for folder in folders if folder != self._folder):
             with contextlib.suppress(OSError):
-                paths = sorted(itertools.islice(folder.glob(f"{self._host}-*{_SUFFIX}"), MOST_NEIGHBOURS))
-                found += [neighbour for path in paths if (neighbour := self._read(path)) is not None]
+                paths = sorted(itertools.islice(folder.glob(f"{self._host}-*{_SUFFIX}"), NODES_LIMIT))
+                found += [node for path in paths if (node := self._read(path)) is not None]
         return found
 
     def close(self) -> None:
@@ -127,17 +127,17 @@ class HostRegistry(LockHolder):
             self._socket.unlink(missing_ok=True)
             self._socket = None
         with contextlib.suppress(OSError):
-            self._folder.rmdir()  # if it was the last one
+            self._folder.rmdir()  # works if this was the last node
 
     def _write(self, note: bytes) -> tuple[Path, int]:
-        """Return a new locked file and the lock; nobody sees it before it is both written and locked."""
+        """Return a new locked file and the lock; other nodes see it only once it is written and locked."""
         for _ in range(_TRIES):
             name = f"{self._host}-{secrets.token_hex(8)}"
             draft, path = self._folder / name, self._folder / f"{name}{_SUFFIX}"
             try:
                 lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
-                _make_folder(self._folder)  # the last one to leave took it away
+                _make_folder(self._folder)  # the last node to leave removed it
                 continue
             except OSError as error:
                 raise ConfigError(unwritable(self._folder, error)) from error
@@ -146,7 +146,7 @@ class HostRegistry(LockHolder):
                 os.write(lock, note)
                 draft.rename(path)
             except (BlockingIOError, FileNotFoundError):
-                os.close(lock)  # somebody looked before it was locked, and took it for a dead node's
+                os.close(lock)  # another node found it before it was locked, and removed it as a dead node's
             except OSError as error:
                 os.close(lock)
                 draft.unlink(missing_ok=True)
@@ -156,10 +156,12 @@ class HostRegistry(LockHolder):
                 raise
             else:
                 return path, lock
-        raise ConfigError(f"files in {self._folder} are taken away as soon as they are made; look what does that")
+        raise ConfigError(
+            f"files in {self._folder} are removed as soon as they are made; find out which program does that"
+        )
 
     def _read(self, path: Path) -> RegisteredNode | None:
-        """Return what a living node's file says, or None; remove it if the node is dead."""
+        """Return the contents of a living node's file, or None; remove the file of a dead node."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
@@ -190,15 +192,15 @@ class HostRegistry(LockHolder):
         return note if 0 < note.port < 1 << 16 and note.pid > 0 and "\0" not in note.socket else None
 
     def _clean_up(self, folder: Path) -> None:
-        """Remove what dead nodes of this host left in a folder, and the folder if it is empty then."""
+        """Remove files of this host's dead nodes from a folder, and the folder if it is empty then."""
         with contextlib.suppress(OSError):
             if not stat.S_ISDIR(folder.lstat().st_mode):
                 return
             with os.scandir(folder) as entries:
-                names = [entry.name for entry in itertools.islice(entries, MOST_NEIGHBOURS)]
+                names = [entry.name for entry in itertools.islice(entries, NODES_LIMIT)]
             for name in names:
                 if name.startswith(f"s{self._host[:_HOST_LETTERS]}"):
-                    _remove_deaf(folder / name)
+                    _remove_if_dead(folder / name)
                 elif name.startswith(f"{self._host}-"):
                     self._read(folder / name)
             if folder != self._folder:
@@ -212,10 +214,10 @@ class HostRegistry(LockHolder):
 
     def forked(self) -> None:
         super().forked()
-        self._own = self._socket = None  # they are the parent's
+        self._own = self._socket = None  # they belong to the parent
 
 
-def _remove_deaf(path: Path) -> None:
+def _remove_if_dead(path: Path) -> None:
     """Remove a socket at which no process listens any more."""
     status = path.lstat()
     if not stat.S_ISSOCK(status.st_mode) or time.time() < status.st_mtime + AGE_SECONDS:
@@ -229,7 +231,7 @@ def _remove_deaf(path: Path) -> None:
 
 
 def is_nodes_socket(path: str, own_folder: str) -> bool:
-    """Tell whether a path lies where nodes of this user on this host listen; `own_folder` is that of one of them.
+    """Tell whether a path is in a folder where nodes of this user and host listen, such as `own_folder`.
 
     Nodes of one cluster have several folders when its secret has changed while they run.
     """
@@ -250,5 +252,5 @@ def _make_folder(folder: Path) -> None:
             check_folder(folder)
             return
         except ConfigError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):  # else the last one to leave took it away
+            if not isinstance(error.__cause__, FileNotFoundError):  # else the last node to leave removed it
                 raise

@@ -1,8 +1,8 @@
-"""Places on this host where the ranks of one run find each other, and nobody else gets in.
+"""Folders of this host in which the ranks of one run find each other.
 
-A meeting is a folder that only its owner may enter. Rank r listens at `r.sock` in it and holds a lock on `r.lock`
-for as long as it lives, so a second process with the same rank is noticed, and what a killed one left behind is
-taken over. What is left of a meeting whose processes were all killed goes when the next one begins.
+Only its owner may enter a folder. Rank r listens at `r.sock` in it, and holds a lock on `r.lock` as long as it lives:
+so a second process with the same rank is noticed, and the files of a killed one are replaced. A folder whose processes
+were all killed is removed when the next run starts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TOKEN_BYTES: Final = 32
 _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux) bytes
 
 
-def meeting_folder(name: str) -> Path:
-    """Return the folder where ranks of the job `name` meet; ConfigError if what is above it is not safely ours."""
+def rendezvous_folder(name: str) -> Path:
+    """Return the folder for the ranks of job `name`; ConfigError if its parent is not private to this user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(temporary_folder())
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:20].strip("-.") or "job"
@@ -44,7 +44,7 @@ def check_folder(folder: Path) -> Path:
     try:
         status = folder.lstat()
     except OSError as error:
-        raise ConfigError(f"the meeting folder {folder} is not there: {explain(error)}") from error
+        raise ConfigError(f"the folder {folder} of the run is not there: {explain(error)}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"{folder} must be a folder of yours with mode 0700; remove it, or set TMPDIR to another place"
@@ -65,24 +65,24 @@ def _own_folder(folder: Path) -> None:
 
 
 class HostRendezvous(LockHolder):
-    """One rank's seat in a meeting: its listening socket, its lock, and the token all of them share."""
+    """What one rank has in the folder: a listening socket, a lock, and the token that all ranks share."""
 
     def __init__(self, folder: Path, rank: int, token: bytes | None = None) -> None:
-        """Take the seat of `rank`. Without a `token`, whoever comes first makes one for all.
+        """Lock `rank` and listen. Without a `token`, the first rank makes one for all.
 
         Raises:
-            ConfigError: a living process has this seat, or the folder is not safely ours.
+            ConfigError: a living process has this rank, or the folder is not private to this user.
         """
         super().__init__()
-        self._door = folder.parent if token is None else None
+        self._parent = folder.parent if token is None else None
         self._lock_path = folder / f"{rank}.lock"
         self.path = socket_path(folder, rank)
-        with _closed_door(self._door):
-            if self._door is not None:
+        with _only_one_below(self._parent):
+            if self._parent is not None:
                 _remove_abandoned_beside(folder)
                 _own_folder(folder)
             with writing_to(folder):
-                self._lock = _take_seat(self._lock_path, rank)
+                self._lock = _lock_rank(self._lock_path, rank)
             try:
                 with writing_to(folder):
                     self.token = _shared_token(folder) if token is None else token
@@ -104,33 +104,33 @@ class HostRendezvous(LockHolder):
         return sock
 
     def leave(self) -> None:
-        """Give the seat up; the last one to leave a shared meeting removes it. Leaving twice is fine."""
+        """Stop listening and release the rank; the last rank removes a shared folder. Leaving twice is fine."""
         if self._lock < 0:
             return
         self.sock.close()
-        with _closed_door(self._door):
+        with _only_one_below(self._parent):
             self.path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
             self.let_go()
             folder = self.path.parent
-            if self._door is not None and not any(_is_taken(path) for path in folder.glob("*.lock")):
+            if self._parent is not None and not any(_is_taken(path) for path in folder.glob("*.lock")):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _closed_door(folder: Path | None) -> contextlib.AbstractContextManager[None]:
-    """Let one process at a time come into or leave the meetings below `folder`."""
+def _only_one_below(folder: Path | None) -> contextlib.AbstractContextManager[None]:
+    """Let one process at a time enter or leave the folders below `folder`."""
     return only_one(folder / "door", setting="TMPDIR") if folder is not None else contextlib.nullcontext()
 
 
 def _remove_abandoned_beside(folder: Path) -> None:
-    """Remove other meetings whose processes were all killed. Behind a closed door."""
+    """Remove other folders whose processes were all killed. Called under `_only_one_below`."""
     for token in folder.parent.glob("*/token"):
-        meeting = token.parent
-        if meeting != folder and not any(_is_taken(path) for path in meeting.glob("*.lock")):
-            shutil.rmtree(meeting, ignore_errors=True)
+        other = token.parent
+        if other != folder and not any(_is_taken(path) for path in other.glob("*.lock")):
+            shutil.rmtree(other, ignore_errors=True)
 
 
-def _take_seat(path: Path, rank: int) -> int:
+def _lock_rank(path: Path, rank: int) -> int:
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +151,7 @@ def _take_seat(path: Path, rank: int) -> int:
 
 
 def _is_taken(path: Path) -> bool:
-    """Tell whether a living process holds this seat."""
+    """Tell whether a living process holds this lock."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -180,7 +180,7 @@ def _shared_token(folder: Path) -> bytes:
 
 
 def socket_path(folder: Path, rank: int) -> Path:
-    """Return where rank `rank` of a meeting listens."""
+    """Return the path at which rank `rank` listens."""
     return folder / f"{rank}.sock"
 
 
@@ -195,9 +195,9 @@ def check_peer(sock: socket.socket) -> None:
 
 
 def host_token(folder: Path) -> str:
-    """Return a name that is equal for processes that can share memory: same boot, network namespace, user and files.
+    """Return a name that is equal for processes that can share memory: same boot, network namespace, user and folder.
 
-    `folder` is where their sockets lie; containers may share all but that.
+    `folder` is where their sockets are; containers may share everything but that.
     """
     status = folder.stat()
     parts = [str(os.getuid()), f"{status.st_dev}:{status.st_ino}"]
@@ -210,11 +210,11 @@ def host_token(folder: Path) -> str:
 
 
 def local_address_towards(host: str) -> str:
-    """Return this machine's address on the way to `host`, as the routing table sees it; nothing is sent."""
+    """Return the address from which this machine would connect to `host`, by its routing table; nothing is sent."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConnectError(f"no way to {host}: {error}; check MASTER_ADDR and the network") from error
+        raise ConnectError(f"no route to {host}: {error}; check MASTER_ADDR and the network") from error

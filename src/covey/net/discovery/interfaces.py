@@ -1,6 +1,6 @@
-"""The network interfaces of this host: which to use, what to tell others of them, and what of theirs to dial.
+"""The network interfaces of this host: which to use, which addresses to advertise, and which of others to dial.
 
-Nothing here asks DNS or the host's name: addresses are those that interfaces have.
+Nothing here uses DNS or the host's name: addresses are those of the interfaces.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SocketAddress: TypeAlias = tuple[str, int] | tuple[str, int, int, int]
 MOST_ADVERTISED: Final = 16
 MOST_DIALLED: Final = 64
 RECENT_SECONDS: Final = 0.5
-"""How old what `recent_interfaces` knows may be: asking the system takes milliseconds, and there are many to dial."""
+"""How old the answer of `recent_interfaces` may be: asking the system takes milliseconds, and dials are frequent."""
 
 _PREFERENCE: Final = ("wired", "unknown", "wireless", "virtual", "loopback")
 _BRIDGES: Final = ("docker*", "br-*", "virbr*", "podman*", "cni*", "lxcbr*", "lxdbr*", "vmnet*", "vboxnet*")
-"""Networks between this host and what runs inside it: others have one of their own under the same address."""
+"""Networks between this host and its containers or guests: other hosts use the same addresses for theirs."""
 _VIRTUAL: Final = (
     *_BRIDGES,
     *("veth*", "tun*", "tap*", "wg*", "utun*", "awdl*", "llw*", "tailscale*", "zt*", "flannel*", "cali*", "vnet*"),
@@ -65,12 +65,12 @@ class Interface:
     """The same addresses, each with its network."""
     is_loopback: bool
     is_up: bool
-    """Switched on and connected: a cable without the other end is not up."""
+    """Whether it is switched on and connected."""
     kind: Kind
     mtu: int
     multicast: bool
     is_on: bool = True
-    """Switched on, whether or not a cable or a Wi-Fi connects it."""
+    """Whether it is switched on, connected or not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Pattern:
 
     text: str
     only: tuple[str | IpNetwork, ...]
-    """What to use; all, if empty."""
+    """What to use; if empty, everything."""
     never: tuple[str | IpNetwork, ...]
 
     def allows(self, name: str, ip: str) -> bool:
@@ -113,7 +113,7 @@ def all_interfaces() -> list[Interface]:
     not_ready = _addresses_not_ready()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         listed = [_interface(probe, name, ips, not_ready) for name, ips in found.items()]
-    return [interface for interface in listed if interface.index]  # without one it has gone since it was listed
+    return [interface for interface in listed if interface.index]  # without an index, it has gone since it was listed
 
 
 def bare_interfaces() -> list[Interface]:
@@ -125,22 +125,22 @@ def bare_interfaces() -> list[Interface]:
 
 
 def usable_interfaces(pattern: str = "") -> list[Interface]:
-    """Return the interfaces that reach other hosts, with the addresses `pattern` allows, the best ones first.
+    """Return the interfaces that reach other hosts, with the addresses that `pattern` allows, best first.
 
-    Loopback reaches nobody else: it is returned only if a pattern names it and nothing beside it.
+    The loopback interface reaches no other host: it is returned only if a pattern matches it and nothing else.
 
     Raises:
-        ConfigError: `pattern` is not a pattern, or nothing here matches it; says what there is.
+        ConfigError: `pattern` is malformed, or matches nothing; lists the interfaces.
     """
     return _usable(parse_pattern(pattern), all_interfaces())
 
 
 def recent_interfaces(pattern: str = "") -> list[Interface]:
-    """Return what `usable_interfaces` would have returned a moment ago; cheap enough to be asked for every dial.
+    """Return what `usable_interfaces` returned up to RECENT_SECONDS ago; cheap enough to call for every dial.
 
     Raises:
         ConfigError: as `usable_interfaces`.
-        ConnectError: the system cannot be asked, and was not asked before.
+        ConnectError: the interfaces cannot be listed, and never were before.
     """
     return _usable(parse_pattern(pattern), _recently())
 
@@ -151,13 +151,13 @@ def is_loopback(name: str) -> bool:
 
 
 def _recently() -> list[Interface]:
-    """Return the interfaces as they were a moment ago; if the system cannot be asked now, as they were before that."""
+    """Return the interfaces as last listed, at most RECENT_SECONDS ago unless the system fails to list them now."""
     global _known
     seen_at, there = _known
     if time.monotonic() > seen_at + RECENT_SECONDS:
         try:
             there = all_interfaces()
-        except OSError as error:  # out of descriptors, most likely
+        except OSError as error:  # most likely no free descriptor
             if not there:
                 raise ConnectError(f"the interfaces of this machine cannot be listed: {explain(error)}") from error
         _known = time.monotonic(), there
@@ -165,7 +165,7 @@ def _recently() -> list[Interface]:
 
 
 _known: tuple[float, list[Interface]] = -RECENT_SECONDS, []
-"""The interfaces, and when they were looked at."""
+"""When the interfaces were last listed, and the list."""
 
 
 def _usable(chosen: Pattern, there: list[Interface]) -> list[Interface]:
@@ -187,24 +187,24 @@ def loopback_interfaces() -> list[Interface]:
 
 
 def advertised(interfaces: Iterable[Interface], port: int) -> tuple[Address, ...]:
-    """Return where others can reach `port` on this host, the best first; nothing that only this host can reach."""
-    candidates = [
+    """Return the addresses at which other hosts can reach `port` on this host, best first."""
+    found = [
         (Address(ip, port, interface.name), ipaddress.ip_address(ip))
         for interface in interfaces
         for ip in sorted(interface.addresses, key=_family_first)
         if _can_be_remote(ipaddress.ip_address(ip))
     ]
-    routed = [address for address, ip in candidates if not ip.is_link_local]
-    local6 = [address for address, ip in candidates if ip.is_link_local and ip.version == 6]
-    local4 = [address for address, ip in candidates if ip.is_link_local and ip.version == 4]
+    routed = [address for address, ip in found if not ip.is_link_local]
+    local6 = [address for address, ip in found if ip.is_link_local and ip.version == 6]
+    local4 = [address for address, ip in found if ip.is_link_local and ip.version == 4]
     return tuple([*(routed or local4), *local6][:MOST_ADVERTISED])
 
 
 def on_link(interface: Interface, ip: str, index: int) -> bool:
-    """Tell whether an address belongs to a machine on the network of `interface`; a loopback one, to this machine.
+    """Tell whether an address is on the network of `interface`; for loopback, whether it is a loopback address.
 
-    `index` is that of the interface to which a link-local address of IPv6 refers. What is no address of one machine is
-    on no link.
+    `index` is that of the interface to which an IPv6 link-local address refers. An address that is not one machine's,
+    such as multicast, is on no network.
     """
     try:
         address: Ip = ipaddress.ip_address(ip)
@@ -221,12 +221,12 @@ def on_link(interface: Interface, ip: str, index: int) -> bool:
 
 
 def to_dial(own: Sequence[Interface], theirs: Sequence[Address], same_host: bool) -> list[SocketAddress]:
-    """Return the socket addresses to try, in this order, to reach the node that says it is at `theirs`.
+    """Return the socket addresses to try, in this order, to reach the node that advertises `theirs`.
 
-    On the same host its loopback comes first. Then come addresses in a network that we share (our best interface
-    first), other addresses that may be routed, ours (a bridge that every host has under one address, or another
-    user's node here), and IPv6 link-local ones by each of our interfaces that could reach them. What cannot work is
-    left out: families we have not, loopback of another host, what is no address at all.
+    On the same host, loopback comes first. Then: addresses in a network of this host (best interface first), other
+    addresses that may be routed, addresses that this host has itself (a bridge with the same address on every host, or
+    another user's node here), and IPv6 link-local addresses by each interface that could reach them. Addresses that
+    cannot work are left out: of families that this host lacks, loopback of another host, malformed ones.
     """
     reachable = [(ip, address.port) for address in theirs if (ip := _dialable(address)) is not None]
     ports = dict.fromkeys(address.port for address in theirs if 0 < address.port < 1 << 16)
@@ -256,13 +256,13 @@ def to_dial(own: Sequence[Interface], theirs: Sequence[Address], same_host: bool
 
 
 def describe(ip: str) -> str:
-    """Return the name of the interface that has the address `ip`, or "" if none of this host had it a moment ago."""
+    """Return the name of this host's interface that has the address `ip`, or ""."""
     wanted = ip.partition("%")[0]
     return next((interface.name for interface in _recently() if wanted in interface.addresses), "")
 
 
 def is_own_address(ip: str) -> bool:
-    """Tell whether what comes from this address was sent on this host."""
+    """Tell whether an address belongs to this host."""
     return ip.startswith("127.") or ip == "::1" or bool(describe(ip))
 
 
@@ -304,7 +304,7 @@ def _can_be_remote(ip: Ip) -> bool:
 
 
 def _dialable(address: Address) -> Ip | None:
-    """Return the address to dial, or None if what a stranger may have written there cannot be another node."""
+    """Return the address to dial, or None if it cannot be one of another node: it may be forged."""
     try:
         ip: Ip = ipaddress.ip_address(address.ip.partition("%")[0])
     except ValueError:
@@ -342,7 +342,7 @@ def _index(name: str) -> int:
 
 
 def _ask(probe: socket.socket, question: int, name: str, answer: str) -> int:
-    """Return one number the kernel keeps of an interface, or 0 if it has just gone."""
+    """Return a number that the kernel has for an interface, or 0 if the interface has just gone."""
     try:
         reply = fcntl.ioctl(probe, question, struct.pack("16s240x", name.encode()[:15]))
     except OSError:
@@ -360,7 +360,7 @@ def _kind(name: str) -> Kind:
 
 
 def _addresses_not_ready() -> set[tuple[str, str]]:
-    """Return (interface, IPv6 address) that the kernel still checks for duplicates, or found to be one."""
+    """Return each (interface, IPv6 address) that the kernel still checks for duplicates, or found to be one."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:

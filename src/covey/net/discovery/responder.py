@@ -1,7 +1,7 @@
-"""Multicast DNS on one interface: announces a node, hears others, and counts what went out and came in.
+"""Multicast DNS on one interface: announces a node, reads announcements of others, and counts packets.
 
-zeroconf has the sockets, announces, and answers questions. It sees no answer but our own: what others announce is read
-here, packet by packet, and nothing of it is kept, so that a flood of inventions has nothing to fill.
+zeroconf owns the sockets, announces, and answers questions. It sees no answers but those of this process: announcements
+of others are read here, packet by packet, and not stored, so that a flood of forged ones fills no table.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ if TYPE_CHECKING:
     from covey.wire.messages import Address
 
 QUERY_AT: Final = (0.0, 0.25, 1.0, 3.0, 10.0, 30.0)
-"""Seconds after the start of an interface when all there are asked to answer; then every QUERY_EVERY seconds."""
+"""Seconds after the start when all nodes on the network are asked to answer; then every QUERY_EVERY seconds."""
 QUERY_EVERY: Final = 60.0
 TTL: Final = 20
-"""Seconds that others remember an announcement: a killed node says no goodbye."""
+"""Seconds that others keep an announcement: a killed node sends no goodbye."""
 RENEW_SECONDS: Final = 60.0
-"""How often a node is announced anew, under a fresh tag: who forgot it, or could not reach it, may try again then."""
+"""How often a node is announced again, under a fresh tag: nodes that could not reach it try again then."""
 MOST_READ: Final = 4
-"""Announcements read of one packet: a node sends one at a time."""
+"""Announcements that are read from one packet: a node sends one at a time."""
 
 _PORT: Final = 5353
 _GROUP4, _GROUP6 = "224.0.0.251", "ff02::fb"
-_QUESTION: Final = (beacon.SERVICE, 12, 1)  # PTR, IN: the answers go to everybody
+_QUESTION: Final = (beacon.SERVICE, 12, 1)  # PTR, IN: answers are multicast
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What multicast did on one interface."""
+    """Counters of multicast on one interface."""
 
     interface: str
     announced: bool
-    """Whether the node is announced there at present."""
+    """Whether the node is announced there now."""
     sent: int
     """Packets sent."""
     heard: int
-    """Packets of others heard, whatever they were about."""
+    """Packets of other machines, about covey or not."""
     dropped: int
-    """Those of them about covey that were not looked at: too many, or of an unusual size."""
+    """Packets about covey that were not read: too many, or of an unusual size."""
     matching: int
-    """Announcements heard that our key made, each counted once."""
+    """Announcements made with this cluster's key, each counted once."""
     foreign: tuple[Address, ...]
-    """Where nodes with another key are."""
+    """The addresses of nodes with another key."""
     errors: tuple[str, ...]
 
 
@@ -82,7 +82,7 @@ class InterfaceResponder:
     def __init__(
         self, interface: Interface, hear: Callable[[InterfaceResponder, dict[bytes, bytes | None]], None]
     ) -> None:
-        """`hear` gets the properties of every announcement that comes by this interface, whoever made it."""
+        """`hear` gets the properties of every announcement on this interface, of any cluster."""
         self.interface = interface
         self.opened = self.works = self.announced = False
         self.sent = self.heard = self.matching = 0
@@ -97,10 +97,10 @@ class InterfaceResponder:
         self._responder: _Responder | None = None
         self._tasks: set[asyncio.Future[Any]] = set()
         self._closed = False
-        _stations.add(self)
+        _open_responders.add(self)
 
     async def open(self, make_txt: Callable[[Interface], dict[bytes, bytes]] | None, port: int) -> None:
-        """Listen, ask, and announce what `make_txt` makes, if there is one; what is in the way is kept in `errors`."""
+        """Listen, ask, and announce the properties that `make_txt` returns, if given; problems are in `errors`."""
         self.opened = True
         ways = self._open_ways()
         if not ways:
@@ -115,7 +115,7 @@ class InterfaceResponder:
         if not self._responder.engine.senders:
             return self._hindrances.append("none of its addresses can be sent from yet")
         self._listen_in(self._responder)
-        random = secrets.token_hex(8)  # the name of the service, and of a host: ours are nobody's business
+        random = secrets.token_hex(8)  # the name of the service and of the host: random, to reveal nothing
         info = self._info(random, make_txt, port)
         self._ask = functools.partial(self._responder.ask_all_but, info)
         self._ways = len(self._responder.engine.senders)
@@ -152,14 +152,14 @@ class InterfaceResponder:
                 await (await responder.async_update_service(self._info(name, make_txt, port)))
 
     async def close(self) -> None:
-        """Say goodbye and free everything; it may be called again, also after it was cancelled."""
+        """Send a goodbye and free everything; may be called again, also after it was cancelled."""
         self._closed, self._ask = True, None
         self.works = self.announced = False
         for task in list(self._tasks):
             await _cancelled(task)
         if self._responder is not None:
             goodbye = self._responder.generate_unregister_all_services()
-            if goodbye is not None:  # once: zeroconf would take a quarter of a second to say it three times
+            if goodbye is not None:  # once: zeroconf would send it three times, in a quarter of a second
                 self._responder.async_send(goodbye)
             await AsyncZeroconf(zc=self._responder).async_close()
 
@@ -178,11 +178,11 @@ class InterfaceResponder:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """What keeps it from working, and how the last sending failed if it did."""
+        """Why it does not work, and how the last send failed, if it did."""
         return tuple(dict.fromkeys((*self._hindrances, *self._failures)))
 
     def ask_if_silenced(self) -> None:
-        """Try again if nothing at all could be sent the last time."""
+        """Ask again, if nothing could be sent the last time."""
         if self._ask is not None and len(self._failures) >= self._ways:
             self._ask()
 
@@ -196,11 +196,11 @@ class InterfaceResponder:
             self._failures.append(f"sending failed: {error}")
 
     def receives(self, packet: bytes, source: tuple[Any, ...]) -> bool:
-        """Take a packet, and tell whether zeroconf has to see it: questions, and what it sent itself.
+        """Read a packet; tell whether zeroconf has to see it: questions, and packets that it sent itself.
 
-        On Linux a socket hears the groups that any process joined on any interface, so what did not come by this
-        interface is passed over. IP_MULTICAST_ALL=0 would end that, but since Linux 6.6 a packet then goes to any one
-        of the sockets that share the port (SO_REUSEPORT).
+        On Linux, a socket receives packets of all groups that any process joined on any interface, so packets of other
+        interfaces are ignored here. IP_MULTICAST_ALL=0 would prevent that, but since Linux 6.6 a packet then goes to
+        only one of the sockets that share the port (SO_REUSEPORT).
         """
         ip = source[0].partition("%")[0]
         if not on_link(self.interface, ip, source[3] if len(source) == 4 else 0):
@@ -216,7 +216,7 @@ class InterfaceResponder:
         return True
 
     def _read(self, packet: bytes) -> None:
-        """Hand on the announcements in a packet."""
+        """Pass on the announcements in a packet."""
         texts = [record for record in DNSIncoming(packet).answers() if isinstance(record, DNSText) and record.ttl]
         for record in texts[:MOST_READ]:
             if record.name.lower().endswith(f".{beacon.SERVICE}"):
@@ -229,7 +229,7 @@ class InterfaceResponder:
         return [number for number in numbers if number >= 0]
 
     def _open_ways(self) -> list[str | int]:
-        """Return how multicast works here, in zeroconf's terms: an IPv4 address, the interface's index for IPv6."""
+        """Return the ways to send multicast here, as zeroconf names them: an IPv4 address, or an index for IPv6."""
         four = [str(net.ip) for net in self.interface.networks if net.version == 4][:1]
         six = [self.interface.index] if any(net.version == 6 for net in self.interface.networks) else []
         if self.interface.is_loopback and four:
@@ -243,7 +243,7 @@ class InterfaceResponder:
 
     def _listen_in(self, responder: _Responder) -> None:
         for reader in responder.engine.readers:
-            reader.transport.set_protocol(_Ear(reader.transport.get_protocol(), self))
+            reader.transport.set_protocol(_PacketFilter(reader.transport.get_protocol(), self))
 
     async def _keep_asking(self, ask: Callable[[], None]) -> None:
         clock = asyncio.get_running_loop().time
@@ -260,42 +260,42 @@ class InterfaceResponder:
 
 
 class _Responder(Zeroconf):
-    """A zeroconf that tells its station what it sends."""
+    """A zeroconf that reports to its owner what it sends."""
 
-    def __init__(self, ways: list[str | int], station: InterfaceResponder) -> None:
-        self._station = station
+    def __init__(self, ways: list[str | int], owner: InterfaceResponder) -> None:
+        self._owner = owner
         super().__init__(interfaces=ways)
 
     def ask_all_but(self, known: AsyncServiceInfo) -> None:
-        """Ask every node to answer, but for `known`: zeroconf drops what it heard within a second, from whomever."""
+        """Ask every node but `known` to answer: zeroconf drops questions that it heard within the last second."""
         query = DNSOutgoing(0)
         query.add_question(DNSQuestion(*_QUESTION))
         query.add_answer_at_time(known.dns_pointer(), 0)
         self.async_send(query)
 
     def async_send(self, out: DNSOutgoing, *args: Any, **kwargs: Any) -> None:
-        to_one = len(args) == 4 or "transport" in kwargs  # an answer to the one who asked
+        to_one = len(args) == 4 or "transport" in kwargs  # a unicast answer
         if not self.done:
-            self._station.sending(out.packets(), 1 if to_one else len(self.engine.senders))
+            self._owner.sending(out.packets(), 1 if to_one else len(self.engine.senders))
         super().async_send(out, *args, **kwargs)
 
 
-class _Ear(asyncio.DatagramProtocol):
-    """Stands before zeroconf's own protocol: every packet comes here first."""
+class _PacketFilter(asyncio.DatagramProtocol):
+    """A protocol in front of that of zeroconf: it gets every packet first."""
 
-    def __init__(self, inner: Any, station: InterfaceResponder) -> None:
-        self._inner, self._station = inner, station
+    def __init__(self, inner: Any, owner: InterfaceResponder) -> None:
+        self._inner, self._owner = inner, owner
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
-        if self._station.receives(data, addr):
+        if self._owner.receives(data, addr):
             self._inner.datagram_received(data, addr)
 
     def error_received(self, exc: Exception) -> None:
-        self._station.failed(exc)
+        self._owner.failed(exc)
 
 
 def _refusal(way: str | int) -> str:
-    """Return why multicast cannot be used this way, or "": zeroconf would not say, or leave sockets open."""
+    """Return why multicast cannot be used this way, or "": zeroconf would not say, and might leave sockets open."""
     try:
         with socket.socket(socket.AF_INET if isinstance(way, str) else socket.AF_INET6, socket.SOCK_DGRAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -319,18 +319,18 @@ async def _cancelled(task: asyncio.Future[Any]) -> None:
     await asyncio.wait([task])
 
 
-_stations: weakref.WeakSet[InterfaceResponder] = weakref.WeakSet()
+_open_responders: weakref.WeakSet[InterfaceResponder] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    # Replaced, not closed: the child's objects believe that they own these numbers, and will close them some day.
-    numbers = [number for station in list(_stations) for number in station.descriptors()]
+    # Replaced, not closed: the child's objects own these numbers, and will close them.
+    numbers = [number for each in list(_open_responders) for number in each.descriptors()]
     if numbers:
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in numbers:
             os.dup2(nothing, number, inheritable=False)
         os.close(nothing)
-    _stations.clear()
+    _open_responders.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

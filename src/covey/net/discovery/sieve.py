@@ -1,6 +1,6 @@
-"""What of the packets on a network's multicast is looked at: those about covey, of a usual size, and not too many.
+"""Which multicast packets are parsed: those about covey, of a usual size, within a rate.
 
-Everybody on the network can send such packets, under any address. What does not pass costs nothing but its receipt.
+Any machine on the network can send such packets, from any address. A packet that does not pass costs only its receipt.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Final
 from covey.base.pace import Bucket, Buckets
 
 MOST_BYTES: Final = 1500
-"""Of a packet: what covey sends has at most half of that."""
+"""Bytes of a packet; covey sends at most half of that."""
 MOST_RECORDS: Final = 16
-"""Of a packet, questions included."""
+"""Records of a packet, questions included."""
 SOURCE_RATE, SOURCE_BURST = 20.0, 60.0
-"""Packets a second, and at once, from one address. Several nodes may share it, and say a few things as they start."""
+"""Packets from one address: rate a second, and burst. Several nodes may share it, and send a few as they start."""
 TOTAL_RATE, TOTAL_BURST = 200.0, 400.0
-"""The same from all addresses together: they can be invented."""
+"""The same for all addresses together: addresses can be forged."""
 _HEADER_BYTES: Final = 12
 _TRUNCATED: Final = 0x02
 _RESPONSE: Final = 0x80
@@ -24,7 +24,7 @@ _COVEY: Final = b"\x06_covey\x04_tcp\x05local"
 
 
 class Sieve:
-    """Decides on packets one by one, and counts those that do not pass."""
+    """Decides for each packet whether to parse it, and counts those that do not pass."""
 
     def __init__(self) -> None:
         self.dropped = 0
@@ -44,11 +44,11 @@ class Sieve:
 
 
 def is_response(packet: bytes) -> bool:
-    """Tell whether a packet of DNS answers, or else asks."""
+    """Tell whether a DNS packet is a response, not a query."""
     return len(packet) > 2 and bool(packet[2] & _RESPONSE)
 
 
 def _records(packet: bytes) -> int:
-    """Return how many records a packet of DNS says it has."""
+    """Return the number of records that a DNS packet claims to have."""
     header = packet[:_HEADER_BYTES]
     return sum(int.from_bytes(header[at : at + 2], "big") for at in range(4, _HEADER_BYTES, 2))

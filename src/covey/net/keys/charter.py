@@ -1,8 +1,7 @@
-"""Which nodes may be in a cluster: what its owner says to all members, and what this machine says for itself.
+"""Which nodes may be in a cluster: by the owner's charter for all members, and by this machine's own list.
 
-The owner's word is a `Charter`: nodes that are denied, and perhaps a list of the only ones that are allowed. It is kept
-in the cluster's file, and running members pass it on. Lists name machines by their first key (`wire.machine`), or a
-single node by its own.
+A `Charter` lists denied nodes, and optionally the only allowed ones. It is stored in the cluster's file, and running
+members pass it on. Lists name a machine by its first key (`wire.machine`), or a single node by its own key.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
     from covey.wire.messages import Card
 
 Lists = tuple[frozenset[bytes], frozenset[bytes] | None]
-"""The nodes that are denied; the only ones that are allowed, or None."""
+"""Denied nodes; and the only allowed ones, or None."""
 
 
 def objection(cluster: Cluster, card: Card, here: str) -> str:
-    """Return why a node that holds the secret may not be in the cluster, and what to do; or nothing.
+    """Return why a node that holds the secret may not be in the cluster, and what to do; or "".
 
     `here` is the name of the node that asks.
     """
@@ -55,7 +54,7 @@ def objection(cluster: Cluster, card: Card, here: str) -> str:
 
 
 def is_waiting(cluster: Cluster, card: Card) -> bool:
-    """Tell whether approval by the owner is all that a node lacks."""
+    """Tell whether a node lacks nothing but the owner's approval."""
     charter = cluster.charter
     if charter is None or charter.allowed is None or objection(cluster, card, "") == "":
         return False
@@ -63,7 +62,7 @@ def is_waiting(cluster: Cluster, card: Card) -> bool:
 
 
 def is_news(cluster: Cluster, charter: Charter) -> bool:
-    """Tell whether a charter is later than the one a cluster has, and its owner signed it.
+    """Tell whether a charter is later than the cluster's, and signed by its owner.
 
     Raises:
         AuthError: it is later, and the owner has not signed it.
@@ -76,7 +75,7 @@ def is_news(cluster: Cluster, charter: Charter) -> bool:
 
 
 def keep(cluster: Cluster, charter: Charter) -> None:
-    """Write a charter down, if this machine has the cluster in a file; a later one stays. Not for the event loop."""
+    """Store a charter in the cluster's file, if there is one with no later charter. Not for the event loop."""
 
     def change(saved: Cluster) -> Cluster:
         is_later = saved.owner == cluster.owner and is_news(saved, charter)
@@ -87,7 +86,7 @@ def keep(cluster: Cluster, charter: Charter) -> None:
 
 
 def amend(cluster: Cluster, private: Ed25519PrivateKey, change: Callable[[Lists], Lists]) -> Cluster:
-    """Make a charter with other lists, in the file of this machine, and return the cluster as it is then.
+    """Sign a charter with other lists, store it on this machine, and return the changed cluster.
 
     Raises:
         ConfigError: a list is too long.
@@ -114,7 +113,7 @@ def amend(cluster: Cluster, private: Ed25519PrivateKey, change: Callable[[Lists]
 
 
 def lists(cluster: Cluster) -> Lists:
-    """Return the lists of the cluster's charter; without one, nothing is denied and everything is allowed."""
+    """Return the lists of the cluster's charter; without a charter, nothing is denied and all nodes are allowed."""
     charter = cluster.charter
     if charter is None:
         return frozenset(), None

@@ -1,4 +1,4 @@
-"""The clusters this machine is in: one private file each, and where a secret may come from instead.
+"""The clusters that this machine is in: one private file each; and secrets from other sources.
 
 An explicit secret beats COVEY_SECRET_FILE, which beats COVEY_SECRET, which beats the files.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MAX_KNOWN: Final = 1000
 GRACE: Final = 600
-"""Seconds for which the secret before a change stays good, so that nodes that have not heard can still be reached."""
+"""Seconds for which the previous secret stays good, so that nodes without the new one can still be reached."""
 MAX_GRACE: Final = 7 * 24 * 3600
 NO_CLUSTER: Final = "this machine is in no cluster: run `covey init` here, or `covey enroll` with the join code of one"
 
@@ -48,23 +48,23 @@ class Cluster:
 
     secret: ClusterSecret
     seeds: tuple[str, ...] = ()
-    """Where members may be found, besides by multicast: `host:port`."""
+    """Addresses `host:port` where members may be found, besides by multicast."""
     denied: frozenset[bytes] = frozenset()
-    """Ids of nodes that this machine does not talk to, although they have the secret."""
+    """Ids of nodes with the secret that this machine refuses."""
     owner: bytes = b""
-    """The public key without whose signature this machine takes no change of the cluster; empty: it takes none."""
+    """The public key that must sign changes of the cluster; empty: no change is accepted."""
     serial: int = 0
-    """Of the last change of the secret that the owner signed."""
+    """The number of the last change of the secret that the owner signed."""
     previous: ClusterSecret | None = None
     """The secret before that change, which is good until `previous_until`."""
     previous_until: float = 0.0
     """In seconds since 1970, by the clock of this machine."""
     charter: Charter | None = None
-    """What the owner says about the nodes that may be in the cluster."""
+    """The owner's list of nodes that may be in the cluster."""
 
     def earlier(self, now: float) -> ClusterSecret | None:
         """Return the secret before the last change, if it is still good; `now` is in seconds since 1970."""
-        return self.previous if 0 < self.previous_until - now <= MAX_GRACE else None  # the clock may have been set back
+        return self.previous if 0 < self.previous_until - now <= MAX_GRACE else None  # else the clock was set back
 
     @property
     def name(self) -> str:
@@ -72,15 +72,15 @@ class Cluster:
 
     @property
     def tag(self) -> str:
-        """A name for files, which clusters of the same name do not share.
+        """A name for files that differs between clusters of the same name.
 
-        It follows from the owner key if there is one, so that it outlasts changes of the secret.
+        It is derived from the owner key if there is one, so that it stays when the secret changes.
         """
         return f"{self.name}/{files_tag(self.owner) if self.owner else self.secret.derive('files')[:16].hex()}"
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    """How a cluster lies on disk; bytes are hexadecimal."""
+    """The format of a cluster's file; bytes are hexadecimal."""
 
     name: str
     key: str
@@ -94,7 +94,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     previous_until: float = 0.0
     charter: str = ""
     machines: dict[str, str] = {}
-    """By the ids of nodes that were met, the first key of their machine, where that is another."""
+    """By id of known nodes: the first key of their machine, if it is another."""
     waiting: dict[str, str] = {}
     """The names of machines that wait for the owner's approval, by id."""
 
@@ -123,10 +123,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | None = None) -> Cluster:
-    """Return the cluster to join: by an explicit secret, by the environment, or by what this machine knows.
+    """Return the cluster to join: from an explicit secret, from the environment, or from the files of this machine.
 
-    A secret is 32 bytes, 64 hexadecimal digits, a join code or a passphrase. COVEY_SECRET is taken out of `env`, so
-    that processes started from here do not inherit it, and is remembered.
+    A secret is 32 bytes, 64 hexadecimal digits, a join code or a passphrase. COVEY_SECRET is removed
+    from `env`, so that child processes do not inherit it, and is remembered.
 
     Raises:
         ConfigError: a secret cannot be used, or there is none and no such cluster here.
@@ -144,7 +144,7 @@ def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | 
 
 
 def take_secret(env: MutableMapping[str, str]) -> None:
-    """Take COVEY_SECRET out of `env`, so that processes started from here do not inherit it, and remember it."""
+    """Remove COVEY_SECRET from `env`, so that child processes do not inherit it, and remember it."""
     global _environment_secret
     _environment_secret = env.pop("COVEY_SECRET", _environment_secret)
 
@@ -166,17 +166,17 @@ def load(name: str) -> Cluster:
 
 
 def save(cluster: Cluster) -> Path:
-    """Write the cluster's file and return its path; what is known of its nodes stays, and so does the default."""
+    """Write the cluster's file and return its path; known nodes and the default stay as they are."""
     with only_one(made_folder() / ".lock"):
         default = default_name()
         _write(cluster)
-        if default is not None and default_name() is None:  # a second one came: the first does not lose its place
+        if default is not None and default_name() is None:  # with a second cluster, the first stays the default
             write_private(home() / "default", f"{default}\n".encode())
     return cluster_path(cluster.name)
 
 
 def update(name: str, change: Callable[[Cluster], Cluster]) -> Cluster:
-    """Replace a cluster by what `change` makes of it, with no other process in between."""
+    """Replace a cluster by `change(cluster)`, under a lock."""
     with only_one(made_folder() / ".lock"):
         changed = change(load(name))
         _write(changed)
@@ -184,7 +184,7 @@ def update(name: str, change: Callable[[Cluster], Cluster]) -> Cluster:
 
 
 def remove(name: str) -> None:
-    """Forget a cluster, and with it its secret; its owner key, too, if that is here."""
+    """Remove a cluster with its secret, and its owner key if it is on this machine."""
     from covey.net.keys import owner
 
     path = cluster_path(name)
@@ -199,19 +199,19 @@ def remove(name: str) -> None:
 
 
 def list_clusters() -> list[Cluster]:
-    """Return the clusters this machine is in, by name."""
+    """Return the names of the clusters that this machine is in."""
     return [load(name) for name in _names()]
 
 
 def default_name() -> str | None:
-    """Return the only cluster's name, or the one marked as default; None if neither says which."""
+    """Return the name of the only cluster, or of the default one; None if there is neither."""
     names = _names()
     marked = _marked_default()
     return names[0] if len(names) == 1 else marked if marked in names else None
 
 
 def set_default(name: str) -> None:
-    """Mark the cluster that is meant where none is named."""
+    """Set the default cluster."""
     load(name)
     write_private(home() / "default", f"{name}\n".encode())
 
@@ -222,18 +222,18 @@ def next_serial(last: int) -> int:
 
 
 def with_secret(cluster: Cluster, secret: ClusterSecret, serial: int, grace: int) -> Cluster:
-    """Return the same cluster with another secret; the one it has stays good for `grace` seconds."""
+    """Return the cluster with another secret; the present one stays good for `grace` seconds."""
     until = time.time() + min(grace, MAX_GRACE)
     return replace(cluster, secret=secret, serial=serial, previous=cluster.secret, previous_until=until)
 
 
 def known(name: str) -> dict[bytes, str]:
-    """Return the names of nodes that were met in a cluster, by id."""
+    """Return the names of known nodes of a cluster, by id."""
     return {bytes.fromhex(node_id): node for node_id, node in _read(name).known.items()}
 
 
 def machines(name: str) -> dict[bytes, bytes]:
-    """Return the first keys of the machines of nodes that were met in a cluster, by id, where that is another."""
+    """Return, by id of known nodes, the first key of their machine, if it is another."""
     return {bytes.fromhex(node): bytes.fromhex(machine) for node, machine in _read(name).machines.items()}
 
 
@@ -243,7 +243,7 @@ def waiting(name: str) -> dict[bytes, str]:
 
 
 def remember(cluster_name: str, node_id: bytes, node_name: str, machine: bytes = b"") -> None:
-    """Note a node that was met, for commands to know by its name; nothing is noted where nothing can be written.
+    """Store the name of a node for commands; does nothing if it cannot be written.
 
     `machine` is the first key of its machine. The latest 1000 are kept. Writes to disk: not for the event loop.
     """
@@ -266,7 +266,7 @@ def remember(cluster_name: str, node_id: bytes, node_name: str, machine: bytes =
 
 
 def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
-    """Note a machine that waits for approval; the latest 64 are kept. Writes to disk: not for the event loop."""
+    """Store a machine that waits for approval; the latest 64 are kept. Writes to disk: not for the event loop."""
     if cluster_path(cluster_name).exists():
         with only_one(made_folder() / ".lock"):
             file = _read(cluster_name)
@@ -278,7 +278,7 @@ def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
 
 
 def forget_waiting(cluster_name: str, answered: Iterable[bytes]) -> None:
-    """Forget that machines wait for approval: they have got an answer."""
+    """Remove machines from those that wait for approval."""
     with only_one(made_folder() / ".lock"):
         file = _read(cluster_name)
         for machine in answered:
@@ -287,7 +287,7 @@ def forget_waiting(cluster_name: str, answered: Iterable[bytes]) -> None:
 
 
 def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
-    """Return the cluster that a secret in any of its forms gives; `name` is for those that carry none."""
+    """Return the cluster of a secret in any form; `name` is for forms that contain no name."""
     if isinstance(secret, bytes):
         return Cluster(ClusterSecret(name or "default", secret))
     text = secret.strip()
@@ -298,7 +298,7 @@ def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
         if name not in (None, code.secret.name):
             raise ConfigError(f"this join code is for the cluster {code.secret.name!r}, not for {name!r}")
         return Cluster(code.secret, code.seeds, owner=code.owner)
-    if re.fullmatch(r"[0-9a-fA-F]{32,}", text):  # with a digit lost it must not become a passphrase nobody else has
+    if re.fullmatch(r"[0-9a-fA-F]{32,}", text):  # a key with a digit missing must not be taken for a passphrase
         if len(text) != 2 * KEY_BYTES:
             raise ConfigError(f"a key in hexadecimal has {2 * KEY_BYTES} digits, not {len(text)}")
         return Cluster(ClusterSecret(name or "default", bytes.fromhex(text)))
@@ -312,12 +312,12 @@ def _given(source: str, name: str | None, secret: bytes | str) -> Cluster:
         raise ConfigError(f"{source}: {error}") from None
     try:
         is_saved = cluster_path(cluster.name).exists()
-    except ConfigError:  # no place for files: whoever brings the secret needs none
+    except ConfigError:  # no folder for files; a secret from the program needs none
         is_saved = False
     if not is_saved:
         return cluster
     saved = load(cluster.name)
-    cluster = replace(cluster, denied=saved.denied)  # nodes that are kept out here are so by any way in
+    cluster = replace(cluster, denied=saved.denied)  # the denied nodes apply whatever the source of the secret
     if saved.secret == cluster.secret and cluster.owner in (b"", saved.owner):
         return replace(saved, seeds=tuple(dict.fromkeys((*cluster.seeds, *saved.seeds))))
     return cluster
@@ -335,7 +335,7 @@ def _read_secret_file(path: str) -> str:
 
 
 def cluster_path(name: str) -> Path:
-    """Return where a cluster's file is, or would be."""
+    """Return the path of a cluster's file, which may not exist."""
     return existing("clusters") / f"{check_cluster_name(name)}.json"
 
 
@@ -377,7 +377,7 @@ def _read(name: str) -> _File:
 
 
 def _write(cluster: Cluster) -> None:
-    """Write a cluster's file; the lock is held."""
+    """Write a cluster's file. Called under the lock."""
     old = _read(cluster.name) if cluster_path(cluster.name).exists() else None
     key = cluster.secret.key.hex()
     _put(

@@ -1,8 +1,8 @@
-"""Who a node is: a key of its own, a name to read, and a number for each of its lives.
+"""The identity of a node: its own key, a readable name, and a number for each of its lives.
 
-An identity is a slot in a folder: `0.key` has the key, `0.count` how often it was used, and `0.lock` is locked for as
-long as a process uses it. A second process takes the next slot. A copied folder cannot be told from here: the two
-nodes find out when they meet, by the random half of `life`.
+An identity is a slot in a folder: `0.key` has the key, `0.count` how often it was used, and `0.lock` is locked while a
+process uses it. A second process takes the next slot. A copied folder cannot be noticed here: the two nodes notice it
+when they are linked, by the random half of `life`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ PREFIX_LETTERS: Final = 4
 
 
 class NodeIdentity(LockHolder):
-    """A node's key, its name, and which of its lives this is. Use it in `with`, or call `release`."""
+    """A node's key, its name, and the number of its life. Use it in `with`, or call `release`."""
 
     def __init__(
         self, private: Ed25519PrivateKey, incarnation: int, lock: int = -1, machine: Ed25519PrivateKey | None = None
     ) -> None:
-        """`machine` is the first key of this machine, which signs for this one."""
+        """`machine` is the first key of this machine, which signs this node's key."""
         self.private = private
         self.id = private.public_key().public_bytes_raw()
-        """The public key: what peers know this node by."""
+        """The public key, by which peers know this node."""
         self.name = node_name(socket.gethostname(), self.id)
         """The host name and four letters of the id."""
         self.incarnation = incarnation
-        """Which life of this identity this is, from 1; a later one ends the earlier."""
+        """The number of this life, from 1; a later life replaces an earlier one."""
         self.life = struct.pack(">Q8s", incarnation, secrets.token_bytes(8))
-        """The incarnation and 8 random bytes, by which even a copied identity differs."""
+        """The incarnation and 8 random bytes, which differ even for a copied identity."""
         self.machine = self.endorsement = b""
         """The first key of this machine and its signature, as on a card; empty if this is the first."""
         if machine is not None and (first := machine.public_key().public_bytes_raw()) != self.id:
@@ -62,7 +62,7 @@ class NodeIdentity(LockHolder):
         """Take the first identity in `folder` (default: the user's) that no process uses, or make a new one.
 
         Raises:
-            ConfigError: a file of it is damaged or open to others, or cannot be written; says which, and what to do.
+            ConfigError: one of its files is damaged, open to other users, or cannot be written.
         """
         folder = private_folder(home() / "identities" if folder is None else folder)
         for slot in range(MAX_SLOTS):
@@ -80,24 +80,24 @@ class NodeIdentity(LockHolder):
 
     @classmethod
     def ephemeral(cls) -> NodeIdentity:
-        """Return an identity that is on no disk and ends with this process."""
+        """Return an identity that is not stored and ends with this process."""
         return cls(Ed25519PrivateKey.generate(), 1)
 
     @classmethod
     def passing(cls) -> NodeIdentity:
-        """Return an identity that ends with this process, signed for by the first key of this machine if it has one."""
+        """Return an identity that ends with this process, signed by the first key of this machine if there is one."""
         machine = None
-        with contextlib.suppress(ConfigError, FileNotFoundError):  # a machine without files can still come
+        with contextlib.suppress(ConfigError, FileNotFoundError):  # a machine without such files can still visit
             machine = _read_key(existing("identities") / "0.key")
         return cls(Ed25519PrivateKey.generate(), 1, machine=machine)
 
     @property
     def short_id(self) -> str:
-        """The beginning of the id, for people."""
+        """The beginning of the id, for messages."""
         return short_id(self.id)
 
     def release(self) -> None:
-        """Let another process have this identity. Releasing twice is fine."""
+        """Release the identity for another process. Releasing twice is fine."""
         self.let_go()
 
     def __enter__(self) -> Self:
@@ -111,7 +111,7 @@ class NodeIdentity(LockHolder):
 
 
 def id_text(node_id: bytes) -> str:
-    """Return a node's id as people may type it: 52 letters and digits, of which the first few mostly do."""
+    """Return a node's id as text to type: 52 letters and digits; usually the first few are enough."""
     return base64.b32encode(node_id).decode().rstrip("=").lower()
 
 
@@ -121,21 +121,21 @@ def short_id(node_id: bytes) -> str:
 
 
 def node_name(host_name: str, node_id: bytes) -> str:
-    """Return what people call a node: its host's name and four letters of its id.
+    """Return the name of a node: its host's name and four letters of its id.
 
-    The host name may come from a peer: whatever it holds, the result is letters, digits and dashes.
+    The host name may come from a peer: the result contains only letters, digits and dashes.
     """
     host = re.sub(r"[^A-Za-z0-9-]+", "-", host_name.partition(".")[0])[:40].strip("-")
     return f"{host or 'node'}-{id_text(node_id)[:4]}"
 
 
 def resolve_id(text: str, nodes: Mapping[bytes, str]) -> bytes:
-    """Return the id that `text` means: a whole one, or the beginning of one of `nodes`, or its name.
+    """Return the id for `text`: a whole id, or the beginning of the id or the name of one of `nodes`.
 
     Ids are hexadecimal or base32, in any case.
 
     Raises:
-        ConfigError: it means none of them, or several.
+        ConfigError: it matches none of them, or several.
     """
     text = text.strip().lower()
     if (whole := _whole_id(text)) is not None:
@@ -186,7 +186,7 @@ def _lock_slot(path: Path) -> int | None:
 
 
 def own_ids() -> set[bytes]:
-    """Return the ids of all nodes of this machine, but for those that end with their process."""
+    """Return the ids of all stored identities of this machine."""
     found = set()
     for path in existing("identities").glob("*.key"):
         with contextlib.suppress(FileNotFoundError):
@@ -195,7 +195,7 @@ def own_ids() -> set[bytes]:
 
 
 def own_machine() -> bytes:
-    """Return the first key of this machine, by which lists of nodes name it; it is made if there is none yet."""
+    """Return the first key of this machine, by which lists name it; made if there is none."""
     return _slot_key(private_folder(home() / "identities"), 0).public_key().public_bytes_raw()
 
 
@@ -208,7 +208,7 @@ def _slot_key(folder: Path, slot: int) -> Ed25519PrivateKey:
         with contextlib.suppress(FileNotFoundError):
             return _read_key(path)
         private = Ed25519PrivateKey.generate()
-        if not counter.exists():  # before the key: a key without its count is damage, not a crash
+        if not counter.exists():  # written before the key, so that a key without its count means damage, not a crash
             write_private(counter, b"0\n")
         write_private(
             path, f"{private.private_bytes_raw().hex()} {private.public_key().public_bytes_raw().hex()}\n".encode()
@@ -228,7 +228,7 @@ def _read_key(path: Path) -> Ed25519PrivateKey:
 
 
 def _count_up(path: Path) -> int:
-    """Return the next number in the file; it is on disk before it is used, so no life has the number of another."""
+    """Return the next number in the file, which is on disk before it is used: no two lives have the same number."""
     try:
         text = read_private(path).decode("ascii", "replace").strip()
     except FileNotFoundError:

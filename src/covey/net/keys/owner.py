@@ -1,4 +1,4 @@
-"""The private half of a cluster's owner key: a file beside the cluster's, on the machine of the owner only."""
+"""The private owner key of a cluster: a file beside the cluster's, only on the machine of the owner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OwnerKey = Ed25519PrivateKey
 
 
 def make(name: str) -> bytes:
-    """Make an owner key for the cluster of that name, in place of an earlier one; return its public half."""
+    """Make an owner key for the cluster of that name, replacing an earlier one; return its public half."""
     private = Ed25519PrivateKey.generate()
     words = f"{private.private_bytes_raw().hex()} {public_half(private).hex()}\n"
     made_folder()
@@ -33,7 +33,7 @@ def held(cluster: Cluster) -> Ed25519PrivateKey | None:
     """Return the private owner key of a cluster, if it is on this machine.
 
     Raises:
-        ConfigError: its file is damaged or open to others.
+        ConfigError: its file is damaged, or open to other users.
     """
     path = _path(cluster.name)
     try:
@@ -52,7 +52,7 @@ def require(cluster: Cluster, deed: str) -> Ed25519PrivateKey:
     """Return the private owner key of a cluster; `deed` is what it is needed for, in words.
 
     Raises:
-        ConfigError: it is not on this machine, or the cluster has none; says what to do instead.
+        ConfigError: it is not on this machine, or the cluster has none; says what to do.
     """
     if (private := held(cluster)) is not None:
         return private

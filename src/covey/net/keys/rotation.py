@@ -1,4 +1,4 @@
-"""A new secret for a cluster: made and signed on the owner's machine, checked and kept on every other one."""
+"""A new secret for a cluster: made and signed on the owner's machine, checked and stored on every other one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_OWNER: Final = (
 
 
 def rotate(old: Cluster, grace: int) -> Cluster:
-    """Give the cluster a new secret in the file of this machine, and return the cluster as it is then.
+    """Give the cluster a new secret in the file of this machine, and return the changed cluster.
 
     Raises:
         ConfigError: another process has changed the secret meanwhile.
@@ -39,26 +39,26 @@ def rotate(old: Cluster, grace: int) -> Cluster:
 
 
 def sign(owner: Ed25519PrivateKey, old: Cluster, new: Cluster, grace: int, recipient: bytes) -> NewSecret:
-    """Return what gives the node of this id the new secret."""
+    """Return the message that gives the new secret to the node of this id."""
     key, serial = new.secret.key, new.serial
     words = rotation_words(new.name, serial, grace, key, old.secret.key, recipient)
     return NewSecret(key, serial, grace, owner.sign(words))
 
 
 def keep(cluster: Cluster, own_id: bytes, message: NewSecret) -> Cluster:
-    """Write a new secret down, if the owner that this machine has pinned signed it for the node of this id.
+    """Store a new secret, if the owner key that this machine has pinned signed it for the node of this id.
 
-    Return the cluster as it is then. `cluster` is what the caller uses. Writes to disk: not for the event loop.
+    Return the changed cluster. `cluster` is what the caller uses. Writes to disk: not for the event loop.
 
     Raises:
-        ConfigError: it cannot be kept here; says why, and what to do.
+        ConfigError: it cannot be stored here; says why, and what to do.
         AuthError: the owner has not signed it, or has signed a later one.
     """
     secret = ClusterSecret(cluster.name, message.key)
 
     def change(saved: Cluster) -> Cluster:
         if saved.secret == secret and saved.serial == message.serial:
-            return saved  # another process of this machine has kept it
+            return saved  # another process of this machine has stored it
         if saved.secret != cluster.secret:
             raise ConfigError(GIVEN)
         if not saved.owner:

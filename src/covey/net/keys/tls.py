@@ -1,4 +1,4 @@
-"""TLS between the nodes of a cluster: whoever holds the secret can sign for itself, and nobody else.
+"""TLS between the nodes of a cluster: only a holder of the secret can make an accepted certificate.
 
 The certificate authority follows from the cluster's secret and is the same, byte for byte, on every node. Each node
 signs a certificate over its own Ed25519 key, and is known by that key: names in certificates mean nothing.
@@ -29,7 +29,7 @@ PROTOCOL: Final = "covey/1"
 RECORD_HEADER_BYTES: Final = 5
 _SINCE: Final = datetime.datetime(2000, 1, 1)
 _UNTIL: Final = datetime.datetime(9999, 12, 31)
-"""A board whose clock starts in 2000 after each power cut has to work, too."""
+"""Early enough for a machine whose clock starts in 2000 after each power cut."""
 
 
 class Credentials:
@@ -42,7 +42,7 @@ class Credentials:
         leaf = _certificate(authority, private.public_key(), "covey node", is_authority=False)
         self.dialling = _context(ssl.PROTOCOL_TLS_CLIENT, root, leaf, private)
         self.accepting = _context(ssl.PROTOCOL_TLS_SERVER, root, leaf, private)
-        self.accepting.num_tickets = 0  # nobody resumes, and each costs the handshake a write
+        self.accepting.num_tickets = 0  # sessions are not resumed, and each ticket costs a write
 
 
 _RETRY: Final = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")

@@ -71,7 +71,7 @@ class RingLane:
         lock = threading.Lock()
         self._fence: Callable[[], object] = lock.release
         self._next_fence: Callable[[], object] = lock.acquire
-        """Taking and giving back a lock that nobody else knows are fences, each on its own; so they take turns."""
+        """Acquiring and releasing a private lock are each a fence; so the two take turns."""
         self._parked_for = (False, False)
         self._peer_gone = False
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import select
+import selectors
 import socket
-import sys
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -153,7 +153,7 @@ class SealedLane(SocketLane):
         """
         if not socks:
             raise ConfigError("a lane needs at least one stream")
-        self._watch = _Watch() if len(socks) > 1 else None
+        self._readiness = _Readiness() if len(socks) > 1 else None
         self._pipes = [_Pipe(sock, secret, lane, stream, dialler=dialler) for stream, sock in enumerate(socks)]
         self._out: Outgoing | None = None
         self._payload = _NOTHING
@@ -266,19 +266,19 @@ class SealedLane(SocketLane):
             incoming.got += stop - start
 
     def fileno(self) -> int:
-        return self._pipes[0].sock.fileno() if self._watch is None else self._watch.fileno()
+        return self._pipes[0].sock.fileno() if self._readiness is None else self._readiness.fileno()
 
     def park(self, *, sending: bool, receiving: bool) -> int:
         with contextlib.suppress(ForgedError):  # `receive` tells
             if receiving and self._pipes[self._in_turn].ready():
                 return 0
-        if self._watch is None:
+        if self._readiness is None:
             return (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
         readers = [self._pipes[self._in_turn].sock] if receiving else []
         writers = [pipe.sock for pipe in self._pipes if pipe.unsent] if sending else []
         if sending and not writers:
             return 0
-        self._watch.ask(readers, writers)
+        self._readiness.ask(readers, writers)
         return select.POLLIN
 
     def peek(self) -> bytes:
@@ -300,8 +300,8 @@ class SealedLane(SocketLane):
             pipe.sock.shutdown(how)
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        if self._readiness is not None:
+            self._readiness.close()
         for pipe in self._pipes:
             pipe.close()
 
@@ -443,58 +443,34 @@ class SealedSocket:
         self._pipe.sock.close()
 
 
-if sys.platform == "linux":
+class _Readiness:
+    """A descriptor that is readable when one of several sockets can do what was last asked for."""
 
-    class _Watch:
-        """A descriptor that is readable when one of several sockets can do what was asked for last."""
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._asked: dict[socket.socket, int] = {}
+        self._is_closed = False
+        if not hasattr(self._selector, "fileno"):
+            self._selector.close()
+            raise ConfigError("several streams per lane need epoll or kqueue, which this system lacks; use streams=1")
 
-        def __init__(self) -> None:
-            self._epoll = select.epoll()
-            self._asked: dict[socket.socket, int] = {}
+    def ask(self, readers: list[socket.socket], writers: list[socket.socket]) -> None:
+        wanted = dict.fromkeys(readers, selectors.EVENT_READ)
+        for sock in writers:
+            wanted[sock] = wanted.get(sock, 0) | selectors.EVENT_WRITE
+        # Other sockets are unregistered: a broken one would be reported whatever its mask is.
+        for sock in self._asked.keys() - wanted.keys():
+            self._selector.unregister(sock)
+        for sock, events in wanted.items():
+            if sock not in self._asked:
+                self._selector.register(sock, events)
+            elif self._asked[sock] != events:
+                self._selector.modify(sock, events)
+        self._asked = wanted
 
-        def ask(self, readers: list[socket.socket], writers: list[socket.socket]) -> None:
-            wanted = dict.fromkeys(readers, select.EPOLLIN)
-            for sock in writers:
-                wanted[sock] = wanted.get(sock, 0) | select.EPOLLOUT
-            # Sockets that nobody asks for are taken out: a broken one would be reported whatever its mask is.
-            for sock in self._asked.keys() - wanted.keys():
-                self._epoll.unregister(sock)
-            for sock, events in wanted.items():
-                if sock not in self._asked:
-                    self._epoll.register(sock, events)
-                elif self._asked[sock] != events:
-                    self._epoll.modify(sock, events)
-            self._asked = wanted
+    def fileno(self) -> int:
+        return -1 if self._is_closed else int(self._selector.fileno())
 
-        def fileno(self) -> int:
-            return -1 if self._epoll.closed else self._epoll.fileno()
-
-        def close(self) -> None:
-            self._epoll.close()
-
-else:
-
-    class _Watch:
-        """A descriptor that is readable when one of several sockets can do what was asked for last."""
-
-        def __init__(self) -> None:
-            if not hasattr(select, "kqueue"):
-                raise ConfigError(
-                    "several streams per lane need epoll or kqueue, which this system lacks; use streams=1"
-                )
-            self._kqueue = select.kqueue()
-            self._asked: set[tuple[int, int]] = set()
-
-        def ask(self, readers: list[socket.socket], writers: list[socket.socket]) -> None:
-            wanted = {(sock.fileno(), select.KQ_FILTER_READ) for sock in readers}
-            wanted |= {(sock.fileno(), select.KQ_FILTER_WRITE) for sock in writers}
-            changes = [select.kevent(*each, select.KQ_EV_DELETE) for each in sorted(self._asked - wanted)]
-            changes += [select.kevent(*each, select.KQ_EV_ADD) for each in sorted(wanted - self._asked)]
-            self._kqueue.control(changes, 0)
-            self._asked = wanted
-
-        def fileno(self) -> int:
-            return -1 if self._kqueue.closed else self._kqueue.fileno()
-
-        def close(self) -> None:
-            self._kqueue.close()
+    def close(self) -> None:
+        self._selector.close()
+        self._is_closed = True

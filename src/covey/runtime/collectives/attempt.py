@@ -203,7 +203,7 @@ class Attempt(EnginePart):
             if lane is not None and lane.is_stuck():
                 self.lane_closed(slot, LaneClosedError("the other end does not acknowledge what is sent"))
         again_at = self.engine.operation.stalled(self, since, tuple(self.ranks[slot] for slot in waiting_for))
-        return again_at if self.lane_family == "ring" else min(again_at, now + tcp.LOOK_SECONDS)
+        return again_at if self.lane_family == "ring" else min(again_at, now + tcp.PATH_CHECK_SECONDS)
 
     def lane_closed(self, peer: int, error: LaneClosedError | ConnectError) -> None:
         self.engine.lane_trouble.lane_closed(self, self.ranks[peer], error)

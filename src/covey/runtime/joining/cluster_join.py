@@ -1,4 +1,4 @@
-"""Joining a run of a cluster: from a secret and a name to a group."""
+"""Joins a run of a cluster: from a secret and a name to a group. Runs on the thread that calls."""
 
 from __future__ import annotations
 
@@ -22,40 +22,32 @@ from covey.wire.formation import Terms
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
-    from covey.runtime.environment import ClusterOptions, WantedRun
-    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.joining.request import JoinTarget
 
 
 logger = logging.getLogger("covey")
 
 
-def join_run(
-    wanted: WantedRun,
-    config: GroupConfig,
-    options: ClusterOptions,
-    *,
-    is_elastic: bool = False,
-    is_returning: bool = False,
-) -> Group:
-    """Return the group of a run once its nodes have agreed on it.
-
-    A process that `is_returning` was in the run before, or waited for it.
+def join_run(target: JoinTarget) -> Group:
+    """Return the group of the target's run once the nodes have agreed on it.
 
     Raises:
         ConfigError: there is no cluster, or a setting cannot work.
         AuthError: the secret or this node's identity is not accepted.
         ClosedError: the run that this process waited for is over.
-        DeadlineError: the others did not come in time.
+        DeadlineError: too few nodes came in time.
     """
+    wanted, config = target.run, target.config
+    assert wanted is not None
     if config.lanes == "shm" and not shm.usable():
         raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
     if wanted.size == 1:
         return _ready(Group(Engine(None, 0, (0,), wanted.name, config), local_rank=0), None)
-    cluster = options.find(os.environ)
+    cluster = target.options.find(os.environ)
     ports = ports_from(os.environ.get("COVEY_PORT", ""))
     endpoint = cluster_endpoint(cluster, config, run=wanted.name, ports=ports, tie_breaker=wanted.tie_breaker)
     abandoned = frozenset(wanted.abandoned)
-    if wanted.is_new and not is_returning:
+    if wanted.is_new and not target.is_returning:
         abandoned |= forget_lineages(cluster.tag, wanted.name)
     terms = Terms(
         run=wanted.name,
@@ -68,32 +60,27 @@ def join_run(
         on_loss=config.on_loss,
     )
 
-    async def gather() -> Node:
+    async def become_a_node() -> Node:
         joiner = Joiner(
             cluster,
             config,
             endpoint,
             terms,
-            is_elastic=is_elastic,
-            is_returning=is_returning,
+            is_elastic=target.is_elastic,
+            is_returning=target.is_returning,
             min_hosts=wanted.min_hosts,
             abandoned=abandoned,
         )
         # A generation may lose members below the size that the next one waits for.
-        return await _become_a_node(
-            joiner, terms, config, endpoint, wanted.timeout, floor=1 if is_elastic else wanted.floor
-        )
+        floor = 1 if target.is_elastic else wanted.floor
+        return await _seat(joiner, config, wanted.timeout, floor=floor)
 
-    node = control.make(
-        gather(),
-        discard=Node.close,
-        otherwise=endpoint.leave,
-    )
+    node = control.make(become_a_node(), discard=Node.close, otherwise=endpoint.leave)
     return _ready(group_of(node, local_rank=_local_rank(node)), node)
 
 
 def _ready(group: Group, node: Node | None) -> Group:
-    """Do what `covey run` asked for before the program has its group."""
+    """Export torch's variables, if `covey run` asked for it, before the program gets its group."""
     if os.environ.get("COVEY_TORCH_ENV") == "1":
         try:
             export_torch_env(group, node)
@@ -103,13 +90,12 @@ def _ready(group: Group, node: Node | None) -> Group:
     return group
 
 
-async def _become_a_node(
-    joiner: Joiner, terms: Terms, config: GroupConfig, endpoint: Endpoint, asked: float, *, floor: int
-) -> Node:
-    """Return the node of an agreed run."""
+async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: int) -> Node:
+    """Return this process's node, once the joiner has a seat in the run."""
+    endpoint = joiner.endpoint
     try:
         await joiner.open()
-        formed = await joiner.form(asked)
+        formed = await joiner.form(within)
         if isinstance(formed, messages.Founded):
             seats = {messages.key_of(member.card): member.seat for member in formed.members}
         else:
@@ -117,7 +103,7 @@ async def _become_a_node(
         node = Node(
             rank=seats[messages.key_of(joiner.card)],
             size=len(seats),
-            run=terms.run,
+            run=joiner.run,
             credentials=endpoint.credentials,
             card=joiner.card,
             config=config,
@@ -139,21 +125,21 @@ async def _become_a_node(
 
 
 def forget_lineages(cluster: str, run: str) -> frozenset[bytes]:
-    """Give up the runs of this name that this machine knows of and that may be going on; return their lineages.
+    """Give up the runs of this name that this machine knows of and that may go on; return their lineages.
 
-    Its processes may found another one. If one of those given up is met all the same, that is an error.
+    Processes of this machine may then found a new run. If they find a given-up run going on, they fail.
     """
     from covey.runtime.mesh.records import Records
 
     given_up = Records(cluster, run, b"").forget_lineages()
     for lineage, names in given_up.items():
-        logger.warning("run %r: the one that was begun before with %s (%s) is given up on this machine", run,
+        logger.warning("run %r: the earlier run with %s (%s) is given up on this machine", run,
                        ", ".join(names) or "unknown nodes", lineage.hex())  # fmt: skip
     return frozenset(given_up)
 
 
 def _local_rank(node: Node) -> int:
-    """Return this node's number among those of the run on its host: ranks of one host are next to each other."""
+    """Return this node's number among the run's nodes on its host: ranks of one host are consecutive."""
     return sum(
         1
         for peer in node.peers.values()

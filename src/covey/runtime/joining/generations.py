@@ -1,4 +1,8 @@
-"""Going from generation to generation: the group of those who are there, again and again, as members come and go."""
+"""`covey.generations`: the group of each generation of a run, as members join and leave.
+
+Invariant: all members compute the next generation from the same exchanged data, and a view of the current one decides
+it. Runs on the thread that calls.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import (
@@ -26,6 +31,7 @@ from covey.runtime.fault import Fault
 from covey.runtime.group.internals import engine_of, node_of, restored_state, seat_of
 from covey.runtime.group.saved import save_state
 from covey.runtime.joining import bootstrap
+from covey.runtime.joining.request import JoinRequest
 from covey.runtime.members.view_driver import seats_of
 from covey.wire import messages
 from covey.wire.membership import Successor
@@ -38,13 +44,13 @@ if TYPE_CHECKING:
     from covey.runtime.members.node import Node
 
 WAIT_SECONDS: Final = 300.0
-"""How long a generation that has too few members waits for more, by default."""
-LOOK_SECONDS: Final = 0.2
-"""How often it looks whether they have come."""
+"""How long a generation with too few members waits for more, by default."""
+ROUND_SECONDS: Final = 0.2
+"""How long it waits for newcomers before its members exchange again what they know."""
 SURPLUS_SECONDS: Final = 30.0
 """How much longer than patience the members may take to agree on the next generation."""
 MOST_SEATS: Final = 1 << 30
-"""No run gives out as many, and every number that a member adds to it still fits into a message."""
+"""More than any run gives out; every number that a member adds to it still fits into a message."""
 
 
 def generations(
@@ -58,53 +64,48 @@ def generations(
 ) -> Iterator[Group]:
     """Yield the group of each generation of a run; end when this process was asked to leave.
 
-    A generation lasts until the loop comes back for the next. It should when `group.change_pending` is true: newcomers
-    wait to get in, somebody wants to leave, or fewer than `min_size` are left. Every rank comes back after the same
-    step; newcomers are then in the next group, which should begin with `group.restore(state)`. When the work is done,
-    leave the loop with `break` or `return`: the last group is closed.
+    A generation lasts until the loop asks for the next one. It should ask when `group.change_pending` is true:
+    newcomers wait, a member wants to leave, or fewer than `min_size` members are left. Every rank asks after the same
+    step. Newcomers are in the next group, which should begin with `group.restore(state)`. When the work is done, leave
+    the loop with `break` or `return`: the last group is closed.
 
-    If an older run of the same name is met in the cluster, this one ends after the step with SplitRunError; the state
-    that was last given to `group.restore` is in a file by then.
+    If there is an older run of the same name in the cluster, this one ends after the step with SplitRunError; the state
+    that was last given to `group.restore` has then been saved to a file.
 
-    SIGTERM asks this process to leave: the others go on without it, and the loop ends here after the step.
+    SIGTERM asks this process to leave: the loop ends after the step, and the other members continue.
 
     Args:
         run: the name of the run in the cluster; under `covey run` and other launchers it is not needed.
-        min_size: a generation waits until so many are there (default 1 under a launcher, else 2).
-        max_size: more than so many wait outside, and step in when somebody is lost.
-        timeout: seconds to wait for others, at the start and whenever too few are left. A process that comes to a run
-            which goes on, or is full, waits as long as the run lasts.
+        min_size: the fewest members of a generation (default 1 under a launcher, else 2).
+        max_size: the most members; further processes wait as spares, and replace lost members.
+        timeout: seconds to wait for other members, at the start and whenever there are too few. A process that waits
+            for a running or full run waits as long as the run lasts.
         on_loss: as for `covey.join`.
-        options: all that `covey.join` takes besides.
+        options: the other arguments of `covey.join`.
     """
     for what, number in (("min_size", min_size), ("max_size", max_size)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConfigError(f"{what}={number!r} must be a whole number above 0")
-    return _Generations(run, min_size, max_size, timeout, {**options, "on_loss": on_loss}).each()
+    asked = {**options, "run": run, "min_size": min_size, "max_size": max_size, "timeout": timeout, "on_loss": on_loss}
+    return _Generations(replace(JoinRequest.of(asked), is_elastic=True)).each()
 
 
 class _OverError(Exception):
-    """The run ended while this process waited outside: there is nothing more to do."""
+    """The run ended while this process waited for a seat."""
 
 
 class _Generations:
-    """One program's way through the generations of a run."""
+    """The generations of a run, as one process goes through them."""
 
-    def __init__(
-        self,
-        run: str | None,
-        min_size: int | None,
-        max_size: int | None,
-        timeout: float | None,
-        options: dict[str, Any],
-    ) -> None:
-        self._run, self._timeout, self._options = run, timeout, options
-        self._min_size, self._max_size = min_size, max_size
+    def __init__(self, request: JoinRequest) -> None:
+        self._request = request
+        self._min_size, self._max_size = request.min_size, request.max_size
         self._is_asked_to_leave = False
-        """Set by a signal handler, which must not lock: it may interrupt itself."""
+        """Set by a signal handler, which must take no lock: it may interrupt itself."""
         self._group: Group | None = None
 
     def each(self) -> Iterator[Group]:
+        """Yield one group after the other; close the last one."""
         with self._listening_for_sigterm():
             try:
                 self._group = self._join()
@@ -125,16 +126,17 @@ class _Generations:
         return self._max_size or messages.MAX_MEMBERS
 
     def _join(self, *, again: bool = False) -> Group:
-        """Return the group of the run's first generation, or of the one that takes this process in."""
-        asked = {**self._options, "run": self._run, "timeout": self._timeout}
-        if self._run is not None or "COVEY_RUN" in os.environ:
-            asked |= {"min_size": self._min_size, "max_size": self._max_size}
+        """Return the group of the run's first generation, or of a later one with a seat for this process."""
+        request = replace(self._request, is_newcomer=again)
+        is_launched = request.run is None and "COVEY_RUN" not in os.environ
+        if is_launched:  # the launcher decides how many processes there are
+            request = replace(request, min_size=None, max_size=None)
         self._group = None
         try:
-            group = bootstrap.join_as_asked(asked, is_elastic=True, is_newcomer=again)
+            group = bootstrap.join_with(request)
         except ClosedError as error:
             raise _OverError from error
-        if "min_size" not in asked and (self._min_size or 1) > group.size and group.generation == 0:
+        if is_launched and (self._min_size or 1) > group.size and group.generation == 0:
             group.close()
             raise ConfigError(f"min_size={self._min_size}, but the launcher started {group.size}; start more, as in "
                               f"`covey run -n {self._min_size}`")  # fmt: skip
@@ -146,7 +148,7 @@ class _Generations:
         return group
 
     def _next(self, group: Group) -> Group | None:
-        """Return the group of the next generation; None if this process is not in it, because it wanted to leave."""
+        """Return the group of the next generation; None if this process was asked to leave, and is not in it."""
         node, engine = node_of(group), engine_of(group)
         if node is None or engine.is_over:
             error = engine.failure.message_error()
@@ -161,10 +163,10 @@ class _Generations:
             is_decided = founded is None or engine.generation is None or founded.is_kept
             if founded is not None and engine.generation is not None and not is_decided:
                 founded = _decide(engine.generation, founded)
-        except GroupChangedError:  # between two generations the loop of the program cannot catch it
+        except GroupChangedError:  # the program cannot catch it between two generations
             group.close()
             return self._join(again=True)
-        if founded is None and not is_decided:  # this process is in no view any more
+        if founded is None and not is_decided:  # a view has excluded this process
             error = engine.failure.message_error()
             group.close()
             if isinstance(error, GroupChangedError):
@@ -175,12 +177,12 @@ class _Generations:
             return None
         if all(member.seat != node.rank for member in founded.members):
             group.close()
-            return self._join(again=True)  # there is no room: wait outside
+            return self._join(again=True)  # the generation is full: wait as a spare
         return _begin(group, node, founded)
 
     def _agree(self, group: Group, node: Node) -> messages.Founded | None:
-        """Agree with the other members on who is in the next generation."""
-        until = time.monotonic() + (self._timeout if self._timeout is not None else WAIT_SECONDS)
+        """Return the next generation, as all its members compute it; None if this process leaves."""
+        until = time.monotonic() + (WAIT_SECONDS if self._request.timeout is None else self._request.timeout)
         while True:
             mine = {
                 "lobby": messages.encode(tuple(each.card for each in node.newcomers)),
@@ -190,26 +192,26 @@ class _Generations:
                 "rival": node.rival,
             }
             gathered = enumerate(group.all_gather_object(mine))
-            heard = {rank: _understood(words) for rank, words in gathered if rank in group.contributors}
-            said = {rank: words for rank, words in heard.items() if words is not None}
-            if rivals := [words.rival for words in said.values() if words.rival]:
+            checked = {rank: _checked(value) for rank, value in gathered if rank in group.contributors}
+            proposals = {rank: proposal for rank, proposal in checked.items() if proposal is not None}
+            if rivals := [proposal.rival for proposal in proposals.values() if proposal.rival]:
                 raise _outlived(group, rivals[0])
-            if said[group.rank].leaves:
+            if proposals[group.rank].leaves:
                 return None
-            staying = [rank for rank, words in said.items() if not words.leaves]
-            founded = _founded(group, node, staying, said, self._most)
+            staying = [rank for rank, proposal in proposals.items() if not proposal.leaves]
+            founded = _founded(group, node, staying, proposals, self._most)
             if len(founded.members) >= (self._min_size or 1):
                 return founded
-            if any(words.is_late for words in said.values()):
+            if any(proposal.is_late for proposal in proposals.values()):
                 raise DeadlineError(
                     f"the next generation has {len(founded.members)} members and needs {self._min_size}, and the "
                     "timeout ended before more came; start some, or pass a smaller min_size= or a longer timeout="
                 )
-            _await_someone(node)
+            _await_newcomer(node)
 
     @contextlib.contextmanager
     def _listening_for_sigterm(self) -> Iterator[None]:
-        """Take SIGTERM as the wish to leave; only programs whose main thread loops can."""
+        """Let SIGTERM ask this process to leave, if the loop runs on the main thread and SIGTERM has no handler."""
         if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) not in (
             signal.SIG_DFL,
             None,
@@ -220,7 +222,7 @@ class _Generations:
         def leave(_signum: int, _frame: object) -> None:
             self._is_asked_to_leave = True
             if self._group is None:
-                raise SystemExit(0)  # outside, nobody has to agree
+                raise SystemExit(0)  # without a seat, no member has to agree
             if (node := node_of(self._group)) is not None:
                 node.is_draining = True
 
@@ -228,14 +230,16 @@ class _Generations:
         try:
             yield
         finally:
-            if threading.current_thread() is threading.main_thread():  # else the garbage collector ends the loop
+            if (
+                threading.current_thread() is threading.main_thread()
+            ):  # the garbage collector may end the loop on another thread
                 signal.signal(signal.SIGTERM, before)
 
 
-class _Words(NamedTuple):
-    """What a member says when the members agree on the next generation."""
+class _Proposal(NamedTuple):
+    """What a member contributes when the members compute the next generation."""
 
-    lobby: dict[tuple[bytes, bytes], messages.Card]
+    newcomers: dict[tuple[bytes, bytes], messages.Card]
     """The newcomers that it is linked with, by id and life."""
     leaves: bool
     next_seat: int
@@ -243,33 +247,35 @@ class _Words(NamedTuple):
     rival: str
 
 
-def _understood(words: Any) -> _Words | None:
-    """Return what a member said; None if no member says such a thing, and then all go on without that one."""
+def _checked(value: Any) -> _Proposal | None:
+    """Check what a member contributed; None if it is malformed: then all members ignore it."""
     try:
-        lobby, next_seat, rival = words["lobby"], words["next"], words["rival"]
-        if not (isinstance(lobby, bytes) and type(next_seat) is int and isinstance(rival, str)):
+        newcomers, next_seat, rival = value["lobby"], value["next"], value["rival"]
+        if not (isinstance(newcomers, bytes) and type(next_seat) is int and isinstance(rival, str)):
             return None
-        cards = {messages.key_of(card): card for card in messages.decode_cards(lobby)}
-        leaves, is_late = bool(words["leaves"]), bool(words["late"])
+        cards = {messages.key_of(card): card for card in messages.decode_cards(newcomers)}
+        leaves, is_late = bool(value["leaves"]), bool(value["late"])
     except (TypeError, KeyError, RemoteProtocolError):
         return None
-    return _Words(cards, leaves, next_seat, is_late, rival) if 0 <= next_seat < MOST_SEATS else None
+    return _Proposal(cards, leaves, next_seat, is_late, rival) if 0 <= next_seat < MOST_SEATS else None
 
 
-def _founded(group: Group, node: Node, staying: list[int], said: dict[int, _Words], most: int) -> messages.Founded:
-    """Return the next generation, from what its members said: the same on all of them.
+def _founded(
+    group: Group, node: Node, staying: list[int], proposals: dict[int, _Proposal], most: int
+) -> messages.Founded:
+    """Return the next generation, computed from the proposals: the same on every member.
 
-    Only a newcomer that every member is linked with can be taken in.
+    Only a newcomer that every member is linked with gets a seat.
     """
     generation = engine_of(group).generation
     assert generation is not None
     members = [generation.founded.members[generation.ranks_of((seat_of(group, rank),))[0]] for rank in staying]
-    lobbies = [said[rank].lobby for rank in staying]
-    known = [key for key in lobbies[0] if all(key in lobby for lobby in lobbies)] if lobbies else []
+    waiting = [proposals[rank].newcomers for rank in staying]
+    known = [key for key in waiting[0] if all(key in newcomers for newcomers in waiting)] if waiting else []
     del members[most:]
     room = most - len(members)
-    next_seat = max(words.next_seat for words in said.values())
-    members += [messages.SeatedMember(next_seat + number, lobbies[0][key]) for number, key in enumerate(known[:room])]
+    next_seat = max(proposal.next_seat for proposal in proposals.values())
+    members += [messages.SeatedMember(next_seat + number, waiting[0][key]) for number, key in enumerate(known[:room])]
     number = generation.number + 1
     keys = b"".join(part for member in members for part in messages.key_of(member.card))
     lineage = hashlib.blake2b(generation.founded.lineage + keys, digest_size=16, key=str(number).encode()).digest()
@@ -281,7 +287,7 @@ def _founded(group: Group, node: Node, staying: list[int], said: dict[int, _Word
 
 
 def _tie_breaker(generation: Generation, members: list[messages.SeatedMember]) -> int:
-    """Return the rank that breaks ties: a member that was started to, else the one that did before, else the first."""
+    """Return the rank that breaks ties: one that was started for it, else the previous one, else rank 0."""
     before = generation.founded.members[generation.view.tie_breaker].seat
     wished = (rank for rank, member in enumerate(members) if member.card.breaks_ties)
     kept = (rank for rank, member in enumerate(members) if member.seat == before)
@@ -289,10 +295,10 @@ def _tie_breaker(generation: Generation, members: list[messages.SeatedMember]) -
 
 
 def _decide(generation: Generation, founded: messages.Founded) -> messages.Founded | None:
-    """Have the members decide, by a view, that a generation follows; return it without those lost on the way.
+    """Let a view decide that a generation follows; return that generation without members that were lost meanwhile.
 
-    All members compute the same, so any of them may ask for it. But a member that crashed must not wake up in the old
-    generation and find enough others there: what a quorum of it has decided is on their disks.
+    All members compute the same, so any of them may ask for it. The decision is on the disks of a quorum, so that a
+    member which crashed cannot wake up in the old generation and find a quorum there.
     """
     seats = seats_of(founded)
     asked = Successor(founded.generation, founded.lineage, tuple(seats), founded.tie_breaker)
@@ -307,7 +313,7 @@ def _decide(generation: Generation, founded: messages.Founded) -> messages.Found
 
 
 def _outlived(group: Group, rival: str) -> SplitRunError:
-    """Save the state of a run that has to end, and return what to raise; all members do so after the same step."""
+    """Save the state of a run that has to end, and return the error to raise; all members do so after one step."""
     text, saved = f"{rival}, so it ends here after {group.sequence} operations", ""
     state, generation = restored_state(group), engine_of(group).generation
     if state is not None and group.local_rank == 0:
@@ -320,16 +326,16 @@ def _outlived(group: Group, rival: str) -> SplitRunError:
     return SplitRunError(f"{text}. Start again to be in the older one", saved=saved)
 
 
-def _await_someone(node: Node) -> None:
-    """Wait a moment for a newcomer."""
-    until = time.monotonic() + LOOK_SECONDS
+def _await_newcomer(node: Node) -> None:
+    """Wait until a newcomer comes, for `ROUND_SECONDS` at most."""
+    until = time.monotonic() + ROUND_SECONDS
     known = {each.card.life for each in node.newcomers}
     while {each.card.life for each in node.newcomers} == known and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
-    """Return the group of a generation that was agreed on in the group of the last."""
+    """Begin a generation that the members of `group` have agreed on, and return its group."""
 
     async def found() -> None:
         node.generation_table.found(founded)

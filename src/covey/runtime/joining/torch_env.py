@@ -1,4 +1,4 @@
-"""The variables that `torch.distributed` reads: for scripts which use it beside covey, or instead."""
+"""The variables that `torch.distributed` reads, for scripts that use it beside covey or instead."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ GLOO: Final = "GLOO_SOCKET_IFNAME"
 
 
 def rank_variables(*, rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """Return how torchrun would tell a rank who it is."""
+    """Return the variables in which torchrun gives a process its rank."""
     values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
     return {name: str(value) for name, value in values.items()}
 
 
 def torch_variables(*, master: str, port: int, **own: int) -> dict[str, str]:
-    """Return what torchrun would export for a rank; the first one's store is at `master`, `port`."""
+    """Return the variables that torchrun exports for a rank; the store of rank 0 is at `master`, `port`."""
     return rank_variables(**own) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
 
 
 def own_variables(group: Group) -> dict[str, str]:
-    """Return how torchrun would tell this process who it is in a group of all ranks."""
+    """Return the variables in which torchrun would give this process its rank in a group of all ranks."""
     return rank_variables(rank=group.rank, size=group.size, local_rank=group.local_rank, local_size=_local_size(group))
 
 
@@ -48,10 +48,10 @@ def _local_size(group: Group) -> int:
 
 
 def gloo_variables(group: Group) -> dict[str, str]:
-    """Return what makes gloo use the interface on which the machines of a group are linked, unless a person chose one.
+    """Return the variable that makes gloo use the interface of this node's links; nothing if it is set already.
 
-    By itself gloo listens at the address that the host's own name resolves to, which is 127.0.1.1 on many systems: no
-    other machine reaches that.
+    Without it, gloo listens at the address of the host's own name, which is 127.0.1.1 on many systems: no other machine
+    can reach that.
     """
     node = node_of(group)
     if node is None or GLOO in os.environ:
@@ -65,7 +65,7 @@ def gloo_variables(group: Group) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on now."""
+    """Return a TCP port that is free now."""
     with socket.create_server(("", 0)) as sock:
         return int(sock.getsockname()[1])
 
@@ -83,8 +83,8 @@ def export_torch_env(group: Group, node: Node | None) -> None:
         master = address_of_first(node)
         if group.local_rank == 0:
             logger.warning(
-                "torch's store at %s, port %d, is neither encrypted nor authenticated: whoever is on that network can "
-                "read and change what goes through it",
+                "torch's store at %s, port %d, is neither encrypted nor authenticated: every machine on that network "
+                "can read and change its traffic",
                 master,
                 port,
             )
@@ -92,7 +92,7 @@ def export_torch_env(group: Group, node: Node | None) -> None:
 
 
 def address_of_first(node: Node) -> str:
-    """Return by which address this node reaches the host of rank 0."""
+    """Return the address by which this node reaches the host of rank 0."""
     if node.rank == 0:
         ips = [address.ip for address in node.card.contact.addresses]
         return next((ip for ip in ips if not ipaddress.ip_address(ip).is_link_local), "127.0.0.1")
@@ -103,7 +103,7 @@ def address_of_first(node: Node) -> str:
 
 
 def _ip(way: Where | None) -> str:
-    """Return the address of a way as text, with the interface where it means nothing without."""
+    """Return an address to dial as text, with the interface if a link-local address needs one."""
     if way is None or isinstance(way, str):
         return ""
     ip = str(way[0])

@@ -1,4 +1,4 @@
-"""Starting the processes of a run on this host, and looking after them: `covey run` and `covey.launch`.
+"""Starts the processes of a run on this host and supervises them: `covey run` and `covey.launch`.
 
-Imports the rooms below it. Used by commands. Runs in a process of its own, which takes no part in the run's operations.
+Imports the packages below it. Used by commands. Runs in its own process, which takes no part in the run's operations.
 """

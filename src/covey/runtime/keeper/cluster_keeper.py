@@ -1,6 +1,6 @@
-"""The keeper of nodes of a cluster, among the nodes: it takes part in no run, and tells all how its own processes are.
+"""The keeper as a node of the cluster: it takes part in no run, and tells the other nodes how its own processes are.
 
-A stopped process says nothing, and if it is the only one on its machine, nobody else there does. On the control loop.
+A stopped process sends nothing, and it may be the only one on its machine. On the control loop.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from covey.net.discovery.interfaces import is_own_address
 from covey.runtime.members.process_table import ProcessTable, Rounds
+from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.mesh import Mesh
 from covey.wire import messages
 
@@ -21,43 +22,40 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.endpoint import Endpoint
     from covey.runtime.mesh.remote_node import RemoteNode
 
-RUNNING_LOOK_SECONDS: Final = 2.0
-"""How often the folder of this host is looked at, once the run is going on."""
 
+class ClusterKeeper(MeshListener):
+    """Links with the nodes of a cluster, recognises its own processes among them, and vouches for these to all.
 
-class ClusterKeeper(Mesh):
-    """Meets the nodes of a cluster, finds those of its own keeper among them, and vouches for these to all.
-
-    Nobody finds it, so nobody has to be told that it is none of them.
+    It is not announced, so that no node takes it for a member.
     """
 
-    purpose = "keeper"
-
     def __init__(self, cluster: Cluster, config: GroupConfig, endpoint: Endpoint) -> None:
-        super().__init__(cluster, config, endpoint, announce=False)
+        self.mesh = Mesh(cluster, config, endpoint, self, purpose="keeper", announce=False)
         self.survives: bool | None = False
-        """Whether the run goes on when somebody is lost; None if only one of its own could say, and has not yet. May be
+        """Whether the run goes on when a member is lost; None until one of the keeper's processes has said so. May be
         read on any thread."""
         self._over: messages.Ended | None = None
-        """That the run of its own processes is over, because its work is done."""
+        """The message that the run of its own processes is over, because its work is done."""
         self._was_told = False
         self.ranks: dict[int, int] = {}
         """The ranks of its own processes, by their sessions. May be read on any thread."""
         self._run: messages.Founded | None = None
-        """The generation that one of its own was in last."""
+        """The last generation that one of its own processes was in."""
         self._process_table = ProcessTable()
         self.rounds = Rounds(self._process_table, self._vouch)
 
     async def open(self) -> None:
-        await super().open()
+        """Start to search for the nodes of the cluster."""
+        await self.mesh.open()
         self.rounds.look()
 
     async def close(self) -> None:
-        self.rounds.look()  # a keeper ends when its last process has: the others should hear why
+        """Tell the other nodes how the last process ended, and close every link."""
+        self.rounds.look()
         self.rounds.close()
-        await super().close()
+        await self.mesh.close()
 
-    def met_someone(self, remote: RemoteNode) -> None:
+    def linked(self, remote: RemoteNode) -> None:
         if self._is_own(remote):
             self.survives = self.survives if self._was_told else None
             self._process_table.watch(remote.card, time.monotonic())
@@ -66,7 +64,7 @@ class ClusterKeeper(Mesh):
                 remote.send(self._over)
         remote.send(self._process_table.vouch())
 
-    def lost_someone(self, remote: RemoteNode) -> None:
+    def lost(self, remote: RemoteNode) -> None:
         self.rounds.look_closely(remote.card.life)
 
     def heard(self, remote: RemoteNode, message: messages.Control) -> None:
@@ -74,27 +72,28 @@ class ClusterKeeper(Mesh):
             self.survives, self._was_told = bool(self.survives) or message.on_loss == "continue", True
             self._run, self._over = message, None
             self._note_ranks(message)
-            self.search.look_seconds = RUNNING_LOOK_SECONDS
+            self.mesh.search.slow_down()
         elif isinstance(message, messages.Ended) and message.is_finished and self._is_of_run(remote, message.lineage):
             self._over = message
-            for each in self.met.values():  # a process that was just started again may not have met a member
+            for each in self.mesh.met.values():  # a process that was just started again may be linked with no member
                 if self._is_own(each):
                     each.send(message)
 
     def _note_ranks(self, founded: messages.Founded) -> None:
-        """Note which ranks its own processes have in a generation; the keeper started each in a session of its own."""
-        ranks = dict[int, int]()
+        """Note the ranks of its own processes in a generation; the keeper started each in a session of its own."""
+        ranks, own = dict[int, int](), self.mesh.card
         for rank, member in enumerate(founded.members):
             card = member.card
-            if card.keeper == self.card.id and card.contact.host == self.card.contact.host:
-                with contextlib.suppress(OSError):  # it has ended
+            if card.keeper == own.id and card.contact.host == own.contact.host:
+                with contextlib.suppress(OSError):  # the process has ended
                     ranks.setdefault(os.getsid(card.pid), rank)
         self.ranks = ranks
 
     def _is_of_run(self, remote: RemoteNode, lineage: bytes) -> bool:
-        """Tell whether a node is in the run of this lineage, in which one of our own was: it knows whether it is over.
+        """Tell whether a node is in the run of this lineage, so that it knows whether the run is over.
 
-        Only the node's key counts: it may have been started again since.
+        One of the keeper's processes must have been in that run. Only the node's key counts: it may have been started
+        again since.
         """
         run = self._run
         if run is None or run.origin != lineage:
@@ -107,12 +106,12 @@ class ClusterKeeper(Mesh):
         return self._over is not None
 
     def _is_own(self, remote: RemoteNode) -> bool:
-        """Tell whether a node is a process that our keeper started: others may claim so, but not from this host."""
-        card, link = remote.card, remote.link
-        is_claimed = card.keeper == self.card.id and card.contact.host == self.card.contact.host
+        """Tell whether a node is a process that this keeper started: nodes of other hosts may claim so, too."""
+        card, link, own = remote.card, remote.link, self.mesh.card
+        is_claimed = card.keeper == own.id and card.contact.host == own.contact.host
         return is_claimed and link is not None and is_own_address(link.remote_ip)
 
     def _vouch(self, vouch: messages.Vouch) -> None:
         if vouch.processes:
-            for remote in list(self.met.values()):
+            for remote in list(self.mesh.met.values()):
                 remote.send(vouch)

@@ -1,7 +1,7 @@
-"""The keeper: starts the ranks of a run on this host, watches over them, and leaves nothing behind.
+"""The processes of a run on this host: starts them, signals them, and ends them with everything that they started.
 
-A `LocalRun` has all its ranks here; a `ClusterRun` is the share of this host in a run of a cluster. Both start
-processes and end them with all that they started. `runtime.watch` is what `covey run` does with one.
+A `LocalRun` has all its ranks on this host; a `ClusterRun` is this host's share of a run of a cluster.
+`keeper/supervisor.py` is what `covey run` does with one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
 from typing import IO, TYPE_CHECKING, Final, Self
 
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
@@ -23,7 +22,7 @@ from covey.base.text import printable
 from covey.net.run_folder import RunFolder
 from covey.runtime.joining.torch_env import free_port, torch_variables
 from covey.runtime.keeper.service import KeeperService
-from covey.runtime.processes import close_pipes, die_with, libc, signal_group
+from covey.runtime.processes import close_pipes, die_with, libc, signal_group, terminate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,28 +34,28 @@ if TYPE_CHECKING:
 TOKEN_BYTES: Final = 32
 
 FAILURE_GRACE: Final = 1.0
-"""Seconds in which the other ranks may notice a failure by themselves and say what they lost, before SIGTERM."""
+"""Seconds before SIGTERM in which the other ranks may notice a failure by themselves and report it."""
 TERM_GRACE: Final = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTART_PAUSE: Final = 0.2
-"""Seconds before a process is started again; twice as many each time."""
+"""Seconds before a process is restarted; they double each time."""
 RESTART_PAUSE_MOST: Final = 5.0
 
 Stdio = int | IO[bytes] | None
 
 
 class HostRun(abc.ABC):
-    """Processes of a run on this host. Leaving the `with` block ends each with what it left in its process group.
+    """Processes of a run on this host. Leaving the `with` block ends each of them, with its process group.
 
     Start them from a thread that outlives them: on Linux they die with the thread that started them.
     """
 
     noun = "rank"
-    """What people call one of the processes."""
+    """What messages call one of the processes."""
     inherits: tuple[str, ...] = ()
-    """Variables about a run that pass from this process's environment on to its children."""
+    """Variables about a run that children inherit from this process's environment."""
     service: KeeperService | ClusterKeeperService
-    """Who looks after the processes, and speaks for them."""
+    """Reports on the processes to the members of the run."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -66,16 +65,16 @@ class HostRun(abc.ABC):
         self._template: Template | None = None
 
     @abc.abstractmethod
-    def place(self, rank: int) -> dict[str, object]:
-        """Return the variables that tell a process where it belongs."""
+    def variables(self, rank: int) -> dict[str, object]:
+        """Return the variables that tell a process its run and rank."""
 
     def label(self, rank: int, process: Process) -> str:
-        """Return what stands in front of a process's lines of output."""
+        """Return the prefix of a process's lines of output."""
         return str(rank)
 
     @abc.abstractmethod
-    def handed_over(self) -> tuple[str, bytes]:
-        """Return a variable and a secret: the variable names the end of a pipe that holds it. Empty: nothing."""
+    def secret_variable(self) -> tuple[str, bytes]:
+        """Return a variable and a secret: the variable gets the descriptor of a pipe with the secret; "": none."""
 
     def start(
         self,
@@ -87,7 +86,7 @@ class HostRun(abc.ABC):
         stderr: Stdio = None,
         stdin: Stdio = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
-        """Start `argv` as `rank`, in a session of its own; `env` adds to this process's environment.
+        """Start `argv` as `rank`, in its own session; `env` is added to this process's environment.
 
         Raises:
             ConfigError: `rank` is not in the run, or `argv` cannot be executed.
@@ -113,10 +112,10 @@ class HostRun(abc.ABC):
         return process
 
     def warm_up(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Get ready to `fork` processes that execute `argv`, where that is of use; see `runtime.warm_start`.
+        """Prepare a template process that `fork` copies, if that saves time; see `keeper/warm_start.py`.
 
         Raises:
-            ConfigError: the setting for it is malformed.
+            ConfigError: COVEY_WARM_START is malformed.
         """
         from covey.runtime.keeper import warm_start
 
@@ -127,7 +126,7 @@ class HostRun(abc.ABC):
                 self._template = warm_start.Template(argv, common)
 
     def fork(self, rank: int, env: Mapping[str, str]) -> Process | None:
-        """Return a process as `start` makes it, with pipes for its output, but sooner; None: use `start` instead."""
+        """Start a process faster than `start`, with pipes for its output; None if there is no template: use `start`."""
         from covey.runtime.keeper.warm_start import TemplateLostError
 
         if self._template is None:
@@ -140,8 +139,8 @@ class HostRun(abc.ABC):
 
     @contextlib.contextmanager
     def _secret(self) -> Iterator[tuple[str, int]]:
-        """Yield a variable, and the descriptor that it names in a process: the end of a pipe that holds the secret."""
-        variable, secret = self.handed_over()
+        """Yield the secret variable, and the descriptor of a pipe that holds the secret."""
+        variable, secret = self.secret_variable()
         secret_end, write_end = os.pipe()
         try:
             os.write(write_end, secret)
@@ -151,37 +150,37 @@ class HostRun(abc.ABC):
             os.close(write_end)
 
     def _environment(self, rank: int, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of a rank, but for the one that names a descriptor."""
-        place = {**self.place(rank), "PYTHONUNBUFFERED": 1}
-        return {**self._inherited(), **env, **{name: str(value) for name, value in place.items()}}
+        """Return the environment of a rank, without the secret variable."""
+        own = {**self.variables(rank), "PYTHONUNBUFFERED": 1}
+        return {**self._inherited(), **env, **{name: str(value) for name, value in own.items()}}
 
     def _inherited(self) -> dict[str, str]:
-        """Return this process's environment without its own place in a run, for it may be a rank itself.
+        """Return this process's environment without the variables of a run: this process may be a rank itself.
 
-        A cluster's secret goes to those that need it by `handed_over`, and to no others.
+        The secret of a cluster is passed on by `secret_variable` only.
         """
         own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES, "COVEY_SECRET"} - {*self.inherits}
         return {name: value for name, value in os.environ.items() if name not in own}
 
     def survives(self) -> bool | None:
-        """Tell whether the run goes on without those that it loses; None: its members have not said yet."""
+        """Tell whether the run goes on when a member is lost; None if the members have not said so yet."""
         self.service.catch_up()
         return self.service.survives
 
     def clear_away(self, process: Process) -> None:
-        """Forget a process that has ended: kill what it left running, and close the pipes to it."""
+        """Forget a process that has ended: kill what it left running, and close its pipes."""
         signal_group(process.pid, signal.SIGKILL, reaped=True)
         self._processes.remove(process)
         close_pipes(process)
 
     def signal(self, signum: int) -> None:
-        """Send `signum` to every process of the run that is still there."""
+        """Send `signum` to every process of the run that has not ended."""
         for process in self._processes:
             signal_group(process.pid, signum, reaped=process.poll() is not None)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop every process of the run for as long as the block takes; the warden does not take that for a failure."""
+        """Stop every process of the run during the `with` block; the service does not report that."""
         self.service.hold()
         self.signal(signal.SIGSTOP)
         try:
@@ -191,14 +190,10 @@ class HostRun(abc.ABC):
             self.service.release()
 
     def stop(self, grace: float = TERM_GRACE) -> None:
-        """End and reap all: SIGTERM to each rank's process group, SIGKILL to what is left after `grace` seconds."""
+        """End and reap all: SIGTERM to each process group, SIGKILL to what is left after `grace` seconds."""
         try:
-            self.signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace
-            while self._any_left() and time.monotonic() < deadline:
-                time.sleep(0.01)
-        finally:  # also when Ctrl-C cuts the grace short
-            self.signal(signal.SIGKILL)
+            terminate(self.signal, self._any_left, grace)
+        finally:
             for process in self._processes:
                 process.wait()
 
@@ -220,7 +215,7 @@ class HostRun(abc.ABC):
 
 
 class LocalRun(HostRun):
-    """A run whose ranks all live on this host: a folder to meet in, a token that proves membership, and a warden.
+    """A run whose ranks are all on this host. It has a folder where they listen, and a token that proves membership.
 
     Leaving the `with` block removes the folder, too.
     """
@@ -228,7 +223,7 @@ class LocalRun(HostRun):
     service: KeeperService
 
     def __init__(self, size: int, *, torch_env: bool = False) -> None:
-        """With `torch_env`, ranks also get the variables of torch."""
+        """Prepare a run of `size` ranks; with `torch_env`, they also get the variables of torch."""
         super().__init__(size)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._torch_port = free_port() if torch_env else 0
@@ -241,7 +236,7 @@ class LocalRun(HostRun):
             self._own_folder.remove()
             raise
 
-    def place(self, rank: int) -> dict[str, object]:
+    def variables(self, rank: int) -> dict[str, object]:
         own = {
             "COVEY_RANK": rank,
             "COVEY_SIZE": self.size,
@@ -257,7 +252,7 @@ class LocalRun(HostRun):
             rank=rank, size=size, local_rank=rank, local_size=size, master="127.0.0.1", port=port
         )
 
-    def handed_over(self) -> tuple[str, bytes]:
+    def secret_variable(self) -> tuple[str, bytes]:
         return "COVEY_TOKEN_FD", self.token
 
     def __exit__(self, *exception: object) -> None:
@@ -268,7 +263,7 @@ class LocalRun(HostRun):
 
 
 class ClusterRun(HostRun):
-    """The processes of this host in a run of a cluster: each is a node, which finds and meets the others by itself."""
+    """The processes of this host in a run of a cluster. Each is a node, and finds the others by itself."""
 
     noun = "process"
     service: ClusterKeeperService
@@ -277,7 +272,7 @@ class ClusterRun(HostRun):
     def __init__(
         self, size: int, variables: Mapping[str, str], service: ClusterKeeperService, *, key: bytes = b""
     ) -> None:
-        """`variables` describe the run; `key` is the cluster's, if processes cannot find it by themselves."""
+        """`variables` describe the run; `key` is the cluster's secret, if processes cannot read it from a file."""
         super().__init__(size)
         self._variables, self._key = variables, key
         self._machine = printable(socket.gethostname().partition(".")[0], 40) or "here"
@@ -288,14 +283,14 @@ class ClusterRun(HostRun):
         return self
 
     def label(self, rank: int, process: Process) -> str:
-        """Return the machine's name and the process's rank in the run; its number here until that is known."""
+        """Return the machine's name and the process's rank in the run; until the rank is known, its number here."""
         rank_there = self.service.rank_of(process.pid)
         if rank_there is not None:
             return f"{self._machine} {rank_there}"
         return self._machine if self.size == 1 else f"{self._machine}/{rank}"
 
-    def place(self, rank: int) -> dict[str, object]:
+    def variables(self, rank: int) -> dict[str, object]:
         return {**self._variables, "COVEY_KEEPER_ID": self.service.id.hex()}
 
-    def handed_over(self) -> tuple[str, bytes]:
+    def secret_variable(self) -> tuple[str, bytes]:
         return ("COVEY_SECRET_FD" if self._key else ""), self._key

@@ -11,7 +11,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import signal
 import struct
 import time
 import traceback
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 from covey.base.errors import ClosedError, ConfigError, ConnectError, DeadlineError, PeerLostError, RankFailedError
 from covey.runtime import tracebacks
 from covey.runtime.keeper.keeper import FAILURE_GRACE, TERM_GRACE, LocalRun
-from covey.runtime.processes import die_with, signal_group, signal_name
+from covey.runtime.processes import describe_end, die_with, signal_group, terminate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
 
 EXIT_GRACE: Final = 10.0
-"""Seconds that a rank has to end after it returned its result."""
+"""Seconds that a rank has to end after its result."""
 SYMPTOMS: Final = (PeerLostError, ClosedError, ConnectError)
-"""What ranks raise because another one failed; any other error explains more."""
+"""Errors that ranks raise because another rank failed; any other error explains more."""
 
 LENGTH: Final = struct.Struct("<Q")
 ResultT = TypeVar("ResultT")
@@ -61,19 +60,19 @@ def launch(
     timeout: float | None = None,
     on_loss: Literal["raise", "continue"] | None = None,
 ) -> list[Any]:
-    """Call `fn(group, *args)` in `nprocs` new processes and return their results, by rank.
+    """Call `fn(group, *args)` in `nprocs` new processes and return the results, by rank.
 
     `fn`, `args` and the results must be picklable, and `fn` importable: a function at the top level of a module. In a
-    script, call `launch` under `if __name__ == "__main__":`, because every rank imports the script. When a rank fails
-    the others are stopped, and the exception that it raised is raised here, with the rank and its traceback as a note.
+    script, call `launch` under `if __name__ == "__main__":`, because every rank imports the script. When a rank fails,
+    the others are stopped, and its exception is raised here, with the rank and its traceback as a note.
 
-    `on_loss` is the group's: with "continue", the others finish without a rank whose process dies, and its result is
-    None. What `fn` raises ends them all the same.
+    `on_loss` is that of the group: with "continue", the others finish without a rank whose process dies, and its result
+    is None. An exception in `fn` still ends all of them.
 
     Raises:
         ConfigError: `nprocs` is less than one, `on_loss` is unknown, or `fn` or `args` cannot be pickled.
         DeadlineError: not all ranks returned within `timeout` seconds.
-        RankFailedError: a rank died, or all did; or one raised what cannot be pickled.
+        RankFailedError: a rank died (with "continue": all did), or raised an exception that cannot be pickled.
     """
     if on_loss not in (None, "raise", "continue"):
         raise ConfigError(f"on_loss={on_loss!r} must be 'raise' or 'continue'")
@@ -84,11 +83,13 @@ def launch(
     with LocalRun(nprocs) as run:
         try:
             for rank in range(nprocs):
-                children.append(_Child(rank, run, call, on_loss))  # first: whatever happens, it is stopped
+                children.append(_Child(rank, run, call, on_loss))  # before it starts, so that it is always stopped
                 children[-1].start()
-            failures, lost = _collect(children, deadline, spares_the_lost=on_loss == "continue")
+            failures, lost = _collect(children, deadline, tolerate_losses=on_loss == "continue")
             if failures:
-                raise min(failures, key=lambda error: isinstance(error, SYMPTOMS))  # the earliest of the best kind
+                raise min(
+                    failures, key=lambda error: isinstance(error, SYMPTOMS)
+                )  # the earliest that is no symptom, else the earliest
             if late := tuple(child.rank for child in children if child.report is None and child.rank not in lost):
                 names = ", ".join(map(str, late))
                 raise DeadlineError(
@@ -104,7 +105,7 @@ def launch(
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank's call came to."""
+    """The result of a rank's call."""
 
     ok: bool
     body: bytes
@@ -114,7 +115,7 @@ class _Report:
 
 
 class _Child:
-    """One launched rank, as its parent sees it."""
+    """One launched rank, in the parent process."""
 
     def __init__(self, rank: int, run: LocalRun, call: bytes, on_loss: str | None) -> None:
         self.rank, self.size = rank, run.size
@@ -122,12 +123,12 @@ class _Child:
         self._heard = bytearray()
         spawn = multiprocessing.get_context("spawn")
         self.reader, self._writer = spawn.Pipe(duplex=False)
-        place: dict[str, Any] = {"rank": rank, "size": run.size, "local_rank": rank, "local_size": run.size}
-        place |= {"folder": run.folder, "token": run.token, "keeper": run.service.path}
+        launched: dict[str, Any] = {"rank": rank, "size": run.size, "local_rank": rank, "local_size": run.size}
+        launched |= {"folder": run.folder, "token": run.token, "keeper": run.service.path}
         self.process: SpawnProcess = spawn.Process(
             target=_serve,
             name=f"covey rank {rank}",
-            args=(os.getpid(), place, on_loss, call, self._writer),
+            args=(os.getpid(), launched, on_loss, call, self._writer),
         )
 
     def start(self) -> None:
@@ -135,8 +136,8 @@ class _Child:
             self.process.start()
 
     def listen(self) -> bool:
-        """Read what has come; True when the report is complete or can no longer be."""
-        over = not self.process.is_alive()  # asked first: what it wrote before it died is in the pipe
+        """Read what has arrived; True when the report is complete, or can no longer be completed."""
+        over = not self.process.is_alive()  # checked first: what it wrote before it died is in the pipe
         while self.report is None and self.reader.poll(0):
             piece = os.read(self.reader.fileno(), 1 << 20)
             if not piece:
@@ -149,7 +150,7 @@ class _Child:
         return over or self.report is not None
 
     def failure(self) -> BaseException | None:
-        """Return what to raise for a rank that has reported or died; None if it succeeded."""
+        """Return the error of a rank that has reported or died; None if it succeeded."""
         if self.report is None:
             return self._death()
         if self.report.ok:
@@ -162,10 +163,10 @@ class _Child:
         return error
 
     def _death(self) -> RankFailedError:
-        self.process.join(FAILURE_GRACE)  # its pipe closes a little earlier than it ends
+        self.process.join(FAILURE_GRACE)  # its pipe closes a little before it ends
         code = self.process.exitcode
         if code is not None and code < 0:
-            how = f"was killed by {signal_name(-code)}"
+            how = describe_end(code)
         else:
             how = f'ended without a result (exit code {code}); is launch() under `if __name__ == "__main__":`?'
         return RankFailedError(f"rank {self.rank} of {self.size} {how}", rank=self.rank, exit_code=code)
@@ -174,7 +175,7 @@ class _Child:
         pid = self.process.pid
         if pid is not None:
             alive = self.process.is_alive()
-            if not signal_group(pid, signum, reaped=not alive) and alive:  # so young that it has no group yet
+            if not signal_group(pid, signum, reaped=not alive) and alive:  # it has not made its group yet
                 os.kill(pid, signum)
 
     def is_left(self) -> bool:
@@ -201,11 +202,11 @@ def _unpickle_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _collect(
-    children: Sequence[_Child], deadline: float | None, *, spares_the_lost: bool
+    children: Sequence[_Child], deadline: float | None, *, tolerate_losses: bool
 ) -> tuple[list[BaseException], set[int]]:
-    """Wait for all reports, or until `deadline`, or a moment after a failure.
+    """Wait for all reports, or until `deadline`, or `FAILURE_GRACE` after a failure.
 
-    Return the failures as they came, and the ranks that died; if `spares_the_lost`, that is no failure until all have.
+    Return the failures in order, and the ranks that died. With `tolerate_losses`, deaths are failures only if all died.
     """
     waiting = list(children)
     failures: list[BaseException] = []
@@ -220,7 +221,7 @@ def _collect(
             waiting.remove(child)
             if child.report is None:
                 lost.add(child.rank)
-                if spares_the_lost and len(lost) < len(children):
+                if tolerate_losses and len(lost) < len(children):
                     continue
             if error := child.failure():
                 failures.append(error)
@@ -236,51 +237,51 @@ def _await_exit(children: Sequence[_Child]) -> None:
 
 
 def _stop(children: Sequence[_Child]) -> None:
-    """End and reap all children, with what they left in their process groups."""
-    try:
-        deadline = time.monotonic() + TERM_GRACE
+    """End and reap all children, with their process groups."""
+
+    def send(signum: int) -> None:
         for child in children:
-            child.signal(signal.SIGTERM)
-        while any(child.is_left() for child in children) and time.monotonic() < deadline:
-            time.sleep(0.01)
+            child.signal(signum)
+
+    try:
+        terminate(send, lambda: any(child.is_left() for child in children), TERM_GRACE)
     finally:
         for child in children:
-            child.signal(signal.SIGKILL)
             if child.process.pid is not None:
                 child.process.join()
             child.process.close()
             child.reader.close()
 
 
-def _serve(parent: int, place: dict[str, Any], on_loss: str | None, call: bytes, writer: Connection) -> None:
-    """The life of a launched rank: join, call, report."""
-    os.setsid()  # Ctrl-C reaches the parent alone, which decides; and our own children can be found
+def _serve(parent: int, launched: dict[str, Any], on_loss: str | None, call: bytes, writer: Connection) -> None:
+    """Join, call the function and report. Runs in the process of a launched rank."""
+    os.setsid()  # so that only the parent gets Ctrl-C, and the children of this process can be signalled
     die_with(parent)
-    report = _call(place, on_loss, call)
+    report = _call(launched, on_loss, call)
     body = pickle.dumps(report)
     with contextlib.suppress(BrokenPipeError), open(writer.fileno(), "wb", closefd=False) as pipe:
         pipe.write(LENGTH.pack(len(body)) + body)
 
 
-def _call(place: dict[str, Any], on_loss: str | None, call: bytes) -> _Report:
+def _call(launched: dict[str, Any], on_loss: str | None, call: bytes) -> _Report:
     try:
-        from covey.runtime.environment import Place
-        from covey.runtime.joining.bootstrap import join_as  # the parent has no use for what this brings in
+        from covey.runtime.environment import LaunchedRank
+        from covey.runtime.joining.bootstrap import join_as  # imported here: the parent does not need it
 
         fn, args = _unpickle_call(call)
-        with join_as(Place(**place), on_loss=on_loss) as group:
-            # Pickled while the group is open: the result may be a view of memory that the group owns.
+        with join_as(LaunchedRank(**launched), on_loss=on_loss) as group:
+            # Pickled while the group is open, because the result may be a view of the group's memory.
             return _Report(ok=True, body=pickle.dumps(fn(group, *args), protocol=pickle.HIGHEST_PROTOCOL))
     except BaseException as error:
         body = _pack(error)
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this function's own
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
         if not tracebacks.is_debugging():
             tracebacks.shorten(error)
         return _Report(ok=False, body=body, text="".join(traceback.format_exception(error)).rstrip())
 
 
 def _pack(error: BaseException) -> bytes:
-    """Pickle `error` in a way that can be undone, or return nothing."""
+    """Return `error` pickled in a form that `_unpack` can read, or b"" if there is none."""
     if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt would end the parent
         for form in (error, (type(error), error.args, error.__dict__)):
             with contextlib.suppress(Exception):
@@ -294,7 +295,7 @@ def _unpack(body: bytes) -> BaseException:
     form = pickle.loads(body)
     if isinstance(form, BaseException):
         return form
-    kind, args, state = form  # of an exception whose __init__ wants more than its args, which pickle cannot repeat
+    kind, args, state = form  # an exception whose __init__ takes more than its args, which pickle cannot repeat
     error: BaseException = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error

@@ -1,7 +1,7 @@
-"""Speaks for the processes of a run that one keeper started: tells each how the others are, and decides their views.
+"""The keeper of a run on one host: tells each process how the others are, and decides the views of the run.
 
-On the control loop of the keeper's process. A process is linked with it while it takes part in the run; that the link
-has ended says little, the kernel tells the rest (`runtime.wards`).
+On the control loop of the keeper's process. A process is linked with it while it takes part in the run. Whether a
+process without a link has ended, the kernel tells (`members/process_table.py`).
 """
 
 from __future__ import annotations
@@ -40,71 +40,73 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 FOUNDING_SECONDS: Final = 3.0
-"""How long members of a new generation that live may take to come: whoever is missing then is taken to be lost soon."""
+"""How long living members of a new generation may take to link; after that, views are decided without waiting."""
 FAREWELL_SECONDS: Final = 1.0
-GATHER_SECONDS: Final = 2.0
-"""How long those who wait outside may come, before the run is founded anew with them because no member is left."""
-GATHER_OLD_SECONDS: Final = 10.0
-"""The same while all who wait have been in the run before: one that was started again may be on its way."""
+REFOUND_SECONDS: Final = 2.0
+"""How long waiting processes may link, before they found the run anew because no member is left."""
+REFOUND_OLD_SECONDS: Final = 10.0
+"""The same while all waiting processes were in the run before: a restarted one may be on its way."""
 
 
 class _Generation:
-    """A generation whose views a keeper decides; with a council once its members are there."""
+    """A generation whose views the keeper decides; it has a view driver once its members are linked."""
 
     def __init__(self, founded: messages.Founded, now: float) -> None:
-        """Raises RemoteProtocolError for members that cannot be."""
+        """Check the members; RemoteProtocolError if their cards are malformed."""
         cards = [member.card for member in founded.members]
         self.number, self.lineage, self.is_kept = founded.generation, founded.lineage, founded.is_kept
         self.lives = [card.life for card in cards]
         self.seats = seats_of(founded)
-        self.places = {card.life: rank for rank, card in enumerate(cards)}
+        self.rank_of = {card.life: rank for rank, card in enumerate(cards)}
         are_whole = all(len(seat.id) == ID_BYTES and len(seat.life) == LIFE_BYTES for seat in self.seats)
-        if not are_whole or len(self.places) < len(cards) or len(founded.lineage) != PROPOSAL_BYTES:
-            raise RemoteProtocolError(f"nobody can be in generation {founded.generation} as it was founded")
+        if not are_whole or len(self.rank_of) < len(cards) or len(founded.lineage) != PROPOSAL_BYTES:
+            raise RemoteProtocolError(
+                f"generation {founded.generation}, as a process announced it, has malformed members"
+            )
         self.told_by: set[bytes] = set()
-        """The lives that know of it, and so can be spoken to about it."""
+        """The lives that announced it, and so understand messages about it."""
         self.patience = founded.patience
         self.open_by = now + FOUNDING_SECONDS
         self.view_driver: ViewDriver | None = None
         self.given_up: set[int] = set()
-        """The places that the council was told to go on without."""
+        """The ranks that the view driver was told are lost."""
 
     def agrees_with(self, other: _Generation) -> bool:
-        """Tell whether two members told the same."""
+        """Tell whether two members announced the same generation."""
         return (self.lineage, self.is_kept, self.seats) == (other.lineage, other.is_kept, other.seats)
 
 
 class LocalKeeper:
-    """What a keeper says to its processes, and what it makes of what they say."""
+    """Links with the processes of a run, vouches for them, and decides the views of their generations."""
 
     def __init__(self, listener: socket.socket, folder: str, token: bytes) -> None:
         """Take ownership of the listener."""
         self.survives: bool | None = None
-        """Whether the run goes on when somebody is lost; None until a member has said. May be read on any thread."""
+        """Whether the run goes on when a member is lost; None until a member has said so. May be read on any thread."""
         self._credentials = LinkCredentials.of_token(token)
         contact = messages.Contact(host_token(Path(folder)), (), keeper_path(folder))
         self._card = messages.Card(b"", secrets.token_bytes(LIFE_BYTES), "keeper", "", os.getpid(), contact)
         self._acceptor = Acceptor([listener], self._credentials.door_key, "the keeper")
-        self._acceptor.on_link = self._greet
+        self._acceptor.on_link = self._accept
         self._process_table = ProcessTable()
         self.rounds = Rounds(self._process_table, self._vouch, self._judge_all)
         self._links: dict[bytes, Link] = {}
-        """By life; one for each."""
+        """By life."""
         self._generations: dict[int, _Generation] = {}
-        """The latest, and the one before it: a member may have operations in that while others have gone on."""
+        """The latest, and the one before it: a member may still have operations in that one."""
         self._cards: dict[bytes, messages.Card] = {}
-        """Of those who are linked, by life."""
+        """The cards of linked processes, by life."""
         self._left: set[bytes] = set()
-        """Lives that ended in good order."""
+        """Lives that said goodbye."""
         self._last_in: dict[bytes, int] = {}
-        """By life, the last generation of processes that were members and have not exited."""
+        """By life: the last generation of each process that was a member and has not exited."""
         self._next_seat = 0
-        self._forsaken_at = math.inf
-        """Since when no member lives while others wait outside."""
+        self._memberless_since = math.inf
+        """Since when no member lives while other processes wait for a seat."""
         self._is_closing = False
 
     async def open(self) -> None:
-        """Start to accept links and to look after who comes."""
+        """Start to accept links, and to check the processes."""
         self._acceptor.open()
         self.rounds.look()
 
@@ -123,9 +125,9 @@ class LocalKeeper:
         for link in links:
             link.abort()
 
-    # Processes that come and go.
+    # Links with processes
 
-    async def _greet(self, sock: socket.socket, said: bytes) -> None:
+    async def _accept(self, sock: socket.socket, said: bytes) -> None:
         admitted = await admit(sock, self._credentials, said, self._judge)
         if admitted is not None:
             link, hello, _ = admitted
@@ -156,15 +158,15 @@ class LocalKeeper:
         if before is not None:
             self._lost_link(life)
             before.abort()
-        for view_driver, place in self._councils_of(life):
-            view_driver.link_up(place, life)
+        for view_driver, rank in self._view_drivers_of(life):
+            view_driver.link_up(rank, life)
         link.send(messages.encode(self._process_table.vouch()))
         link.attach(functools.partial(self._heard, life, link), functools.partial(self._ended, life, link))
 
     def _ended(self, life: bytes, link: Link) -> None:
         if isinstance(link.error, CoveyError):
-            ward = self._process_table.get(life)
-            pid = ward.pid if ward is not None else "unknown"
+            process = self._process_table.get(life)
+            pid = process.pid if process is not None else "unknown"
             logger.warning("process %s was cut off by its keeper: %s", pid, printable(str(link.error)))
         if self._links.get(life) is not link or self._is_closing:
             return
@@ -173,25 +175,25 @@ class LocalKeeper:
         self.rounds.look_closely(life)
 
     def _lost_link(self, life: bytes) -> None:
-        for view_driver, place in self._councils_of(life):
-            view_driver.link_down(place)
+        for view_driver, rank in self._view_drivers_of(life):
+            view_driver.link_down(rank)
 
-    def _councils_of(self, life: bytes) -> list[tuple[ViewDriver, int]]:
-        """Return the councils in which a process has a place, with the place."""
-        generations = [generation for generation in self._generations.values() if life in generation.places]
-        return [(each.view_driver, each.places[life]) for each in generations if each.view_driver is not None]
+    def _view_drivers_of(self, life: bytes) -> list[tuple[ViewDriver, int]]:
+        """Return the view drivers of the generations that a process is in, each with its rank there."""
+        generations = [generation for generation in self._generations.values() if life in generation.rank_of]
+        return [(each.view_driver, each.rank_of[life]) for each in generations if each.view_driver is not None]
 
     def _vouch(self, vouch: messages.Vouch) -> None:
         body = messages.encode(vouch)
         for link in list(self._links.values()):
             link.send(body)
 
-    # What becomes of their generations.
+    # Generations
 
     def _heard(self, life: bytes, link: Link, body: bytes) -> None:
         message = messages.decode_control(body)
         if self._links.get(life) is not link:
-            return  # its next link has come in between
+            return  # the process has a newer link
         match message:
             case messages.Ping(number):
                 link.send(messages.encode(messages.Pong(number, time.time())))
@@ -202,26 +204,26 @@ class LocalKeeper:
             case messages.Goodbye():
                 self._left.add(life)
             case _:
-                pass  # not a keeper's business
+                pass  # not for a keeper
 
     def _founded(self, life: bytes, founded: messages.Founded) -> None:
         now, told = time.monotonic(), _Generation(founded, time.monotonic())
-        if life not in told.places:
-            raise RemoteProtocolError(f"a process told of generation {told.number} that it is not in")
+        if life not in told.rank_of:
+            raise RemoteProtocolError(f"a process announced generation {told.number}, which it is not in")
         if told.number > max(self._generations, default=-1):
             for number in [number for number in self._generations if number < told.number - 1]:
                 self._end(number)
             self._generations[told.number] = told
             self._next_seat = max(self._next_seat, *(member.seat + 1 for member in founded.members))
             for member in founded.members:
-                self._process_table.watch(member.card, now)  # it may never come
+                self._process_table.watch(member.card, now)  # it may never link
                 self._last_in[member.card.life] = told.number
         generation = self._generations.get(told.number)
         if generation is None:
             return  # it is over
         if not generation.agrees_with(told):
-            rank = told.places[life]
-            logger.warning("rank %d tells of another generation %d than the others do", rank, told.number)
+            rank = told.rank_of[life]
+            logger.warning("rank %d announced another generation %d than the other ranks", rank, told.number)
             return
         self.survives = bool(self.survives) or founded.on_loss == "continue"
         generation.told_by.add(life)
@@ -232,41 +234,41 @@ class LocalKeeper:
         generation = self._generations.get(number)
         if generation is None:
             return  # it is over
-        if life not in generation.places:
-            raise RemoteProtocolError(f"a process wants a say in generation {number} that it is not in")
-        if generation.view_driver is not None:  # or else it says it again
-            generation.view_driver.received(generation.places[life], said)
+        if life not in generation.rank_of:
+            raise RemoteProtocolError(f"a process votes in generation {number}, which it is not in")
+        if generation.view_driver is not None:  # else the process repeats it
+            generation.view_driver.received(generation.rank_of[life], said)
 
     def _judge_all(self, now: float) -> None:
         for generation in list(self._generations.values()):
             self._judge_members(generation, now)
         if self.survives and self._generations:
-            self._look_after_the_waiting(self._generations[max(self._generations)], now)
+            self._refound(self._generations[max(self._generations)], now)
 
-    def _look_after_the_waiting(self, last: _Generation, now: float) -> None:
-        """Nobody else can take in who waits outside, if no member is left: end the run, or found it anew."""
+    def _refound(self, last: _Generation, now: float) -> None:
+        """If no member is left to give waiting processes a seat, end the run, or let them found it anew."""
         ranks = range(len(last.lives)) if last.view_driver is None else last.view_driver.view.ranks
         members = [last.lives[rank] for rank in ranks]
-        waiting = [life for life in self._links if life not in last.places]
+        waiting = [life for life in self._links if life not in last.rank_of]
         if not last.is_kept or not waiting or any(self._lives(life) for life in members):
-            self._forsaken_at = math.inf
+            self._memberless_since = math.inf
             return
-        self._forsaken_at = min(self._forsaken_at, now)
+        self._memberless_since = min(self._memberless_since, now)
         if any(life in self._left for life in members):
             for life in waiting:
                 self._links[life].send(messages.encode(messages.Goodbye()))
             return
-        # A process that lost its place has an older state of the run. The first rank gives its state to all: it should
-        # be one that was started again, with what the program begins with or has read from a checkpoint.
+        # A process that lost its seat has an older state of the run. Rank 0 gives its state to all, so it should be a
+        # restarted process, which begins with the initial state or has read a checkpoint.
         last_in = {life: self._was_last_in(life) for life in waiting}
         waiting.sort(key=lambda life: (last_in[life] >= 0, -last_in[life]))
         are_old = last_in[waiting[0]] >= 0
-        if now >= self._forsaken_at + (GATHER_OLD_SECONDS if are_old else GATHER_SECONDS):
-            self._forsaken_at = now  # those who come now are for the next time, if this one fails
+        if now >= self._memberless_since + (REFOUND_OLD_SECONDS if are_old else REFOUND_SECONDS):
+            self._memberless_since = now  # start again if this attempt fails
             if are_old:
                 logger.warning(
-                    "no member is left, and no process was started again: the run goes back to the state that process "
-                    "%d had when it lost its place in generation %d",
+                    "no member is left, and no process was restarted: the run goes back to the state that process "
+                    "%d had when it lost its seat in generation %d",
                     *(self._cards[waiting[0]].pid, last_in[waiting[0]]),
                 )
             seated = tuple(
@@ -279,36 +281,38 @@ class LocalKeeper:
                 self._links[life].send(messages.encode(founded))
 
     def _was_last_in(self, life: bytes) -> int:
-        """Return the last generation in which the process of a life was a member, in an earlier life; -1 for none."""
+        """Return the last generation in which an earlier life of the same process was a member; -1 for none."""
         process_table = {old: self._process_table.get(old) for old in self._last_in}
-        for old in [old for old, ward in process_table.items() if ward is None or ward.state is Vouch.EXITED]:
+        for old in [old for old, process in process_table.items() if process is None or process.state is Vouch.EXITED]:
             del self._last_in[old], process_table[old]
         pid = self._cards[life].pid
-        return max((self._last_in[old] for old, ward in process_table.items() if ward and ward.pid == pid), default=-1)
+        return max(
+            (self._last_in[old] for old, process in process_table.items() if process and process.pid == pid), default=-1
+        )
 
     def _lives(self, life: bytes) -> bool:
-        ward = self._process_table.get(life)
-        return life not in self._left and ward is not None and ward.state is not Vouch.EXITED
+        process = self._process_table.get(life)
+        return life not in self._left and process is not None and process.state is not Vouch.EXITED
 
     def _judge_members(self, generation: _Generation, now: float) -> None:
-        """Open the council when those who live are there; tell it who is lost, and who is back."""
+        """Open the view driver once all living members are linked; tell it which members are lost, and which back."""
         if not generation.is_kept:
             return
         process_table = [self._process_table.get(life) for life in generation.lives]
-        lost = {place for place, ward in enumerate(process_table) if ward is None or ward.is_lost(now)}
+        lost = {rank for rank, process in enumerate(process_table) if process is None or process.is_lost(now)}
         if generation.view_driver is None:
-            here = {generation.places[life] for life in generation.told_by if life in self._links}
+            here = {generation.rank_of[life] for life in generation.told_by if life in self._links}
             if len(lost | here) < len(process_table) and now < generation.open_by:
                 return
-            generation.view_driver = self._open_council(generation)
-        for place, ward in enumerate(process_table):
-            if ward is not None and ward.state is Vouch.BUSY:
-                generation.view_driver.vouched(place)
-        for place in sorted(lost ^ generation.given_up):
-            generation.view_driver.judged(place, is_dead=place in lost)
+            generation.view_driver = self._open_view_driver(generation)
+        for rank, process in enumerate(process_table):
+            if process is not None and process.state is Vouch.BUSY:
+                generation.view_driver.vouched(rank)
+        for rank in sorted(lost ^ generation.given_up):
+            generation.view_driver.judged(rank, is_dead=rank in lost)
         generation.given_up = lost
 
-    def _open_council(self, generation: _Generation) -> ViewDriver:
+    def _open_view_driver(self, generation: _Generation) -> ViewDriver:
         record = first_record(generation.seats, generation.lineage, has_keeper=True)
         view_host = _ViewHost(self._links, generation.lives)
         view_driver = ViewDriver(
@@ -331,30 +335,30 @@ class LocalKeeper:
 
 
 class _ViewHost:
-    """A keeper's part in the views of a generation: it has no operations of its own, so it only passes words on."""
+    """The host of a keeper's view driver: it sends messages; a keeper has no operations to freeze."""
 
     def __init__(self, links: dict[bytes, Link], lives: list[bytes]) -> None:
-        """`lives` are the members', by rank."""
+        """`lives` are those of the members, by rank."""
         self._links, self._lives = links, lives
 
-    def send(self, place: int, message: messages.Control) -> None:
-        if (link := self._links.get(self._lives[place])) is not None:
+    def send(self, rank: int, message: messages.Control) -> None:
+        if (link := self._links.get(self._lives[rank])) is not None:
             link.send(messages.encode(message))
 
     def freeze(self, number: int) -> None:
-        """Nothing runs here."""
+        """Do nothing: a keeper runs no operations."""
 
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
-        """The members hear it from the council."""
+        """Do nothing: the view driver tells the members."""
 
     def excluded(self, view: View) -> None:
-        """A keeper is in no view."""
+        """Do nothing: a keeper is in no view."""
 
     def waiting(self, effect: Waiting) -> None:
-        """A keeper needs no quorum."""
+        """Do nothing: a keeper needs no quorum."""
 
     def quorum_lost(self, effect: QuorumLost) -> None:
-        """All members were silent for too long; if one comes back, the next trouble starts a new ballot."""
+        """Do nothing: all members were silent for too long; if one comes back, the next loss starts a new ballot."""
 
     def failed(self, error: CoveyError) -> None:
-        """A keeper promises nothing that would have to outlive it."""
+        """Do nothing: a keeper writes no promises to disk."""

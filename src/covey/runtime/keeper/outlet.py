@@ -1,7 +1,7 @@
-"""One of the keeper's own output streams, which may fail while the run must go on: a full disk, a reader that ended.
+"""An output stream of the keeper that may fail while the run goes on: a full disk, a reader that has ended.
 
-What cannot be written is dropped and counted. A stream that failed for want of space is tried again now and then; once
-it takes bytes again, a line in it tells how many are missing.
+Bytes that cannot be written are dropped and counted. A stream that failed on a full disk is tried again every few
+seconds; once it works, a line in it says how many bytes are missing.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ import time
 from typing import Final
 
 RETRY_SECONDS: Final = 2.0
-"""Pause between attempts to write to a stream that has failed."""
+"""Pause between attempts to write to a failed stream."""
 FOR_GOOD: Final = (errno.EPIPE, errno.EBADF)
-"""Errors of a stream that never takes a byte again."""
+"""Errors after which a stream never works again."""
 
 
 class Outlet:
-    """A descriptor to write to, and what is known of its failure."""
+    """A descriptor to write to, and its failure, if any."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.failure = ""
-        """Why nothing can be written now; empty while that works."""
+        """Why nothing can be written now; "" while writing works."""
         self._dropped = 0
         self._retry_at = 0.0
         self._is_in_line = False
-        """The last byte that was written did not end a line."""
+        """Whether the last byte that was written is in an unfinished line."""
 
     def is_open(self) -> bool:
         """Tell whether to try to write now."""
         return not self.failure or time.monotonic() >= self._retry_at
 
     def drop(self, data: bytes | memoryview) -> None:
-        """Give up bytes that were to be written."""
+        """Count bytes that are not written."""
         self._dropped += len(data)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write up to PIPE_BUF bytes, which does not block where select saw room; return how many were taken.
+        """Write up to PIPE_BUF bytes, which does not block after `select`; return how many were written.
 
-        After a failure the missing bytes are told of first, on a line of their own. If nothing can be written,
-        `failure` tells why.
+        After a failure, a line about the missing bytes is written first. If nothing can be written, `failure` says
+        why.
         """
         try:
             if self.failure:
-                self._tell_of_gap()
+                self._report_gap()
             taken = os.write(self.descriptor, data[: select.PIPE_BUF])
-        except BlockingIOError:  # another process has set the descriptor so
+        except BlockingIOError:  # another process has made the descriptor non-blocking
             return 0
         except OSError as error:
             self.fail(error)
@@ -59,11 +59,11 @@ class Outlet:
         return taken
 
     def fail(self, error: OSError) -> None:
-        """Take it that nothing can be written for now, or ever again."""
+        """Note that nothing can be written for now, or ever again."""
         self.failure = error.strerror or str(error)
         self._retry_at = math.inf if error.errno in FOR_GOOD else time.monotonic() + RETRY_SECONDS
 
-    def _tell_of_gap(self) -> None:
+    def _report_gap(self) -> None:
         count = f"{self._dropped} byte{'s' if self._dropped != 1 else ''}"
         text = f"covey: output can be written again; {count} could not be ({self.failure})\n"
         line = ("\n" * self._is_in_line + text).encode()

@@ -1,7 +1,7 @@
-"""What the ranks of a run say, joined into the keeper's own output: every line with the name of its rank in front.
+"""The output of several ranks in one stream: every line gets a prefix with its rank. No I/O: bytes in, bytes out.
 
-Text only: bytes as they were read go in, bytes to write come out. Lines keep their order for each rank and stream, and
-stay whole. One that takes long to finish is shown as far as it goes, and continued in place if nobody spoke meanwhile.
+Invariant: the lines of each rank and stream stay whole and in order. An unfinished line is shown after a pause, and
+continued in place if no other rank has written meanwhile.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SILENCE: Final = 0.2
-"""Seconds without output after which an unfinished line is shown, so that prompts and progress bars can be seen."""
+"""Seconds without output after which an unfinished line is shown: it may be a prompt or a progress bar."""
 LINE_LIMIT_BYTES: Final = 64 * 1024
-"""Most of an unfinished line that is held back."""
+"""The most of an unfinished line that is held back."""
 
 COLOURS: Final = (36, 33, 32, 35, 34, 31)
 REDRAWS: Final = re.compile(rb"\r(?!\n|\Z)")
 
 
 class Cursor:
-    """Where an output stands: at the start of a line, or in one that a voice has not finished."""
+    """The position of an output: at the start of a line, or in an unfinished line of one stream."""
 
     def __init__(self) -> None:
         self.speaker: OutputStream | None = None
         self.returned = False
-        """The unfinished line ended in a carriage return: what follows overwrites it."""
+        """Whether the unfinished line ended with a carriage return: what follows overwrites it."""
 
     def make_room(self, speaker: OutputStream | None = None) -> bytes:
-        """Return what must be written before `speaker` may write."""
+        """Return what must be written before `speaker` may write: the end of another stream's line."""
         if self.speaker in (None, speaker):
             return b""
         self.speaker, self.returned = None, False
@@ -39,19 +39,19 @@ class Cursor:
 
 
 class OutputStream:
-    """One output stream of one rank, on its way to an output that it shares with others."""
+    """One output stream of one rank, which shares an output with others."""
 
     def __init__(self, number: int, cursor: Cursor, *, coloured: bool, label: Callable[[], str] | None = None) -> None:
-        """`number` decides the colour; it stands in front of every line, unless there is a `label` that may change."""
+        """Choose the colour by `number`, which is also the prefix, unless `label` returns another one."""
         self.show_at: float | None = None
-        """When an unfinished line is shown with `hush`, unless more is heard first."""
+        """When to show an unfinished line with `hush`, unless more output comes first."""
         self._cursor = cursor
         self._held = bytearray()
         self._label = label or functools.partial(str, number)
         self._form = f"\x1b[{COLOURS[number % len(COLOURS)]}m[%s]\x1b[0m " if coloured else "[%s] "
 
     def hear(self, data: bytes, *, now: float) -> bytes:
-        """Take what the rank wrote and return what may be shown of it now."""
+        """Take output of the rank, and return what to write now."""
         self._held += data
         cut = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
         if len(self._held) - cut > LINE_LIMIT_BYTES:
@@ -62,14 +62,14 @@ class OutputStream:
         return self._compose(text)
 
     def hush(self) -> bytes:
-        """Return the unfinished line as far as it goes."""
+        """Return the unfinished line."""
         text = bytes(self._held)
         self._held.clear()
         self.show_at = None
         return self._compose(text)
 
     def end(self) -> bytes:
-        """Return what is left, as a finished line."""
+        """Return the rest as a finished line."""
         rest = self.hush()
         return rest + (self._cursor.make_room() if self._cursor.speaker is self else b"")
 

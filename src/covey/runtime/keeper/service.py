@@ -1,8 +1,8 @@
-"""The keeper's ear and voice: it learns who its processes are, sees in the kernel how they are, and tells others.
+"""The services of a keeper: they learn which ranks its processes are, read their state from the kernel, and report it.
 
-A `KeeperService` serves a run of this host alone: its processes connect to a socket. Until the first one connects, a
-thread sleeps at the socket. Only then does it load what it needs, which takes longer than many a script takes to run.
-A `ClusterKeeperService` is a node of the cluster, and tells other hosts about its processes.
+A `KeeperService` serves a run on this host: the processes connect to a socket. A thread waits at the socket until the
+first one connects, and only then loads what it needs, which takes longer than many scripts run.
+A `ClusterKeeperService` is a node of the cluster, and reports to nodes of other hosts.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.endpoint import Endpoint
 
 LOOP_SECONDS: Final = 5.0
-"""How long the control loop may take for what it does at once."""
+"""How long the control loop may take for a call that waits for no process."""
 CATCH_UP_SECONDS: Final = 0.5
 BACKLOG: Final = 256
 
 
 def keeper_path(folder: str) -> str:
-    """Return where the keeper of the run that meets in `folder` listens."""
+    """Return the path at which the keeper of the run in `folder` listens."""
     return os.path.join(folder, "keeper.sock")
 
 
 class KeeperService:
-    """Looks after the processes of a run that meets in a folder of this host, and speaks for them."""
+    """Reports on the processes of a run whose ranks meet in a folder of this host."""
 
     def __init__(self, folder: str, token: bytes) -> None:
-        """`token` proves membership, as between the ranks."""
+        """`token` proves membership, as it does between the ranks."""
         self.path = keeper_path(folder)
         self._folder, self._token = folder, token
         self._closing = threading.Lock()
@@ -52,10 +52,10 @@ class KeeperService:
         self._local_keeper: LocalKeeper | None = None
 
     def start(self) -> None:
-        """Return as soon as processes can come.
+        """Return as soon as processes can connect.
 
         Raises:
-            ConfigError: the folder is not safely ours, or there is a keeper in it already.
+            ConfigError: the folder does not belong to this user alone, or there is a keeper in it already.
         """
         from covey.net.discovery.host_rendezvous import check_folder
 
@@ -70,7 +70,7 @@ class KeeperService:
             listener.close()
             raise ConfigError(f"cannot listen at {self.path}: {explain(error)}; {ADVICE}") from error
         self._bell = track(waking), track(ringing)
-        self._thread = threading.Thread(target=self._serve, args=(listener, waking), name="covey-warden", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(listener, waking), name="covey-keeper", daemon=True)
         self._thread.start()
 
     is_over = False
@@ -79,27 +79,27 @@ class KeeperService:
 
     @property
     def survives(self) -> bool | None:
-        """Whether the run goes on when somebody is lost; None: there are members, and none of them has said yet."""
+        """Whether the run goes on when a member is lost; None if there are members, and none has said so yet."""
         return self._local_keeper.survives if self._local_keeper is not None else None if self._was_found else False
 
     def catch_up(self) -> None:
-        """Hear what was said up to now, even by those who have ended."""
+        """Handle the messages that have arrived, also of processes that have ended."""
         if self._local_keeper is not None:
             _let_the_loop_catch_up()
 
     def hold(self) -> None:
-        """Say nothing of the processes until `release`: their keeper is about to stop them with itself."""
+        """Report nothing until `release`: the keeper is about to stop its processes and itself."""
         if self._local_keeper is not None:
             self._local_keeper.rounds.is_held = True
             _let_the_loop_catch_up()
 
     def release(self) -> None:
-        """Look after the processes again, which go on."""
+        """Report again: the processes continue."""
         if self._local_keeper is not None:
             self._local_keeper.rounds.is_held = False
 
     def close(self) -> None:
-        """Speak for nobody any more. From any thread; closing twice is fine."""
+        """Stop reporting. From any thread; closing twice is fine."""
         with self._closing:
             if self._is_closed:
                 return
@@ -108,14 +108,14 @@ class KeeperService:
             return
         waking, ringing = self._bell
         ringing.close()
-        self._thread.join(LOOP_SECONDS)  # it closes what it opened
+        self._thread.join(LOOP_SECONDS)  # the thread closes what it opened
         if not self._thread.is_alive():
             waking.close()
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
     def _serve(self, listener: socket.socket, waking: socket.socket) -> None:
-        """The life of the thread: wait for the first to come, let the control loop look after all, wait for the end."""
+        """Wait for the first process, serve all on the control loop, and wait for the end. Runs on its own thread."""
         arrivals = select.poll()
         arrivals.register(listener, select.POLLIN)
         arrivals.register(waking, select.POLLIN)
@@ -128,7 +128,7 @@ class KeeperService:
         from covey.runtime.keeper.local_keeper import LocalKeeper
 
         local_keeper = LocalKeeper(listener, self._folder, self._token)
-        self._local_keeper = local_keeper  # before anybody can come to it: who asks what it knows must hear that
+        self._local_keeper = local_keeper  # before a process can connect: `survives` reads it
         control.start(local_keeper.open()).result()
         waking.recv(1)
         with contextlib.suppress(TimeoutError):
@@ -136,9 +136,9 @@ class KeeperService:
 
 
 class ClusterKeeperService:
-    """Looks after the nodes of a cluster that a keeper starts, and speaks for them to the others of their run.
+    """Reports on the nodes that a keeper starts, to the other nodes of their run.
 
-    A keeper is of use without it, so nothing is said aloud if it cannot come to the cluster.
+    The keeper works without it, so that a failure to enter the cluster is only logged.
     """
 
     def __init__(self, cluster: Cluster, config: GroupConfig) -> None:
@@ -147,19 +147,19 @@ class ClusterKeeperService:
         self._cluster, self._config = cluster, config
         self._identity = NodeIdentity.passing()
         self.id = self._identity.id
-        """What the nodes that it speaks for say on their cards."""
+        """What its nodes state on their cards as their keeper."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._endpoint: Endpoint | None = None
         self._cluster_keeper: ClusterKeeper | None = None
 
     def start(self) -> None:
-        """Go to the cluster in the background."""
-        threading.Thread(target=self._open, name="covey-warden", daemon=True).start()
+        """Enter the cluster on a thread of its own."""
+        threading.Thread(target=self._open, name="covey-keeper", daemon=True).start()
 
     @property
     def survives(self) -> bool | None:
-        """Whether the run goes on when somebody is lost; None: it has members here, and none of them has said yet."""
+        """Whether the run goes on when a member is lost; None if there are members here, and none has said so yet."""
         return self._cluster_keeper is not None and self._cluster_keeper.survives
 
     is_elsewhere = True
@@ -171,31 +171,31 @@ class ClusterKeeperService:
         return self._cluster_keeper is not None and self._cluster_keeper.is_over
 
     def rank_of(self, session: int) -> int | None:
-        """Return the rank of the process that leads a session, or of one in it; None while that is not known."""
+        """Return the rank of the process that leads a session, or of one in it; None while it is unknown."""
         if self._cluster_keeper is None:
             return None
         if session not in self._cluster_keeper.ranks:
-            self.catch_up()  # it may have said so before it printed what is about to be shown
+            self.catch_up()  # the message with its rank may have arrived before the output that is about to be shown
         return self._cluster_keeper.ranks.get(session)
 
     def catch_up(self) -> None:
-        """Hear what was said up to now, even by those who have ended."""
+        """Handle the messages that have arrived, also of processes that have ended."""
         if self._cluster_keeper is not None:
             _let_the_loop_catch_up()
 
     def hold(self) -> None:
-        """Say nothing of the processes until `release`: their keeper is about to stop them with itself."""
+        """Report nothing until `release`: the keeper is about to stop its processes and itself."""
         if self._cluster_keeper is not None:
             self._cluster_keeper.rounds.is_held = True
             _let_the_loop_catch_up()
 
     def release(self) -> None:
-        """Look after the processes again, which go on."""
+        """Report again: the processes continue."""
         if self._cluster_keeper is not None:
             self._cluster_keeper.rounds.is_held = False
 
     def close(self) -> None:
-        """Speak for nobody any more. From any thread; closing twice is fine."""
+        """Stop reporting. From any thread; closing twice is fine."""
         with self._lock:
             self._is_closed = True
             endpoint, self._endpoint = self._endpoint, None
@@ -235,13 +235,13 @@ class ClusterKeeperService:
 
 
 def _let_the_loop_catch_up() -> None:
-    """Return when the control loop has read what had arrived."""
+    """Return when the control loop has handled the messages that had arrived."""
     import asyncio
 
     from covey.runtime import loop as control
 
     async def turn() -> None:
-        for _ in range(3):  # one turn to look at the sockets, one to read them, one to be sure
+        for _ in range(3):  # one turn to poll the sockets, one to read them, one in reserve
             await asyncio.sleep(0)
 
     with contextlib.suppress(TimeoutError):

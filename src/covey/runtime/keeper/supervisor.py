@@ -1,4 +1,7 @@
-"""Keeping a run: relay what its processes print, pass signals on, see to those that end. What `covey run` does."""
+"""What `covey run` does with a run: relays output, passes signals on, and reacts when a process ends.
+
+Runs on the main thread of a process of its own, in one `select` loop.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST, TERM_GRACE
 from covey.runtime.keeper.outlet import Outlet
 from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor, OutputStream
-from covey.runtime.processes import signal_name
+from covey.runtime.processes import describe_end, drain, exit_status, register_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,31 +29,31 @@ if TYPE_CHECKING:
     from covey.runtime.processes import Process
 
 SIGNAL_GRACE: Final = 30.0
-"""Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C ends them at once."""
+"""Seconds that ranks have to save their work after Ctrl-C or SIGTERM; a second Ctrl-C kills them at once."""
 SETTLE_EVERY: Final = 0.02
-"""Seconds between looks whether a run has said what a failure means to it."""
+"""Seconds between checks whether the members of a run have said if it survives a failure."""
 
 
 def keep(
     make_run: Callable[[], HostRun], argv: Sequence[str], *, env: Mapping[str, str] | None = None, restarts: int = 0
 ) -> int:
-    """Run `argv` as every process of a run, relay their output; return the exit code of the first to fail, or 0.
+    """Run `argv` as every process of a run and relay their output; return the exit code of the first failure, or 0.
 
-    In a run that survives losses, a process that fails is started again up to `restarts` times, and the code is 0 if
-    any of them ended well. A signal's code is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
-    ranks once; a second SIGINT kills them. If all end well after SIGTERM, the code is 0. SIGTSTP stops all ranks, then
+    In a run that survives losses, a failed process is restarted up to `restarts` times, and the code is 0 if any
+    process succeeded. The code of a signal is 128 plus its number. SIGINT, SIGTERM and SIGHUP are passed on to all
+    ranks once; a second SIGINT kills them. If all succeed after SIGTERM, the code is 0. SIGTSTP stops all ranks, then
     this process; SIGCONT continues them.
 
-    Call it on the main thread: it takes over signal handling until it returns, and before the run is made.
+    Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
     _fill_standard_descriptors()
     arrived: list[int] = []
     with _signals_noted(arrived) as wake, make_run() as run, selectors.DefaultSelector() as selector:
-        return _Supervisor(run, _Command(argv, env or {}, restarts), selector, wake, arrived).over()
+        return _Supervisor(run, _Command(argv, env or {}, restarts), selector, wake, arrived).run_to_end()
 
 
 class _Pipe(NamedTuple):
-    """One output stream of one rank: where it comes from, and which of the keeper's own it goes to."""
+    """One output stream of one rank: the pipe, and the descriptor of this process that its output is written to."""
 
     source: IO[bytes]
     target: int
@@ -58,7 +61,7 @@ class _Pipe(NamedTuple):
 
 
 class _Command(NamedTuple):
-    """What every process of a run executes, and how often again if it fails."""
+    """What every process of a run executes, and how often it is restarted."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -66,7 +69,7 @@ class _Command(NamedTuple):
 
 
 class _Supervisor:
-    """The keeper's watch over the ranks of one run, until all have ended."""
+    """Supervises the ranks of one run until all have ended."""
 
     def __init__(
         self,
@@ -82,41 +85,41 @@ class _Supervisor:
         self._out = Cursor()
         self._err = self._out if _same_file(1, 2) else Cursor()
         self._started: dict[int, Process] = {}
-        """Every rank's latest process."""
+        """By rank: the latest process."""
         self._alive: dict[int, Process] = {}
         self._waiting: dict[int, float] = {}
-        """Ranks that are started again, and when."""
+        """Ranks that are restarted, and when."""
         self._restarts: dict[int, int] = {}
-        """How often each was."""
+        """How often each rank was restarted."""
         self._code: int | None = None
-        """The exit code of a failure that ends the run: the first."""
+        """The exit code of the first failure that ends the run."""
         self._failed: list[tuple[int, int, float]] = []
-        """Ranks that failed, their codes, and by when to know whether the run survives that."""
-        self._condemned_for: tuple[int, int] | None = None
-        """The rank and exit code for which the others are about to be stopped."""
+        """Failed ranks, their codes, and until when to wait for the members to say whether the run survives."""
+        self._stopping_for: tuple[int, int] | None = None
+        """The rank and exit code because of which the others are about to be stopped."""
         self._has_finished = False
-        """Some rank ended well."""
+        """Whether some rank succeeded."""
         self._lost_code = 0
-        """The exit code of the last rank that the run went on without."""
+        """The exit code of the last lost rank that the run survived."""
         self._steps: list[tuple[float, signal.Signals]] = []
-        """What is sent to ranks that do not end by themselves, and when."""
+        """Signals to send to ranks that do not end by themselves, and when."""
         self._told: signal.Signals | None = None
-        """The signal that asked us to end."""
+        """The signal that asked this process to end."""
         self._killed = False
-        """The ranks were killed because of it."""
+        """Whether the ranks were killed because of it."""
         self._outlets = {target: Outlet(target) for target in (1, 2)}
 
-    def over(self) -> int:
-        """Start all ranks, watch until the last has ended, and return the exit code of the whole."""
+    def run_to_end(self) -> int:
+        """Start all ranks, supervise them until the last has ended, and return the exit code of the run."""
         self._run.warm_up(self._command.argv, self._command.env)
         for rank in range(self._run.size):
             self._start(rank)
         while self._alive or self._waiting or self._failed:
-            now = time.monotonic()  # all that was said by then is read before anybody's silence counts
+            now = time.monotonic()  # a pause in the output counts only after all output up to now was read
             for key, _ in self._selector.select(self._patience(*self._waiting.values(), *self._hush_times())):
                 if key.data is not None:
                     self._relay(key.data)
-            self._tend()
+            self._react()
             for pipe in self._pipes():
                 if pipe.stream.show_at is not None and pipe.stream.show_at <= now:
                     self._write(pipe.target, pipe.stream.hush())
@@ -135,27 +138,28 @@ class _Supervisor:
     def _start(self, rank: int) -> None:
         command, restarts = self._command, self._restarts.get(rank, 0)
         env = {**command.env, "COVEY_RESTART": str(restarts)} if restarts else command.env
-        process = self._run.fork(rank, env) if not restarts else None  # one that failed gets an interpreter of its own
+        process = self._run.fork(rank, env) if not restarts else None  # a restarted process gets a fresh interpreter
         if process is None:
             process = self._run.start(rank, command.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self._started[rank] = self._alive[rank] = process
-        for source, target, cursor in ((process.stdout, 1, self._out), (process.stderr, 2, self._err)):
-            assert source is not None
-            os.set_blocking(source.fileno(), False)
+        label = functools.partial(self._run.label, rank, process)
+
+        def as_pipe(source: IO[bytes], target: int) -> _Pipe:
             coloured = os.isatty(target) and not os.environ.get("NO_COLOR")
-            label = functools.partial(self._run.label, rank, process)
-            stream = OutputStream(rank, cursor, coloured=coloured, label=label)
-            self._selector.register(source, selectors.EVENT_READ, _Pipe(source, target, stream))
+            cursor = self._out if target == 1 else self._err
+            return _Pipe(source, target, OutputStream(rank, cursor, coloured=coloured, label=label))
+
+        register_output(process, self._selector, as_pipe)
 
     def _start_again(self, rank: int) -> None:
         is_over = self._is_over(rank)
         if self._waiting.pop(rank, None) is None or is_over:
-            return  # this keeper was asked to end meanwhile, or there is no run to come back to
+            return  # this process was asked to end meanwhile, or the run is over
         process = self._started[rank]
         for pipe in self._pipes():
             if pipe.source in (process.stdout, process.stderr):
                 self._drain(pipe)
-                with contextlib.suppress(KeyError):  # it came to its end
+                with contextlib.suppress(KeyError):  # at the end of the pipe, `_relay` did this
                     self._selector.unregister(pipe.source)
         self._run.clear_away(process)
         if self._told is None and self._code is None:
@@ -168,14 +172,14 @@ class _Supervisor:
         return [pipe.stream.show_at for pipe in self._pipes() if pipe.stream.show_at is not None]
 
     def _patience(self, *times: float) -> float | None:
-        """Return how long nothing is to be done, before any of these times too; None: for ever."""
+        """Return the seconds until the next step or the next of `times`; None if there is none."""
         due = [*times, *(at for at, _ in self._steps)]
-        if self._failed or self._condemned_for is not None:
+        if self._failed or self._stopping_for is not None:
             due.append(time.monotonic() + SETTLE_EVERY)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _relay(self, pipe: _Pipe) -> bool:
-        """Read once and pass it on; False at the end."""
+        """Read once and write it; False at the end of the pipe."""
         data = os.read(pipe.source.fileno(), LINE_LIMIT_BYTES)
         if data:
             self._write(pipe.target, pipe.stream.hear(data, now=time.monotonic()))
@@ -185,26 +189,23 @@ class _Supervisor:
         return bool(data)
 
     def _drain(self, pipe: _Pipe) -> None:
-        """Pass on what a rank that has ended left in the pipe, even if somebody else holds the other end open."""
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(64):  # more than a pipe holds; a descendant that escaped may go on writing for ever
-                if not self._relay(pipe):
-                    return
-        self._write(pipe.target, pipe.stream.end())
+        """Write what an ended rank left in the pipe, even if another process holds the other end open."""
+        if not drain(functools.partial(self._relay, pipe)):
+            self._write(pipe.target, pipe.stream.end())
 
-    def _tend(self) -> None:
+    def _react(self) -> None:
         """React to signals, to ranks that ended, and to the clock."""
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
         while self._arrived:
             self._on_signal(signal.Signals(self._arrived.pop(0)))
         ended = [(rank, code) for rank, process in self._alive.items() if (code := process.poll()) is not None]
-        # Of several that ended since we looked, one that was killed comes first: who only lost it exits by itself.
+        # Of several ranks that ended since the last check, a killed one comes first: others fail because they lost it.
         for rank, code in sorted(ended, key=lambda end: end[1] > 0):
             del self._alive[rank]
             self._on_end(rank, code)
         self._settle()
-        self._reprieve()
+        self._cancel_stop()
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, signum = self._steps.pop(0)
             self._run.signal(signum)
@@ -215,7 +216,7 @@ class _Supervisor:
             self._pause()
         elif self._told is None:
             self._told = signum
-            if signum is not signal.SIGTERM:  # that one asks to come to a good end, and they may
+            if signum is not signal.SIGTERM:  # after SIGTERM, ranks may still succeed
                 self._code = self._code or 128 + signum
             self._run.signal(signum)
             self._stop_at(time.monotonic() + SIGNAL_GRACE)
@@ -225,15 +226,15 @@ class _Supervisor:
             self._steps = [(time.monotonic(), signal.SIGKILL)]
 
     def _pause(self) -> None:
-        """Stop the processes and this one, as the shell expects after Ctrl-Z; go on with them after SIGCONT."""
+        """Stop all ranks and this process, as a shell expects after Ctrl-Z; continue them after SIGCONT."""
         began = time.monotonic()
         with self._run.paused():
             handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-            # To this thread, for it must not go on before the kernel has stopped the process. In a process group that
-            # no shell controls the signal does nothing, and all go on.
+            # Sent to this thread, because it must not continue before the kernel has stopped the process. In a process
+            # group that no shell controls, the signal does nothing, and all processes continue.
             signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
             signal.signal(signal.SIGTSTP, handler)
-        gap = time.monotonic() - began  # nothing is due because of it
+        gap = time.monotonic() - began  # time while stopped does not count
         self._steps = [(at + gap, signum) for at, signum in self._steps]
         self._failed = [(rank, code, by + gap) for rank, code, by in self._failed]
 
@@ -246,15 +247,14 @@ class _Supervisor:
             self._failed.append((rank, code, time.monotonic() + FAILURE_GRACE))
 
     def _settle(self) -> None:
-        """Do what follows from failures, once it is known whether the run survives them."""
+        """Restart failed ranks or stop the others, once it is known whether the run survives the failures."""
         while self._failed and self._code is None:
             rank, code, by = self._failed[0]
             survives = self._run.survives()
             if survives is None and self._alive and self._told is None and time.monotonic() < by:
                 return
             del self._failed[0]
-            status = code if code > 0 else 128 - code
-            how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
+            status = exit_status(code)
             if survives:
                 self._lost_code = status
                 what = self._after_loss(rank)
@@ -262,26 +262,26 @@ class _Supervisor:
                 self._code = status
                 if self._told is None:
                     self._stop_at(by)
-                    self._condemned_for = (rank, status)
+                    self._stopping_for = (rank, status)
                 what = "; stopping the others" if self._alive else ""
-            self._note(f"{self._name(rank)} {how}{what}")
+            self._note(f"{self._name(rank)} {describe_end(code)}{what}")
         self._failed.clear()
 
-    def _reprieve(self) -> None:
-        """Let the others go on after all: they have made a group of those who are left."""
-        if self._condemned_for is None or self._told is not None or not self._alive or not self._run.survives():
+    def _cancel_stop(self) -> None:
+        """Do not stop the other ranks after all, if they have formed a group without the failed one."""
+        if self._stopping_for is None or self._told is not None or not self._alive or not self._run.survives():
             return
-        (rank, self._lost_code), self._condemned_for = self._condemned_for, None
+        (rank, self._lost_code), self._stopping_for = self._stopping_for, None
         self._code, self._steps = None, []
         self._note(f"the others go on without {self._name(rank)}")
 
     def _name(self, rank: int) -> str:
-        """Return what people call a process: as its lines of output begin, or by its rank if that is the same."""
+        """Return what messages call a process: its rank, or the prefix of its output if that differs."""
         label = self._run.label(rank, self._started[rank])
         return f"rank {rank}" if label == str(rank) else f"[{label}]"
 
     def _after_loss(self, rank: int) -> str:
-        """Start a rank again if it may be; return what happens next, in words."""
+        """Restart a rank if restarts are left; return what happens next, in words."""
         before, most = self._restarts.get(rank, 0), self._command.restarts
         if before < most and not self._is_over(rank) and self._told is None:
             self._restarts[rank] = before + 1
@@ -290,9 +290,9 @@ class _Supervisor:
         return "; the others go on" if self._alive or self._waiting else ""
 
     def _is_over(self, rank: int) -> bool:
-        """Tell whether the run has ended but for this process.
+        """Tell whether the run has ended, apart from the process of this rank.
 
-        A process of a cluster's run that ends well may have left, and the run goes on elsewhere: its members tell.
+        In a run of a cluster, a process that succeeds may only have left: the members on other hosts know.
         """
         service = self._run.service
         self._has_finished = self._has_finished or service.is_over
@@ -307,12 +307,14 @@ class _Supervisor:
         self._write(2, self._err.make_room() + f"covey: {text}\n".encode())
 
     def _write(self, target: int, data: bytes) -> None:
-        # A reader that does not read (a pager) must keep us neither from passing signals on nor, after that, from
-        # ending. Output that cannot be written at all is no reason to end a run.
+        # If a pager does not read, this process must still pass signals on, and must be able to end. Output that cannot
+        # be written at all does not end a run.
         rest, outlet = memoryview(data), self._outlets[target]
         while rest and outlet.is_open():
             had_failed = bool(outlet.failure)
-            patience = 0.0 if self._killed else self._patience()  # no other output can be shown either
+            patience = (
+                0.0 if self._killed else self._patience()
+            )  # output is written in order, so that no other output is due
             try:
                 has_room = bool(select.select([self._wake], [target], [], patience)[1])
             except OSError as error:  # closed
@@ -325,11 +327,11 @@ class _Supervisor:
             elif not has_room and self._killed:
                 return
             elif not has_room:
-                self._tend()
+                self._react()
         outlet.drop(rest)
 
     def _tell_of_failure(self, target: int, reason: str) -> None:
-        """Say once, where that can be read, that an output stream has failed."""
+        """Report once, on the other output stream, that one has failed."""
         other = 3 - target
         if not self._outlets[other].failure and not _same_file(1, 2):
             name = "output" if target == 1 else "standard error"
@@ -340,7 +342,7 @@ class _Supervisor:
 
 @contextlib.contextmanager
 def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
-    """Yield a socket that can be read once a signal came; those that ask for something are added to `arrived`."""
+    """Yield a socket that is readable once a signal has come; signals other than SIGCHLD are added to `arrived`."""
 
     def note(signum: int, _: object) -> None:
         if signum != signal.SIGCHLD:
@@ -352,14 +354,14 @@ def _signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
         ring.setblocking(False)
         stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False))
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCHLD):
-            # What our parent told us to ignore (nohup, a shell's background job) stays ignored.
+            # A signal that the parent set to be ignored (nohup, a background job) stays ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
                 stack.callback(signal.signal, signum, signal.signal(signum, note))
         yield wake
 
 
 def _fill_standard_descriptors() -> None:
-    """Open those that this process was started without: a socket that got such a number would receive the output."""
+    """Open missing standard descriptors: else a socket could get such a number, and receive the output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

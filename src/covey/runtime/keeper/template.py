@@ -1,14 +1,14 @@
-"""The template process: it imports what the ranks of a run need once, and each rank is a fork of it.
+"""The template process: it imports what ranks need once, and each rank is a fork of it.
 
-`runtime.warm_start` starts this file as a program and talks to it over a socket. Importing numpy and covey takes longer
-than everything else that a rank does to join, so where there are more ranks than cores, doing it once is what makes a
-run begin quickly.
+`keeper/warm_start.py` starts this file as a program and talks to it over a socket. Importing numpy and covey takes
+longer than everything else that a rank does to join, so doing it once makes a run with more ranks than cores start
+quickly.
 
-A rank must not be able to tell: the script runs as `__main__` with the arguments, path, environment, standard streams,
-signals, session and exit code that `python SCRIPT` would give it. If importing does anything that a fork would not
-carry over (starts a thread, opens a file, prints), the template ends, and ranks are started one by one as ever.
+Invariant: a rank cannot tell the difference. The script runs as `__main__` with the arguments, path, environment,
+standard streams, signals, session and exit code that `python SCRIPT` would give it. If importing does anything that a
+fork does not inherit (starts a thread, opens a file, prints), the template ends, and ranks are started one by one.
 
-Only `os` and `sys` are imported at the top: Python has loaded both before `sys.path` is put right.
+Only `os` and `sys` are imported at the top: Python has loaded both before `sys.path` is set.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 CHANNEL_VARIABLE = "COVEY_TEMPLATE_FD"
-"""Names the descriptor of the socket to the keeper."""
+"""Holds the descriptor of the socket to the keeper."""
 REQUEST_LIMIT = 1 << 16
 STREAMS = 3
-"""A request carries the new standard input, output and error, then a descriptor that holds a secret."""
+"""A request carries standard input, output and error, then the descriptor of a secret."""
 PRELOADED = (
     "numpy",
     "covey.runtime.joining.bootstrap",
@@ -35,20 +35,20 @@ PRELOADED = (
     "covey.runtime.members.node",
     "covey.runtime.collectives.atomic",
     "covey.runtime.group.restore",
-    "covey.runtime.mesh.endpoint",
+    "covey.runtime.mesh.launched_endpoint",
 )
-"""With all that they import in turn: what a rank of this host loads until it has joined and done its first work."""
+"""Together with their imports: what a rank loads until its first operation."""
 
 
 def main() -> None:
-    """Serve the keeper; in a fork, become the program. `sys.argv` is this file, the script and its arguments."""
+    """Serve the keeper; in a fork, run the script. `sys.argv` is this file, the script and its arguments."""
     script = sys.argv[1]
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))  # first: the script may have a numpy of its own
+        sys.path[0] = os.path.dirname(os.path.realpath(script))  # before imports: the script may have its own numpy
     import signal
 
-    # A signal to all processes of a service must not end the template, or the kernel would kill its ranks. Blocked
-    # signals reach a rank that was just forked once it is a program.
+    # A signal to all processes of a service must not end the template, because its ranks would die with it. A forked
+    # rank gets blocked signals once it unblocks them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     import socket
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _preload(channel: socket.socket) -> bool:
-    """Import what ranks need; tell whether a fork of this process is as good as a process that imported it itself."""
+    """Import what ranks need; tell whether a fork is equivalent to a process that imported it itself."""
     import gc
     import importlib
     import threading
@@ -79,7 +79,7 @@ def _preload(channel: socket.socket) -> bool:
     if threading.active_count() > 1 or _open_descriptors() != before:
         return False
     gc.collect()
-    gc.freeze()  # or the first collection of each rank would copy what all share
+    gc.freeze()  # else the first collection in each rank would copy shared pages
     channel.sendall(b"ready")
     return True
 
@@ -89,7 +89,7 @@ def _open_descriptors() -> set[str]:
 
 
 def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a rank for every request, and tell the keeper of those that end. Returns in the ranks only."""
+    """Fork a rank for every request, and report ended ranks to the keeper. Returns only in a rank."""
     import json
     import select
     import signal
@@ -98,7 +98,7 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
     keeper = os.getppid()
     ranks: dict[int, int] = {}
-    """By a descriptor that can be read once the process has ended, its number."""
+    """By pidfd, which is readable once the process has ended: the pid."""
     events = select.poll()
     events.register(channel, select.POLLIN)
     while True:
@@ -110,13 +110,13 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 _, status = os.waitpid(pid, 0)
                 channel.sendall(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
                 if os.getppid() == keeper:
-                    os.kill(keeper, signal.SIGCHLD)  # as if it were the parent
+                    os.kill(keeper, signal.SIGCHLD)  # as its parent would get it
                 continue
             body, descriptors, _, _ = socket.recv_fds(channel, REQUEST_LIMIT, STREAMS + 1)
             if not body:
-                os._exit(0)  # the keeper has no more use for us
+                os._exit(0)  # the keeper has closed the socket
             with warnings.catch_warnings():
-                # Of threads of numpy's libraries: these end themselves before a fork, and begin again when needed.
+                # The warning is about threads of numpy's libraries, which stop before a fork and restart when needed.
                 warnings.simplefilter("ignore")
                 pid = os.fork()
             if pid == 0:
@@ -129,7 +129,7 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _take_over(request: dict[str, Any], channel: socket.socket) -> None:
-    """Begin a session, tied to the life of the template; tell the keeper, which may send signals from now on."""
+    """Start a session, die with the template, and tell the keeper, which may send signals from now on."""
     import json
 
     from covey.runtime.processes import die_with
@@ -140,7 +140,7 @@ def _take_over(request: dict[str, Any], channel: socket.socket) -> None:
 
 
 def _redirect(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Give a fork of the template the streams and the environment that the keeper wants, and luck of its own."""
+    """Set the streams, the environment and the random seeds of a forked rank."""
     import contextlib
 
     os.environ.update(request["variables"])
@@ -153,15 +153,15 @@ def _redirect(request: dict[str, Any], descriptors: list[int]) -> None:
         os.dup2(received, target)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the one that listed them
+            with contextlib.suppress(OSError):  # the descriptor of this listing
                 os.close(int(name))
     random = sys.modules.get("numpy.random")
     if random is not None:
-        random.seed()  # Python's own generators do this by themselves
+        random.seed()  # Python's own generator does this after a fork
 
 
 def run_as_main(script: str) -> None:
-    """Run a Python script as `python SCRIPT` does, ending in the same way; there is no way back."""
+    """Run a Python script as `python SCRIPT` does, and end the process in the same way."""
     import builtins
     import importlib.machinery
     import types
@@ -183,10 +183,10 @@ def run_as_main(script: str) -> None:
         raise
     except BaseException as error:
         failure = error
-    if failure is not None:  # not while it is handled: hooks would see it as the cause of their own errors
+    if failure is not None:  # outside of `except`: else hooks would see it as the context of their own errors
         failure.__traceback__ = _within(code, failure.__traceback__)
         _show(failure)
-        sys.excepthook = lambda *_: None  # it is shown; what is raised now decides the exit code
+        sys.excepthook = lambda *_: None  # already shown; raising it sets the exit code
         raise failure
 
 
@@ -198,7 +198,7 @@ def _within(code: CodeType | None, traceback: TracebackType | None) -> Traceback
 
 
 def _show(error: BaseException) -> None:
-    """Show an error that nothing has handled, as the interpreter would."""
+    """Show an unhandled error, as the interpreter would."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error

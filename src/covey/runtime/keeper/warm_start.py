@@ -1,4 +1,4 @@
-"""Starting many ranks of one script quickly: the keeper's side of the template process (`runtime.template`)."""
+"""Starts many ranks of one script quickly: the keeper's side of the template process (`keeper/template.py`)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 SETTING: Final = "COVEY_WARM_START"
 """1: always where it is possible; 0: never; not set: with more ranks than cores."""
 READY_SECONDS: Final = 10.0
-"""How long the template may take to import what ranks need: a disk may be slow."""
+"""How long the template may take to import what ranks need from a slow disk."""
 FORK_SECONDS: Final = 10.0
 ANSWER_LIMIT: Final = 4096
 SOURCE_LIMIT: Final = 1 << 20
 USES_COVEY: Final = re.compile(rb"^[ \t]*(?:import|from)[ \t][^#\n]*\bcovey\b", re.MULTILINE)
 SETS_UP_NUMPY: Final = re.compile(rb"\b(?:OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|VECLIB|NPY|NUMPY)_[A-Z]")
-"""Variables that numpy and its libraries read when they are loaded: a script that names one may be about to set it."""
+"""Variables that numpy and its libraries read when they are loaded: a script that names one may set it."""
 OBSERVERS: Final = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE", "PYTHONINSPECT", "COVERAGE_PROCESS_START")
-"""Variables of people who want to see every process begin."""
+"""Variables that ask for a report on the start of every process."""
 
 
 class TemplateLostError(Exception):
@@ -41,10 +41,10 @@ class TemplateLostError(Exception):
 
 
 def is_of_use(argv: Sequence[str], size: int, env: Mapping[str, str]) -> bool:
-    """Tell whether `size` processes that execute `argv` should be forks of one that has imported covey.
+    """Tell whether `size` processes that execute `argv` should be forks of a process that has imported covey.
 
     Raises:
-        ConfigError: the setting is malformed.
+        ConfigError: COVEY_WARM_START is malformed.
     """
     wanted = flag(SETTING, env[SETTING]) if env.get(SETTING) else None
     if wanted is False or sys.platform != "linux" or not hasattr(os, "pidfd_open"):
@@ -56,7 +56,7 @@ def is_of_use(argv: Sequence[str], size: int, env: Mapping[str, str]) -> bool:
 
 
 def _is_fit(script: str) -> bool:
-    """Tell whether a script imports covey, and leaves numpy to find its settings by itself."""
+    """Tell whether a script imports covey, and names no variable that numpy reads."""
     try:
         with open(script, "rb") as file:
             source = file.read(SOURCE_LIMIT)
@@ -69,10 +69,10 @@ class Template:
     """A process that has imported covey, and forks ranks."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start it; `argv` and `env` are those of a rank, but for what differs from rank to rank.
+        """Start the template; `argv` is that of every rank, `env` what the environments of all ranks have in common.
 
         Raises:
-            TemplateLostError: it cannot do what it is for.
+            TemplateLostError: it does not start, or ranks cannot be forks of it.
         """
         self.argv, self.env = tuple(argv), dict(env)
         self._ranks: dict[int, ForkedRank] = {}
@@ -108,17 +108,17 @@ class Template:
             os.close(heard)
 
     def fork(self, env: Mapping[str, str], secret: tuple[str, int]) -> ForkedRank:
-        """Return a new rank with this environment; `secret` is a variable, if any, and the descriptor it is to name.
+        """Return a new rank with this environment; `secret` is a variable ("": none) and the descriptor of its value.
 
         Raises:
-            TemplateLostError: there is none, and all that it forked before have ended with it.
+            TemplateLostError: the template has ended, and all its ranks with it.
         """
         changed = {name: value for name, value in env.items() if self.env.get(name) != value}
         request = {"variables": changed, "secret": secret[0], "parent": self._process.pid}
         try:
             return self._ask_for_rank(json.dumps(request).encode(), secret[1])
         except TemplateLostError:
-            self._process.kill()  # or a late answer would make a second process of this rank
+            self._process.kill()  # else a late fork would be a second process of this rank
             raise
 
     def _ask_for_rank(self, request: bytes, secret_end: int) -> ForkedRank:
@@ -143,20 +143,20 @@ class Template:
         return rank
 
     def hear(self, patience: float | None = 0.0) -> None:
-        """Take in which ranks have ended; wait so long for the first to end, None: for as long as it takes."""
+        """Note which ranks have ended; wait up to `patience` seconds for the first, without limit if None."""
         try:
             while self._ranks and select.select([self._channel], [], [], patience)[0]:
                 self._ended(self._receive(0.0))
                 patience = 0.0
         except TemplateLostError:
-            for rank in self._ranks.values():  # they die with it; this makes sure
+            for rank in self._ranks.values():  # they die with the template; this makes sure
                 with contextlib.suppress(OSError):
                     os.killpg(rank.pid, signal.SIGKILL)
                 rank.returncode = -signal.SIGKILL
             self._ranks.clear()
 
     def close(self) -> None:
-        """End the template, which should have no ranks any more. Closing twice is fine."""
+        """End the template, after its ranks have ended. Closing twice is fine."""
         self._channel.close()
         try:
             self._process.wait(FORK_SECONDS)
@@ -165,7 +165,7 @@ class Template:
             self._process.wait()
 
     def _receive(self, patience: float) -> dict[str, int]:
-        """Return what the template says next; the first thing that it says is empty here."""
+        """Return the next message of the template; the first one, "ready", is returned empty."""
         try:
             if not select.select([self._channel], [], [], patience)[0]:
                 raise TemplateLostError(f"no answer in {patience:g} s")
@@ -183,7 +183,7 @@ class Template:
 
 
 class ForkedRank:
-    """A rank that the template forked: as much of `subprocess.Popen` as a keeper needs."""
+    """A rank that the template forked, with the part of the `subprocess.Popen` interface that a keeper needs."""
 
     def __init__(self, pid: int, hear: Callable[[float | None], None], *, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.pid, self._hear = pid, hear
@@ -198,7 +198,7 @@ class ForkedRank:
         return self.returncode
 
     def wait(self) -> int:
-        """Return the exit code once it has ended."""
+        """Wait for its end, and return the exit code."""
         while self.returncode is None:
             self._hear(None)
         return self.returncode

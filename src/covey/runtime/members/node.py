@@ -32,6 +32,7 @@ from covey.runtime.members.losses import Losses
 from covey.runtime.members.peers import Newcomers, Peer, PeerEvent
 from covey.runtime.members.routes import routes_to
 from covey.runtime.members.store import Stores
+from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Node:
         self.stores = Stores(self)
         self.losses = Losses(self)
         self._lock = threading.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(f"run {run}")
         self.events = Events()
         self.generation_table = GenerationTable(self, keeper_path=keeper, floor=floor, store=store)
         self.newcomers = Newcomers()
@@ -320,16 +321,7 @@ class Node:
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         """Run a coroutine until it ends or the node closes. On the control loop."""
-
-        def reap(task: asyncio.Task[Any]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.error("a control task of %s failed", self.run, exc_info=error)
-
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(reap)
-        return task
+        return self._tasks.spawn(coroutine)
 
     def close(self) -> None:
         """Say goodbye and free everything. Closing twice is fine."""
@@ -355,10 +347,7 @@ class Node:
         for link in links:
             link.send(messages.encode(messages.Goodbye()))
             link.close()
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         self.lanes.stop_expecting()
         self.stores.close()
         self.generation_table.close()

@@ -1,4 +1,4 @@
-"""Follows hints: dials where nodes may be, a few at a time, until there is a link with them. On the control loop."""
+"""Dials the addresses of hints, a few at a time, until there is a link with the node there. On the control loop."""
 
 from __future__ import annotations
 
@@ -15,72 +15,73 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.hints import Hint, Origin
 
 HINTS_AT_ONCE: Final = 32
-"""Hints followed at the same time; the others wait."""
+"""Hints that are dialled at the same time; the others wait."""
 SCARCE_SECONDS: Final = 2.0
-"""How long no hint is followed when this process could not open a socket: what it has is for its run."""
+"""How long no hint is dialled after this process could not open a socket: descriptors are left to its run."""
 
 
-class Outcome(enum.Enum):
-    """What came of dialling."""
+class DialOutcome(enum.Enum):
+    """The result of a dial."""
 
-    MET = enum.auto()
+    LINKED = enum.auto()
     OURSELVES = enum.auto()
-    NOBODY = enum.auto()
-    """No node of the cluster answered, or none that we want a link with."""
+    """This process answered."""
+    NO_NODE = enum.auto()
+    """No node of the cluster answered, or none that may be linked with."""
     SCARCE = enum.auto()
-    """This process can open no socket now, which says nothing about the hint."""
+    """This process can open no socket now; the hint may be good."""
 
 
 class Follower:
-    """The hints of one node, and those that are being followed."""
+    """The hints of one node, and those that are being dialled."""
 
     def __init__(
         self,
-        dial: Callable[[Hint], Awaitable[Outcome]],
-        is_met: Callable[[Hint], bool],
+        dial: Callable[[Hint], Awaitable[DialOutcome]],
+        is_linked: Callable[[Hint], bool],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
-        """`dial` tries to make a link; `is_met` tells whether there is one with the node that a hint leads to."""
-        self._dial, self._is_met, self._spawn = dial, is_met, spawn
+        """`dial` tries to make a link; `is_linked` tells whether there is one with the node at a hint's addresses."""
+        self._dial, self._is_linked, self._spawn = dial, is_linked, spawn
         self._hints = Hints()
         self.dialling: set[Hint] = set()
         self._scarce_until = 0.0
         self._is_closed = False
 
     def found(self, hint: Hint, origin: Origin) -> None:
-        """There is fresh evidence that a node may be there."""
+        """Note fresh evidence that a node may be at these addresses, and dial them if they are due."""
         self._hints.add(hint, origin, time.monotonic())
         self._follow()
 
     def forget(self, is_it: Callable[[Hint], bool]) -> None:
-        """Follow these hints no more, unless there is fresh evidence: the nodes there have left."""
+        """Drop the hints for which `is_it` is true: the nodes there have left. Fresh evidence adds them again."""
         self._hints.forget_all(is_it)
 
     def moved(self) -> None:
-        """This machine is to be reached at other addresses than before, so others may be within reach."""
+        """Dial again after this machine got other addresses: other nodes may be within reach now."""
         self._hints.wake(time.monotonic())
         self._follow()
 
     async def keep_following(self) -> None:
-        """Follow hints again when they are due, until cancelled."""
+        """Dial hints again when they are due, until cancelled."""
         while True:
             await asyncio.sleep(AGAIN_SECONDS / 4)
             self._follow()
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Dial no more hints."""
         self._is_closed = True
 
     def _follow(self) -> None:
         now = time.monotonic()
         if self._is_closed or now < self._scarce_until:
             return
-        for hint in self._hints.due(now, HINTS_AT_ONCE - len(self.dialling), self._is_met_or_dialled):
+        for hint in self._hints.due(now, HINTS_AT_ONCE - len(self.dialling), self._is_linked_or_dialled):
             self.dialling.add(hint)
             self._spawn(self._try(hint))
 
-    def _is_met_or_dialled(self, hint: Hint) -> bool:
-        return hint in self.dialling or self._is_met(hint)
+    def _is_linked_or_dialled(self, hint: Hint) -> bool:
+        return hint in self.dialling or self._is_linked(hint)
 
     async def _try(self, hint: Hint) -> None:
         try:
@@ -88,11 +89,11 @@ class Follower:
         finally:
             self.dialling.discard(hint)
         match outcome:
-            case Outcome.MET:
+            case DialOutcome.LINKED:
                 self._hints.worked(hint)
-            case Outcome.OURSELVES:
+            case DialOutcome.OURSELVES:
                 self._hints.forget(hint)
-            case Outcome.NOBODY:
+            case DialOutcome.NO_NODE:
                 self._hints.failed(hint, time.monotonic())
-            case Outcome.SCARCE:
+            case DialOutcome.SCARCE:
                 self._scarce_until = time.monotonic() + SCARCE_SECONDS

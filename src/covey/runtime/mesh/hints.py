@@ -1,7 +1,7 @@
-"""Where nodes may be: addresses that others told of, and when to try each. Nothing here dials.
+"""Hints: addresses where nodes may be, and when to try each. Nothing here dials.
 
-A hint proves nothing, and a stranger can repeat what it heard, so every hint is tried a bounded number of times with
-growing pauses. After that it sleeps. Fresh evidence is good for one try at once; what is only repeated is none.
+A hint proves nothing, and a stranger can repeat a packet that it heard. So each hint is tried a few times, with growing
+pauses, and then sleeps. Fresh evidence causes one try at once; a repeated packet is not fresh.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from covey.wire.messages import Address
 
 AGAIN_SECONDS: Final = 1.0
-"""How soon a hint that led nowhere is followed again, the first time; the pauses double."""
+"""How soon a hint is tried again after its first failure; the pauses double."""
 SELDOM_SECONDS: Final = 15.0
 TRIES: Final = 6
-"""Failures in a row after which a hint sleeps: half a minute after the first."""
+"""Failures in a row after which a hint sleeps: half a minute after the first failure."""
 NAP_SECONDS: Final = 300.0
 NAPS: Final = 12
-"""What a member told of is tried once more after a nap, so often: no multicast may lead there."""
+"""How often a hint from a member is tried once more after a nap: multicast may not reach that node."""
 HINTS_LIMIT: Final = 256
 
 
@@ -30,11 +30,11 @@ class Origin(enum.Enum):
     """Where a hint comes from."""
 
     MULTICAST = enum.auto()
-    """Anybody on the network may have repeated it."""
+    """The network: any machine on it may have repeated the packet."""
     MEMBER = enum.auto()
-    """A node that holds the secret told of it."""
+    """A node that holds the secret."""
     HOST = enum.auto()
-    """This host, which knows that the node is alive: the hint never sleeps."""
+    """The registry of this host, which knows that the node is alive: the hint never sleeps."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Hint:
     same_host: bool = False
     """Whether they are on this host."""
     interface: str = ""
-    """The interface by which they are to be reached; empty: whichever leads there."""
+    """The interface by which to reach them; empty: any."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _State:
 
 
 class Hints:
-    """Hints, each with what became of it so far."""
+    """The hints of one node, each with its failures so far."""
 
     def __init__(self) -> None:
         self._hints: dict[Hint, _State] = {}
@@ -77,9 +77,9 @@ class Hints:
         return len(self._hints)
 
     def add(self, hint: Hint, origin: Origin, now: float) -> None:
-        """Note fresh evidence for a hint: it is tried now, once, and with no shorter pauses after that.
+        """Note fresh evidence for a hint: it is due once now, and its later pauses stay as long as they were.
 
-        What this host knows may be added any number of times: it is no news.
+        A hint of this host may be added any number of times: only the first makes it due.
         """
         state = self._hints.get(hint)
         if state is None:
@@ -89,16 +89,16 @@ class Hints:
         elif origin is not Origin.HOST:
             state.wake(now)
 
-    def due(self, now: float, most: int, is_met: Callable[[Hint], bool]) -> list[Hint]:
-        """Return up to `most` hints to try now, those with the fewest failures first; they are due again later.
+    def due(self, now: float, most: int, is_linked: Callable[[Hint], bool]) -> list[Hint]:
+        """Return up to `most` hints to try now, fewest failures first; they are due again later.
 
-        Those of nodes that `is_met` are passed over for a while.
+        Hints for which `is_linked` is true are skipped for a while.
         """
         ready = []
         for hint, state in self._hints.items():
             if state.next_at > now or (state.is_asleep and not state.naps):
                 continue
-            if is_met(hint):
+            if is_linked(hint):
                 state.next_at = now + SELDOM_SECONDS
                 continue
             if state.is_asleep:
@@ -111,34 +111,34 @@ class Hints:
         return chosen
 
     def failed(self, hint: Hint, now: float) -> None:
-        """Note that no node of the cluster answered there."""
+        """Note that no node of the cluster answered at a hint."""
         if (state := self._hints.get(hint)) is not None:
             state.failures = min(TRIES, state.failures + 1)
             if state.is_asleep:
                 state.next_at = now + NAP_SECONDS
 
     def worked(self, hint: Hint) -> None:
-        """Note that there is a link with the node there: if it ends, it is tried like a new one."""
+        """Note that there is a link with the node: after the link ends, the hint is tried like a new one."""
         if (state := self._hints.get(hint)) is not None:
             state.failures = 0
 
     def forget(self, hint: Hint) -> None:
-        """Note that there is no other node there."""
+        """Drop a hint: this process itself answered there."""
         self._hints.pop(hint, None)
 
     def forget_all(self, is_it: Callable[[Hint], bool]) -> None:
-        """Forget every hint of which `is_it` is true."""
+        """Drop every hint for which `is_it` is true."""
         for hint in [hint for hint in self._hints if is_it(hint)]:
             del self._hints[hint]
 
     def wake(self, now: float) -> None:
-        """This machine is on another network: what failed before may work now, and is tried once more."""
+        """Try every sleeping hint once more: this machine has other addresses, so it may work now."""
         for state in self._hints.values():
             if state.is_asleep:
                 state.wake(now)
 
     def _make_room(self) -> None:
-        """Let the hint go that has failed most, and of those the oldest; what this host knows goes last."""
+        """Drop the hint with the most failures, the oldest of several; hints of this host are dropped last."""
         while len(self._hints) >= HINTS_LIMIT:
             worst = max(self._hints.values(), key=lambda state: (state.origin is not Origin.HOST, state.failures))
             del self._hints[next(hint for hint, state in self._hints.items() if state is worst)]

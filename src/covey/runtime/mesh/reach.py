@@ -1,7 +1,7 @@
-"""Trying another node's own addresses for it, when it asks: `covey doctor` wants to know by which it can be reached.
+"""Answers to `Reach`: a node tries the addresses of another node that asks, for `covey doctor`. On the control loop.
 
-A node tries only addresses that the asker advertises and has come from, by a link or by a probe that it has shown to be
-its own. So nobody has it look for open ports of a third machine. On the control loop.
+Invariant: only addresses are tried that the asking node advertises and has connected from, by a link or by a probe that
+is proved to be its own. So no node can be used to scan a third machine.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.remote_node import RemoteNode
 
 RATE, BURST = 0.5, 3.0
-"""How often one key may have its addresses tried, a second and at once."""
+"""How often addresses are tried for one key: rate a second, and burst."""
 TOTAL_RATE, TOTAL_BURST = 4.0, 8.0
-"""The same for all keys together: a holder of the secret can make more."""
+"""The same for all keys together: a holder of the secret can make any number of keys."""
 NOT_TRIED: Final = "not tried: nothing has come from there"
-"""What is said of an address that may be another's than the asker's."""
+"""The answer for an address that may belong to another machine."""
 TOO_OFTEN: Final = "not tried: it was asked too often"
 
 
-class Reaching:
-    """What one node does about `Reach`."""
+class ReachAnswers:
+    """Tries addresses for other nodes, within limits, and answers."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         pattern: str,
-        allowance: DialLimits,
+        limits: DialLimits,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
-        self._endpoint, self._pattern, self._allowance, self._spawn = endpoint, pattern, allowance, spawn
+        self._endpoint, self._pattern, self._limits, self._spawn = endpoint, pattern, limits, spawn
         self._by_key = pace.Buckets(RATE, BURST)
         self._total = pace.Bucket(TOTAL_RATE, TOTAL_BURST)
 
     def asked(self, remote: RemoteNode, question: messages.Reach, linked_from: set[str]) -> None:
-        """Answer a question; `linked_from` are the addresses from which links with the asker's key come."""
+        """Answer a question; `linked_from` are the addresses from which links with the asking node's key come."""
         now = time.monotonic()
         if remote.is_probing or not self._by_key.take(remote.card.id, now) or not self._total.take(now):
             _tell(remote, [Sounding(problem=TOO_OFTEN)] * len(question.addresses))
@@ -64,9 +64,7 @@ class Reaching:
         try:
             interfaces = recent_interfaces(self._pattern)
             same_host = remote.card.contact.host == self._endpoint.card.contact.host
-            found = await sound_each(
-                tried, interfaces, self._endpoint.credentials, self._allowance, same_host=same_host
-            )
+            found = await sound_each(tried, interfaces, self._endpoint.credentials, self._limits, same_host=same_host)
         except (ConfigError, OSError) as error:
             found = [Sounding(problem=str(error))] * len(tried)
         finally:

@@ -1,7 +1,7 @@
-"""What a node of a cluster has to remember through a crash, on its disk.
+"""What a node of a cluster must remember through a crash, on disk.
 
-One file for each node: what it has promised in its run. One file for each machine: the lineages of the run that its
-processes know of. A process that is started again reads both, and is still bound by them.
+One file for each node holds what it has promised in its run. One file for each machine holds the lineages of the run
+that its processes know of. A process that is started again reads both, and is still bound by them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 
 class Records:
-    """What one node and its machine wrote down about one run."""
+    """The files of one node and its machine about one run."""
 
     def __init__(self, cluster: str, run: str, node: bytes) -> None:
         self._node_name = f"{_digest(cluster, run, node)}.record"
         self._run_name = f"{_digest(cluster, run, b'')}.lineages"
 
     def read(self) -> Bound | None:
-        """Return what this node is bound to; None: to nothing.
+        """Return what this node is bound to; None if it is bound to nothing.
 
         Raises:
-            ConfigError: there is something, and it cannot be read.
+            ConfigError: the file cannot be read.
         """
         return _read(_folder() / self._node_name, decode_bound)
 
     def write(self, bound: Bound | None) -> None:
-        """Make what this node is bound to durable; ConfigError if that fails."""
+        """Write what this node is bound to durably; ConfigError if that fails. None removes the file."""
         if bound is not None:
             home.write_private(_folder() / self._node_name, encode_bound(bound))
         else:
@@ -49,21 +49,21 @@ class Records:
                 (_folder() / self._node_name).unlink(missing_ok=True)
 
     def lineages(self) -> Remembered:
-        """Return what this machine knows of the lineages of the run.
+        """Return the lineages of the run that this machine knows of.
 
         Raises:
-            ConfigError: there is something, and it cannot be read.
+            ConfigError: the file cannot be read.
         """
         return _read(_folder() / self._run_name, decode_remembered) or Remembered()
 
     def remember(self, remembered: Remembered) -> None:
-        """Add to what this machine knows of the lineages of the run, durably; ConfigError if that fails."""
+        """Add to the lineages of the run that this machine knows of, durably; ConfigError if that fails."""
         folder = _folder()
         with only_one(folder / ".lock"):
             home.write_private(folder / self._run_name, encode_remembered(merge(self.lineages(), remembered)))
 
     def forget_lineages(self) -> dict[bytes, tuple[str, ...]]:
-        """Forget the lineages that may be going on, durably; return them, with the members that are known of each."""
+        """Forget the lineages that may be going on, durably; return each with its known members."""
         folder = _folder()
         with only_one(folder / ".lock"):
             known = self.lineages()

@@ -1,12 +1,14 @@
-"""Someone met: another node of the cluster, and the links with it. On the control loop."""
+"""Another node of the cluster, and the links with it. On the control loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
+from covey.runtime.early_messages import EarlyMessages
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -14,65 +16,106 @@ if TYPE_CHECKING:
     from covey.runtime.links.link import Link
 
 ANSWERS_LIMIT: Final = 16
+PINGS_LIMIT: Final = 100
 SILENT_SECONDS: Final = 1.2
-"""After so long without a word, another link with the same node is used instead."""
+"""A link in use that carries nothing for this long is replaced by another link with the same node."""
 
 
 class RemoteNode:
-    """Another node that we are linked with.
+    """Another node that this one is linked with.
 
-    Two nodes that find each other at the same time may end up with two links. The one with the smaller id decides
-    which one to use, and closes the other a little later; the larger one answers on the link that it heard from last.
+    Two nodes that find each other at the same time may have two links. The node with the smaller id decides which one
+    is used, and closes the other a little later; the node with the larger id answers on the link that it heard last.
     """
 
     def __init__(self, card: messages.Card, purpose: str) -> None:
         self.card, self.purpose = card, purpose
         self.links: dict[Link, Where | None] = {}
-        """Each with the address we dialled, or None if the other side did."""
+        """Each with the address that this node dialled, or None if the other side dialled."""
         self.link: Link | None = None
-        """The one in use."""
+        """The link in use."""
         self.way: Where | None = None
-        """The shortest way to it, of those that work, if we dial."""
+        """The fastest address of those that work, if this node dials."""
         self.is_measuring = False
-        """Whether the ways to it are being compared."""
+        """Whether the addresses are being compared."""
         self.round_trip = -1.0
         self.clock_offset = 0.0
         self.heard_at = time.monotonic()
-        """When it last said anything on the link in use."""
+        """When the last message arrived on the link in use."""
         self.pings: dict[int, float] = {}
-        """Those without an answer, and when they were sent."""
-        self.early: list[messages.Control] = []
-        """What it said about a run that is still being agreed on here."""
-        self.early_bytes = 0
+        """Pings without an answer, and when they were sent."""
+        self.early = EarlyMessages[messages.Control]()
+        """Messages about a run that this node has not finished forming."""
         self.is_probing = False
-        """Whether we are trying its addresses for it; one request at a time."""
+        """Whether this node is trying the addresses of the other one, which asked for it; one request at a time."""
         self.is_changing_secret = False
-        """Whether a new secret that it sent is being checked and written down."""
+        """Whether a new secret that it sent is being checked and written to disk."""
         self.rank = -1
-        """Its seat in our run."""
+        """Its seat in this node's run."""
         self.votes_for = -1
-        """The seat of an earlier life of the same node in our run."""
+        """The seat of an earlier life of the same node in this node's run."""
         self.answers: asyncio.Queue[messages.Answer] = asyncio.Queue(ANSWERS_LIMIT)
-        """What it said to our questions."""
+        """Answers to this node's questions."""
 
     @property
     def is_dialled(self) -> bool:
-        """Whether this end dialled the link in use, and so is known to reach the other."""
+        """Whether this node dialled the link in use, and so is known to reach the other."""
         return self.link is not None and self.links[self.link] is not None
 
     def is_silent(self) -> bool:
-        """Tell whether the link in use carries nothing: a node that is heard answers a ping every half second."""
+        """Tell whether the link in use carries nothing: a reachable node answers a ping every half second."""
         return time.monotonic() - self.heard_at > SILENT_SECONDS
 
+    def listens_at(self) -> set[tuple[str, int]]:
+        """Return the addresses and ports that it advertises."""
+        return {(address.ip, address.port) for address in self.card.contact.addresses}
+
+    def listens_on_loopback(self, host: str) -> set[tuple[str, int]]:
+        """Return its addresses and ports on the loopback interface of `host`; none if it runs on another host."""
+        contact = self.card.contact
+        return {("127.0.0.1", address.port) for address in contact.addresses if contact.host == host}
+
+    def listens_anywhere(self, host: str) -> set[tuple[str, int]]:
+        """Return its addresses and ports, those on the loopback interface of `host` included."""
+        return self.listens_at() | self.listens_on_loopback(host)
+
     def send(self, message: messages.Control) -> None:
+        """Send a message on the link in use, if there is one."""
         if self.link is not None:
             self.link.send(messages.encode(message))
 
+    def ping(self) -> None:
+        """Send a ping, unless too many are unanswered."""
+        if len(self.pings) < PINGS_LIMIT:
+            number = secrets.randbits(32)
+            self.pings[number] = time.monotonic()
+            self.send(messages.Ping(number))
+
+    def pong(self, number: int, clock: float) -> None:
+        """Take the answer to a ping: it measures the round trip, and the offset of the other node's clock."""
+        if number not in self.pings:
+            return
+        taken = time.monotonic() - self.pings[number]
+        self.pings.clear()
+        self.clock_offset = clock + taken / 2 - time.time()
+        if self.round_trip < 0 or not self.is_dialled:
+            self.round_trip = taken if self.round_trip < 0 else min(taken, self.round_trip)
+
+    def unanswered_seconds(self) -> float:
+        """Return for how long the oldest ping has had no answer; 0 if all were answered."""
+        now = time.monotonic()
+        return now - min(self.pings.values(), default=now)
+
+    def keep_early(self, message: messages.Control) -> None:
+        """Keep a message for later if the node has no seat here: it may have heard of its seat before this node did."""
+        if self.rank < 0:
+            self.early.keep(message, len(messages.encode(message)))
+
     async def ask(self, question: messages.Question, within: float) -> messages.Answer:
-        """Ask something, and return the answer; one question at a time.
+        """Send a question and return the next answer; one question at a time.
 
         Raises:
-            TimeoutError: there was none in time.
+            TimeoutError: no answer arrived in time.
         """
         while not self.answers.empty():
             self.answers.get_nowait()
@@ -81,6 +124,6 @@ class RemoteNode:
             return await self.answers.get()
 
     def answered(self, answer: messages.Answer) -> None:
-        """Note an answer; more than anybody asked for are dropped."""
+        """Keep an answer for `ask`; answers beyond the limit are dropped."""
         with contextlib.suppress(asyncio.QueueFull):
             self.answers.put_nowait(answer)

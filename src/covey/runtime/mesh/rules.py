@@ -1,7 +1,7 @@
-"""Which nodes may be here, as it changes while a process runs. On the control loop.
+"""Which nodes may be in the cluster, as this changes while a process runs. On the control loop.
 
-Two things change it: the file of the cluster, which commands of this machine write, and a charter that a member passes
-on. The file is looked at every second, so a running process obeys within two.
+Two things change it: the file of the cluster, which commands on this machine write, and a charter that a node passes
+on. The file is checked every second, so a running process follows a command within two.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 WATCH_SECONDS: Final = 1.0
-"""How often the cluster's file is looked at."""
-TOLD_SECONDS: Final = 30.0
+"""How often the cluster's file is checked."""
+LOG_SECONDS: Final = 30.0
+"""The log reports each kind of problem at most this often."""
 WRITES_RATE, WRITES_BURST = 0.5, 8.0
-"""How often nodes that wait for approval are written down, a second and at once: every holder of the secret can
-come."""
+"""How often nodes that wait for approval are written to disk, rate a second and burst: every holder of the secret can
+cause it."""
 
 
 class Rules:
-    """What a running node knows of its cluster, and of the nodes that may be in it."""
+    """The cluster as a running node knows it, and the nodes that wait for approval."""
 
     def __init__(
         self,
@@ -51,26 +52,26 @@ class Rules:
         self.cluster = cluster
         self._here, self._changed, self._spawn = here, changed, spawn
         self._waiting: dict[bytes, messages.Card] = {}
-        """By machine: nodes that were refused because the owner has not approved them, the last one last."""
+        """By machine: nodes that were refused because the owner has not approved them, the latest last."""
         self._writes = pace.Bucket(WRITES_RATE, WRITES_BURST)
-        self._log = LimitedLog(TOLD_SECONDS)
+        self._log = LimitedLog(LOG_SECONDS)
         self._stamp: object = None
         self._seen: ClusterSecret | None = None
-        """The secret that the file held at the last look."""
+        """The secret that the file held when it was last read."""
 
     @property
     def charter(self) -> messages.Charter | None:
         return self.cluster.charter
 
     def objection(self, card: messages.Card) -> str:
-        """Return why a node may not be here, or nothing; one that only lacks approval is remembered."""
+        """Return why a node may not be in the cluster, or ""; remember a node that only lacks approval."""
         reason = charters.objection(self.cluster, card, self._here)
         if reason and self.is_waiting(card):
             self._remember(card)
         return reason
 
     def is_waiting(self, card: messages.Card) -> bool:
-        """Tell whether approval by the owner is all that a node lacks."""
+        """Tell whether a node lacks nothing but the owner's approval."""
         return charters.is_waiting(self.cluster, card)
 
     def _remember(self, card: messages.Card) -> None:
@@ -91,12 +92,12 @@ class Rules:
         )
 
     def take_approved(self) -> list[messages.Card]:
-        """Return the nodes that waited for approval and do not any more, and forget them."""
+        """Return the nodes that no longer wait for approval, and forget them."""
         approved = [machine for machine, card in self._waiting.items() if not charters.is_waiting(self.cluster, card)]
         return [self._waiting.pop(machine) for machine in approved]
 
     def heard(self, charter: messages.Charter, teller: str) -> None:
-        """A node passes a charter on. It counts if it is later than ours and the owner has signed it."""
+        """Adopt a charter that a node passed on, if it is later than the known one and the owner has signed it."""
         try:
             if not charters.is_news(self.cluster, charter):
                 return
@@ -114,12 +115,12 @@ class Rules:
                 self._stamp = stamp
                 if saved is not None:
                     self.saved(saved)
-            except (CoveyError, OSError) as error:  # being replaced, or out of descriptors: the next look may work
+            except (CoveyError, OSError) as error:  # such as no free descriptor: the next check may work
                 self._log.log(logging.WARNING, "the file of cluster %r cannot be read: %s", self.cluster.name, error)
             await asyncio.sleep(WATCH_SECONDS)
 
     def saved(self, cluster: Cluster) -> None:
-        """The file holds this now."""
+        """Adopt what the cluster's file holds now."""
         self._adopt(_merged(self.cluster, cluster, self._seen))
         self._seen = cluster.secret
 
@@ -131,12 +132,12 @@ class Rules:
     async def _write(self, function: Callable[..., None], *args: object) -> None:
         try:
             await aside(function, *args)
-        except (CoveyError, OSError) as error:  # it holds all the same for as long as this process lives
-            self._log.log(logging.WARNING, "what the cluster's file should say cannot be written: %s", error)
+        except (CoveyError, OSError) as error:  # this process follows the change all the same
+            self._log.log(logging.WARNING, "a change of the cluster's file cannot be written: %s", error)
 
 
 def _look(name: str, last: object) -> tuple[object, Cluster | None]:
-    """Return a stamp of the cluster's file, and what it says unless the stamp is the last one. Reads from disk."""
+    """Return a stamp of the cluster's file, and its contents unless the stamp equals `last`. Reads from disk."""
     path = clusters.cluster_path(name)
     try:
         status = path.stat()
@@ -147,9 +148,9 @@ def _look(name: str, last: object) -> tuple[object, Cluster | None]:
 
 
 def _merged(running: Cluster, saved: Cluster, seen: ClusterSecret | None) -> Cluster:
-    """Return what a process goes by, when the file says `saved`; before, the file held the secret `seen`.
+    """Return what a process follows when the file says `saved`, and held the secret `seen` before.
 
-    The file may be about another cluster of the same name, or the process may have got a later secret another way.
+    The file may describe another cluster of the same name, or the process may have received a later secret from a node.
     """
     if running.owner and saved.owner and running.owner != saved.owner:
         return replace(running, denied=saved.denied)

@@ -1,4 +1,4 @@
-"""Where nodes of a cluster may be: multicast, the folder of this host, and seeds. On the control loop."""
+"""Finds addresses of nodes: by multicast, in the host registry, and from seeds. On the control loop."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.wire.messages import Card
 
-LOOK_SECONDS: Final = 0.2
-"""How often the folder of this host is looked at, while others are waited for."""
+REGISTRY_SECONDS: Final = 0.2
+"""How often the host registry is read while a node waits for others."""
+RUNNING_REGISTRY_SECONDS: Final = 2.0
+"""How often it is read once the run has formed."""
 SEED_SECONDS: Final = 1.0
 """How often a seed that did not answer is tried again, at most."""
 
 
 class Search:
-    """Announces a node, and finds addresses at which others may be. All of them are hints: only a greeting tells."""
+    """Announces this node, and finds addresses of others. All of them are hints: only a handshake proves a node."""
 
     def __init__(
         self,
@@ -42,45 +44,49 @@ class Search:
         needs_seeds: Callable[[], bool] = lambda: True,
         announce: bool = True,
     ) -> None:
-        """`found` gets hints as they come; `try_seed` dials a seed, while `needs_seeds()`.
+        """Call `found` with each hint, and `try_seed` to dial a seed while `needs_seeds()`.
 
-        Without `announce` it only looks.
+        Without `announce`, this node is not announced.
         """
         self._port, self._socket = card.contact.addresses[0].port, card.contact.socket
         self._seeds = cluster.seeds
         self._found, self._try_seed, self._announces = found, try_seed, announce
         self._needs_seeds = needs_seeds
         self.beacon = Beacon(cluster.secret.derive("mdns"), self._port, interfaces, self._heard, announce=announce)
-        self._host_registry = {local_tag(cluster.secret): host_registry}
-        """By tag: where nodes of this host find each other. A new secret brings a new one."""
+        self._host_registries = {local_tag(cluster.secret): host_registry}
+        """By tag, which is derived from the secret: a new secret adds a registry."""
         self.follow(cluster)
-        self.look_seconds = LOOK_SECONDS
+        self._registry_seconds = REGISTRY_SECONDS
         self.problems: dict[str, str] = {}
-        """What keeps the search from working, by seed or `multicast`."""
+        """What failed, by seed, or under `multicast` or `this host`."""
 
     def follow(self, cluster: Cluster) -> None:
-        """Look for nodes by the cluster's secret as it is now, and by the one before while that is good.
+        """Search by the cluster's secret as it is now, and by the one before while that is good.
 
         Raises:
-            ConfigError: a folder for nodes of this host cannot be made.
+            ConfigError: the folder of a host registry cannot be made.
         """
         earlier = cluster.earlier(time.time())
         known = (cluster.secret,) if earlier is None else (cluster.secret, earlier)
         self.beacon.follow(tuple(secret.derive("mdns") for secret in known))
         for tag in map(local_tag, known):
-            if tag not in self._host_registry:
-                self._host_registry[tag] = HostRegistry(tag)
+            if tag not in self._host_registries:
+                self._host_registries[tag] = HostRegistry(tag)
+
+    def slow_down(self) -> None:
+        """Read the host registry less often from now on: the run has formed."""
+        self._registry_seconds = RUNNING_REGISTRY_SECONDS
 
     async def run(self) -> None:
         """Search until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._look_around_here())
+                group.create_task(self._read_host_registries())
                 group.create_task(self._announce())
                 for seed in self._seeds:
                     group.create_task(self._keep_trying(seed))
         finally:
-            for host_registry in self._host_registry.values():
+            for host_registry in self._host_registries.values():
                 host_registry.close()
             await self.beacon.close()
 
@@ -90,24 +96,24 @@ class Search:
     async def _announce(self) -> None:
         try:
             await self.beacon.start()
-        except (OSError, CoveyError) as error:  # the other ways still work, and `covey doctor` explains
+        except (OSError, CoveyError) as error:  # the rest of the search works, and `covey doctor` explains
             self.problems["multicast"] = str(error)
 
-    async def _look_around_here(self) -> None:
+    async def _read_host_registries(self) -> None:
         announced: set[str] = set()
         while True:
             try:
-                for tag, host_registry in list(self._host_registry.items()):
+                for tag, host_registry in list(self._host_registries.items()):
                     if self._announces and tag not in announced:
                         host_registry.announce(self._port, self._socket)
                         announced.add(tag)
-                    for neighbour in host_registry.others():
-                        here = Hint((Address("127.0.0.1", neighbour.port, "lo"),), same_host=True)
+                    for other in host_registry.others():
+                        here = Hint((Address("127.0.0.1", other.port, "lo"),), same_host=True)
                         self._found(here, Origin.HOST)
                 self.problems.pop("this host", None)
-            except (OSError, CoveyError) as error:  # a full disk, no descriptor: the next look may work
+            except (OSError, CoveyError) as error:  # such as a full disk: the next try may work
                 self.problems["this host"] = str(error)
-            await asyncio.sleep(self.look_seconds)
+            await asyncio.sleep(self._registry_seconds)
 
     async def _keep_trying(self, seed: str) -> None:
         pause = 0.1
@@ -117,17 +123,17 @@ class Search:
                     addresses = await aside(parse_seed, seed)
                     self.problems.pop(seed, None)
                     await self._try_seed(seed, addresses)
-            except (OSError, CoveyError) as error:  # it may work the next time, and must not end the rest of the search
+            except (OSError, CoveyError) as error:  # the next try may work, and the rest of the search goes on
                 self.problems[seed] = str(error).removeprefix(f"{seed.partition(':')[0]}: ")
             await asyncio.sleep(pause)
             pause = min(SEED_SECONDS, pause * 2)
 
 
 def parse_seed(seed: str) -> tuple[Address, ...]:
-    """Return the addresses that a seed means.
+    """Return the addresses of a seed.
 
     Raises:
-        ConfigError: it is no seed.
+        ConfigError: the text is no seed.
         ConnectError: there is no such host.
     """
     return numeric(*seeds.parse(seed))

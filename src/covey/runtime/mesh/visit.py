@@ -1,6 +1,6 @@
-"""A visit to a cluster: meet those who are there, ask them, and leave. For commands, on their own thread.
+"""A visit to a cluster: link with its nodes, ask them, and leave. For commands, on their own thread.
 
-A visitor has an identity for the time of its visit and takes part in no run. All that happens here has a deadline.
+A visitor has an identity only for its visit, and takes part in no run. Every call has a deadline.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.endpoint import Endpoint
     from covey.runtime.mesh.remote_node import RemoteNode
 
-LOOK_SECONDS: Final = 0.05
-"""How often `look` checks whether it has seen enough."""
+POLL_SECONDS: Final = 0.05
+"""How often `look` and `ask` check their condition."""
 LOOP_SECONDS: Final = 10.0
-"""How long the control loop may take for what it does at once."""
+"""How long the control loop may take for a call that waits for no other node."""
 ANSWERS: Final = {
     messages.Ask: messages.Tell,
     messages.Reach: messages.Reached,
@@ -39,7 +39,7 @@ ANSWERS: Final = {
 
 @contextlib.contextmanager
 def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) -> Iterator[Visit]:
-    """Go and look who is in a cluster; with `announce`, others find the visitor, too. Leaves at the end of `with`.
+    """Visit a cluster until the end of `with`; with `announce`, other nodes find the visitor, too.
 
     Raises:
         ConfigError: no port is free, or no interface matches.
@@ -59,20 +59,20 @@ def visiting(cluster: Cluster, config: GroupConfig, *, announce: bool = True) ->
 
 
 class Visit:
-    """Those who are in a cluster, as a visitor meets them."""
+    """The nodes of a cluster, as a visitor sees them."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         """Lives on the control loop."""
 
     def look(self, seconds: float, until: Callable[[Visit], bool] = lambda _visit: False) -> None:
-        """Wait for people to be met: for `seconds`, or until `until` is satisfied."""
+        """Wait for links with nodes: for `seconds`, or until `until` is true."""
         deadline = time.monotonic() + seconds
         while not until(self) and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, LOOK_SECONDS))
+            time.sleep(min(left, POLL_SECONDS))
 
     def everyone(self) -> list[messages.Card]:
-        """Return whom we are linked with, other visitors too, by name."""
+        """Return the cards of all linked nodes, other visitors included, sorted by name."""
 
         async def look() -> list[messages.Card]:
             return [remote.card for remote in self._by_name()]
@@ -80,7 +80,7 @@ class Visit:
         return control.run(look(), LOOP_SECONDS)
 
     def members(self) -> list[messages.PeerReport]:
-        """Return those of them who take part in a run, or want to, and how they are reached from here."""
+        """Return the linked nodes that are no visitors, and how they are reached from here."""
 
         async def look() -> list[messages.PeerReport]:
             members = (each for each in self._by_name() if each.purpose != "visitor" and each.link is not None)
@@ -89,24 +89,24 @@ class Visit:
         return control.run(look(), LOOP_SECONDS)
 
     def ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
-        """Ask someone, and return the answer that belongs to the question.
+        """Ask a node, and return the answer to this question.
 
         Raises:
-            ConnectError: it has gone.
-            DeadlineError: it did not answer within so many seconds.
+            ConnectError: the node has gone.
+            DeadlineError: the node did not answer within `within` seconds.
         """
         return control.run(self._ask(card, question, within), within + LOOP_SECONDS)
 
     def ask_all(
         self, cards: list[messages.Card], question: messages.Question, within: float
     ) -> list[messages.Answer | CoveyError]:
-        """Ask several the same at once; return what each answered, or why it did not."""
+        """Ask several nodes the same question at once; return each answer, or why there is none."""
         return self.ask_each([(card, question) for card in cards], within)
 
     def ask_each(
         self, questions: list[tuple[messages.Card, messages.Question]], within: float
     ) -> list[messages.Answer | CoveyError]:
-        """Ask several at once, each its own question; return what each answered, or why it did not."""
+        """Ask several nodes at once, each its own question; return each answer, or why there is none."""
 
         async def ask() -> list[messages.Answer | CoveyError]:
             asked = (self._ask(card, question, within) for card, question in questions)
@@ -122,24 +122,24 @@ class Visit:
         return sorted(self.mesh.met.values(), key=lambda remote: (remote.card.name, remote.card.id))
 
     async def _ask(self, card: messages.Card, question: messages.Question, within: float) -> messages.Answer:
-        who = f"{card.name} ({short_id(card.id)})"
+        node = f"{card.name} ({short_id(card.id)})"
         deadline = time.monotonic() + within
         while (left := deadline - time.monotonic()) > 0:
             remote = self.mesh.met.get(card.id)
             if remote is None or remote.card.life != card.life:
-                raise ConnectError(f"{who} has gone")
+                raise ConnectError(f"{node} has gone")
             answer = await _answer(remote, question, left)
-            if isinstance(answer, ANSWERS[type(question)]):  # or else late, to an earlier question
+            if isinstance(answer, ANSWERS[type(question)]):  # else it is a late answer to an earlier question
                 return answer
-        raise DeadlineError(f"{who} did not answer within the timeout of {within:g} s")
+        raise DeadlineError(f"{node} did not answer within the timeout of {within:g} s")
 
 
 async def _answer(remote: RemoteNode, question: messages.Question, within: float) -> messages.Answer | None:
-    """Ask once; return None if time is up, or if the link was exchanged: what was on its way may be lost."""
+    """Ask once; return None if time is up, or if another link is in use: the question may be lost on the old one."""
     link, asking = remote.link, asyncio.ensure_future(remote.ask(question, within))
     try:
         while not asking.done() and remote.link is link:
-            await asyncio.wait({asking}, timeout=LOOK_SECONDS)
+            await asyncio.wait({asking}, timeout=POLL_SECONDS)
         with contextlib.suppress(TimeoutError):
             return asking.result() if asking.done() else None
         return None

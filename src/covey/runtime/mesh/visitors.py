@@ -1,8 +1,8 @@
-"""Who is linked with a node and takes part in nothing: visitors, and keepers of other hosts. On the control loop.
+"""Linked nodes that take part in no run: visitors, and keepers. On the control loop.
 
-Every holder of the secret may come, with as many keys as it makes itself. So there is room for a few links of each key,
-and for so many in all; when one too many comes, the one that has not asked anything for longest has to go. Keepers that
-a node has named on its card are not counted and do not go.
+Every holder of the secret may link, with any number of keys. So the links of each key are limited, and those of all
+together. When there are too many, the node that has not asked anything for longest is dropped. Keepers that a linked
+node names on its card do not count and are not dropped.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ VISITORS_LIMIT: Final = 64
 
 
 class Visitors:
-    """The visitors of one node, the last one to ask something last."""
+    """The visitors of one node, ordered by their last question."""
 
     def __init__(self, is_needed: Callable[[RemoteNode], bool]) -> None:
-        """`is_needed` tells of a keeper whether one of those we met named it."""
+        """`is_needed` tells whether a node is a keeper that a linked node names."""
         self._is_needed = is_needed
-        self._there: dict[RemoteNode, None] = {}
+        self._nodes: dict[RemoteNode, None] = {}
 
     def __len__(self) -> int:
-        return len(self._there)
+        return len(self._nodes)
 
     def __iter__(self) -> Iterator[RemoteNode]:
-        return iter(tuple(self._there))
+        return iter(tuple(self._nodes))
 
     def add(self, remote: RemoteNode) -> list[RemoteNode]:
-        """Take someone in; return those who have to go for it."""
-        self._there[remote] = None
-        of_key = [each for each in self._there if each.card.id == remote.card.id]
+        """Add a node; return the nodes that have to be dropped for it."""
+        self._nodes[remote] = None
+        of_key = [each for each in self._nodes if each.card.id == remote.card.id]
         leaving = of_key[: max(0, len(of_key) - LINKS_PER_KEY)]
-        counted = [each for each in self._there if each not in leaving and not self._is_needed(each)]
+        counted = [each for each in self._nodes if each not in leaving and not self._is_needed(each)]
         return leaving + counted[: max(0, len(counted) - VISITORS_LIMIT)]
 
     def asked(self, remote: RemoteNode) -> None:
-        """Note that someone asked something just now."""
-        if remote in self._there:
-            del self._there[remote]
-            self._there[remote] = None
+        """Note that a node asked something just now."""
+        if remote in self._nodes:
+            del self._nodes[remote]
+            self._nodes[remote] = None
 
     def discard(self, remote: RemoteNode) -> None:
-        self._there.pop(remote, None)
+        self._nodes.pop(remote, None)

@@ -1,7 +1,4 @@
-"""What a node of a cluster waits for, as it tells commands that ask: `covey doctor` and `covey status`.
-
-On the control loop.
-"""
+"""What a node waits for, as data for the commands that ask: `covey doctor` and `covey status`. On the control loop."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ if TYPE_CHECKING:
     from covey.wire.formation import Terms
 
 
-def of_candidate(formation: Formation, terms: Terms, problems: Mapping[str, str], seeds: Sequence[str]) -> Wait | None:
-    """Return what a node waits for that is not in a run yet; None if it is about to be.
+def of_joiner(formation: Formation, terms: Terms, problems: Mapping[str, str], seeds: Sequence[str]) -> Wait | None:
+    """Return what a joining node waits for; None if it is about to get a seat.
 
-    `problems` are those of its gathering, by seed, address or node.
+    `problems` are those of its mesh, by seed, address or node.
     """
     cause, report = formation.waits_for(), formation.report()
     if not cause:
@@ -46,7 +43,7 @@ def of_candidate(formation: Formation, terms: Terms, problems: Mapping[str, str]
 
 
 def of_member(node: Node) -> Wait | None:
-    """Return which members of its generation a node does not hear; None if it hears all of them."""
+    """Return which members of its generation a node does not hear from; None if it hears from all of them."""
     generation = node.generation
     if generation is None or generation.is_over or node.is_closing:
         return None
@@ -79,5 +76,5 @@ def _troubles(found: Iterable[tuple[str, str]]) -> tuple[Trouble, ...]:
 
 
 def bare_reason(where: str, why: str) -> str:
-    """Return why a place was not reached, without naming the place again."""
+    """Return why `where` was not reached, without repeating `where`."""
     return why.removeprefix("cannot be reached: ").removeprefix(f"{where}: ")

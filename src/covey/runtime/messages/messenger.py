@@ -543,7 +543,7 @@ class Messenger:
         left = max(0.0, min(math.inf if deadline is None else deadline, expiry) - time.monotonic())
         events = self._look(min(left, SPIN_SECONDS)) if spins else []
         if not events:
-            events = self._poll.poll(math.ceil(1000 * min(left, tcp.LOOK_SECONDS)))
+            events = self._poll.poll(math.ceil(1000 * min(left, tcp.PATH_CHECK_SECONDS)))
         has_fault = False
         with self._lock:
             if not events:

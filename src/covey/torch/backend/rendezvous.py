@@ -10,7 +10,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from covey.base.config import split_list
 from covey.base.errors import ConfigError
-from covey.runtime.joining.bootstrap import join_as_asked, joined
+from covey.runtime.joining.bootstrap import join_with, joined
+from covey.runtime.joining.request import JoinRequest
 from covey.runtime.joining.torch_env import gloo_variables, own_variables
 from covey.torch import entry
 from covey.torch.backend.store import open_store
@@ -45,7 +46,7 @@ def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterato
     if asked.get("timeout") is None and timeout != default_pg_timeout:
         asked["timeout"] = timeout.total_seconds()
     before = joined()
-    group = before if before is not None and not asked.keys() - {"timeout"} else join_as_asked(asked)
+    group = before if before is not None and not asked.keys() - {"timeout"} else join_with(JoinRequest.of(asked))
     # The run of a launcher is not left, so that the ranks can meet in it again.
     owns_run = group is not before and ("run" in asked or group.size == 1)
     try:

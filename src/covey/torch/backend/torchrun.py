@@ -109,10 +109,10 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
 
     def _next_group(self) -> Group:
         if self._groups is None:
-            from covey.runtime.environment import Place
+            from covey.runtime.environment import LaunchedRank
             from covey.runtime.joining.bootstrap import join_at
 
-            return join_at(Place(rank=0, size=1, name=self._run))
+            return join_at(LaunchedRank(rank=0, size=1, name=self._run))
         with self._ending_when_closed():
             self._group = next(self._groups)
         if self.is_closed():

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError
-from covey.net.discovery.host_rendezvous import host_token, meeting_folder
+from covey.net.discovery.host_rendezvous import host_token, rendezvous_folder
 from covey.net.temporary import temporary_folder
-from covey.runtime.environment import Place, find_place
+from covey.runtime.environment import LaunchedRank, find_launched_rank
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.bootstrap import join, join_at, joined
 from covey.runtime.joining.torch_env import free_port
@@ -128,14 +128,14 @@ def _meet(store: Any, prefix: str, rank: int, size: int, timeout: float, ranks: 
         _check_place(top, rank, size)
         return World(top, nonce, owns_run=False)
     name = f"torch-{nonce}"
-    place = Place(rank=rank, size=size, name=name)
+    place = LaunchedRank(rank=rank, size=size, name=name)
     if size > 1:
         store.set(f"{prefix}host/{rank}", host_token(Path(temporary_folder())))
         hosts = [store.get(f"{prefix}host/{other}") for other in range(size)]
         here = [other for other in range(size) if hosts[other] == hosts[rank]]
         place = replace(place, local_rank=here.index(rank), local_size=len(here))
         if len(here) == size:
-            place = replace(place, folder=str(meeting_folder(name)))
+            place = replace(place, folder=str(rendezvous_folder(name)))
         else:
             place = replace(place, master=(_master(store, rank, size), int(port) - 1))
     return World(join_at(place, group_config(os.environ), timeout=timeout), nonce, owns_run=True)
@@ -158,7 +158,7 @@ def _innermost(store: Any) -> Any:
 
 def _master(store: Any, rank: int, size: int) -> str:
     """Return the address of rank 0's host: that of torchrun, or that of torch's store."""
-    place = find_place(os.environ)
+    place = find_launched_rank(os.environ)
     if place.master is not None and (place.rank, place.size) == (rank, size):
         return place.master[0]
     if host := getattr(_innermost(store), "host", ""):

@@ -7,7 +7,7 @@ from typing import Any
 
 from covey.proto.formation import Formation
 from covey.proto.lineages import Lineages
-from covey.runtime.mesh.waiting import bare_reason, of_candidate
+from covey.runtime.mesh.waiting import bare_reason, of_joiner
 from covey.wire import messages
 from covey.wire.formation import Here, Member, Phase, Terms
 from covey.wire.lineage import Remembered, new_lineage
@@ -32,7 +32,7 @@ def meet(core: Formation, name: str, terms: Terms = TERMS, **said: Any) -> None:
 
 
 def wait_of(core: Formation, problems: dict[str, str] | None = None, seeds: tuple[str, ...] = ()) -> messages.Wait:
-    wait = of_candidate(core, TERMS, problems or {}, seeds)
+    wait = of_joiner(core, TERMS, problems or {}, seeds)
     assert wait is not None
     return wait
 
@@ -92,7 +92,7 @@ def test_a_node_that_is_in_a_view_waits_for_nothing() -> None:
     core = formation(Terms("train", "train.py", 1, 1, None, "1", "auto"))
     core.tick(10.0)
     assert core.formed is not None
-    assert of_candidate(core, TERMS, {}, ()) is None
+    assert of_joiner(core, TERMS, {}, ()) is None
 
 
 def test_a_reason_does_not_name_its_place_twice() -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WORKLOAD: Final = "covey.cli.chaos.checked.workload"
 RESTARTS: Final = 20
-LOOK_SECONDS: Final = 0.02
+POLL_SECONDS: Final = 0.02
 FORM_SECONDS: Final = 90.0
 """How long the processes may take to be at work together."""
 TOGETHER_SECONDS: Final = 90.0
@@ -214,7 +214,7 @@ class CheckedRun:
             self.result.problems.append("no process finished the work")
         deadline = time.monotonic() + 5.0
         while (left := started_for(self.folder)) and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         if left:
             self.result.problems.append(f"processes are left: {left}")
 
@@ -235,7 +235,7 @@ class CheckedRun:
                 return
             if time.monotonic() > deadline:
                 raise StuckError(self._stacks(f"{complaint} after {within:.0f} s"))
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _stacks(self, complaint: str) -> str:
         """Have all that live write down where they are, and say how they are."""

@@ -2,7 +2,7 @@
 
 It must hold, also for processes that were lost later:
 
-- the result of every operation is exactly that of its contributors, among whom is the process itself;
+- the result of every operation is exactly that of its contributors, and the process itself is one of them;
 - all processes that came to the end of an operation came to the same end, with the same contributors;
 - operations of a group have numbers without gaps, and their contributors only become fewer;
 - an operation raises PeerLostError only for want of its root, and leaves its arguments as they were;
@@ -58,7 +58,7 @@ class Circumstances:
 
     is_one_host: bool = True
     touched: dict[str, frozenset[str]] = field(default_factory=dict)
-    """By process, the faults that may cost it its place."""
+    """By process: the faults that may exclude it."""
     is_network_cut: bool = False
     """Whether packets were lost between hosts."""
 
@@ -230,7 +230,7 @@ class _Checker:
     def one_generation_at_a_time(self) -> Iterator[str]:
         spans: dict[tuple[str, int], tuple[float, float]] = {}
         for (story, generation, group, _), ends in self._outcomes.items():
-            if group == MAIN:  # a group of one that was split off needs nobody
+            if group == MAIN:  # a group of one that was split off needs no other member
                 first = min(record.at for _, record in ends)
                 low, high = spans.get((story, generation), (first, first))
                 spans[story, generation] = min(low, first), max(high, first)

@@ -23,7 +23,7 @@ HOLD_SECONDS: Final = 10.0
 AGAIN_SECONDS: Final = 0.1
 LONG_STOP: Final = (0.8, 3.3)
 SHORT_STOP: Final = (0.05, 0.3)
-"""Seconds, well below what costs a process its place."""
+"""Seconds, well below those after which a process is excluded."""
 CUT: Final = (2.0, 11.0)
 KEEPER_STOP: Final = (0.3, 3.3)
 HOST_STOP: Final = (1.0, 8.0)
@@ -61,7 +61,7 @@ class Deeds:
         }
 
     def do(self, trouble: Trouble, waited: float = 0.0) -> None:
-        """Do it, once there is whom to do it to."""
+        """Perform a fault, once there is a process for it."""
         well = [each for each in self._run.processes.members() if each.pid not in self._stopped]
         if len(well) < _LEAST.get(trouble.kind, 2):
             if waited < HOLD_SECONDS:
@@ -83,7 +83,7 @@ class Deeds:
         return self._hold(_pick(well, trouble.whom), _between(LONG_STOP, trouble.how), "stop")
 
     def _pause(self, trouble: Trouble, well: list[Watched]) -> str:
-        # A loaded machine may let a process go on late, so even this may cost it its place.
+        # On a loaded machine a process may continue late, so that even this may exclude it.
         return self._hold(_pick(well, trouble.whom), _between(SHORT_STOP, trouble.how), "stop")
 
     def _hold(self, victim: Watched, seconds: float, why: str) -> str:

@@ -26,7 +26,7 @@ class Order(msgspec.Struct, frozen=True):
     delay: float
     """Seconds after the moment."""
     seconds: float = 0.0
-    """How long it is stopped; whoever gave the order lets it go on."""
+    """How long the process is stopped; the sender of the order continues it."""
 
 
 def give(folder: str, number: int, order: Order) -> None:
@@ -39,13 +39,13 @@ def give(folder: str, number: int, order: Order) -> None:
 
 def take(folder: str, moment: str, *, rank: int, is_fresh: bool) -> Order | None:
     """Return an order that fits this process in this moment, if there is one: no other gets it."""
-    place = os.path.join(folder, FOLDER)
-    for name in _waiting(place, f".{moment}"):
+    orders = os.path.join(folder, FOLDER)
+    for name in _waiting(orders, f".{moment}"):
         with contextlib.suppress(OSError):  # another was quicker
-            with open(os.path.join(place, name), "rb") as file:
+            with open(os.path.join(orders, name), "rb") as file:
                 order = msgspec.json.decode(file.read(), type=Order)
             if _fits(order, rank, is_fresh=is_fresh):
-                os.rename(os.path.join(place, name), os.path.join(place, f".taken-{name}-{os.getpid()}"))
+                os.rename(os.path.join(orders, name), os.path.join(orders, f".taken-{name}-{os.getpid()}"))
                 return order
     return None
 
@@ -57,17 +57,17 @@ def are_waiting(folder: str) -> bool:
 
 def withdraw(folder: str) -> int:
     """Remove the orders that no process took; return how many."""
-    place, count = os.path.join(folder, FOLDER), 0
-    for name in _waiting(place):
+    orders, count = os.path.join(folder, FOLDER), 0
+    for name in _waiting(orders):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(place, name))
+            os.unlink(os.path.join(orders, name))
             count += 1
     return count
 
 
-def _waiting(place: str, moment: str = "") -> Sequence[str]:
+def _waiting(orders: str, moment: str = "") -> Sequence[str]:
     try:
-        return sorted(name for name in os.listdir(place) if name.endswith(moment) and name[0] != ".")
+        return sorted(name for name in os.listdir(orders) if name.endswith(moment) and name[0] != ".")
     except FileNotFoundError:
         return ()
 

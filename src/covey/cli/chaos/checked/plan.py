@@ -1,6 +1,6 @@
 """What is done to a checked run, and when: drawn from its seed before it begins. Pure.
 
-A seed fixes the plan, not who is where when a fault comes: faults name their victims by a fraction of those there are.
+A seed fixes the plan, not which processes there are at a fault: a fault names its victim by a fraction of them.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Watched:
         self.members: tuple[str | None, ...] = ()
         self.story = ""
         self.is_member = False
-        """Whether it is in a generation, and knows who else is."""
+        """Whether it is in a generation, and knows its members."""
         self.steps: list[float] = []
         """When the state changed in this generation."""
         self.ended = ""

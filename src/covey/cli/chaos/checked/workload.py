@@ -184,7 +184,7 @@ class Workload:
 
 
 class Hall:
-    """A group at work, and who is in it."""
+    """A working group, and its members."""
 
     def __init__(
         self, workload: Workload, group: covey.Group, generation: int, members: tuple[str, ...], path: str
@@ -302,12 +302,12 @@ class Hall:
                 hall.perform(Operation("all_reduce", count, "f8", salt=chance.randrange(operations.PERIOD)))
 
     def _pass_on(self, count: int) -> None:
-        """Send to the next of those who were in the last operation, and receive from the one before."""
+        """Send to the next contributor of the last operation, and receive from the one before."""
         group, ring = self._group, list(self._group.contributors)
         if len(ring) < 2:
             return
-        place = ring.index(group.rank)
-        to, source = ring[(place + 1) % len(ring)], ring[place - 1]
+        index = ring.index(group.rank)
+        to, source = ring[(index + 1) % len(ring)], ring[index - 1]
         self._messages += 1
         operation = Operation("message", count, "f8", salt=self._messages % operations.PERIOD)
         ours, theirs = (operations.contribution(operation, rank) for rank in (group.rank, source))

@@ -1,6 +1,6 @@
-"""Listening to multicast DNS on this machine: what comes back of our own packets, and what others say.
+"""Counts multicast DNS packets on this machine: its own packets that come back, and those of other machines.
 
-It sends nothing. Bound to the group's address it gets no packet that is meant for another program.
+It sends nothing. Bound to the group's address, it takes no packet from another program.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _COVEY: Final = b"\x06_covey\x04_tcp"
 
 @dataclass
 class Heard:
-    """What multicast brought on one interface."""
+    """Packets that arrived on one interface."""
 
     own: int = 0
-    """Packets of this machine, our own among them."""
+    """Packets of this machine, those of this process included."""
     others: int = 0
     speakers: dict[str, bool] = field(default_factory=dict)
-    """Other machines that spoke about covey, and whether they answered: announced a node of theirs."""
+    """Other machines that sent packets about covey, and whether one was an answer: an announced node."""
 
 
-class Ear(asyncio.DatagramProtocol):
+class MulticastListener(asyncio.DatagramProtocol):
     """Counts packets of multicast DNS, by interface. On the control loop."""
 
     def __init__(self, interfaces: Sequence[Interface]) -> None:
@@ -45,7 +45,7 @@ class Ear(asyncio.DatagramProtocol):
         self._transports: list[asyncio.BaseTransport] = []
 
     async def open(self) -> None:
-        """Start to listen, by each family that can."""
+        """Start to listen, with each address family that works."""
         loop = asyncio.get_running_loop()
         for sock in (_listen4(self._interfaces), *map(_listen6, self._interfaces)):
             if sock is not None:
@@ -82,7 +82,7 @@ class Ear(asyncio.DatagramProtocol):
 
 
 def _listen4(interfaces: Sequence[Interface]) -> socket.socket | None:
-    """Return one socket for all interfaces: several would each hear what comes by any of them."""
+    """Return one socket for all interfaces: each of several would receive the packets of all."""
     own = [next((net.ip.packed for net in each.networks if net.version == 4), b"") for each in interfaces]
     groups = [socket.inet_aton(GROUP4) + ip for ip in own if ip]
     return _join(socket.AF_INET, (GROUP4, PORT), socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, groups)
@@ -92,14 +92,14 @@ def _listen6(interface: Interface) -> socket.socket | None:
     if not any(net.version == 6 for net in interface.networks):
         return None
     group = socket.inet_pton(socket.AF_INET6, GROUP6) + struct.pack("@I", interface.index)
-    place = (GROUP6, PORT, 0, interface.index)
-    return _join(socket.AF_INET6, place, socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, [group])
+    address = (GROUP6, PORT, 0, interface.index)
+    return _join(socket.AF_INET6, address, socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, [group])
 
 
 def _join(
-    family: int, place: tuple[Any, ...], level: int, option: int, groups: Sequence[bytes]
+    family: int, address: tuple[Any, ...], level: int, option: int, groups: Sequence[bytes]
 ) -> socket.socket | None:
-    """Return a socket in those groups that can be joined, or None if there is none: the search itself says why."""
+    """Return a socket in the groups that can be joined, or None if there is none: the search reports why."""
     try:
         sock = socket.socket(family, socket.SOCK_DGRAM)
     except OSError:  # the system has no such family
@@ -109,7 +109,7 @@ def _join(
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(place)
+        sock.bind(address)
         for group in groups:
             with contextlib.suppress(OSError):
                 sock.setsockopt(level, option, group)

@@ -1,6 +1,6 @@
-"""The demo's processes: starts one worker per node, kills one on the way, brings back whom a signal ended.
+"""The demo's processes: starts one worker for each node, kills one of them, and restarts those that a signal ended.
 
-Reports are yielded as they come: what nodes tell, and what is done to them.
+Reports are yielded as they arrive: those of the nodes, and those about what is done to them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 from covey.base.errors import DeadlineError, RankFailedError
 from covey.cli.demo.reports import ROUND, Finished, Joined, Killed, Report, Round, Started, Told, decode
 from covey.runtime.keeper.keeper import LocalRun
-from covey.runtime.processes import signal_name
+from covey.runtime.processes import OutputTail, register_output, signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
 SILENCE = 60.0
-"""Seconds without a report from any node after which the crew is given up. Nodes report many times a second."""
-LAST_WORDS_BYTES = 4000
-"""How much of the end of a failed node's stderr is kept."""
+"""Seconds without a report from any node after which the demo fails. Nodes report many times a second."""
 KILL_AFTER = 0.4
 """The share of the steps, or of the time, after which a node is killed."""
 ABSENCE = 0.5
-"""Seconds before a node that was killed is started again: long enough to see that the others go on."""
+"""Seconds before a killed node is started again: long enough to see that the others continue."""
 RESTARTS = 5
-"""How often a node is brought back, whoever kills it."""
+"""How often a node is restarted."""
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-"""Nodes already share the cores; threads of their linear algebra would only get into each other's way."""
+"""Nodes already share the cores; more threads for linear algebra would slow each other down."""
 
 
 class Plan(NamedTuple):
@@ -41,16 +39,16 @@ class Plan(NamedTuple):
 
     nodes: int
     lots: int
-    """Batches that all nodes together take in a step; each takes its share of them."""
+    """Batches in a step of all nodes together; each node takes its share."""
     rounds: int
     seconds: float
-    """Stop at the first end of a round after this time."""
+    """The run stops at the end of the round in which this time passes."""
     seed: int
     victim: int | None = None
-    """The node that is killed on the way."""
+    """The node that is killed during the run."""
 
     def command(self, node: int) -> list[str]:
-        """Return what a node executes."""
+        """Return the command of a node."""
         lots = ",".join(str(lot) for lot in range(self.lots) if lot % self.nodes == node)
         arguments = [f"--lots={lots}", f"--nodes={self.nodes}", f"--changes={int(self.victim is not None)}"]
         arguments += [f"--rounds={self.rounds}", f"--seconds={self.seconds}", f"--seed={self.seed}"]
@@ -60,27 +58,27 @@ class Plan(NamedTuple):
 def reports(plan: Plan) -> Generator[tuple[int, Report], None, None]:
     """Start the nodes and yield (node, report) until all have finished and exited.
 
-    A node that a signal ends while others train is started again. Close the generator (`contextlib.closing`) to end
-    the nodes early.
+    A node that a signal ends while others train is restarted. Close the generator (`contextlib.closing`) to end the
+    nodes early.
 
     Raises:
-        RankFailedError: a node ended before it was done and is not brought back; the message ends with its last words.
-        DeadlineError: nothing was heard from anyone for SILENCE seconds.
+        RankFailedError: a node ended early and is not restarted; the message ends with its last output.
+        DeadlineError: no node reported anything for SILENCE seconds.
     """
     with LocalRun(plan.nodes) as run, selectors.DefaultSelector() as selector:
-        yield from _Crew(plan, run, selector).reports()
+        yield from _Nodes(plan, run, selector).reports()
 
 
-class _Crew:
-    """The nodes of one run, from the first start to the last end."""
+class _Nodes:
+    """The node processes of one run, until the last one has ended."""
 
     def __init__(self, plan: Plan, run: LocalRun, selector: selectors.BaseSelector) -> None:
         self._plan, self._run, self._selector = plan, run, selector
         self._workers: dict[int, _Worker] = {}
-        """Every node's latest process."""
+        """By node: the latest process."""
         self._restarts = dict.fromkeys(range(plan.nodes), 0)
         self._due: dict[int, float] = {}
-        """Nodes that are to be started again, and when."""
+        """Nodes that are restarted, and when."""
         self._has_killed = plan.victim is None
         self._joined_at: float | None = None
 
@@ -103,7 +101,7 @@ class _Crew:
                     yield worker.node, report
                     if self._is_time_to_kill(report):
                         yield self._kill()
-            yield from self._see_to_the_ended()
+            yield from self._handle_ended()
             for node in [node for node, at in self._due.items() if at <= time.monotonic()]:
                 del self._due[node]
                 yield self._start(node)
@@ -115,9 +113,7 @@ class _Crew:
             node, self._plan.command(node), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         self._workers[node] = worker = _Worker(node, process)
-        for pipe in worker.open_pipes:
-            os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, worker)
+        worker.open_pipes = register_output(process, self._selector, lambda _pipe, _target: worker)
         return node, Started(process.pid)
 
     def _is_time_to_kill(self, report: Told) -> bool:
@@ -137,8 +133,8 @@ class _Crew:
         worker.process.send_signal(signal.SIGKILL)
         return worker.node, Killed("SIGKILL")
 
-    def _see_to_the_ended(self) -> Iterator[tuple[int, Report]]:
-        """Forget the pipes of those that ended, and bring back whom a signal ended; raise if one failed."""
+    def _handle_ended(self) -> Iterator[tuple[int, Report]]:
+        """Forget the pipes of ended nodes, and restart those that a signal ended; raise the error of a failed node."""
         failures = []
         for worker in list(self._workers.values()):
             for pipe in worker.closed_pipes:
@@ -154,7 +150,7 @@ class _Crew:
                 self._due[worker.node] = time.monotonic() + ABSENCE
             else:
                 failures.append(failure)
-        # One failure may make others fail too; of those seen together, a node that was killed is the first cause.
+        # One failure may cause others; of those seen together, a node that was killed is the first cause.
         if failures:
             raise min(failures, key=lambda failure: failure.exit_code or 0)
 
@@ -164,28 +160,26 @@ class _Crew:
 
 
 class _Worker:
-    """One node's process with what it has written so far."""
+    """One node's process, and its output so far."""
 
     def __init__(self, node: int, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        assert process.stderr is not None
         self.node, self.process = node, process
-        self.open_pipes: list[IO[bytes]] = [process.stdout, process.stderr]
+        self.open_pipes: list[IO[bytes]] = []
         self.closed_pipes: list[IO[bytes]] = []
         self.is_finished = False
         self.is_known_dead = False
-        """It was said already that the process was killed."""
+        """Whether a report has said that the process was killed."""
         self._line = b""
-        self._last_words = b""
+        self._errors = OutputTail()
 
     def read(self, pipe: IO[bytes]) -> list[Told]:
-        """Take what the pipe holds and return the reports that are now whole."""
+        """Read from a pipe, and return the reports that are now complete."""
         data = os.read(pipe.fileno(), 65536)
         if not data:
             self.open_pipes.remove(pipe)
             self.closed_pipes.append(pipe)
         if pipe is self.process.stderr:
-            self._last_words = (self._last_words + data)[-LAST_WORDS_BYTES:]
+            self._errors.add(data)
             return []
         *lines, self._line = (self._line + data).split(b"\n")
         whole = [decode(line) for line in lines]
@@ -193,7 +187,7 @@ class _Worker:
         return whole
 
     def failure(self) -> RankFailedError | None:
-        """Return the error if the node ended otherwise than after its last report with exit code 0."""
+        """Return the error of a node that ended without its last report, or with an exit code other than 0."""
         if self.open_pipes:
             return None
         try:
@@ -203,8 +197,5 @@ class _Worker:
         if code == 0 and self.is_finished:
             return None
         how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        last_words = self._last_words.decode(errors="replace").strip()
-        message = f"node {self.node} {how} before it was done" + (
-            f"; its last words:\n{last_words}" if last_words else ""
-        )
+        message = f"node {self.node} {how} before it was done{self._errors.quote()}"
         return RankFailedError(message, rank=self.node, exit_code=code)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.cli.bench.crew import require_libraries
+from covey.cli.bench.processes import require_libraries
 from covey.cli.bench.sweep import Sweep
 
 

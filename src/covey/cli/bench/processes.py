@@ -1,4 +1,4 @@
-"""A contender's rank processes as the front sees them: started, greeted, ordered about, and always ended."""
+"""The rank processes of one contender: starts them, sends them orders, and always ends them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 from covey.base.errors import ConfigError, CoveyError, DeadlineError, RankFailedError
 from covey.cli.bench.messages import Answer, Channel, Failed, Hello, Measured, Order, Prepare, Ready, Run
 from covey.runtime.keeper.keeper import LocalRun
+from covey.runtime.processes import describe_end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,19 +26,19 @@ if TYPE_CHECKING:
     from covey.cli.bench.sweep import Case, Contender, Sweep
 
 START_SECONDS: Final = 90.0
-"""For interpreters to start, libraries to load and ranks to meet; several contenders do so at the same time."""
+"""For interpreters to start, libraries to load and ranks to join; several contenders start at the same time."""
 STOP_SECONDS: Final = 5.0
-"""For ranks to leave by themselves once their socket is closed at the end of the sweep."""
+"""For ranks to end by themselves once their socket is closed at the end of the sweep."""
 GRACE_SECONDS: Final = 1.0
-"""For the other ranks to say what they saw after the first one failed (the cause is not always the first to speak),
-and for all to leave when the sweep is broken off."""
+"""For the other ranks to report after the first one failed (the first report is not always the cause), and for all to
+end when the sweep is interrupted."""
 TAIL_LINES: Final = 15
 
 A = TypeVar("A", Ready, Measured)
 
 
 def require_libraries(sweep: Sweep) -> None:
-    """Raise ConfigError, with what to install, if a library that takes part is not here."""
+    """Raise ConfigError, with what to install, if a library of the sweep is missing."""
     names = sweep.opponents
     if "gloo" in names or sweep.through_torch:
         require_torch("--torch" if sweep.through_torch else "--against gloo")
@@ -49,7 +50,7 @@ def require_libraries(sweep: Sweep) -> None:
 
 
 def require_torch(what: str) -> None:
-    """Raise ConfigError, with what to install, if `what` cannot have torch."""
+    """Raise ConfigError, with what to install, if torch is missing; `what` names the option that needs it."""
     if not importlib.util.find_spec("torch"):
         raise ConfigError(f"{what} needs PyTorch: pip install torch")
 
@@ -59,14 +60,14 @@ def find_mpirun() -> str | None:
     return shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 
 
-class Crew:
-    """The ranks of one contender. They live for a whole sweep and wait, without using the CPU, for orders."""
+class RankProcesses:
+    """The ranks of one contender. They live for a whole sweep and wait for orders without using the CPU."""
 
     def __init__(self, contender: Contender, size: int, *, busy: bool) -> None:
         self.contender, self.size, self.busy = contender, size, busy
         self.versions: dict[str, str] = {}
         self.lanes = ""
-        """How bytes travelled in the last prepared operation, over all ranks; empty where nobody tells."""
+        """The lanes of the last prepared operation, over all ranks; empty for contenders that do not report them."""
         self._channels: dict[int, Channel] = {}
         self._handles: dict[int, int] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -74,7 +75,7 @@ class Crew:
         self._patience = GRACE_SECONDS
 
     def __enter__(self) -> Self:
-        """Start the processes; `greet` waits for them."""
+        """Start the processes; `await_hello` waits for them."""
         with ExitStack() as stack:
             run = stack.enter_context(LocalRun(1 if self.contender.engine == "mpi" else self.size))
             self._folder = Path(run.folder) / "bench"
@@ -94,12 +95,12 @@ class Crew:
         self._patience = STOP_SECONDS if error is None else GRACE_SECONDS
         self._cleanup.close()
 
-    def greet(self) -> None:
-        """Return once every rank said hello.
+    def await_hello(self) -> None:
+        """Return once every rank has connected.
 
         Raises:
-            RankFailedError: a process ended before that; the message has its last words.
-            DeadlineError: some did not come in time.
+            RankFailedError: a process ended before that; the message ends with its last output.
+            DeadlineError: some did not connect in time.
         """
         deadline = time.monotonic() + START_SECONDS
         while len(self._channels) < self.size:
@@ -113,23 +114,23 @@ class Crew:
             if isinstance(hello, Hello):
                 self._channels[hello.rank] = channel
                 self.versions |= hello.versions
-                with suppress(ProcessLookupError, AttributeError):  # gone already; or a system without handles
+                with suppress(ProcessLookupError, AttributeError):  # ended already; or a system without pidfds
                     self._handles[hello.rank] = os.pidfd_open(hello.pid)
             else:
                 channel.close()
 
     def prepare(self, case: Case) -> None:
-        """Have every rank set up and check `case`; a wrong result raises RankFailedError."""
+        """Let every rank set up `case` and check its result; RankFailedError if one is wrong."""
         answers = self._ask(Prepare(case.operation.name, case.elements, case.dtype), Ready, case, iterations=1)
         self.lanes = "+".join(sorted({answer.lanes for answer in answers}))
 
     def run(self, case: Case, iterations: int) -> list[Measured]:
-        """Return what each rank measured in one round of the prepared case."""
+        """Run one round of the prepared case; return what each rank measured."""
         return self._ask(Run(iterations), Measured, case, iterations=iterations)
 
     def _ask(self, order: Order, kind: type[A], case: Case, *, iterations: int) -> list[A]:
         for channel in self._channels.values():
-            with suppress(ConnectionError):  # a dead rank is found, with its last words, by the missing answer
+            with suppress(ConnectionError):  # the missing answer of a dead rank is reported below
                 channel.sock.settimeout(STOP_SECONDS)
                 channel.send(order)
         patience = 60 + iterations * self.size * case.bytes / 20e6
@@ -152,7 +153,7 @@ class Crew:
             what = (
                 f"{self.contender.name}: no answer from {_ranks(late)} in {case} within the timeout of {patience:.0f} s"
             )
-            raise DeadlineError(what + self._last_words(late[0]), late=late)
+            raise DeadlineError(what + self._last_output(late[0]), late=late)
         return [answers[rank] for rank in range(self.size)]
 
     def _answer(self, channel: Channel, deadline: float) -> Answer | None:
@@ -168,10 +169,10 @@ class Crew:
         if time.monotonic() > deadline:
             late = tuple(rank for rank in range(self.size) if rank not in self._channels)
             what = f"{self.contender.name}: {_ranks(late)} did not start within the timeout of {START_SECONDS:.0f} s"
-            raise DeadlineError(what + self._last_words(late[0]), late=late)
+            raise DeadlineError(what + self._last_output(late[0]), late=late)
 
     def _failure(self, when: str, trouble: dict[int, str]) -> CoveyError:
-        """Name the rank that died without a word before those that could still complain about it."""
+        """Return the error for failed ranks: a rank that died without a report is the likely cause, and comes first."""
         rank = min(trouble, key=lambda rank: (bool(trouble[rank]), rank))
         if trouble[rank]:
             return RankFailedError(
@@ -181,12 +182,12 @@ class Crew:
         if self.contender.engine != "mpi":
             with suppress(subprocess.TimeoutExpired):
                 code = self._processes[rank].wait(GRACE_SECONDS)
-                end = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+                end = f"exited with code {code}" if code >= 0 else describe_end(code)
         return RankFailedError(
-            f"{self.contender.name} rank {rank} {end} {when}{self._last_words(rank)}", rank=rank, exit_code=code
+            f"{self.contender.name} rank {rank} {end} {when}{self._last_output(rank)}", rank=rank, exit_code=code
         )
 
-    def _last_words(self, rank: int) -> str:
+    def _last_output(self, rank: int) -> str:
         path = self._log(0 if self.contender.engine == "mpi" else rank)
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return ":\n" + "\n".join(lines[-TAIL_LINES:]) if lines else "; nothing was printed"
@@ -195,7 +196,7 @@ class Crew:
         return self._folder / f"{rank}.log"
 
     def _commands(self) -> list[list[str]]:
-        """Return one command per process to start: one a rank, or mpirun, which starts the ranks itself."""
+        """Return the commands to start: one for each rank, or mpirun, which starts the ranks itself."""
         python = [sys.executable, "-m", "covey.cli.bench.worker", self.contender.engine, str(self._folder / "front")]
         tail = [str(self.size), str(self._folder), *(["--busy"] if self.busy else [])]
         if self.contender.engine != "mpi":
@@ -209,12 +210,12 @@ class Crew:
         env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         if self.contender.engine in ("covey", "covey-torch"):
             env["COVEY_LANES"] = self.contender.lane
-        if self.contender.engine == "gloo":  # else it looks up the host's name, which need not lead to this host
+        if self.contender.engine == "gloo":  # else it looks up the host's name, which may not resolve to this host
             env["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         return env
 
     def _dismiss(self) -> None:
-        """Let the ranks leave by themselves, then end those that mpirun started and could leave behind."""
+        """Let the ranks end by themselves, then kill those that mpirun started and may have left behind."""
         for channel in self._channels.values():
             channel.close()
         deadline = time.monotonic() + self._patience

@@ -1,12 +1,12 @@
-"""The processes of a job that is being watched: starts them, hears what they print and what their run tells.
+"""The processes of an observed job: starts them, reads what they print and the events of their run.
 
-A `Crew` is for tools that do things to processes and want to see what comes of it. It does nothing by itself: whoever
-drives it asks for one `turn` after another.
+For tools that disturb processes and observe the effect: `covey chaos` and `covey bench recovery`. It has no thread: its
+owner calls `turn` again and again.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import os
 import selectors
@@ -19,18 +19,18 @@ from typing import IO, TYPE_CHECKING, Final, Protocol, Self
 import msgspec
 
 from covey.runtime.keeper.keeper import LocalRun
-from covey.runtime.processes import signal_group, signal_name
+from covey.runtime.processes import describe_end, drain, exit_status, register_output, signal_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-LOOK_SECONDS: Final = 0.02
-"""How often ends and events are looked for while nothing is printed."""
+POLL_SECONDS: Final = 0.02
+"""How often ended processes and events are checked for while nothing is printed."""
 READ_BYTES: Final = 1 << 16
 
 
 class Told(msgspec.Struct, frozen=True):
-    """A line of COVEY_EVENTS: what one process told of its run."""
+    """A line of COVEY_EVENTS: an event of a run, as one process saw it."""
 
     pid: int
     kind: str
@@ -42,12 +42,12 @@ class Told(msgspec.Struct, frozen=True):
 
     @property
     def began(self) -> float:
-        """When the first sign of trouble came, in seconds since 1970."""
+        """When the loss was first noticed, in seconds since 1970."""
         return self.time - self.phases.get("agree", 0.0) / 1e3
 
     @property
     def ended(self) -> float:
-        """When operations went on."""
+        """When operations continued."""
         last = max(self.phases.values(), default=0.0)
         return self.began + last / 1e3
 
@@ -60,14 +60,14 @@ class Worker:
     """One process of the job."""
 
     rank: int
-    """Its slot: that of whoever it replaces, too."""
+    """Its number in the job; a process that replaces another has the same."""
     process: subprocess.Popen[bytes]
     started_at: float
-    """By the clock that counts from 1970, as all times that are compared with what the job tells."""
+    """In seconds since 1970, like all times that are compared with events."""
     is_member: bool = False
-    """Whether it takes part in the run, as far as it has told."""
+    """Whether it takes part in the run, according to its events."""
     code: int | None = None
-    """How it ended: its exit code, or the negative number of a signal."""
+    """Its exit code, or the negative number of the signal that killed it; None while it runs."""
     pipes: list[IO[bytes]] = field(default_factory=list)
 
     @property
@@ -80,25 +80,23 @@ class Worker:
 
     @property
     def status(self) -> int:
-        """What a shell would make of how it ended."""
-        code = self.code or 0
-        return code if code >= 0 else 128 - code
+        """The exit status that a shell would report."""
+        return exit_status(self.code or 0)
 
     @property
     def end(self) -> str:
-        """How it ended, in words."""
-        code = self.code or 0
-        return f"failed with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
+        """How it failed, in words."""
+        return describe_end(self.code or 0)
 
 
 class Listener(Protocol):
-    """Who takes what the processes print."""
+    """Receives what the processes print."""
 
     def heard(self, worker: Worker, target: int, data: bytes) -> None:
-        """`target` is 1 or 2; no data: the process has closed it."""
+        """Called with output; `target` is 1 or 2. No data: the process has closed it."""
 
     def tick(self, now: float) -> float:
-        """All that was printed by `now`, of the monotonic clock, was told; returns when to call again at the latest."""
+        """Called when all output up to `now`, by the monotonic clock, was passed on; returns when to call it next."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +107,19 @@ class Turn:
     told: list[tuple[Worker | None, Told]]
 
 
-class Crew:
+class JobProcesses:
     """The processes of a local run. Use it in `with`: leaving ends them all."""
 
     def __init__(
         self, size: int, argv: Sequence[str], listener: Listener, *, env: Mapping[str, str], slots: int | None = None
     ) -> None:
-        """Nobody is started yet. There will be at most `slots` ranks: those of newcomers may be above `size`."""
+        """Start nothing yet. There will be at most `slots` ranks: those of newcomers may be above `size`."""
         self.run = LocalRun(size)
         self.size = size
         self._slots = size if slots is None else slots
         self._argv, self._listener = argv, listener
         self.workers: dict[int, Worker] = {}
-        """The latest of each slot."""
+        """By rank: the latest process."""
         self._by_pid: dict[int, Worker] = {}
         self._starts: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -137,7 +135,7 @@ class Crew:
 
     def __exit__(self, *exception: object) -> None:
         try:
-            self.run.signal(signal.SIGCONT)  # or those that are stopped cannot end well
+            self.run.signal(signal.SIGCONT)  # a stopped process could not end by itself
             self.run.__exit__(*exception)
         finally:
             self._selector.close()
@@ -147,10 +145,10 @@ class Crew:
         """Start the processes with which the job begins."""
         for rank in range(self.size):
             self.start(rank)
-        self.run.size = self._slots  # newcomers knock at all doors that there may be
+        self.run.size = self._slots  # newcomers dial every rank that there may be
 
     def start(self, rank: int) -> Worker:
-        """Start a process; not the first in its slot, or not with the others, it is a newcomer to the run."""
+        """Start a process: a newcomer to the run, unless it is the first of its rank and starts with the others."""
         before = self._starts.get(rank, 0)
         self._starts[rank] = before + 1
         restart = before if rank < self.size else before + 1
@@ -158,36 +156,32 @@ class Crew:
         process = self.run.start(rank, self._argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         worker = self.workers[rank] = Worker(rank, process, time.time())
         self._by_pid[process.pid] = worker
-        for source, target in ((process.stdout, 1), (process.stderr, 2)):
-            assert source is not None
-            os.set_blocking(source.fileno(), False)
-            worker.pipes.append(source)
-            self._selector.register(source, selectors.EVENT_READ, (worker, target))
+        worker.pipes = register_output(process, self._selector, lambda _pipe, target: (worker, target))
         return worker
 
     def running(self) -> list[Worker]:
-        """Return the processes that have not ended, by slot."""
+        """Return the processes that have not ended, by rank."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.is_running]
 
     def signal(self, worker: Worker, signum: int) -> bool:
-        """Send a signal to a process and all that it started; False if it has ended."""
+        """Send a signal to a process and its children; False if it has ended."""
         return signal_group(worker.pid, signum, reaped=worker.process.poll() is not None)
 
     def turn(self, until: float) -> Turn:
-        """Return what happened, at the latest at `until` by the monotonic clock; pass on what was printed."""
-        now = time.monotonic()  # all that was printed by then is read before anybody's silence counts
-        wait = min(until, self._tick_at, now + LOOK_SECONDS)
+        """Pass on output, and return what happened, at `until` by the monotonic clock at the latest."""
+        now = time.monotonic()  # `tick` may act on silence only after all output up to now was read
+        wait = min(until, self._tick_at, now + POLL_SECONDS)
         for key, _ in self._selector.select(max(0.0, wait - now)):
             worker, target = key.data
             self._read(worker, target, key.fileobj)  # type: ignore[arg-type]
         self._tick_at = self._listener.tick(now)
-        # Who has ended has told all that it ever will.
+        # Events are read after the check for ended processes, so that none of theirs is missed.
         ended = [worker for worker in self.running() if worker.process.poll() is not None]
         told = self._read_events()
         for worker in ended:
             worker.code = worker.process.returncode
             worker.is_member = False
-            self._bury(worker)
+            self._clear_away(worker)
         return Turn(ended, told)
 
     def _read(self, worker: Worker, target: int, pipe: IO[bytes]) -> bool:
@@ -199,14 +193,11 @@ class Crew:
         self._listener.heard(worker, target, data)
         return bool(data)
 
-    def _bury(self, worker: Worker) -> None:
-        """Hear the last words of a process that has ended, and end what it left running."""
+    def _clear_away(self, worker: Worker) -> None:
+        """Read the last output of a process that has ended, and end what it left running."""
         for pipe in list(worker.pipes):
             target = 1 if pipe is worker.process.stdout else 2
-            with contextlib.suppress(BlockingIOError):  # a descendant that escaped holds it open
-                for _ in range(64):
-                    if not self._read(worker, target, pipe):
-                        break
+            drain(functools.partial(self._read, worker, target, pipe))
             if pipe in worker.pipes:
                 self._selector.unregister(pipe)
                 self._listener.heard(worker, target, b"")

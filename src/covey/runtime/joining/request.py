@@ -1,0 +1,113 @@
+"""What a program asks `covey.join` for, and what that means in the environment of its process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence  # noqa: TC003 - dataclass fields
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from covey.base.config import GroupConfig, group_config
+from covey.runtime.environment import (
+    ClusterOptions,
+    LaunchedRank,
+    WantedRun,
+    find_launched_rank,
+    find_run,
+    launcher_wait,
+    restarts,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinRequest:
+    """The arguments of `covey.join`, which documents them. None: not given, so the environment or a default decides."""
+
+    run: str | None = None
+    cluster: str | None = None
+    min_size: int | None = None
+    max_size: int | None = None
+    size: int | None = None
+    timeout: float | None = None
+    secret: bytes | str | None = field(default=None, repr=False)
+    seeds: Sequence[str] | None = None
+    interfaces: str | None = None
+    lanes: str | None = None
+    streams: int | str | None = None
+    op_timeout: float | None = None
+    insecure: bool | None = None
+    on_loss: str | None = None
+    patience: float | None = None
+    quorum: str | None = None
+    tie_breaker: str | None = None
+    new: bool | None = None
+    is_elastic: bool = False
+    """The process goes through generations: it waits for a seat in a running one as long as the run lasts."""
+    is_newcomer: bool = False
+    """The process was in the run before, or knows that it goes on."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> JoinRequest:
+        """Return a request with these arguments of `covey.join`; TypeError for one that it does not have."""
+        if unknown := arguments.keys() - {each.name for each in fields(cls)} | arguments.keys() & _OURS:
+            raise TypeError(f"join has no argument {min(unknown)!r}")
+        return cls(**arguments)
+
+    def resolve(self, env: Mapping[str, str]) -> JoinTarget:
+        """Return what to join, from this request and the environment.
+
+        Raises:
+            ConfigError: they contradict themselves or each other.
+        """
+        config = group_config(
+            env,
+            timeout=self.op_timeout,
+            lanes=self.lanes,
+            insecure=self.insecure,
+            interfaces=self.interfaces,
+            streams=self.streams,
+            on_loss=self.on_loss,
+            patience=self.patience,
+            quorum=self.quorum,
+        )
+        wanted = find_run(env, {name: getattr(self, name) for name in _OF_RUN})
+        launched = None if wanted is not None else find_launched_rank(env)
+        if launched is not None and self.is_newcomer:
+            launched = replace(launched, is_restarted=True)
+        return JoinTarget(
+            config=config,
+            run=wanted,
+            launched=launched,
+            options=ClusterOptions(self.cluster, self.secret, tuple(self.seeds) if self.seeds is not None else None),
+            wait=wanted.timeout if wanted is not None else launcher_wait(env, self.timeout),
+            is_elastic=self.is_elastic,
+            is_returning=self.is_newcomer or restarts(env) > 0,
+        )
+
+
+_OF_RUN = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
+_OURS = {"is_elastic", "is_newcomer"}
+"""Fields that are no arguments of `covey.join`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinTarget:
+    """What a process joins: a run of a cluster, or the rank that a launcher gave it; and how.
+
+    Two equal targets are served by one group.
+    """
+
+    config: GroupConfig
+    run: WantedRun | None = None
+    """The run of a cluster; None under a launcher."""
+    launched: LaunchedRank | None = None
+    """The rank that a launcher gave this process; None in a run of a cluster."""
+    options: ClusterOptions = field(default_factory=ClusterOptions)
+    wait: float = field(compare=False)
+    """Seconds to wait for the others."""
+    is_elastic: bool = field(default=False, compare=False)
+    """Whether the process waits for a seat in a running generation as long as the run lasts."""
+    is_returning: bool = field(default=False, compare=False)
+    """Whether the process was in the run before, or waited for it."""

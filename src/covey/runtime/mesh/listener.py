@@ -1,0 +1,52 @@
+"""What a `Mesh` reports to its owner: a joiner, a keeper, or none for a visit. On the control loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from covey.base.errors import AuthError
+    from covey.runtime.mesh.remote_node import RemoteNode
+    from covey.wire import messages
+
+
+class MeshListener:
+    """Receives what happens in a mesh. Every method does nothing by default."""
+
+    def linked(self, remote: RemoteNode) -> None:
+        """Called after the first link with a node that takes part in something."""
+
+    def lost(self, remote: RemoteNode) -> None:
+        """Called after the last link with such a node has ended."""
+
+    def keeper_linked(self, remote: RemoteNode) -> None:
+        """Called after a link with a keeper: a node that reports on its processes and takes part in no run."""
+
+    def link_changed(self, remote: RemoteNode) -> None:
+        """Called when another link with a node is in use, or a better way to it was found."""
+
+    def link_replaced(self, remote: RemoteNode) -> None:
+        """Called when a silent link was replaced. Messages on the old link may be lost."""
+
+    def may_change_link(self, remote: RemoteNode) -> bool:
+        """Tell whether the link in use may be changed now: messages on the old one may be overtaken."""
+        return True
+
+    def arrived(self, remote: RemoteNode) -> None:
+        """Called for every message of a node, before the message is handled."""
+
+    def heard(self, remote: RemoteNode, message: messages.Control) -> None:
+        """Called for a message that the mesh does not handle itself."""
+
+    def expelled(self, remote: RemoteNode, reason: str) -> None:
+        """Called after the links with a node were closed because it may no longer be in the cluster."""
+
+    def identity_refused(self, error: AuthError) -> None:
+        """Called when this node cannot be in the cluster, because another process uses its identity."""
+
+    def access_lost(self, error: AuthError) -> None:
+        """Called when this node may not be in the cluster any more, or is not approved yet."""
+
+    def describe(self) -> messages.Tell | None:
+        """Return how this node sees its run; None if it is in none."""
+        return None

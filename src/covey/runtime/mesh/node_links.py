@@ -1,0 +1,149 @@
+"""Which of several links with one node is in use. On the control loop.
+
+Invariant: nothing changes while a run is decided on, because messages on two links could overtake each other. The
+exception is a silent link: it is replaced at once, since its path may be dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import ConfigError
+from covey.runtime.links.probe import best_way
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.runtime.links.dial_limits import DialLimits
+    from covey.runtime.links.handshake import Where
+    from covey.runtime.links.link import Link
+    from covey.runtime.mesh.endpoint import Endpoint
+    from covey.runtime.mesh.listener import MeshListener
+    from covey.runtime.mesh.remote_node import RemoteNode
+    from covey.runtime.tasks import Tasks
+    from covey.wire import messages
+
+logger = logging.getLogger("covey")
+
+RETIRE_SECONDS: Final = 2.0
+"""How long a link that is no longer used stays open: messages may still arrive on it."""
+LINKS_LIMIT: Final = 4
+"""Links with one node at a time; further ones are closed at once."""
+
+
+class NodeLinks:
+    """Attaches links to remote nodes, chooses the one in use, and closes the others."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        listener: MeshListener,
+        tasks: Tasks,
+        limits: DialLimits,
+        *,
+        ways: Callable[[messages.Card], list[Where]],
+        received: Callable[[RemoteNode, Link, bytes], None],
+        ended: Callable[[RemoteNode, Link], None],
+    ) -> None:
+        """`ways` returns the addresses of a node to dial; `received` gets frames; `ended` hears that a link ended."""
+        self._endpoint, self._listener, self._tasks, self._limits = endpoint, listener, tasks, limits
+        self._ways, self._received, self._ended = ways, received, ended
+
+    def use(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
+        """Use a link from now on; `way` is the address that this node dialled, if it did."""
+        remote.links[link] = way
+        remote.link = link
+        self._listen_to(remote, link, way)
+
+    def add(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
+        """Take a second link with a node: use it instead of the first, hold it in reserve, or close it."""
+        own_id = self._endpoint.card.id
+        if remote.is_silent():
+            self._replace(remote, link, way)
+        elif own_id > remote.card.id:
+            self._listen_to(remote, link, way)  # and answer there when the node speaks there
+        elif way is not None and not remote.is_dialled and self._listener.may_change_link(remote):
+            old = list(remote.links)
+            self.use(remote, link, way)
+            remote.ping()  # makes the node answer on this link
+            for each in old:
+                _retire(each)
+        elif len(remote.links) < LINKS_LIMIT:
+            remote.links = {link: way, **remote.links}
+            self._attach(remote, link)
+            _retire(link)
+        else:
+            link.close()
+
+    def heard(self, remote: RemoteNode, link: Link) -> None:
+        """Note that a frame arrived; the node with the larger id follows the other one to this link."""
+        if link is remote.link:
+            remote.heard_at = time.monotonic()
+        elif link in remote.links and self._endpoint.card.id > remote.card.id:
+            remote.link = link
+            self._listener.link_changed(remote)
+
+    def remove(self, remote: RemoteNode, link: Link) -> bool:
+        """Forget a link that ended, and use another; False if there is none left."""
+        del remote.links[link]
+        if remote.links and remote.link is link:
+            remote.link = next(reversed(remote.links))
+            self._listener.link_changed(remote)
+        return bool(remote.links)
+
+    def close(self, remote: RemoteNode, *, at_once: bool) -> None:
+        """Close every link with a node; unless `at_once`, messages that wait to be sent are sent first."""
+        links, remote.links, remote.link = list(remote.links), {}, None
+        for link in links:
+            if at_once:
+                link.abort()
+            else:
+                link.close()
+                asyncio.get_running_loop().call_later(RETIRE_SECONDS, link.abort)
+
+    def _replace(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
+        """Use another link instead of a silent one. Messages on the silent one may be lost."""
+        silent, remote.links = list(remote.links), {}
+        remote.heard_at = time.monotonic()
+        self.use(remote, link, way)
+        remote.ping()
+        for each in silent:
+            asyncio.get_running_loop().call_later(RETIRE_SECONDS, each.abort)
+        self._listener.link_replaced(remote)
+
+    def _listen_to(self, remote: RemoteNode, link: Link, way: Where | None) -> None:
+        idle = [each for each in remote.links if each is not remote.link]
+        for each in idle[: max(0, len(remote.links) + 1 - LINKS_LIMIT)]:
+            del remote.links[each]
+            each.abort()
+        remote.links[link] = way
+        remote.is_measuring = remote.is_measuring or way is not None
+        self._listener.link_changed(remote)
+        self._attach(remote, link)
+        if way is not None:
+            self._tasks.spawn(self._find_best_way(remote, way))
+
+    def _attach(self, remote: RemoteNode, link: Link) -> None:
+        link.attach(functools.partial(self._received, remote, link), functools.partial(self._ended, remote, link))
+
+    async def _find_best_way(self, remote: RemoteNode, known: Where) -> None:
+        """Measure every address of a node that this one dials, and take the fastest for lanes."""
+        try:
+            ways = self._ways(remote.card)
+            way, round_trip = await best_way(ways, self._endpoint.credentials, known, self._limits)
+            if way is not None:
+                remote.way, remote.round_trip = way, round_trip
+        except (ConfigError, OSError) as error:  # the address that is known works
+            logger.info("the addresses of %s could not be compared: %s", remote.card.name, error)
+        finally:
+            remote.is_measuring = False
+        self._listener.link_changed(remote)
+
+
+def _retire(link: Link) -> None:
+    """Close a link once nothing can be under way on it: messages on the link in use tell the other side to switch."""
+    asyncio.get_running_loop().call_later(RETIRE_SECONDS, link.close)

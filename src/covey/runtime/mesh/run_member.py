@@ -1,0 +1,316 @@
+"""This node as a member of the run: hands links to its `Node`, and redials lost members. On the control loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from covey.base.errors import ConfigError
+from covey.base.text import printable
+from covey.runtime.members.peers import PeerEvent
+from covey.runtime.mesh.redial import redial
+from covey.wire import membership, messages
+from covey.wire.lineage import Ending, founded_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey.base.errors import AuthError
+    from covey.proto.candidacy import Candidacy
+    from covey.proto.formation import Formed
+    from covey.runtime.members.node import Node
+    from covey.runtime.members.peers import Newcomer, Peer
+    from covey.runtime.mesh.mesh import Mesh
+    from covey.runtime.mesh.remote_node import RemoteNode
+
+logger = logging.getLogger("covey")
+
+
+class RunMember:
+    """Connects the `Node` of a run with the mesh: its links, its newcomers, and the nodes that wait for the run."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        node: Node,
+        core: Candidacy,
+        *,
+        entered: Callable[[messages.Founded], None],
+        perform: Callable[[], None],
+    ) -> None:
+        """`entered` is called with each later generation; `perform` performs the effects of `core`."""
+        self._mesh, self.node, self._core, self._formation = mesh, node, core, core.formation
+        self._entered, self._perform = entered, perform
+        self._rivals_logged: set[bytes] = set()
+        self._redialled: set[RemoteNode] = set()
+        """Linked members that are silent and are being dialled."""
+        mesh.search.slow_down()
+        core.may_go_on = lambda: node.generation_table.hears_quorum
+        node.losses.on_silent = self._part_with
+        node.losses.on_unheard = self._redial_silent
+        node.on_founded = self._generation_founded
+        node.on_ended = self._run_ended
+        node.find_newcomer = self._find_newcomer
+
+    # Links
+
+    def take_links(self, by_seat: dict[int, RemoteNode], formed: messages.Founded | Formed) -> None:
+        """Hand the links of the members to the node's peers."""
+        founded = formed if isinstance(formed, messages.Founded) else None
+        cards = {} if founded is None else {member.seat: member.card for member in founded.members}
+        for seat, peer in self.node.peers.items():
+            remote = by_seat.get(seat)
+            peer.note(PeerEvent.READY)
+            if remote is not None:
+                peer.introduce(remote.card)
+                _hand_over(peer, remote)
+            elif seat in cards:
+                peer.introduce(cards[seat])
+
+    def deliver_early(self, by_seat: dict[int, RemoteNode]) -> None:
+        """Give the node what members said before it had its seat; redial members without a link."""
+        for seat in list(self.node.peers):
+            remote = by_seat.get(seat)
+            if remote is None or self._mesh.met.get(remote.card.id) is not remote:
+                self.node.losses.link_ended(seat)
+                self._redial_lost(self.node.peers[seat])
+            else:
+                for message in remote.early.take():
+                    self.node.heard(seat, message)
+
+    def recognise(self, remote: RemoteNode) -> None:
+        """Find the seat of a node that is linked again, or the seat for which a later life of it votes.
+
+        A node that only votes is a member that a view excluded, or a later life of one.
+        """
+        for seat, peer in self.node.peers.items():
+            if peer.id != remote.card.id:
+                continue
+            if peer.life == remote.card.life and not peer.is_excluded:
+                remote.rank = seat
+                self.link_changed(remote)
+                self.node.relinked(peer)
+            else:
+                self._let_vote(remote, seat)
+
+    def _let_vote(self, remote: RemoteNode, seat: int) -> None:
+        """Let a node vote for the seat that it, or an earlier life of it, had."""
+        remote.votes_for = seat
+        self.node.generation_table.voter_up(seat, remote.card.life, remote.send)
+
+    def link_changed(self, remote: RemoteNode) -> None:
+        """Note the link in use with a member."""
+        if remote.rank >= 0:
+            _hand_over(self.node.peers[remote.rank], remote)
+            generation = self.node.generation
+            if generation is not None and generation.number:  # the old link may have ended with this message on it
+                remote.send(generation.founded)
+
+    def lost(self, remote: RemoteNode) -> None:
+        """Note that the last link with a node has ended, and redial a member."""
+        if remote.votes_for >= 0:
+            self.node.generation_table.voter_down(remote.votes_for)
+        if remote.rank >= 0:
+            self.node.losses.link_ended(remote.rank)
+            self._mesh.spawn(self._redial(self.node.peers[remote.rank], remote.card.contact))
+
+    def _redial_lost(self, peer: Peer) -> None:
+        if peer.contact is not None:
+            self._mesh.spawn(self._redial(peer, peer.contact))
+
+    async def _redial(self, peer: Peer, contact: messages.Contact) -> None:
+        """Dial a member without a link; if a view has excluded it, it should learn so."""
+        until = time.monotonic() + 2 * self._mesh.config.patience
+
+        def is_wanted() -> bool:
+            is_settled = peer.has_left or self.node.is_closing or peer.id in self._mesh.met or peer.is_denied
+            return not is_settled and time.monotonic() < until
+
+        await redial(self._mesh, contact, is_wanted)
+
+    def _redial_silent(self, seat: int) -> None:
+        """Dial a member whose link is silent by all its addresses: it may be busy, or the path may be dead."""
+        remote = next((each for each in self._mesh.met.values() if each.rank == seat), None)
+        if remote is not None and remote not in self._redialled:
+            self._redialled.add(remote)
+            self._mesh.spawn(self._redial_until_heard(remote))
+
+    async def _redial_until_heard(self, remote: RemoteNode) -> None:
+        def is_wanted() -> bool:
+            return remote.link is not None and remote.is_silent() and not self._mesh.is_closing
+
+        try:
+            await redial(self._mesh, remote.card.contact, is_wanted)
+        finally:
+            self._redialled.discard(remote)
+
+    def _part_with(self, seat: int) -> None:
+        for remote in list(self._mesh.met.values()):
+            if remote.rank == seat:
+                self._mesh.part(remote)
+
+    # Nodes that are not members
+
+    def heard_vote(self, remote: RemoteNode, message: messages.Agreeing) -> None:
+        """Take a message about views from a node that is no member of this node's generation."""
+        if remote.votes_for >= 0:
+            self.node.generation_table.agreeing(remote.votes_for, message)
+        else:
+            self._tell_generation(remote, message.generation)
+            remote.keep_early(message)
+
+    def _tell_generation(self, remote: RemoteNode, number: int) -> None:
+        """Answer a node that believes to be a member of generation `number`, and is none as far as this node knows."""
+        generation = self.node.generation
+        if generation is None or number > generation.number:
+            return
+        if number == generation.number:
+            decided = membership.encode_membership(membership.Decided(generation.view))
+            remote.send(messages.Agreeing(number, decided))
+        else:
+            remote.send(generation.founded)
+
+    def update(self) -> None:
+        """Pass on what the core has found out: newcomers, uninformed members, rival runs, and the end of the run."""
+        self._update_newcomers()
+        self._inform_members()
+        self._report_rivals()
+        if self._formation.ending is not None:
+            self.node.generation_table.over()
+
+    def _update_newcomers(self) -> None:
+        """Tell the node which nodes wait for the next generation, and which no longer do."""
+        node, waiting = self.node, {}
+        for id in self._formation.newcomers():
+            remote = self._mesh.met.get(id)
+            if remote is not None and remote.rank >= 0 and node.peers[remote.rank].is_excluded:
+                # It got a seat in a generation and was excluded by a view before it heard of either.
+                self._let_vote(remote, remote.rank)
+                remote.rank = -1
+            if remote is not None and remote.rank < 0:
+                waiting[messages.key_of(remote.card)] = remote
+        for newcomer in node.newcomers:
+            if messages.key_of(newcomer.card) not in waiting:
+                node.newcomers.remove(newcomer)
+        for remote in waiting.values():
+            if remote.card not in node.newcomers:
+                node.newcomers.add(_LinkedNewcomer(node, remote))
+
+    def _inform_members(self) -> None:
+        """Tell members of the generation that still wait for a seat, because a message was lost, that they have one."""
+        unaware, generation = self._formation.unaware, self.node.generation
+        for id in sorted(unaware):
+            remote = self._mesh.met.get(id)
+            rank = generation.rank_of(remote.rank) if generation is not None and remote is not None else None
+            if generation is not None and remote is not None and rank in generation.view.ranks:
+                remote.send(generation.founded)
+        unaware.clear()
+
+    def _report_rivals(self) -> None:
+        """Report that there is another run of this name; the younger of the two ends."""
+        formed, run = self._formation.formed, self._mesh.run
+        for lineage, here in self._formation.rivals.items():
+            if formed is None or lineage in self._rivals_logged:
+                continue
+            self._rivals_logged.add(lineage)
+            names = printable(", ".join(here.names))
+            began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(founded_at(lineage)))
+            if lineage < formed.lineage:
+                self.node.outlived(f"an older run of the name {run!r} is going on with {names}, since {began}")
+            else:
+                logger.warning("a second run of the name %r, younger than this one, goes on with %s since %s; it was "
+                               "begun where this one could not be heard, and ends", run, names, began)  # fmt: skip
+
+    def _find_newcomer(self, card: messages.Card) -> Newcomer | None:
+        """Return a node that a generation has a seat for, if there is a link with it."""
+        remote = self._mesh.met.get(card.id)
+        if remote is None or messages.key_of(remote.card) != messages.key_of(card):
+            return None
+        return _LinkedNewcomer(self.node, remote)
+
+    # Generations
+
+    def _generation_founded(self, founded: messages.Founded) -> None:
+        """Note that the node is in a generation, tell keepers, and redial members without a link."""
+        if founded.generation:
+            self._entered(founded)
+        for keeper in self._mesh.keepers:
+            self.tell_keeper(keeper)
+        for member in founded.members:
+            peer = self.node.peers.get(member.seat)
+            if peer is not None and peer.link is None:
+                self._redial_lost(peer)
+        self._perform()
+
+    def tell_keeper(self, keeper: RemoteNode) -> None:
+        """Tell the keeper of this process which generation the process is in."""
+        generation = self.node.generation
+        if generation is not None and keeper.card.id == self._mesh.card.keeper:
+            keeper.send(generation.founded)
+
+    def _run_ended(self, lineage: bytes, is_finished: bool) -> None:
+        """Tell waiting nodes and keepers that the members have decided that the run is over."""
+        self._core.ended(Ending(lineage, is_finished), time.monotonic())
+        self._perform()
+        for remote in (*self._mesh.met.values(), *self._mesh.keepers):
+            remote.send(messages.Ended(self._mesh.run, lineage, is_finished))
+
+    def fail(self, error: AuthError | ConfigError) -> None:
+        """End the generation that the node is in with an error."""
+        if self.node.generation is not None:
+            self.node.generation.failed(error)
+
+    # What commands ask
+
+    def leaders(self) -> tuple[bytes, bytes]:
+        """Return the ids of the node that leads the view and of the one that breaks ties; empty if there is none."""
+        generation = self.node.generation
+        if generation is None:
+            return b"", b""
+        leads, members = generation.view_driver.leader(), generation.founded.members
+        leader = members[leads].card.id if leads is not None else b""
+        return leader, members[generation.view.tie_breaker].card.id
+
+    def lane_kind(self, remote: RemoteNode) -> str:
+        """Return the kind of lane to a member, or ""."""
+        with contextlib.suppress(ConfigError):
+            if remote.rank >= 0:
+                return self.node.lanes.kind(remote.rank)
+        return ""
+
+
+class _LinkedNewcomer:
+    """A linked node that waits for the next generation."""
+
+    def __init__(self, node: Node, remote: RemoteNode) -> None:
+        self._node, self._remote = node, remote
+
+    @property
+    def card(self) -> messages.Card:
+        return self._remote.card
+
+    def send(self, message: messages.Control) -> None:
+        self._remote.send(message)
+
+    def take_seat(self, peer: Peer) -> None:
+        self._remote.rank = peer.rank
+        _hand_over(peer, self._remote)
+
+    def turn_away(self) -> None:
+        """Do nothing: the mesh closes its links."""
+
+    def deliver_early(self, peer: Peer) -> None:
+        for message in self._remote.early.take():
+            self._node.heard(peer.rank, message)
+
+
+def _hand_over(peer: Peer, remote: RemoteNode) -> None:
+    """Give a peer the link and the addresses that are in use with its node."""
+    peer.link, peer.is_dialled = remote.link, remote.is_dialled
+    peer.way, peer.round_trip = remote.way, remote.round_trip
+    if remote.is_measuring:
+        peer.measured.clear()
+    else:
+        peer.measured.set()
