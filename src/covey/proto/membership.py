@@ -314,6 +314,8 @@ class Membership:
             case Pulse() if is_current or message.number < self.view.number:
                 self._received_pulse(rank, message, now)
             case Trouble() if message.number < self.view.number + self.is_last:
+                if message.leaves and rank not in self.view.ranks:
+                    self._presence.leaving.add(rank)  # why a view is without it: the view came first, on another link
                 self._send(rank, Decided(self._past_views.get(message.number + 1, self.view)))
             case Prepare() | Accept() if not self._is_next(rank, _number(message)):
                 pass

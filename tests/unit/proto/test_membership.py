@@ -706,6 +706,16 @@ def test_a_member_that_was_excluded_is_told_so_and_has_no_say() -> None:
     assert core.effects() == [Send(excluded, Decided(view))] * 2
 
 
+def test_a_member_that_left_is_known_to_have_left_even_if_the_view_without_it_is_heard_first() -> None:
+    core = answering(lone())
+    core.received(seat("a").id, Decided(View(LINEAGE, 1, (0, 1), 0)), 1.0)
+    assert 2 not in core.leaving
+    core.received(seat("c").id, Trouble(LINEAGE, 0, leaves=True), 1.1)
+    assert 2 in core.leaving
+    core.received(seat("a").id, Trouble(LINEAGE, 0, leaves=True), 1.1)  # of a view that is past: it is in this one
+    assert 0 not in core.leaving
+
+
 def test_a_member_in_the_middle_of_an_operation_is_told_what_became_of_it_before_a_generation_ends() -> None:
     core = lone("a")
     core.succeed(successor("a", "b", "c"), 1.0)

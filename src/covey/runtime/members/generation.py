@@ -245,6 +245,8 @@ class Generation:
                 operations.install(view)
             return
         for rank in lost:
+            if (link := self.node.peers[self.seats[rank]].link) is not None:
+                link.catch_up()  # it may have said that it leaves
             if self.view_driver.is_leaving(rank):
                 self.node.peers[self.seats[rank]].note(PeerEvent.SAID_GOODBYE)
             self.node.losses.exclude(self.seats[rank])
@@ -254,16 +256,14 @@ class Generation:
 
     def _tell_of(self, view: View, lost: tuple[int, ...]) -> None:
         """Add an event, and log the loss."""
-        have_left = all(
-            self.node.peers[self.seats[rank]].has_left or self.view_driver.is_leaving(rank) for rank in lost
-        )
+        left = [self.node.peers[self.seats[rank]].has_left or self.view_driver.is_leaving(rank) for rank in lost]
         names = tuple(self._name((rank,)) for rank in lost)
-        kind = "view" if not lost else "left" if have_left else "lost"
+        kind = "view" if not lost else "left" if all(left) else "lost"
         self.node.events.add(Event(kind, time.time(), self.number, view.number, lost, names))
         if lost:
             failures = [self.node.peers[self.seats[rank]].failure for rank in lost]
-            level = logging.INFO if have_left and not any(failures) else logging.WARNING
-            text = text_of_loss(names, failures, view.ranks, have_left=have_left, on_loss=self.node.config.on_loss)
+            level = logging.INFO if all(left) and not any(failures) else logging.WARNING
+            text = text_of_loss(names, failures, left, view.ranks, on_loss=self.node.config.on_loss)
             logger.log(level, "%s: %s (view %d)", self.node.run, text, view.number)
 
     def excluded(self, view: View) -> None:
@@ -369,17 +369,21 @@ class Generation:
 
 
 def text_of_loss(
-    names: Sequence[str], failures: Sequence[str], rest: Sequence[int], *, have_left: bool, on_loss: str
+    names: Sequence[str], failures: Sequence[str], left: Sequence[bool], rest: Sequence[int], *, on_loss: str
 ) -> str:
-    """Describe which members are gone, how each ended if it said so, and what follows for the ranks that remain."""
-    quiet = [name for name, failure in zip(names, failures, strict=True) if not failure]
-    gone = [f"{name} failed with {failure}" for name, failure in zip(names, failures, strict=True) if failure]
-    if quiet:
-        how = ("have left" if quiet[1:] else "has left") if have_left else "are lost" if quiet[1:] else "is lost"
-        gone.insert(0, f"{listed(quiet)} {how}")
+    """Describe which members are gone, how each ended if it said so, and what follows for the ranks that remain.
+
+    `left` tells which of them said that they leave.
+    """
+    members = list(zip(names, failures, left, strict=True))
+    lost = [name for name, failure, has_left in members if not failure and not has_left]
+    parted = [name for name, failure, has_left in members if not failure and has_left]
+    gone = [f"{listed(lost)} {'are' if lost[1:] else 'is'} lost"] if lost else []
+    gone += [f"{listed(parted)} {'have' if parted[1:] else 'has'} left"] if parted else []
+    gone += [f"{name} failed with {failure}" for name, failure, _ in members if failure]
     ranks = f"rank{'s' if rest[1:] else ''} {listed(rest)}"
     if on_loss == "continue":
         return f"{', '.join(gone)}; {ranks} go{'' if rest[1:] else 'es'} on"
-    if have_left and not any(failures):
+    if all(left) and not any(failures):
         return ", ".join(gone)  # in a group that ends with its first loss, members may leave at different times
     return f"{', '.join(gone)}; the group ends with an error on {ranks}"

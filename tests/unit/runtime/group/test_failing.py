@@ -46,21 +46,23 @@ ONE, TWO = ("rank 1 (north)",), ("rank 1 (north)", "rank 3 (east)")
 
 
 @pytest.mark.parametrize(
-    ("names", "failures", "rest", "have_left", "on_loss", "text"),
+    ("names", "failures", "rest", "left", "on_loss", "text"),
     [
-        (ONE, [""], (0, 2), False, "continue", "rank 1 (north) is lost; ranks 0 and 2 go on"),
-        (ONE, [""], (0,), False, "continue", "rank 1 (north) is lost; rank 0 goes on"),
-        (TWO, ["", ""], (0, 2, 4), True, "continue",
+        (ONE, [""], (0, 2), [False], "continue", "rank 1 (north) is lost; ranks 0 and 2 go on"),
+        (ONE, [""], (0,), [False], "continue", "rank 1 (north) is lost; rank 0 goes on"),
+        (TWO, ["", ""], (0, 2, 4), [True, True], "continue",
          "rank 1 (north) and rank 3 (east) have left; ranks 0, 2 and 4 go on"),
-        (ONE, ["ValueError: no"], (0, 2), True, "continue",
+        (TWO, ["", ""], (0,), [True, False], "continue",
+         "rank 3 (east) is lost, rank 1 (north) has left; rank 0 goes on"),
+        (ONE, ["ValueError: no"], (0, 2), [True], "continue",
          "rank 1 (north) failed with ValueError: no; ranks 0 and 2 go on"),
-        (TWO, ["ValueError: no", ""], (0,), False, "continue",
+        (TWO, ["ValueError: no", ""], (0,), [True, False], "continue",
          "rank 3 (east) is lost, rank 1 (north) failed with ValueError: no; rank 0 goes on"),
-        (ONE, [""], (0, 2), False, "raise", "rank 1 (north) is lost; the group ends with an error on ranks 0 and 2"),
-        (ONE, ["ValueError: no"], (0,), True, "raise",
+        (ONE, [""], (0, 2), [False], "raise", "rank 1 (north) is lost; the group ends with an error on ranks 0 and 2"),
+        (ONE, ["ValueError: no"], (0,), [True], "raise",
          "rank 1 (north) failed with ValueError: no; the group ends with an error on rank 0"),
-        (ONE, [""], (0, 2), True, "raise", "rank 1 (north) has left"),
+        (ONE, [""], (0, 2), [True], "raise", "rank 1 (north) has left"),
     ],
 )  # fmt: skip
-def test_a_loss_is_told_with_what_it_means_under_the_policy(names, failures, rest, have_left, on_loss, text) -> None:
-    assert text_of_loss(names, failures, rest, have_left=have_left, on_loss=on_loss) == text
+def test_a_loss_is_told_with_what_it_means_under_the_policy(names, failures, rest, left, on_loss, text) -> None:
+    assert text_of_loss(names, failures, left, rest, on_loss=on_loss) == text
