@@ -164,7 +164,7 @@ def test_seeds_are_reported_one_by_one_with_what_is_wrong(job: Job) -> None:
 def test_malformed_seeds_are_an_error_at_once(job: Job) -> None:
     ended, _ = doctor(job, "--seeds", "127.0.0.1:1,127.0.0.1:port", COVEY_SECRET=secrets.token_hex(32))
     assert ended.code == 2
-    assert "error: seed '127.0.0.1:port': 'port' is no port from 1 to 65535" in ended.err
+    assert "error: seed '127.0.0.1:port': 'port' is not a port from 1 to 65535" in ended.err
 
 
 def test_a_name_that_takes_forever_to_look_up_does_not_delay_it(job: Job) -> None:

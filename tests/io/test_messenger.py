@@ -478,7 +478,7 @@ def test_two_ranks_that_both_send_first_end_with_a_deadline_and_a_closed_lane(ma
     assert late
     assert set(late) <= {(0,), (1,)}
     rank = next(rank for rank, error in errors.items() if isinstance(error, DeadlineError))
-    with pytest.raises(ClosedError, match="given up"):
+    with pytest.raises(ClosedError, match="was abandoned"):
         crew.send(rank, b"more", 1 - rank)
 
 

@@ -341,8 +341,11 @@ def test_an_operation_that_is_not_complete_is_not_committed_by_the_word_of_a_mem
     links = {rank: scene.links(rank, LIAR) for rank in HONEST}
     lie = verdict(1, Fate.COMMIT)(scene)
     scene.mute()
-    scene.begin(*HONEST)  # they wait for the liar in the middle of their operation
-    for rank in HONEST:
+    scene.begin(*HONEST)
+    for rank in HONEST:  # each waits for the liar in the middle of its operation
+        atomic = engine_of(scene.groups[rank]).atomic
+        assert atomic is not None
+        until(lambda atomic=atomic: atomic._is_executing)
         core = scene.generation(rank).view_driver._core
         scene.tell(rank, scene.ask())
         until(lambda core=core: core._states is not None and any(state.sequence for state in core._states))

@@ -45,7 +45,7 @@ def succeed_alone(self: Membership, successor: Any, now: float) -> None:
 MUTANTS: dict[str, tuple[type, str, Any]] = {
     "founds a run although it knows of one": (Lineages, "current", property(lambda self: b"")),
     "forgets what it was told": (Lineages, "learn", lambda *_, **__: None),
-    "accepts a founding without writing it down": (Candidacy, "_write_down_what_was_accepted", lambda self: None),
+    "accepts a founding without writing it down": (Candidacy, "_bind_to_accepted", lambda self: None),
     "ends a run without a quorum": (Membership, "_is_quorum", lambda self, places: bool(places)),
     "goes to the next generation by itself": (Membership, "succeed", succeed_alone),
     "does not vote where it never heard of its seat": (Candidacy, "_heard_of_seat", lambda self, seated, now: None),
