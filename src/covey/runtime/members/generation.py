@@ -245,8 +245,6 @@ class Generation:
                 operations.install(view)
             return
         for rank in lost:
-            if (link := self.node.peers[self.seats[rank]].link) is not None:
-                link.catch_up()  # it may have said that it leaves
             if self.view_driver.is_leaving(rank):
                 self.node.peers[self.seats[rank]].note(PeerEvent.SAID_GOODBYE)
             self.node.losses.exclude(self.seats[rank])
