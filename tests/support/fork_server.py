@@ -130,7 +130,8 @@ def _become(request: dict, descriptors: list[int], own_path: list[str]) -> None:
     if request["before"] is not None:
         request["before"]()
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    sys.path[:] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path] + own_path
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = given + [path for path in own_path if path not in given]  # as `site` does for paths of .pth files
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     encoding = sys.stdout.encoding
     sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
