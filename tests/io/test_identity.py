@@ -336,3 +336,16 @@ def test_one_at_a_time_means_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         pytest.fail("two at a time")
     with only_one(tmp_path / "lock"):
         pass
+
+
+def test_a_preferred_identity_is_taken_if_it_is_free(tmp_path: Path) -> None:
+    folder = private_folder(tmp_path / "identities")
+    first, second = NodeIdentity.acquire(folder), NodeIdentity.acquire(folder)
+    with NodeIdentity.acquire(folder, preferred=second.id) as third:
+        assert third.id not in (first.id, second.id), "it is in use"
+    first.release()
+    second.release()
+    with NodeIdentity.acquire(folder, preferred=second.id) as again:
+        assert (again.id, again.incarnation) == (second.id, second.incarnation + 1)
+        with NodeIdentity.acquire(folder, preferred=b"x" * 32) as other:
+            assert other.id == first.id, "there is none with that id"

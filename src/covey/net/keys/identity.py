@@ -58,14 +58,16 @@ class NodeIdentity(LockHolder):
         super().__init__(lock)
 
     @classmethod
-    def acquire(cls, folder: Path | None = None) -> NodeIdentity:
-        """Take the first identity in `folder` (default: the user's) that no process uses, or make a new one.
+    def acquire(cls, folder: Path | None = None, preferred: bytes = b"") -> NodeIdentity:
+        """Take an identity in `folder` (default: the user's) that no process uses, or make a new one.
+
+        It is the one with the id `preferred`, if that is free, else the first.
 
         Raises:
             ConfigError: one of its files is damaged, open to other users, or cannot be written.
         """
         folder = private_folder(home() / "identities" if folder is None else folder)
-        for slot in range(MAX_SLOTS):
+        for slot in (*_slots_of(folder, preferred), *range(MAX_SLOTS)):
             lock = _lock_slot(folder / f"{slot}.lock")
             if lock is None:
                 continue
@@ -197,6 +199,16 @@ def own_ids() -> set[bytes]:
 def own_machine() -> bytes:
     """Return the first key of this machine, by which lists name it; made if there is none."""
     return _slot_key(private_folder(home() / "identities"), 0).public_key().public_bytes_raw()
+
+
+def _slots_of(folder: Path, node_id: bytes) -> list[int]:
+    """Return the slot of the stored identity with this id, if there is one."""
+    found = []
+    for path in folder.glob("*.key") if node_id else ():
+        with contextlib.suppress(ConfigError, FileNotFoundError, ValueError):
+            if _read_key(path).public_key().public_bytes_raw() == node_id:
+                found.append(int(path.stem))
+    return found
 
 
 def _slot_key(folder: Path, slot: int) -> Ed25519PrivateKey:

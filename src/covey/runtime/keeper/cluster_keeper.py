@@ -39,6 +39,8 @@ class ClusterKeeper(MeshListener):
         self._was_told = False
         self.ranks: dict[int, int] = {}
         """The ranks of its own processes, by their sessions. May be read on any thread."""
+        self.ids: dict[int, bytes] = {}
+        """The node ids of its own processes, by their sessions, also of ended ones. May be read on any thread."""
         self._run: messages.Founded | None = None
         """The last generation that one of its own processes was in."""
         self._process_table = ProcessTable()
@@ -59,6 +61,8 @@ class ClusterKeeper(MeshListener):
         if self._is_own(remote):
             self.survives = self.survives if self._was_told else None
             self._process_table.watch(remote.card, time.monotonic())
+            with contextlib.suppress(OSError):  # the process has ended
+                self.ids[os.getsid(remote.card.pid)] = remote.card.id
             self.rounds.look()
             if self._over is not None:
                 remote.send(self._over)

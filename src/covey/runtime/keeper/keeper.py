@@ -72,6 +72,10 @@ class HostRun(abc.ABC):
         """Return the prefix of a process's lines of output."""
         return str(rank)
 
+    def variables_again(self, process: Process) -> dict[str, str]:
+        """Return the variables by which a process that replaces `process` continues what that one was."""
+        return {}
+
     @abc.abstractmethod
     def secret_variable(self) -> tuple[str, bytes]:
         """Return a variable and a secret: the variable gets the descriptor of a pipe with the secret; "": none."""
@@ -267,7 +271,9 @@ class ClusterRun(HostRun):
 
     noun = "process"
     service: ClusterKeeperService
-    inherits = tuple(name for name in RUN_VARIABLES if name not in ("COVEY_SECRET_FD", "COVEY_KEEPER_ID"))
+    inherits = tuple(
+        name for name in RUN_VARIABLES if name not in ("COVEY_SECRET_FD", "COVEY_KEEPER_ID", "COVEY_NODE_ID")
+    )
 
     def __init__(
         self, size: int, variables: Mapping[str, str], service: ClusterKeeperService, *, key: bytes = b""
@@ -291,6 +297,11 @@ class ClusterRun(HostRun):
 
     def variables(self, rank: int) -> dict[str, object]:
         return {**self._variables, "COVEY_KEEPER_ID": self.service.id.hex()}
+
+    def variables_again(self, process: Process) -> dict[str, str]:
+        """Return the id of the node: the members count its vote as that of the process that failed."""
+        id = self.service.id_of(process.pid)
+        return {"COVEY_NODE_ID": id.hex()} if id else {}
 
     def secret_variable(self) -> tuple[str, bytes]:
         return ("COVEY_SECRET_FD" if self._key else ""), self._key

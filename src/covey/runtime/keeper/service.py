@@ -178,6 +178,10 @@ class ClusterKeeperService:
             self.catch_up()  # the message with its rank may have arrived before the output that is about to be shown
         return self._cluster_keeper.ranks.get(session)
 
+    def id_of(self, session: int) -> bytes:
+        """Return the node id of the process that leads a session, or of one in it; empty if it is unknown."""
+        return self._cluster_keeper.ids.get(session, b"") if self._cluster_keeper is not None else b""
+
     def catch_up(self) -> None:
         """Handle the messages that have arrived, also of processes that have ended."""
         if self._cluster_keeper is not None:

@@ -137,7 +137,9 @@ class _Supervisor:
 
     def _start(self, rank: int) -> None:
         command, restarts = self._command, self._restarts.get(rank, 0)
-        env = {**command.env, "COVEY_RESTART": str(restarts)} if restarts else command.env
+        env = dict(command.env)
+        if restarts:
+            env |= {"COVEY_RESTART": str(restarts), **self._run.variables_again(self._started[rank])}
         process = self._run.fork(rank, env) if not restarts else None  # a restarted process gets a fresh interpreter
         if process is None:
             process = self._run.start(rank, command.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -94,7 +94,7 @@ def cluster_endpoint(
     pattern = parse_pattern(config.interfaces)
     with contextlib.ExitStack() as undo:
         usable = usable_interfaces(config.interfaces)
-        own = identity if identity is not None else NodeIdentity.acquire()
+        own = identity if identity is not None else NodeIdentity.acquire(preferred=_id_in("COVEY_NODE_ID"))
         undo.callback(own.release)
         listener = undo.enter_context(_listen_everywhere(ports))
         host_registry = HostRegistry(local_tag(cluster.secret))
@@ -117,7 +117,7 @@ def cluster_endpoint(
             os.getpid(),
             contact,
             __version__,
-            _keeper_id(),
+            _id_in("COVEY_KEEPER_ID"),
             breaks_ties,
             own.machine,
             own.endorsement,
@@ -166,10 +166,10 @@ def local_tag(secret: ClusterSecret) -> str:
     return secret.derive("local")[:8].hex()
 
 
-def _keeper_id() -> bytes:
-    """Return the id of this process's keeper, if `covey run` started it in a cluster."""
+def _id_in(variable: str) -> bytes:
+    """Return a node id that `covey run` has set: of this process's keeper, or of the process that this one replaces."""
     with contextlib.suppress(ValueError):
-        return bytes.fromhex(os.environ.get("COVEY_KEEPER_ID", ""))
+        return bytes.fromhex(os.environ.get(variable, ""))
     return b""
 
 
