@@ -181,6 +181,20 @@ def test_the_one_too_many_at_the_door_sends_the_oldest_stranger_away() -> None:
     run(work)
 
 
+async def assert_greeted(acceptor: Acceptor, visitor: Visitor, challenge: bytes) -> None:
+    """Check that a visitor at the door is still there: it answers its challenge, and is passed on."""
+    greeted = asyncio.get_running_loop().create_future()
+
+    async def on_link(sock: socket.socket, said: bytes) -> None:
+        sock.close()
+        greeted.set_result(said)
+
+    acceptor.on_link = on_link
+    answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.BOUND_BYTES)
+    await asyncio.get_running_loop().sock_sendall(visitor.sock, answer)
+    assert await greeted == challenge + answer
+
+
 def test_in_a_crowd_those_from_a_members_address_stay() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))
@@ -190,16 +204,7 @@ def test_in_a_crowd_those_from_a_members_address_stay() -> None:
         for _ in range(4 * STRANGERS_AT_ONCE):
             await (await Visitor.come(stack, where)).challenge()
         assert acceptor.turned_away == 3 * STRANGERS_AT_ONCE + 1
-        greeted = asyncio.get_running_loop().create_future()
-
-        async def on_link(sock: socket.socket, said: bytes) -> None:
-            sock.close()
-            greeted.set_result(said)
-
-        acceptor.on_link = on_link
-        answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.BOUND_BYTES)
-        await asyncio.get_running_loop().sock_sendall(member.sock, answer)
-        assert await greeted == challenge + answer
+        await assert_greeted(acceptor, member, challenge)
 
     run(work)
 
@@ -211,16 +216,7 @@ def test_in_a_crowd_the_source_with_most_connections_gives_way() -> None:
         challenge = await lonely.challenge()
         for _ in range(4 * STRANGERS_AT_ONCE):
             await (await Visitor.come(stack, where, "127.0.0.8")).challenge()
-        greeted = asyncio.get_running_loop().create_future()
-
-        async def on_link(sock: socket.socket, said: bytes) -> None:
-            sock.close()
-            greeted.set_result(said)
-
-        acceptor.on_link = on_link
-        answer = door.answer(KEY, challenge, door.Purpose.LINK, b"s" * door.BOUND_BYTES)
-        await asyncio.get_running_loop().sock_sendall(lonely.sock, answer)
-        assert await greeted == challenge + answer
+        await assert_greeted(acceptor, lonely, challenge)
 
     run(work)
 
@@ -471,7 +467,7 @@ def test_a_wrong_key_is_told_although_something_harmless_was_told_just_before(
             _, scanner = await asyncio.open_connection(*address)
             scanner.close()
             await scanner.wait_closed()
-            while not acceptor.turned_away:  # noqa: ASYNC110 - an entrance tells nobody
+            while not acceptor.turned_away:  # noqa: ASYNC110 - the counter has no event to wait for
                 await asyncio.sleep(0.005)
             reader, writer = await asyncio.open_connection(*address)
             await reader.readexactly(door.CHALLENGE_BYTES)

@@ -31,8 +31,7 @@ from covey.wire import messages
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Coroutine
 
     from covey.runtime.mesh.remote_node import RemoteNode
 
@@ -40,14 +39,7 @@ DEADLINE = 20.0
 CONFIG = GroupConfig(interfaces="lo")
 
 
-@pytest.fixture(autouse=True)
-def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nodes look for each other in a folder of the test's own, and remember in another."""
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
-        yield
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def new_cluster(**changes: Any) -> Cluster:

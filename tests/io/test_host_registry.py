@@ -1,4 +1,4 @@
-"""HostRegistry: the living nodes of one user on one host, and nobody else."""
+"""HostRegistry: it lists the living nodes of one user on one host, and no others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -42,11 +41,7 @@ os.read(reader, 1)
 """
 
 
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield Path(folder)
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 @contextlib.contextmanager

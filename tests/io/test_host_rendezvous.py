@@ -36,11 +36,7 @@ NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 
 
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield Path(folder)
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 @contextlib.contextmanager

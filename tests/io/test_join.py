@@ -5,27 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 DEADLINE = 20.0
 
 
-@pytest.fixture(autouse=True)
-def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Nodes meet in a folder of the test's own, and keep their files in another."""
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
-        yield tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def python(program: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +26,7 @@ def test_a_child_can_join_although_it_was_forked_while_another_thread_joined() -
         """
 import os, signal, threading, covey
 from covey.runtime.joining import bootstrap
-threading.Thread(target=lambda: covey.join("nobody-else", timeout=15), daemon=True).start()
+threading.Thread(target=lambda: covey.join("lonely", timeout=15), daemon=True).start()
 while not bootstrap._joining.locked():
     pass
 child = os.fork()

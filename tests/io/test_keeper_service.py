@@ -531,7 +531,7 @@ def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:
         stack.callback(service.close)
         ranks = [await Rank.come(stack, service) for _ in range(2)]
         await found(stack, ranks)
-        sock, _ = await asyncio.open_unix_connection(service.path)  # somebody who never answers at the door
+        sock, _ = await asyncio.open_unix_connection(service.path)  # a connection that never answers at the door
         await asyncio.gather(*(asyncio.to_thread(service.close) for _ in range(3)))
         await asyncio.gather(*(rank.until(lambda rank=rank: rank.ends == 1) for rank in ranks))
         with contextlib.suppress(ConnectionResetError):  # if the service was closed before it accepted

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import secrets
 import socket
-import tempfile
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ from covey.wire.formation import Terms
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     from covey.runtime.mesh.remote_node import RemoteNode
@@ -46,14 +45,7 @@ CONFIG = GroupConfig(interfaces="lo")
 TERMS = Terms(run="r", program="p.py", size=2, min_size=2, max_size=2, version="1", lanes="auto")
 
 
-@pytest.fixture(autouse=True)
-def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Nodes look for each other in a folder of the test's own, and remember in another."""
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
-        yield tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def new_cluster(**changes: Any) -> Cluster:

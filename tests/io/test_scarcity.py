@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.io.test_mesh import Crew, home, know_each_other, new_cluster, run, seed_of, until
+from tests.io.test_mesh import Crew, know_each_other, new_cluster, run, seed_of, until
 
 from covey.base.errors import ConnectError
 from covey.net.discovery import interfaces, mdns
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.search import Search
 
 
-__all__ = ["home"]  # a fixture of every test here
+pytestmark = pytest.mark.usefixtures("home")
 
 FULL = errno.EMFILE, os.strerror(errno.EMFILE)
 

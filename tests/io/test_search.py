@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,23 +18,12 @@ from covey.runtime.mesh.search import Search
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from covey.wire import messages
 
 CONFIG = GroupConfig(interfaces="lo")
 
 
-@pytest.fixture(autouse=True)
-def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Nodes meet in a folder of the test's own, and keep their files in another."""
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
-        yield tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def new_cluster() -> Cluster:

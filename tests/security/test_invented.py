@@ -1,4 +1,4 @@
-"""Generations that somebody made up: a node enters none but that of members of its run, under its own terms."""
+"""Invented generations: a node enters only those that members of its run tell of, under its own terms."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ import pytest
 from tests.support.attackers import (
     BROKEN,
     DEADLINE,
-    LOOPBACK,
     Insider,
     Victim,
     call_on_loop,
     card_of,
     new_cluster,
-    on_loop,
+    victim,
 )
 from tests.support.runs import SURVIVING, ThreadRun, here
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.net.keys.identity import NodeIdentity
-from covey.runtime.mesh.endpoint import cluster_endpoint
-from covey.runtime.mesh.joiner import Joiner
 from covey.wire import messages
 from covey.wire.formation import Phase, Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from covey.runtime.group.group import Group
 
@@ -38,20 +35,9 @@ LINEAGE, OTHER = bytes(15) + b"l", bytes(15) + b"k"
 PAIR = Terms("run", "program", 2, 2, 2, f"{messages.VERSION}", "secure")
 
 
-@contextlib.contextmanager
-def joining(size: int) -> Iterator[Victim]:
+def joining(size: int) -> contextlib.AbstractContextManager[Victim]:
     """A node in the middle of `join(size=...)`."""
-    cluster = new_cluster()
-    endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
-    try:
-        node = call_on_loop(Joiner, cluster, LOOPBACK, endpoint, terms_of(size)).mesh
-        try:
-            on_loop(node.open())
-            yield Victim(cluster, endpoint, node, ("127.0.0.1", endpoint.card.contact.addresses[0].port))
-        finally:
-            on_loop(node.close())
-    finally:
-        endpoint.on_close()
+    return victim(new_cluster(), terms=terms_of(size))
 
 
 def terms_of(size: int, **changes: Any) -> Terms:
@@ -70,7 +56,7 @@ def founded(members: list[messages.Card], *, seats: list[int] | None = None, **c
 
 
 def formed(insider: Insider, terms: Terms = PAIR, lineage: bytes = LINEAGE) -> messages.Forming:
-    return here(insider, terms, (), phase=Phase.FORMED, names=("somebody",), lineage=lineage)
+    return here(insider, terms, (), phase=Phase.FORMED, names=("other",), lineage=lineage)
 
 
 def is_waiting(prey: Victim) -> bool:

@@ -90,12 +90,14 @@ class Victim:
 
 
 @contextlib.contextmanager
-def victim(cluster: Cluster, identity: NodeIdentity | None = None, run: str = "run") -> Iterator[Victim]:
-    """A candidate of a run, listening and looking around on loopback."""
+def victim(
+    cluster: Cluster, identity: NodeIdentity | None = None, run: str = "run", terms: Terms | None = None
+) -> Iterator[Victim]:
+    """A node that joins a run, listens and searches on loopback; by default for at least two nodes."""
     identity = identity or NodeIdentity.ephemeral()
     endpoint = cluster_endpoint(cluster, LOOPBACK, run=run, ports=(0,), identity=identity)
     try:
-        terms = Terms(run, "program", None, 2, None, f"{messages.VERSION}", "secure")
+        terms = terms or Terms(run, "program", None, 2, None, f"{messages.VERSION}", "secure")
         node = call_on_loop(Joiner, cluster, LOOPBACK, endpoint, terms).mesh
         try:
             on_loop(node.open())

@@ -83,8 +83,11 @@ class Ranks:
         self._errors: dict[int, bytes] = dict.fromkeys(range(size), b"")
         self._pipes: dict[int, tuple[int, bool]] = {}
         self._poll = select.poll()
+        self._begin_all(range(size) if start is None else start)
+
+    def _begin_all(self, ranks: Collection[int]) -> None:
         try:
-            for rank in range(size) if start is None else start:
+            for rank in ranks:
                 self.begin(rank)
         except BaseException:
             self.__exit__()

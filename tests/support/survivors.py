@@ -78,12 +78,7 @@ class Members(Ranks):
         if not is_kept:
             self._run.variables = lambda rank: {"RANK": rank, "WORLD_SIZE": size, "TMPDIR": self.folder}
             self._run.secret_variable = lambda: ("", b"")
-        try:
-            for rank in range(size) if start is None else start:
-                self.begin(rank)
-        except BaseException:
-            self.__exit__()
-            raise
+        self._begin_all(range(size) if start is None else start)
 
     def begin_again(self, rank: int, number: int) -> None:
         """Start a rank that has died for the `number`-th time again, as its keeper would."""

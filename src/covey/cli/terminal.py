@@ -10,20 +10,25 @@ import typer
 from covey.cli.layout import Column, lay_out, room, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
 
 @contextlib.contextmanager
-def working(text: str, *, quiet: bool = False) -> Iterator[None]:
-    """Show on a terminal that the block takes a while, and why; nothing in a pipe, on a dumb terminal or if `quiet`."""
+def working(
+    text: str, *, quiet: bool = False, console: Console | None = None
+) -> Iterator[Callable[[str], None] | None]:
+    """Show on a terminal that the block takes a while, and why; nothing in a pipe, on a dumb terminal or if `quiet`.
+
+    Yields the function that replaces the text; None where nothing is shown. `console` is standard error by default.
+    """
     from rich.console import Console
 
-    console = Console(stderr=True)
-    with console.status(text) if is_lively(console) and not quiet else contextlib.nullcontext():
-        yield
+    console = Console(stderr=True) if console is None else console
+    with console.status(text) if is_lively(console) and not quiet else contextlib.nullcontext() as status:
+        yield None if status is None else status.update
 
 
 def is_lively(console: Console) -> bool:

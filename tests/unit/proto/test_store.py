@@ -1,4 +1,4 @@
-"""The store: what is answered at once, who is woken by what, and how little one member can make it keep."""
+"""The store: which questions it answers at once, which answers a change releases, and how much a member can store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.wire import store as wire
 
 
 def ask(store: KeyValueStore, question: wire.Question, asker: int = 1, number: int = 0) -> wire.Answer:
-    """Ask what is answered at once, and wakes nobody."""
+    """Ask a question that is answered at once, and check that no other answer follows."""
     ((to, numbered, answer),) = store.ask(asker, number, question)
     assert (to, numbered) == (asker, number)
     return answer

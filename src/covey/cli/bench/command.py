@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +20,7 @@ from covey.cli.bench.processes import require_libraries, require_torch
 from covey.cli.bench.report import Measurement, as_json, line, table
 from covey.cli.bench.sweep import Sweep, parse_names, parse_numbers, parse_operations, parse_sizes
 from covey.cli.layout import room
-from covey.cli.terminal import is_lively
+from covey.cli.terminal import is_lively, working
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,13 +96,13 @@ def recovery(
         raise ConfigError(f"--size takes one size, not {size!r}")
     drill = drills.Drill(size=ranks, kills=kills, lanes=lanes, nbytes=nbytes, seed=seed)
     console, facts, found = Console(stderr=as_json), machine_facts(), list[drills.Kill]()
-    spinner = console.status("starting", spinner="dots") if is_lively(console) else nullcontext()
-    with cleaning_up_on(signal.SIGTERM, signal.SIGHUP), spinner as status, closing(drills.measure(drill)) as results:
+    spinner = working("starting", console=console)
+    with cleaning_up_on(signal.SIGTERM, signal.SIGHUP), spinner as show, closing(drills.measure(drill)) as results:
         for kill in results:
             found.append(kill)
             text = f"kill {len(found)} of {kills}: rank {kill.victim}, {kill.total_ms:.1f} ms"
-            if status is not None:
-                status.update(text)
+            if show is not None:
+                show(text)
             elif not as_json:
                 console.print(text, highlight=False)
     if as_json:
@@ -131,7 +131,7 @@ def ddp(
     require_torch("covey bench ddp")
     trial = trials.Trial(size=ranks, parameters=parameters * 1_000_000, rounds=rounds, lanes=lanes)
     console, facts = Console(stderr=as_json), machine_facts()
-    with console.status("training", spinner="dots") if is_lively(console) else nullcontext():
+    with working("training", console=console):
         outcomes = trials.measure(trial)
     if as_json:
         print(json.dumps(trials.as_json(trial, outcomes, facts)))

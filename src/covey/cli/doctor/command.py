@@ -21,6 +21,7 @@ from covey.cli.doctor.facts import Facts
 from covey.cli.doctor.findings import findings
 from covey.cli.doctor.machine import examine_machine, known_part
 from covey.cli.doctor.report import as_json, as_text
+from covey.cli.terminal import working
 from covey.net.discovery.interfaces import parse_pattern, usable_interfaces
 from covey.runtime.environment import ClusterOptions
 
@@ -87,8 +88,8 @@ def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None
     given = split_seeds(seeds) if seeds is not None else None
     arguments = {"COVEY_CLUSTER": cluster, "COVEY_INTERFACES": interfaces, "COVEY_SEEDS": seeds}
     facts = Facts(machine=examine_machine(env, arguments, config))
-    with Console(stderr=True).status("looking at this machine") as status:
-        return _examine(facts, ClusterOptions(cluster, seeds=given), config, status.update)
+    with working("looking at this machine") as show:
+        return _examine(facts, ClusterOptions(cluster, seeds=given), config, show or (lambda _text: None))
 
 
 def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: Callable[[str], None]) -> Facts:

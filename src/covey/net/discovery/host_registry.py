@@ -21,7 +21,7 @@ import msgspec
 
 from covey.base.errors import ConfigError
 from covey.net.descriptors import explain
-from covey.net.discovery.host_rendezvous import check_folder, host_token, rendezvous_folder
+from covey.net.discovery.host_rendezvous import check_folder, host_token, make_folder, rendezvous_folder
 from covey.net.locks import LockHolder
 from covey.net.temporary import ADVICE, unwritable
 
@@ -242,12 +242,7 @@ def is_nodes_socket(path: str, own_folder: str) -> bool:
 
 def _make_folder(folder: Path) -> None:
     for _ in range(_TRIES):
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise ConfigError(unwritable(folder.parent, error)) from error
+        make_folder(folder)
         try:
             check_folder(folder)
             return

@@ -23,7 +23,7 @@ from typing import Final
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.net.descriptors import explain
 from covey.net.locks import LockHolder, only_one
-from covey.net.temporary import temporary_folder, unwritable, writing_to
+from covey.net.temporary import temporary_folder, writing_to
 
 TOKEN_BYTES: Final = 32
 _PATH_LIMIT: Final = 100  # unix socket addresses hold 104 (macOS) or 108 (Linux) bytes
@@ -54,13 +54,18 @@ def check_folder(folder: Path) -> Path:
     return folder
 
 
-def _own_folder(folder: Path) -> None:
-    try:
+def make_folder(folder: Path) -> None:
+    """Make a folder that only this user may enter, unless there is one; `check_folder` tells whether it is private.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    with writing_to(folder.parent), contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise ConfigError(unwritable(folder.parent, error)) from error
+
+
+def _own_folder(folder: Path) -> None:
+    make_folder(folder)
     check_folder(folder)
 
 

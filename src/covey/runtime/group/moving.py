@@ -159,16 +159,13 @@ class Moves(Issuer):
         code in this process: use it only among ranks that you trust with your account.
         """
         root = self._check_rank(root, "root")
-        failures: list[TypeError] = []
-        data = _encoded(value, allow_pickle, failures) if self.rank == root else b""
+        codec = _ObjectCodec(type, allow_pickle)
+        data = codec.encode(value) if self.rank == root else b""
         call = self._call("broadcast_object", None, None, root=root)
-
         return self._run_object(
             call,
             lambda attempt: movements.broadcast_bytes(attempt, data, attempt.slot_of(root)),
-            failures,
-            type,
-            allow_pickle,
+            codec,
             timeout,
             async_op,
             root,
@@ -196,16 +193,14 @@ class Moves(Issuer):
         most_bytes: int | None = None,
     ) -> Any:
         """Do what `all_gather_object` does; a rank whose encoded value has more than `most_bytes` ends the group."""
-        failures: list[TypeError] = []
-        operand = _byte_operand(_encoded(value, allow_pickle, failures))
+        codec = _ObjectCodec(type, allow_pickle)
+        operand = _byte_operand(codec.encode(value))
         call = self._call("all_gather_object", None, None)
         wanted = movements.ENCODED._replace(most_bytes=most_bytes)
         return self._run_object(
             call,
             lambda attempt: attempt.by_rank(movements.gather_all(attempt, operand, wanted=wanted)),
-            failures,
-            type,
-            allow_pickle,
+            codec,
             timeout,
             async_op,
         )
@@ -222,18 +217,11 @@ class Moves(Issuer):
     ) -> Any:
         """Return `value` of every rank as a list by rank on `root`, None on other ranks; see `broadcast_object`."""
         root = self._check_rank(root, "root")
-        failures: list[TypeError] = []
-        operand = _byte_operand(_encoded(value, allow_pickle, failures))
+        codec = _ObjectCodec(type, allow_pickle)
+        operand = _byte_operand(codec.encode(value))
         call = self._call("gather_object", None, None, root=root)
         return self._run_object(
-            call,
-            lambda attempt: _gathered(attempt, operand, root, movements.ENCODED),
-            failures,
-            type,
-            allow_pickle,
-            timeout,
-            async_op,
-            root,
+            call, lambda attempt: _gathered(attempt, operand, root, movements.ENCODED), codec, timeout, async_op, root
         )
 
     def scatter_object(
@@ -249,18 +237,16 @@ class Moves(Issuer):
         """Return this rank's element of `values`, a list by rank that `root` passes; see `broadcast_object`."""
         root = self._check_rank(root, "root")
         operands = None
-        failures: list[TypeError] = []
+        codec = _ObjectCodec(type, allow_pickle)
         if self.rank == root:
             if values is None or len(values) != self.size:
                 raise ConfigError(f"values must have one element for each of the {self.size} ranks")
-            operands = [_byte_operand(_encoded(value, allow_pickle, failures)) for value in values]
+            operands = [_byte_operand(codec.encode(value)) for value in values]
         call = self._call("scatter_object", None, None, root=root)
         return self._run_object(
             call,
             lambda attempt: _scattered(attempt, operands, root, movements.ENCODED).tobytes(),
-            failures,
-            type,
-            allow_pickle,
+            codec,
             timeout,
             async_op,
             root,
@@ -270,25 +256,19 @@ class Moves(Issuer):
         self,
         call: Call,
         body: Callable[[Attempt], Any],
-        failures: list[TypeError],
-        type: Any,
-        allow_pickle: AllowPickle,
+        codec: _ObjectCodec,
         timeout: float | None,
         async_op: bool,
         root: int = -1,
     ) -> Any:
-        def decode(data: Any, rank: int) -> Any:
-            try:
-                return data if data is None else objects.decode(data, type=type, allow_pickle=allow_pickle)
-            except (RemoteProtocolError, MismatchError) as error:
-                raise error.__class__(f"rank {rank} sent {call.text} a value that cannot be used: {error}") from error
-
         def conclude(data: Any) -> Any:
-            if failures:
-                raise failures[0]
+            if codec.failure is not None:
+                raise codec.failure
             if isinstance(data, list):
-                return [decode(item if item is None else item.tobytes(), rank) for rank, item in enumerate(data)]
-            return decode(data, root)
+                return [
+                    codec.decode(item if item is None else item.tobytes(), rank, call) for rank, item in enumerate(data)
+                ]
+            return codec.decode(data, root, call)
 
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=conclude, root=root)
 
@@ -312,10 +292,25 @@ def _byte_operand(data: bytes) -> Operand:
     return Operand(flat, flat.shape, BYTES)
 
 
-def _encoded(value: Any, allow_pickle: AllowPickle, failures: list[TypeError]) -> bytes:
-    """Encode a value, or the error if that fails: the other ranks must learn of it before this rank raises."""
-    try:
-        return objects.encode(value, allow_pickle=allow_pickle)
-    except TypeError as error:
-        failures.append(error)
-        return objects.encode_failure(str(error))
+class _ObjectCodec:
+    """Encodes and decodes the values of one call, by the arguments of that call."""
+
+    def __init__(self, type: Any, allow_pickle: AllowPickle) -> None:
+        self._type, self._allow_pickle = type, allow_pickle
+        self.failure: TypeError | None = None
+        """Why a value of this rank could not be encoded; the first one."""
+
+    def encode(self, value: Any) -> bytes:
+        """Encode a value, or the error if that fails: the other ranks must learn of it before this rank raises."""
+        try:
+            return objects.encode(value, allow_pickle=self._allow_pickle)
+        except TypeError as error:
+            self.failure = self.failure or error
+            return objects.encode_failure(str(error))
+
+    def decode(self, data: bytes | None, rank: int, call: Call) -> Any:
+        """Return the value that a rank sent; None if it sent none."""
+        try:
+            return data if data is None else objects.decode(data, type=self._type, allow_pickle=self._allow_pickle)
+        except (RemoteProtocolError, MismatchError) as error:
+            raise error.__class__(f"rank {rank} sent {call.text} a value that cannot be used: {error}") from error

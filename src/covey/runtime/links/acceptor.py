@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.net.descriptors import is_scarce, track
@@ -18,6 +18,7 @@ from covey.runtime.links.handshake import no_delay, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip
 from covey.runtime.links.source_limits import Arrival, SourceLimits, source_of
 from covey.runtime.log_limiter import LimitedLog
+from covey.runtime.tasks import Tasks
 from covey.wire import door
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Acceptor:
         """Addresses of members, which the limits favour."""
         self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
         self._guests: dict[socket.socket, asyncio.Task[None]] = {}
+        self._tasks = Tasks(f"the acceptor of {name}")
         self._is_closing = False
         self.turned_away = self._without_key = 0
         self.arrivals = SourceLimits()
@@ -109,7 +111,7 @@ class Acceptor:
                 self._refuse(ConnectError(scarce if arrival is not None else f"too many come from {ip}"), ip)
                 continue
             sock.setblocking(False)
-            self._strangers[sock] = self._spawn(self._at_the_door(track(sock), arrival))
+            self._strangers[sock] = self._tasks.spawn(self._at_the_door(track(sock), arrival))
             if len(self._strangers) > STRANGERS_AT_ONCE:
                 self._close_one(self._strangers, f"more than {STRANGERS_AT_ONCE} were at the door")
 
@@ -206,15 +208,6 @@ class Acceptor:
         count, last = self.turned_away, error or type(error).__name__
         self._logs[level].log(level, "%s has refused %d connections; the last one: %s", self._name, count, last)
 
-    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
-        task.add_done_callback(self._reap)
-        return task
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s failed to serve a connection", self._name, exc_info=error)
-
     def about_strangers(self) -> str:
         """Return a clause about the connections that did not have the key, or ""."""
         if not self._without_key:
@@ -231,11 +224,7 @@ class Acceptor:
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
         strangers = list(self._strangers)
-        waiting = (*self._strangers.values(), *self._guests.values())
-        tasks = [task for task in waiting if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         for sock in strangers:  # a task that was cancelled before it began could not close its own
             if sock not in self._guests:
                 sock.close()
