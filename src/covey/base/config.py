@@ -60,7 +60,7 @@ CLUSTER_VARIABLES: Final = (
     "COVEY_TIE_BREAKER",
 )
 """The variables that choose the cluster, and how to find it."""
-OTHER_VARIABLES: Final = ("COVEY_DEBUG", "COVEY_EVENTS", "COVEY_WARM_START")
+OTHER_VARIABLES: Final = ("COVEY_DEBUG", "COVEY_EVENTS", "COVEY_NATIVE", "COVEY_WARM_START")
 """Tracebacks for the command line; a file to append events to; whether `covey run` forks its ranks."""
 
 

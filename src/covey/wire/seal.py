@@ -63,6 +63,11 @@ def lane_keys(secret: bytes, lane: bytes, stream: int) -> tuple[bytes, bytes]:
     return both[:KEY_BYTES], both[KEY_BYTES:]
 
 
+def scope(lane: bytes, stream: int, direction: int) -> bytes:
+    """Return what the tags of one direction of one stream cover beside the record itself."""
+    return lane + _SCOPE.pack(stream, direction)
+
+
 def record_length(buffer: bytes | bytearray | memoryview, at: int = 0) -> int:
     """Return the length of the plaintext of the record at `at`; raise ForgedError for an impossible length."""
     length: int = LENGTH.unpack_from(buffer, at)[0] & ~NEXT_KEY
@@ -83,7 +88,7 @@ class _Keyed:
         self._cipher = AESGCM(key)
         self._count = 0
         self._rekey_at = self._rekey_every = rekey_every
-        self._scope = lane + _SCOPE.pack(stream, direction)
+        self._scope = scope(lane, stream, direction)
         self._stream = stream
 
     def _rekey(self) -> None:

@@ -48,7 +48,11 @@ class AtomicOperations(EnginePart):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._bell = Bell(descriptors)
-        self._undo = UndoBuffer()
+        self._undo: Any = UndoBuffer()
+        if engine.is_native:
+            from covey.runtime.collectives.native_executor import NativeUndoBuffer
+
+            self._undo = NativeUndoBuffer()
         self._is_executing = False
         self._halt_number = -1
         self._translated: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -200,7 +204,7 @@ class AtomicOperations(EnginePart):
                 self._commit.disagree()
             else:
                 self._commit.give_up()
-            self.attempt.is_stopped = True
+            self.attempt.stop()
             attempt = self._commit.attempt
         self._bell.ring()
         control.soon(self._generation.disturbed, attempt)
@@ -220,7 +224,7 @@ class AtomicOperations(EnginePart):
                     self._step = None  # it has not begun, and must not
                 return self._commit.freeze()
             self._halt_number = number
-            self.attempt.is_stopped = True
+            self.attempt.stop()
         self._bell.ring()
         if self._node is not None:
             over = ClosedError("the members are agreeing on a view")
@@ -258,7 +262,7 @@ class AtomicOperations(EnginePart):
 
     def wake(self) -> None:
         """Wake the thread that runs an operation: the group has failed."""
-        self.attempt.is_stopped = True
+        self.attempt.stop()
         self._bell.ring()
         with self._lock:
             self._changed.notify_all()

@@ -21,7 +21,7 @@ from covey.wire.header import CHANGE_PENDING, FLAGS_AT, MAGIC, PREFIX
 
 if TYPE_CHECKING:
     import select
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from covey.plan.moves import Plan
     from covey.runtime.bell import Bell
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.native_executor import NativeExecutor
     from covey.runtime.collectives.undo_buffer import UndoBuffer
 
 T = TypeVar("T")
@@ -72,7 +73,16 @@ class Attempt(EnginePart):
         self.undo = undo
         self.polls: dict[tuple[int, ...], select.poll] = {}
         self.wake_fd = -1
-        self.is_stopped = self.knows_change = False
+        self.deadline = 0.0
+        """When the current operation must have ended."""
+        self.knows_change = self._is_stopped = False
+        self._native: NativeExecutor | None = None
+        if engine.is_native:
+            from covey.runtime.collectives.native_executor import NativeExecutor
+
+            self._native = NativeExecutor(self.size)
+        self._execute: Any = execute if self._native is None else self._native.execute
+        self._run = engine.quiet.run if self._native is None else _call
         self._bell = bell
         self._lanes: list[Lane | None] = [None] * self.size
         self._barrier = barrier.dissemination(self.slot, self.size)
@@ -101,8 +111,9 @@ class Attempt(EnginePart):
         engine = self.engine
         operation = engine.operation
         prefix = self._prefixes.get((operation.call.fingerprint, phase)) or self._prefix(engine, phase)
-        engine.quiet.run(
-            execute, plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo
+        self.deadline = operation.deadline
+        self._run(
+            self._execute, plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo
         )
 
     def commit(self) -> None:
@@ -110,7 +121,8 @@ class Attempt(EnginePart):
         engine = self.engine
         operation = engine.operation
         prefix = self._prefixes.get((operation.call.fingerprint, COMMIT_PHASE)) or self._prefix(engine, COMMIT_PHASE)
-        execute(self._barrier, self._nothing, None, self.size, prefix, operation.sequence, self, engine.may_spin)
+        self.deadline = operation.deadline
+        self._execute(self._barrier, self._nothing, None, self.size, prefix, operation.sequence, self, engine.may_spin)
 
     def _prefix(self, engine: Engine, phase: int) -> bytes:
         """Return the first bytes of the headers of the current operation, and cache them."""
@@ -149,6 +161,17 @@ class Attempt(EnginePart):
         return {self.ranks[slot]: lane.kind for slot, lane in enumerate(self._lanes) if lane is not None}
 
     # What the executor calls (`executor.ExecutionHost`)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `check` raises."""
+        return self._is_stopped
+
+    def stop(self) -> None:
+        """Let `check` raise from now on. On any thread; the caller rings the bell."""
+        self._is_stopped = True
+        if self._native is not None:
+            self._native.stop()
 
     def check(self) -> None:
         self.engine.failure.check()
@@ -232,3 +255,9 @@ class Attempt(EnginePart):
         """Forget the lanes. Their owner closes them."""
         self._lanes = [None] * self.size
         self.polls.clear()
+        if self._native is not None:
+            self._native.forget_lanes()
+
+
+def _call(function: Callable[..., None], *args: Any) -> None:
+    function(*args)

@@ -87,6 +87,8 @@ class Engine:
         """A context in which numpy does not warn about infinities and nans; cheaper to enter than np.errstate."""
         self.quiet.run(np.seterr, all="ignore")
         self.may_spin = roster.has_core_each()
+        self.is_native = node is not None and node.lanes.factory.is_native
+        """Whether the compiled executor runs the plans."""
         self.operation = CurrentOperation(self)
         self.failure = Failure(self)
         self.lane_trouble = LaneTrouble(self)

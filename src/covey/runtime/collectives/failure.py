@@ -85,7 +85,7 @@ class Failure(EnginePart):
     def interrupt(self, fault: Fault) -> None:
         """Wake the thread that runs an operation, and fail the lanes that are being opened."""
         engine = self.engine
-        engine.attempt.is_stopped = True
+        engine.attempt.stop()
         engine.bell.ring()
         if engine.node is not None:
             engine.node.lanes.abandon(lambda key: key.group == engine.id, ClosedError(fault.text))

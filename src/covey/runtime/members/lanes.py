@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from covey.base.config import STREAMS_LIMIT
 from covey.base.errors import ClosedError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.net.lanes import memory, shm
+from covey.net.lanes.factory import LaneFactory
 from covey.net.lanes.ring import RingLane, memory_bytes
-from covey.net.lanes.stream import StreamLane
 from covey.runtime import loop as control
 from covey.runtime.links.handshake import RefusedError, ScarceError, connect_any, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
@@ -102,6 +102,7 @@ class Lanes:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self.factory = LaneFactory(may_seal=node.credentials.tls is not None or node.config.lanes == "secure")
         self._lock = threading.Lock()
         self._lanes: dict[LaneKey, Future[Any]] = {}
         self._dialling: set[LaneKey] = set()
@@ -398,8 +399,8 @@ class Lanes:
                 socks.append(await self._open_stream(peer, offer, stream))
             if segment is not None:
                 await _hand_over(socks[0], descriptor, name, segment)
-                return RingLane(segment, capacity, socks[0], first=True, kind=kind)
-            return _make_lane(socks, offer, dialler=True)
+                return self.factory.ring(segment, capacity, socks[0], first=True, kind=kind)
+            return self._make_lane(socks, offer, dialler=True)
         except BaseException:
             for sock in socks:
                 sock.close()
@@ -583,7 +584,7 @@ class Lanes:
 
     async def _take_over(self, rank: int, offer: messages.Offer, socks: list[socket.socket]) -> Any:
         if not offer.capacity:
-            return _make_lane(socks, offer, dialler=False)
+            return self._make_lane(socks, offer, dialler=False)
         sock, nbytes = socks[0], memory_bytes(offer.capacity)
         segment: Any
         if offer.kind == "shm":
@@ -598,7 +599,19 @@ class Lanes:
                 raise ConnectError(f"rank {rank} is not a thread of this process")
         word = bytes(memoryview(segment).cast("B")[-32:])
         await asyncio.get_running_loop().sock_sendall(sock, word)
-        return RingLane(segment, offer.capacity, sock, first=False, kind=offer.kind)
+        return self.factory.ring(segment, offer.capacity, sock, first=False, kind=offer.kind)
+
+    def _make_lane(self, socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
+        """Return the lane (for collectives) or the socket (for messages) that connected sockets make."""
+        if offer.purpose == "collectives":
+            if offer.kind == "secure":
+                return self.factory.sealed(socks, offer.secret, offer.lane, dialler=dialler)
+            return self.factory.stream(socks[0], offer.kind)
+        if offer.kind != "secure":
+            return socks[0]
+        from covey.net.lanes.sealed import SealedSocket  # slow to import, and not needed by ranks of one host
+
+        return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)
 
     # Outcomes
 
@@ -626,17 +639,6 @@ class Lanes:
             future = self._lanes.get(key)
             if future is not None and not future.done():
                 future.set_exception(error)
-
-
-def _make_lane(socks: list[socket.socket], offer: messages.Offer, *, dialler: bool) -> Any:
-    """Return the lane (for collectives) or the socket (for messages) that connected sockets make."""
-    if offer.kind != "secure":
-        return socks[0] if offer.purpose == "messages" else StreamLane(socks[0], offer.kind)
-    from covey.net.lanes.sealed import SealedLane, SealedSocket  # slow to import, and not needed by ranks of one host
-
-    if offer.purpose == "messages":
-        return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)
-    return SealedLane(socks, offer.secret, offer.lane, dialler=dialler)
 
 
 async def _measured(peer: Peer) -> None:

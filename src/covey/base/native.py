@@ -1,0 +1,45 @@
+"""The compiled executor, `covey._native`: whether this process uses it, and why not.
+
+It is an option: Python can do all that it does, with the same bytes on the wire and the same bits in the result.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any, NamedTuple
+
+
+class Native(NamedTuple):
+    """The extension module, or the reason why Python does its work."""
+
+    module: Any
+    """None if it is not used."""
+    why_not: str = ""
+
+
+@cache
+def native() -> Native:
+    """Return the compiled executor of this process."""
+    if os.environ.get("COVEY_NATIVE") == "0":
+        return Native(None, "COVEY_NATIVE=0")
+    try:
+        from covey import _native  # type: ignore[attr-defined,unused-ignore]
+    except ImportError as error:
+        return Native(None, f"it was not built ({error})")
+    return Native(_native)
+
+
+@cache
+def native_crypto() -> str:
+    """Find libcrypto for sealed lanes, and return "", or return why they are sealed by Python."""
+    module = native().module
+    if module is None:
+        return native().why_not
+    try:
+        import _ssl
+
+        module.load_crypto(getattr(_ssl, "__file__", "") or "")
+    except (ImportError, OSError) as error:
+        return f"libcrypto was not found ({error})"
+    return ""

@@ -1,0 +1,492 @@
+/* covey._native: the compiled executor of plans. This file is what Python sees of it. */
+#include "native.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const int64_t SIGNALS_NS = 100 * 1000 * 1000; /* how long signal handlers of Python may wait for an operation */
+enum { LOOKED_BYTES = 1 << 14 }; /* an operation on less than this is tried for a moment with the lock held */
+
+static PyObject *lane_types[3], *plan_type, *reduction_type, *undo_type;
+
+/* Objects: each type has a maker that fills zeroed memory, and a releaser. */
+
+static PyObject *make(PyTypeObject *type, PyObject *args, int (*init)(void *, PyObject *))
+{
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    PyObject *self = alloc(type, 0);
+    if (self != NULL && init(self, args) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return self;
+}
+
+static void destroy(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyObject *new_ring(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
+    return make(type, args, (int (*)(void *, PyObject *))ring_init);
+}
+
+static PyObject *new_stream(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
+    return make(type, args, (int (*)(void *, PyObject *))stream_init);
+}
+
+static PyObject *new_sealed(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
+    return make(type, args, (int (*)(void *, PyObject *))sealed_init);
+}
+
+static void free_lane(PyObject *self)
+{
+    struct lane *lane = (struct lane *)self;
+    if (lane->functions != NULL)
+        lane->functions->release(lane);
+    if (lane->memory.obj != NULL)
+        PyBuffer_Release(&lane->memory);
+    destroy(self);
+}
+
+static PyObject *lane_peek(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct lane *lane = (struct lane *)self;
+    uint8_t header[HEADER_BYTES];
+    bool is_there = lane->functions->peek(lane, header);
+    return PyBytes_FromStringAndSize((const char *)header, is_there ? HEADER_BYTES : 0);
+}
+
+static PyObject *lane_close(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct lane *lane = (struct lane *)self;
+    lane->functions->close(lane);
+    Py_RETURN_NONE;
+}
+
+static PyObject *new_plan(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
+    return make(type, args, (int (*)(void *, PyObject *))plan_init);
+}
+
+static void free_plan(PyObject *self)
+{
+    plan_release((struct plan *)self);
+    destroy(self);
+}
+
+static PyObject *new_reduction(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
+    return make(type, args, (int (*)(void *, PyObject *))reduction_init);
+}
+
+static PyObject *reduction_combine(PyObject *self, PyObject *args)
+{
+    const struct reduction *reduction = (const struct reduction *)self;
+    Py_buffer left, right, out;
+    int divides;
+    long long contributors;
+    if (!PyArg_ParseTuple(args, "y*y*w*pL", &left, &right, &out, &divides, &contributors))
+        return NULL;
+    bool is_right = left.len == out.len && right.len == out.len && out.len % reduction->itemsize == 0;
+    if (is_right && out.len)
+        combine(reduction, left.buf, right.buf, out.buf, out.len / reduction->itemsize, divides, contributors);
+    PyBuffer_Release(&left);
+    PyBuffer_Release(&right);
+    PyBuffer_Release(&out);
+    if (!is_right)
+        return PyErr_Format(PyExc_ValueError, "the three buffers have different lengths");
+    Py_RETURN_NONE;
+}
+
+static PyObject *new_undo(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)args;
+    (void)unused;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    return alloc(type, 0);
+}
+
+static void free_undo(PyObject *self)
+{
+    undo_release((struct undo *)self);
+    destroy(self);
+}
+
+/* The runner */
+
+static PyObject *new_runner(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
+    int size;
+    if (!PyArg_ParseTuple(args, "i", &size))
+        return NULL;
+    if (size < 1)
+        return PyErr_Format(PyExc_ValueError, "an attempt has at least one slot");
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    struct runner *runner = (struct runner *)alloc(type, 0);
+    if (runner == NULL)
+        return NULL;
+    runner->size = size;
+    runner->wake_fd = -1;
+    runner->lane_objects = calloc((size_t)size, sizeof *runner->lane_objects);
+    runner->out_moves = calloc((size_t)size, sizeof *runner->out_moves);
+    runner->in_moves = calloc((size_t)size, sizeof *runner->in_moves);
+    if (runner->lane_objects == NULL || runner->out_moves == NULL || runner->in_moves == NULL) {
+        Py_DECREF(runner);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)runner;
+}
+
+static void finish(struct runner *runner)
+{
+    for (int32_t index = 0; index < runner->buffer_count; index++)
+        PyBuffer_Release(&runner->buffers[index]);
+    runner->buffer_count = 0;
+    Py_CLEAR(runner->plan_object);
+    Py_CLEAR(runner->reduction_object);
+    Py_CLEAR(runner->undo_object);
+}
+
+static void forget_lanes(struct runner *runner)
+{
+    runner->forgets_lanes = false;
+    for (int32_t slot = 0; runner->lane_objects != NULL && slot < runner->size; slot++)
+        Py_CLEAR(runner->lane_objects[slot]);
+}
+
+static void free_runner(PyObject *self)
+{
+    struct runner *runner = (struct runner *)self;
+    finish(runner);
+    forget_lanes(runner);
+    free(runner->lane_objects);
+    free(runner->out_moves);
+    free(runner->in_moves);
+    free(runner->buffers);
+    free(runner->aside);
+    destroy(self);
+}
+
+/* set_lane(slot, lane, wake_fd) */
+static PyObject *runner_set_lane(PyObject *self, PyObject *args)
+{
+    struct runner *runner = (struct runner *)self;
+    int slot, wake_fd;
+    PyObject *lane;
+    if (!PyArg_ParseTuple(args, "iOi", &slot, &lane, &wake_fd))
+        return NULL;
+    bool is_lane = false;
+    for (size_t index = 0; index < 3; index++)
+        is_lane |= (PyObject *)Py_TYPE(lane) == lane_types[index];
+    if (slot < 0 || slot >= runner->size || !is_lane)
+        return PyErr_Format(PyExc_ValueError, "no lane to a slot of this attempt");
+    Py_INCREF(lane);
+    Py_XDECREF(runner->lane_objects[slot]);
+    runner->lane_objects[slot] = lane;
+    runner->wake_fd = wake_fd;
+    Py_RETURN_NONE;
+}
+
+/* A thread that still runs an operation stops, and forgets the lanes itself. */
+static PyObject *runner_forget(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct runner *runner = (struct runner *)self;
+    if (runner->is_running) {
+        runner->forgets_lanes = true;
+        atomic_store_explicit(&runner->stop, 1, memory_order_relaxed);
+    } else
+        forget_lanes(runner);
+    Py_RETURN_NONE;
+}
+
+static PyObject *is_busy(void) { return PyErr_Format(PyExc_RuntimeError, "another thread runs an operation"); }
+
+/* Runs until there is a reason to return, with the interpreter's lock released. The operation is over when it is DONE. */
+static PyObject *go_on(struct runner *runner, bool may_look)
+{
+    enum reason reason = may_look ? runner_run(runner, true) : NOT_YET;
+    while (reason == NOT_YET || reason == SIGNALS) {
+        runner->signals_at = monotonic_ns() + SIGNALS_NS;
+        runner->is_running = true;
+        Py_BEGIN_ALLOW_THREADS
+        reason = runner_run(runner, false);
+        Py_END_ALLOW_THREADS
+        runner->is_running = false;
+        if (runner->forgets_lanes)
+            forget_lanes(runner);
+        if (reason == SIGNALS && PyErr_CheckSignals() < 0)
+            return NULL;
+    }
+    if (reason == DONE)
+        finish(runner);
+    else if (reason == NO_MEMORY)
+        return PyErr_NoMemory();
+    return PyLong_FromLong(reason);
+}
+
+static bool take_buffers(struct runner *runner, PyObject *buffers, const struct plan *plan)
+{
+    Py_ssize_t count = PySequence_Size(buffers);
+    if (count < 0)
+        return false;
+    if (count > runner->buffer_room) {
+        Py_buffer *room = realloc(runner->buffers, (size_t)count * sizeof *room);
+        if (room == NULL) {
+            PyErr_NoMemory();
+            return false;
+        }
+        runner->buffers = room;
+        runner->buffer_room = (int32_t)count;
+    }
+    for (Py_ssize_t index = 0; index < count; index++) {
+        PyObject *buffer = PySequence_GetItem(buffers, index);
+        if (buffer == NULL)
+            return false;
+        int failed = PyObject_GetBuffer(buffer, &runner->buffers[index], PyBUF_SIMPLE);
+        Py_DECREF(buffer);
+        if (failed)
+            return false;
+        runner->buffer_count = (int32_t)index + 1;
+    }
+    bool fits = plan->buffer_count <= runner->buffer_count && plan->peer_count <= runner->size;
+    for (int32_t index = 0; fits && index < plan->buffer_count; index++)
+        fits = plan->needs[index] <= runner->buffers[index].len / runner->itemsize;
+    for (int64_t index = 0; fits && index < plan->recv_count; index++)
+        fits = !runner->buffers[plan->recvs[index].buffer].readonly || plan->recvs[index].start == plan->recvs[index].stop;
+    if (!fits)
+        PyErr_SetString(PyExc_ValueError, "the plan does not fit the buffers");
+    return fits;
+}
+
+/* start(plan, buffers, itemsize, reduction, contributors, prefix, sequence, undo, change_pending, spin ns, yield ns,
+ * stall ns) -> reason */
+static PyObject *runner_start(PyObject *self, PyObject *args)
+{
+    struct runner *runner = (struct runner *)self;
+    PyObject *plan, *buffers, *reduction, *undo;
+    const char *prefix;
+    Py_ssize_t prefix_bytes;
+    long long itemsize, contributors, spin_ns, yield_ns, stall_ns;
+    unsigned long long sequence;
+    int change_pending;
+    if (runner->is_running)
+        return is_busy();
+    if (!PyArg_ParseTuple(args, "OOLOLy#KOpLLL", &plan, &buffers, &itemsize, &reduction, &contributors, &prefix,
+                          &prefix_bytes, &sequence, &undo, &change_pending, &spin_ns, &yield_ns, &stall_ns))
+        return NULL;
+    if ((PyObject *)Py_TYPE(plan) != plan_type || (reduction != Py_None && (PyObject *)Py_TYPE(reduction) != reduction_type) ||
+        (undo != Py_None && (PyObject *)Py_TYPE(undo) != undo_type) || prefix_bytes != PREFIX_BYTES || itemsize < 1)
+        return PyErr_Format(PyExc_TypeError, "these are not the parts of an operation");
+    finish(runner);
+    runner->itemsize = itemsize;
+    if (!take_buffers(runner, buffers, (const struct plan *)plan)) {
+        finish(runner);
+        return NULL;
+    }
+    int64_t total = 0;
+    for (int32_t index = 0; index < runner->buffer_count; index++)
+        total += runner->buffers[index].len;
+    for (int64_t index = 0; reduction == Py_None && index < ((struct plan *)plan)->recv_count; index++)
+        if (((struct plan *)plan)->recvs[index].action & REDUCE) {
+            finish(runner);
+            return PyErr_Format(PyExc_ValueError, "the plan reduces, but there is no reduction");
+        }
+    Py_INCREF(plan);
+    runner->plan_object = plan;
+    if (reduction != Py_None) {
+        Py_INCREF(reduction);
+        runner->reduction_object = reduction;
+    }
+    if (undo != Py_None) {
+        Py_INCREF(undo);
+        runner->undo_object = undo;
+    }
+    runner->contributors = contributors;
+    memcpy(runner->prefix, prefix, PREFIX_BYTES);
+    runner->sequence = sequence;
+    runner->change_pending = change_pending;
+    runner->sent = runner->applied = 0;
+    runner->is_sending = runner->is_receiving = runner->is_out_of_memory = false;
+    runner->out.nbytes = 0;
+    memset(runner->out_moves, 0, (size_t)runner->size * sizeof *runner->out_moves);
+    memset(runner->in_moves, 0, (size_t)runner->size * sizeof *runner->in_moves);
+    runner->spin_ns = spin_ns;
+    runner->yield_ns = yield_ns;
+    runner->stall_ns = stall_ns;
+    runner->idle_since = 0;
+    runner->has_slept = false;
+    return go_on(runner, total <= LOOKED_BYTES);
+}
+
+/* resume(stall ns): go on; report a stall that lasts so much longer. */
+static PyObject *runner_resume(PyObject *self, PyObject *arg)
+{
+    struct runner *runner = (struct runner *)self;
+    long long stall_ns = PyLong_AsLongLong(arg);
+    if (stall_ns == -1 && PyErr_Occurred())
+        return NULL;
+    if (runner->is_running)
+        return is_busy();
+    if (runner->plan_object == NULL)
+        return PyErr_Format(PyExc_ValueError, "there is no operation to go on with");
+    runner->stall_at = monotonic_ns() + stall_ns;
+    return go_on(runner, false);
+}
+
+static PyObject *runner_finish(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (((struct runner *)self)->is_running)
+        return is_busy();
+    finish((struct runner *)self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *runner_stop(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    atomic_store_explicit(&((struct runner *)self)->stop, 1, memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
+/* What the last reason was about: (peer, expected header, header, the lane's trouble). */
+static PyObject *runner_details(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct runner *runner = (struct runner *)self;
+    struct lane *lane = (struct lane *)runner->lane_objects[runner->peer];
+    return Py_BuildValue("(iy#y#s)", (int)runner->peer, runner->in.expected, (Py_ssize_t)HEADER_BYTES, runner->in.header,
+                         (Py_ssize_t)HEADER_BYTES, lane == NULL ? "" : lane->trouble);
+}
+
+/* The slots that the operation waits for, and for how many seconds nothing has moved. */
+static PyObject *runner_waiting(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    struct runner *runner = (struct runner *)self;
+    const struct plan *plan = (const struct plan *)runner->plan_object;
+    if (plan == NULL)
+        return PyErr_Format(PyExc_ValueError, "there is no operation");
+    double idle = runner->idle_since ? (double)(monotonic_ns() - runner->idle_since) / 1e9 : 0.0;
+    int to = runner->is_sending ? plan->sends[runner->sent].peer : -1;
+    int from = runner->is_receiving && runner->in.got < runner->in.nbytes ? plan->recvs[runner->applied].peer : -1;
+    return Py_BuildValue("(iid)", to, from, idle);
+}
+
+static PyObject *runner_change_pending(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(((struct runner *)self)->change_pending);
+}
+
+/* The module */
+
+static PyObject *load_crypto(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *library;
+    char trouble[512] = "";
+    if (!PyArg_ParseTuple(args, "s", &library))
+        return NULL;
+    if (crypto_load(library, trouble, sizeof trouble))
+        Py_RETURN_NONE;
+    return PyErr_Format(PyExc_OSError, "%s", trouble);
+}
+
+static PyMethodDef lane_methods[] = {
+    {"peek", lane_peek, METH_NOARGS, "Return the next header that has arrived, or no bytes."},
+    {"close", lane_close, METH_NOARGS, "Forget the descriptors, which the owner closes next."},
+    {NULL, NULL, 0, NULL},
+};
+static PyMethodDef reduction_methods[] = {
+    {"combine", reduction_combine, METH_VARARGS, "combine(left, right, out, divides, contributors)"},
+    {NULL, NULL, 0, NULL},
+};
+static PyMethodDef undo_methods[] = {
+    {"make_room", undo_method_make_room, METH_O, "Allocate memory for so many bytes."},
+    {"save", undo_method_save, METH_O, "Save memory before it is overwritten."},
+    {"restore", undo_method_restore, METH_NOARGS, "Write all saved ranges back, and forget them."},
+    {"forget", undo_method_forget, METH_NOARGS, "Forget the saved ranges."},
+    {NULL, NULL, 0, NULL},
+};
+static PyMethodDef runner_methods[] = {
+    {"set_lane", runner_set_lane, METH_VARARGS, "set_lane(slot, lane, wake_fd)"},
+    {"forget_lanes", runner_forget, METH_NOARGS, "Forget all lanes."},
+    {"start", runner_start, METH_VARARGS, "Start an operation, and run until there is a reason to return."},
+    {"resume", runner_resume, METH_O, "Go on for up to so many idle nanoseconds."},
+    {"finish", runner_finish, METH_NOARGS, "Release what the operation uses."},
+    {"stop", runner_stop, METH_NOARGS, "Let the running operation return. On any thread."},
+    {"details", runner_details, METH_NOARGS, "What the last reason was about."},
+    {"waiting", runner_waiting, METH_NOARGS, "What the operation waits for."},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef runner_attributes[] = {
+    {"change_pending", runner_change_pending, NULL, "Whether this rank knows of a waiting change.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyMethodDef module_methods[] = {
+    {"load_crypto", load_crypto, METH_VARARGS, "Find libcrypto through a library that was linked with it."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyObject *add_type(PyObject *module, const char *name, size_t size, newfunc maker, destructor freer,
+                          PyMethodDef *methods, PyGetSetDef *attributes)
+{
+    PyType_Slot slots[] = {
+        {Py_tp_new, (void *)maker},
+        {Py_tp_dealloc, (void *)freer},
+        {Py_tp_methods, methods},
+        {attributes == NULL ? 0 : Py_tp_getset, attributes},
+        {0, NULL},
+    };
+    PyType_Spec spec = {.name = name, .basicsize = (int)size, .flags = Py_TPFLAGS_DEFAULT, .slots = slots};
+    PyObject *type = PyType_FromSpec(&spec);
+    if (type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0)
+        return NULL;
+    return type;
+}
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "covey._native",
+    .m_doc = "The compiled executor of plans.",
+    .m_size = -1,
+    .m_methods = module_methods,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL)
+        return NULL;
+    lane_types[0] = add_type(module, "covey._native.Ring", ring_size, new_ring, free_lane, lane_methods, NULL);
+    lane_types[1] = add_type(module, "covey._native.Stream", stream_size, new_stream, free_lane, lane_methods, NULL);
+    lane_types[2] = add_type(module, "covey._native.Sealed", sealed_size, new_sealed, free_lane, lane_methods, NULL);
+    plan_type = add_type(module, "covey._native.Plan", sizeof(struct plan), new_plan, free_plan, NULL, NULL);
+    reduction_type = add_type(module, "covey._native.Reduction", sizeof(struct reduction), new_reduction, destroy,
+                              reduction_methods, NULL);
+    undo_type = add_type(module, "covey._native.Undo", sizeof(struct undo), new_undo, free_undo, undo_methods, NULL);
+    PyObject *runner_type = add_type(module, "covey._native.Runner", sizeof(struct runner), new_runner, free_runner,
+                                     runner_methods, runner_attributes);
+    if (!lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

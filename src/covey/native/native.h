@@ -1,0 +1,218 @@
+/* What the files of covey._native share: transfers, lanes, reductions, plans and the runner that ties them together.
+ *
+ * Everything below `Python.h` in this header can be used without the interpreter's lock. Nothing here decides anything:
+ * a function that cannot go on says why, and Python decides. Bytes of a peer are hostile until they were checked: every
+ * length and every word that another process can write is checked before it is used.
+ */
+#ifndef COVEY_NATIVE_H
+#define COVEY_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <poll.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    HEADER_BYTES = 64,
+    PREFIX_BYTES = 32,
+    FLAGS_AT = 12,
+    CHANGE_PENDING = 1,
+    SMALL_BYTES = 2048,   /* a payload up to this travels together with its header */
+    LINE_BYTES = 64,
+    TROUBLE_BYTES = 160,
+    MOST_STREAMS = 64,    /* of one sealed lane */
+};
+
+/* What became of an attempt to move a transfer. */
+enum outcome {
+    IDLE,          /* nothing could be moved now */
+    MOVED,         /* something was moved */
+    ENDED,         /* the lane has ended; lane->trouble says why */
+    OTHER_HEADER,  /* another header arrived than the plan says; incoming->header has it */
+};
+
+/* A transfer on its way out: a header, then `nbytes` of `data`. */
+struct outgoing {
+    uint8_t header[HEADER_BYTES];
+    const uint8_t *data;
+    int64_t nbytes;
+    int64_t sent;  /* payload bytes sent; negative while the header is on its way */
+};
+
+struct incoming;
+
+/* Takes whole elements that start `offset` bytes into the payload; `piece` is valid during the call only. */
+typedef void absorb_function(struct incoming *incoming, int64_t offset, const uint8_t *piece, int64_t nbytes);
+
+/* A transfer on its way in: into `dest`, or, where that is NULL, piece by piece through `absorb`. */
+struct incoming {
+    uint8_t expected[HEADER_BYTES];
+    uint8_t header[HEADER_BYTES];  /* as it arrived */
+    uint8_t *dest;
+    absorb_function *absorb;
+    void *context;
+    int64_t nbytes;
+    int64_t itemsize;
+    int64_t got;         /* payload bytes received; negative while the header is on its way */
+    bool change_pending; /* set when the header carries that flag, which may differ from what is expected */
+};
+
+/* Compares the header that arrived with the expected one; a CHANGE_PENDING flag is noted and accepted. */
+bool header_matches(struct incoming *incoming);
+
+/* A byte pipe to one peer. It is used by one thread at a time, without the interpreter's lock. */
+struct lane;
+struct lane_functions {
+    enum outcome (*transmit)(struct lane *lane, struct outgoing *out);
+    enum outcome (*receive)(struct lane *lane, struct incoming *incoming);
+    /* Announces a sleep. Adds descriptors to `polls` and returns how many, or -1 to try again at once. */
+    int (*park)(struct lane *lane, struct pollfd *polls, bool sending, bool receiving);
+    void (*unpark)(struct lane *lane);
+    /* Copies the next header that has arrived, if all of it is here; the lane may not be received from afterwards. */
+    bool (*peek)(struct lane *lane, uint8_t header[HEADER_BYTES]);
+    void (*close)(struct lane *lane);    /* forgets the descriptors, which their owner closes next */
+    void (*release)(struct lane *lane);  /* frees what the lane allocated */
+};
+struct lane {
+    PyObject_HEAD
+    const struct lane_functions *functions;
+    Py_buffer memory;       /* of a ring: the shared memory; else empty */
+    int64_t spin_bytes;     /* transfers up to this are worth spinning for */
+    char trouble[TROUBLE_BYTES];
+};
+
+enum outcome lane_ended(struct lane *lane, const char *what);
+enum outcome lane_failed(struct lane *lane, int error);
+
+/* How two ranges of elements are combined: by numpy's own loops, or, for 16-bit floats, by ours. */
+typedef void numpy_loop(char **args, intptr_t const *dimensions, intptr_t const *strides, void *data);
+enum half_op { HALF_SUM, HALF_MEAN, HALF_PROD, HALF_MIN, HALF_MAX };
+enum { HALF_OPS = 5, MOST_ITEM_BYTES = 16 };
+
+struct reduction {
+    PyObject_HEAD
+    int64_t itemsize;
+    numpy_loop *combine, *divide; /* `divide` is NULL unless this is a mean */
+    void *combine_data, *divide_data;
+    uint8_t divisor[MOST_ITEM_BYTES] __attribute__((aligned(16))); /* of a mean by numpy's loops, as an element */
+    bool is_half, is_bfloat16;
+    enum half_op half_op;
+};
+int reduction_init(struct reduction *reduction, PyObject *args);
+
+/* Combines `count` elements: out = left op right, and divides by `contributors` at the end of a mean. */
+void combine(const struct reduction *reduction, const uint8_t *left, const uint8_t *right, uint8_t *out, int64_t count,
+             bool divides, int64_t contributors);
+
+/* The undo buffer: copies of the ranges that an operation has overwritten. */
+struct saved_range {
+    uint8_t *target;
+    int64_t nbytes;
+    uint8_t *copy;
+    bool is_own; /* whether `copy` was allocated for this range alone */
+};
+struct undo {
+    PyObject_HEAD
+    uint8_t *pool;
+    int64_t pool_bytes, used;
+    struct saved_range *ranges;
+    int64_t count, room;
+};
+bool undo_save(struct undo *undo, uint8_t *target, int64_t nbytes);
+void undo_release(struct undo *undo);
+PyObject *undo_method_make_room(PyObject *self, PyObject *nbytes);
+PyObject *undo_method_save(PyObject *self, PyObject *buffer);
+PyObject *undo_method_restore(PyObject *self, PyObject *unused);
+PyObject *undo_method_forget(PyObject *self, PyObject *unused);
+
+/* One rank's part of a collective. Ranges count elements. */
+struct send_move {
+    int32_t peer, buffer, after;
+    int64_t start, stop;
+};
+struct recv_move {
+    int32_t peer, buffer, after, action;
+    int64_t start, stop;
+    bool saves; /* whether this is the first receive that changes its range */
+};
+struct plan {
+    PyObject_HEAD
+    struct send_move *sends;
+    struct recv_move *recvs;
+    int64_t send_count, recv_count;
+    int32_t buffer_count, peer_count; /* one more than the highest index that the moves use */
+    int64_t *needs;                   /* by buffer: the elements that it must have */
+};
+int plan_init(struct plan *plan, PyObject *args);
+void plan_release(struct plan *plan);
+enum { STORE = 0, REDUCE = 1, LEFT = 2, FINAL = 4 };
+
+/* Why the runner returns. */
+enum reason {
+    DONE,
+    STALLED,       /* nothing moved for as long as Python said */
+    WRONG_HEADER,  /* from runner->peer */
+    LANE_ENDED,    /* to runner->peer */
+    STOPPED,       /* the stop word is set, or the wake descriptor is readable */
+    NEEDS_LANE,    /* to runner->peer */
+    NO_MEMORY,
+    SIGNALS,       /* time to let the interpreter run its signal handlers; never leaves the extension */
+    NOT_YET,       /* the first look, with the interpreter's lock held, was not enough; never leaves the extension */
+};
+
+struct runner {
+    PyObject_HEAD
+    _Atomic int stop;
+    bool is_running;     /* a thread is in runner_run without the interpreter's lock */
+    bool forgets_lanes;  /* that thread forgets the lanes when it returns */
+    int32_t size;
+    PyObject **lane_objects; /* struct lane, by slot */
+
+    /* The operation. */
+    PyObject *plan_object, *reduction_object, *undo_object;
+    Py_buffer *buffers;
+    int32_t buffer_count, buffer_room;
+    int64_t itemsize, contributors;
+    uint8_t prefix[PREFIX_BYTES];
+    uint64_t sequence;
+    bool change_pending;
+    int wake_fd;
+
+    /* Where it is. */
+    int64_t sent, applied;
+    bool is_sending, is_receiving;
+    struct outgoing out;
+    struct incoming in;
+    uint64_t *out_moves, *in_moves; /* by slot: transfers started */
+    uint8_t *target;                /* of the current receive */
+    bool is_aside, is_whole;        /* received into `aside`, applied at the end; combined in one call */
+    uint8_t *aside;
+    int64_t aside_room;
+    bool is_out_of_memory;
+
+    /* How it waits. */
+    int64_t spin_ns, yield_ns, stall_ns;
+    int64_t idle_since, stall_at, signals_at; /* idle_since is 0 while something moves */
+    bool has_slept;
+
+    int32_t peer; /* that the reason is about */
+};
+
+enum reason runner_run(struct runner *runner, bool only_look);
+int64_t monotonic_ns(void);
+
+/* libcrypto's functions, from the library that Python's ssl has loaded. */
+bool crypto_load(const char *library, char *trouble, size_t room);
+bool crypto_is_loaded(void);
+
+/* Makers of lanes; each returns 0, or -1 with a Python error set. */
+int ring_init(struct lane *lane, PyObject *args);
+int stream_init(struct lane *lane, PyObject *args);
+int sealed_init(struct lane *lane, PyObject *args);
+extern const size_t ring_size, stream_size, sealed_size;
+
+#endif

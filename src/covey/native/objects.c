@@ -1,0 +1,196 @@
+/* Plans, undo buffers and what lanes have in common: the objects that Python prepares for the runner. */
+#include "native.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Lanes */
+
+enum outcome lane_ended(struct lane *lane, const char *what)
+{
+    PyOS_snprintf(lane->trouble, TROUBLE_BYTES, "%s", what);
+    return ENDED;
+}
+
+enum outcome lane_failed(struct lane *lane, int error)
+{
+    char text[TROUBLE_BYTES - 32];
+#if defined(__GLIBC__) && defined(_GNU_SOURCE)
+    const char *said = strerror_r(error, text, sizeof text);
+#else
+    const char *said = strerror_r(error, text, sizeof text) == 0 ? text : "unknown error";
+#endif
+    PyOS_snprintf(lane->trouble, TROUBLE_BYTES, "[Errno %d] %s", error, said);
+    return ENDED;
+}
+
+/* Undo buffers */
+
+/* Saves a range before it is overwritten; false if there is no memory. Ranges that the pool has no room for get their own. */
+bool undo_save(struct undo *undo, uint8_t *target, int64_t nbytes)
+{
+    if (undo->count == undo->room) {
+        int64_t room = undo->room ? 2 * undo->room : 64;
+        struct saved_range *ranges = realloc(undo->ranges, (size_t)room * sizeof *ranges);
+        if (ranges == NULL)
+            return false;
+        undo->ranges = ranges;
+        undo->room = room;
+    }
+    struct saved_range *range = &undo->ranges[undo->count];
+    range->target = target;
+    range->nbytes = nbytes;
+    range->is_own = undo->used + nbytes > undo->pool_bytes;
+    range->copy = range->is_own ? malloc(nbytes ? (size_t)nbytes : 1) : undo->pool + undo->used;
+    if (range->copy == NULL)
+        return false;
+    memcpy(range->copy, target, (size_t)nbytes);
+    if (!range->is_own)
+        undo->used += (nbytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+    undo->count++;
+    return true;
+}
+
+static void undo_forget(struct undo *undo)
+{
+    for (int64_t index = 0; index < undo->count; index++)
+        if (undo->ranges[index].is_own)
+            free(undo->ranges[index].copy);
+    undo->count = undo->used = 0;
+}
+
+static void undo_restore(struct undo *undo)
+{
+    for (int64_t index = undo->count; index-- > 0;)
+        memcpy(undo->ranges[index].target, undo->ranges[index].copy, (size_t)undo->ranges[index].nbytes);
+    undo_forget(undo);
+}
+
+PyObject *undo_method_restore(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    undo_restore((struct undo *)self);
+    Py_RETURN_NONE;
+}
+
+PyObject *undo_method_forget(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    undo_forget((struct undo *)self);
+    Py_RETURN_NONE;
+}
+
+/* make_room(nbytes): allocate memory for all ranges of an operation before a transfer starts. */
+PyObject *undo_method_make_room(PyObject *self, PyObject *arg)
+{
+    struct undo *undo = (struct undo *)self;
+    long long nbytes = PyLong_AsLongLong(arg);
+    if (nbytes < 0)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "no negative room");
+    nbytes += (1 << 16); /* ranges start at lines: some room is lost between them */
+    if (!undo->count && undo->pool_bytes < nbytes) {
+        size_t room = (size_t)(nbytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+        free(undo->pool);
+        undo->pool = aligned_alloc(LINE_BYTES, room);
+        undo->pool_bytes = undo->pool == NULL ? 0 : (int64_t)room;
+        if (undo->pool == NULL)
+            return PyErr_NoMemory();
+    }
+    Py_RETURN_NONE;
+}
+
+/* save(buffer): save memory that Python is about to overwrite. */
+PyObject *undo_method_save(PyObject *self, PyObject *arg)
+{
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(arg, &buffer, PyBUF_WRITABLE) < 0)
+        return NULL;
+    bool is_saved = undo_save((struct undo *)self, buffer.buf, buffer.len);
+    PyBuffer_Release(&buffer);
+    if (!is_saved)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+void undo_release(struct undo *undo)
+{
+    undo_forget(undo);
+    free(undo->ranges);
+    free(undo->pool);
+}
+
+/* Plans */
+
+static bool read_moves(PyObject *moves, struct plan *plan, bool is_send, PyObject *saves)
+{
+    Py_ssize_t count = PyTuple_Size(moves);
+    for (Py_ssize_t index = 0; index < count; index++) {
+        int peer, buffer, after = 0, action = 0;
+        long long start, stop;
+        PyObject *move = PyTuple_GetItem(moves, index);
+        int is_read = is_send ? PyArg_ParseTuple(move, "iiLLi", &peer, &buffer, &start, &stop, &after)
+                              : PyArg_ParseTuple(move, "iiLLii", &peer, &buffer, &start, &stop, &action, &after);
+        if (!is_read)
+            return false;
+        if (peer < 0 || buffer < 0 || after < 0 || start < 0 || stop < start) {
+            PyErr_SetString(PyExc_ValueError, "a move has a negative number, or ends before it starts");
+            return false;
+        }
+        if (is_send)
+            plan->sends[index] = (struct send_move){peer, buffer, after, start, stop};
+        else {
+            int is_first = PyObject_IsTrue(PyTuple_GetItem(saves, index));
+            plan->recvs[index] = (struct recv_move){peer, buffer, after, action, start, stop, is_first > 0};
+        }
+        if (peer >= plan->peer_count)
+            plan->peer_count = peer + 1;
+        if (buffer >= plan->buffer_count)
+            plan->buffer_count = buffer + 1;
+    }
+    return true;
+}
+
+static void need(struct plan *plan, int32_t buffer, int64_t stop)
+{
+    if (stop > plan->needs[buffer])
+        plan->needs[buffer] = stop;
+}
+
+/* Plan(sends, recvs, saves): the moves of covey.plan, and for each receive whether it is the first to change its range. */
+int plan_init(struct plan *plan, PyObject *args)
+{
+    PyObject *sends, *recvs, *saves;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &sends, &PyTuple_Type, &recvs, &PyTuple_Type, &saves))
+        return -1;
+    plan->send_count = PyTuple_Size(sends);
+    plan->recv_count = PyTuple_Size(recvs);
+    if (PyTuple_Size(saves) != plan->recv_count) {
+        PyErr_SetString(PyExc_ValueError, "there is one flag for each receive");
+        return -1;
+    }
+    plan->sends = calloc((size_t)plan->send_count + 1, sizeof *plan->sends);
+    plan->recvs = calloc((size_t)plan->recv_count + 1, sizeof *plan->recvs);
+    if (plan->sends == NULL || plan->recvs == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (!read_moves(sends, plan, true, saves) || !read_moves(recvs, plan, false, saves))
+        return -1;
+    plan->needs = calloc((size_t)plan->buffer_count + 1, sizeof *plan->needs);
+    if (plan->needs == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int64_t index = 0; index < plan->send_count; index++)
+        need(plan, plan->sends[index].buffer, plan->sends[index].stop);
+    for (int64_t index = 0; index < plan->recv_count; index++)
+        need(plan, plan->recvs[index].buffer, plan->recvs[index].stop);
+    return 0;
+}
+
+void plan_release(struct plan *plan)
+{
+    free(plan->sends);
+    free(plan->recvs);
+    free(plan->needs);
+}

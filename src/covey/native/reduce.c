@@ -1,0 +1,234 @@
+/* Reductions. For most dtypes these are numpy's own inner loops, so the bits are those of the Python executor in every
+ * case, and numpy chooses the instructions. Only float16 and bfloat16 have loops of their own, at memory speed; they
+ * combine in float32 and round once, to the nearest even value, as numpy and ml_dtypes do.
+ */
+#include "native.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define HAS_X86 1
+#include <immintrin.h>
+#else
+#define HAS_X86 0
+#endif
+
+/* float16 and bfloat16 */
+
+enum { BLOCK = 16 };
+
+static float as_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static uint32_t as_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline uint16_t to_bfloat16(float value)
+{
+    uint32_t bits = as_bits(value);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    uint32_t nan = (bits >> 16 & 0x8000) | 0x7fc0;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+}
+
+static float from_float16(uint16_t half)
+{
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 0x1f, fraction = half & 0x3ff;
+    if (exponent == 0x1f)
+        return as_float(sign | 0x7f800000 | fraction << 13);
+    if (exponent)
+        return as_float(sign | (exponent + 112) << 23 | fraction << 13);
+    float magnitude = (float)fraction * 0x1p-24f; /* exact */
+    return as_float(sign | as_bits(magnitude));
+}
+
+static uint16_t to_float16(float value)
+{
+    uint32_t bits = as_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000)
+        return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x1ff));
+    if (magnitude >= 0x47800000) /* 65536: infinity; from 65520 on, rounding below gets there by itself */
+        return (uint16_t)(sign | 0x7c00);
+    if (magnitude < 0x38800000) { /* subnormal: adding 0.5 leaves the result, rounded to even, in the lowest bits */
+        float shifted = as_float(magnitude) + 0.5f;
+        return (uint16_t)(sign | (as_bits(shifted) - 0x3f000000));
+    }
+    uint32_t rounded = magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1);
+    return (uint16_t)(sign | rounded >> 13);
+}
+
+static inline void widen_float16(const uint16_t *from, float *to)
+{
+    for (int index = 0; index < BLOCK; index++)
+        to[index] = from_float16(from[index]);
+}
+
+static inline void narrow_float16(const float *from, uint16_t *to)
+{
+    for (int index = 0; index < BLOCK; index++)
+        to[index] = to_float16(from[index]);
+}
+
+#define TARGET
+#define NAMED(name) name##_plain
+#define WIDEN_FLOAT16 widen_float16
+#define NARROW_FLOAT16 narrow_float16
+#include "half_loops.h"
+#undef TARGET
+#undef NAMED
+#undef WIDEN_FLOAT16
+#undef NARROW_FLOAT16
+
+#if HAS_X86
+#define AVX2 __attribute__((target("avx2,f16c")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c")))
+
+AVX2 static inline void widen_float16_f16c(const uint16_t *from, float *to)
+{
+    for (int index = 0; index < BLOCK; index += 8)
+        _mm256_storeu_ps(to + index, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + index))));
+}
+
+AVX2 static inline void narrow_float16_f16c(const float *from, uint16_t *to)
+{
+    for (int index = 0; index < BLOCK; index += 8)
+        _mm_storeu_si128((__m128i *)(to + index),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(from + index), _MM_FROUND_TO_NEAREST_INT));
+}
+
+#define WIDEN_FLOAT16 widen_float16_f16c
+#define NARROW_FLOAT16 narrow_float16_f16c
+#define TARGET AVX2
+#define NAMED(name) name##_avx2
+#include "half_loops.h"
+#undef TARGET
+#undef NAMED
+#define TARGET AVX512
+#define NAMED(name) name##_avx512
+#include "half_loops.h"
+#undef TARGET
+#undef NAMED
+#endif
+
+typedef void half_loops(bool is_bfloat16, enum half_op op, const uint16_t *left, const uint16_t *right, uint16_t *out,
+                        int64_t count, float divisor);
+
+static half_loops *chosen_loops(void)
+{
+#if HAS_X86
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        return loops_avx512;
+    if (__builtin_cpu_supports("avx2")) /* every processor with AVX2 has F16C */
+        return loops_avx2;
+#endif
+    return loops_plain;
+}
+
+/* All reductions */
+
+void combine(const struct reduction *reduction, const uint8_t *left, const uint8_t *right, uint8_t *out, int64_t count,
+             bool divides, int64_t contributors)
+{
+    if (reduction->is_half) {
+        static _Atomic(half_loops *) loops;
+        half_loops *chosen = atomic_load_explicit(&loops, memory_order_relaxed);
+        if (chosen == NULL) {
+            chosen = chosen_loops();
+            atomic_store_explicit(&loops, chosen, memory_order_relaxed);
+        }
+        enum half_op op = reduction->half_op == HALF_MEAN && !divides ? HALF_SUM : reduction->half_op;
+        chosen(reduction->is_bfloat16, op, (const uint16_t *)left, (const uint16_t *)right, (uint16_t *)out, count,
+               (float)contributors);
+        return;
+    }
+    intptr_t step = (intptr_t)reduction->itemsize, dimensions = (intptr_t)count;
+    if (count == 1) { /* with one element as input and output numpy would reduce, which rounds and selects differently */
+        char result[MOST_ITEM_BYTES];
+        char *args[3] = {(char *)left, (char *)right, result};
+        reduction->combine(args, &dimensions, (intptr_t[3]){step, step, step}, reduction->combine_data);
+        memcpy(out, result, (size_t)step);
+    } else {
+        char *args[3] = {(char *)left, (char *)right, (char *)out};
+        reduction->combine(args, &dimensions, (intptr_t[3]){step, step, step}, reduction->combine_data);
+    }
+    if (divides && reduction->divide != NULL) {
+        char *args[3] = {(char *)out, (char *)reduction->divisor, (char *)out};
+        reduction->divide(args, &dimensions, (intptr_t[3]){step, 0, step}, reduction->divide_data);
+    }
+}
+
+/* Python */
+
+/* The start of numpy's PyUFuncObject, which is part of numpy's binary interface. */
+struct numpy_ufunc {
+    PyObject_HEAD
+    int nin, nout, nargs, identity;
+    numpy_loop **functions;
+    void *const *data;
+    int ntypes, reserved;
+    const char *name, *types;
+};
+
+/* Finds the loop of a ufunc for two operands and a result of numpy type number `type`. */
+static bool find_loop(PyObject *object, int type, numpy_loop **loop, void **data)
+{
+    const struct numpy_ufunc *ufunc = (const struct numpy_ufunc *)object;
+    if (ufunc->nin != 2 || ufunc->nout != 1 || ufunc->nargs != 3)
+        return false;
+    for (int index = 0; index < ufunc->ntypes; index++) {
+        const char *types = ufunc->types + 3 * index;
+        if (types[0] == type && types[1] == type && types[2] == type && ufunc->functions[index] != NULL) {
+            *loop = ufunc->functions[index];
+            *data = ufunc->data == NULL ? NULL : ufunc->data[index];
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Reduction(itemsize, type number, combine, divide or None, divisor) of numpy's loops;
+ * Reduction(is_bfloat16, op) of our own. */
+int reduction_init(struct reduction *reduction, PyObject *args)
+{
+    if (PyTuple_Size(args) == 2) {
+        int is_bfloat16, op;
+        if (!PyArg_ParseTuple(args, "pi", &is_bfloat16, &op))
+            return -1;
+        if (op < 0 || op >= HALF_OPS) {
+            PyErr_SetString(PyExc_ValueError, "no such operation");
+            return -1;
+        }
+        reduction->itemsize = 2;
+        reduction->is_half = true;
+        reduction->is_bfloat16 = is_bfloat16;
+        reduction->half_op = (enum half_op)op;
+        return 0;
+    }
+    long long itemsize;
+    int type;
+    PyObject *combine, *divide;
+    Py_buffer divisor;
+    if (!PyArg_ParseTuple(args, "LiOOy*", &itemsize, &type, &combine, &divide, &divisor))
+        return -1;
+    bool is_right = itemsize > 0 && itemsize <= MOST_ITEM_BYTES && divisor.len == itemsize;
+    if (is_right)
+        memcpy(reduction->divisor, divisor.buf, (size_t)itemsize);
+    PyBuffer_Release(&divisor);
+    reduction->itemsize = itemsize;
+    if (!is_right || !find_loop(combine, type, &reduction->combine, &reduction->combine_data) ||
+        (divide != Py_None && !find_loop(divide, type, &reduction->divide, &reduction->divide_data))) {
+        PyErr_SetString(PyExc_ValueError, "numpy has no loop for these types");
+        return -1;
+    }
+    return 0;
+}

@@ -1,0 +1,570 @@
+/* Sealed lanes: AES-GCM records over one or several TCP streams, as covey/net/lanes/sealed.py and covey/wire/seal.py
+ * describe them. The cipher is libcrypto's, from the library that Python's own ssl module has loaded.
+ *
+ * A record is sealed and opened in chunks that stay in the cache: a chunk is on its way while the next one is sealed.
+ * What arrives may be forged until its tag was verified, at the end of the record. So bytes that will be reduced wait in
+ * scratch memory for the tag; bytes that are stored go to their place at once, and a forged record ends the lane and
+ * with it the operation.
+ */
+#include "native.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
+
+enum {
+    KEY_BYTES = 16,
+    NONCE_BYTES = 12,
+    LENGTH_BYTES = 4,
+    TAG_BYTES = 16,
+    OVERHEAD_BYTES = LENGTH_BYTES + TAG_BYTES,
+    SCOPE_ROOM = 128,
+    RECORD_LIMIT = 1 << 21,
+    FIRST_BYTES = HEADER_BYTES + SMALL_BYTES, /* the most plaintext in the first record of a transfer */
+    CHUNK_BYTES = 1 << 17,
+    OUT_BYTES = CHUNK_BYTES + FIRST_BYTES + 2 * OVERHEAD_BYTES,
+    IN_BYTES = 1 << 18,
+    SPIN_BYTES = 1 << 17,
+    REKEY_RECORDS = 1 << 24,
+    GET_TAG = 0x10, /* of EVP_CIPHER_CTX_ctrl */
+    SET_TAG = 0x11,
+};
+static const uint32_t NEXT_KEY = 1u << 31; /* in a record's length: it is the first under the next key */
+static const int64_t REKEY_NS = 900ll * 1000 * 1000 * 1000;
+static const char NEXT_LABEL[] = "covey/1/lane/next";
+
+/* libcrypto */
+
+static struct {
+    void *(*ctx_new)(void);
+    void (*ctx_free)(void *ctx);
+    int (*ctx_ctrl)(void *ctx, int type, int arg, void *ptr);
+    const void *(*aes_128_gcm)(void);
+    int (*encrypt_init)(void *ctx, const void *cipher, void *engine, const uint8_t *key, const uint8_t *iv);
+    int (*encrypt_update)(void *ctx, uint8_t *out, int *out_length, const uint8_t *in, int in_length);
+    int (*encrypt_final)(void *ctx, uint8_t *out, int *out_length);
+    int (*decrypt_init)(void *ctx, const void *cipher, void *engine, const uint8_t *key, const uint8_t *iv);
+    int (*decrypt_update)(void *ctx, uint8_t *out, int *out_length, const uint8_t *in, int in_length);
+    int (*decrypt_final)(void *ctx, uint8_t *out, int *out_length);
+    const void *(*sha256)(void);
+    uint8_t *(*hmac)(const void *digest, const void *key, int key_length, const uint8_t *data, size_t length,
+                     uint8_t *out, unsigned *out_length);
+    void (*clear_error)(void);
+} crypto;
+
+static bool is_loaded;
+
+bool crypto_is_loaded(void) { return is_loaded; }
+
+/* `library` is the file of Python's _ssl module: the search in it covers the libraries that it was linked with. It is ""
+ * where that module is part of the interpreter. */
+bool crypto_load(const char *library, char *trouble, size_t room)
+{
+    static const char *const names[] = {
+        "EVP_CIPHER_CTX_new", "EVP_CIPHER_CTX_free", "EVP_CIPHER_CTX_ctrl", "EVP_aes_128_gcm",     "EVP_EncryptInit_ex",
+        "EVP_EncryptUpdate",  "EVP_EncryptFinal_ex", "EVP_DecryptInit_ex",  "EVP_DecryptUpdate",   "EVP_DecryptFinal_ex",
+        "EVP_sha256",         "HMAC",                "ERR_clear_error",
+    };
+    void **slots = (void **)&crypto;
+    void *handle = dlopen(*library ? library : NULL, RTLD_NOW | RTLD_LOCAL);
+    if (handle == NULL) {
+        snprintf(trouble, room, "%s", dlerror());
+        return false;
+    }
+    for (size_t index = 0; index < sizeof names / sizeof *names; index++) {
+        slots[index] = dlsym(handle, names[index]);
+        if (slots[index] == NULL) {
+            snprintf(trouble, room, "%s has no %s", library, names[index]);
+            return false;
+        }
+    }
+    is_loaded = true;
+    return true;
+}
+
+/* One direction of one stream: its key, the count of its records, and when the key has to change. */
+struct keyed {
+    void *ctx;
+    uint8_t key[KEY_BYTES];
+    uint8_t scope[SCOPE_ROOM];
+    size_t scope_bytes;
+    uint64_t count, rekey_at;
+};
+
+static bool set_key(struct keyed *keyed, bool seals)
+{
+    int (*init)(void *, const void *, void *, const uint8_t *, const uint8_t *) =
+        seals ? crypto.encrypt_init : crypto.decrypt_init;
+    return init(keyed->ctx, crypto.aes_128_gcm(), NULL, keyed->key, NULL) == 1;
+}
+
+/* Replaces the key by one from which the last one cannot be computed: HKDF-Expand with SHA-256. */
+static bool next_key(struct keyed *keyed, bool seals)
+{
+    uint8_t info[sizeof NEXT_LABEL], digest[64];
+    unsigned length = 0;
+    memcpy(info, NEXT_LABEL, sizeof NEXT_LABEL - 1);
+    info[sizeof NEXT_LABEL - 1] = 1;
+    if (crypto.hmac(crypto.sha256(), keyed->key, KEY_BYTES, info, sizeof info, digest, &length) == NULL)
+        return false;
+    memcpy(keyed->key, digest, KEY_BYTES);
+    memset(digest, 0, sizeof digest);
+    keyed->rekey_at = keyed->count + REKEY_RECORDS;
+    return set_key(keyed, seals);
+}
+
+/* Starts the next record: nonce and what the tag covers beside the text. */
+static bool start_record(struct keyed *keyed, const uint8_t length[LENGTH_BYTES], bool seals)
+{
+    uint8_t covered[SCOPE_ROOM + NONCE_BYTES + LENGTH_BYTES], nonce[NONCE_BYTES] = {0};
+    int written;
+    for (int index = 0; index < 8; index++)
+        nonce[NONCE_BYTES - 1 - index] = (uint8_t)(keyed->count >> (8 * index));
+    keyed->count++; /* counted first: if the next call fails, this nonce is not used again */
+    memcpy(covered, keyed->scope, keyed->scope_bytes);
+    memcpy(covered + keyed->scope_bytes, nonce, NONCE_BYTES);
+    memcpy(covered + keyed->scope_bytes + NONCE_BYTES, length, LENGTH_BYTES);
+    int covered_bytes = (int)(keyed->scope_bytes + NONCE_BYTES + LENGTH_BYTES);
+    if (seals)
+        return crypto.encrypt_init(keyed->ctx, NULL, NULL, NULL, nonce) == 1 &&
+               crypto.encrypt_update(keyed->ctx, NULL, &written, covered, covered_bytes) == 1;
+    return crypto.decrypt_init(keyed->ctx, NULL, NULL, NULL, nonce) == 1 &&
+           crypto.decrypt_update(keyed->ctx, NULL, &written, covered, covered_bytes) == 1;
+}
+
+/* One socket, with the record that is being sealed into it and the one that is being opened. */
+struct pipe {
+    int fd;
+    struct keyed sealer, opener;
+    int64_t renew_at;
+    const uint8_t *plain; /* of the record that is being sealed: what is left of it */
+    int64_t plain_left;
+    uint8_t *out; /* out[out_start:out_end] is sealed and still to be sent */
+    int64_t out_start, out_end;
+    uint8_t *in; /* in[in_start:in_end] has arrived and is still sealed */
+    int64_t in_start, in_end;
+    int64_t record, opened; /* the length of the record that is being opened, 0 if none is, and how far it is */
+};
+
+struct sealed_lane {
+    struct lane base;
+    int32_t pipe_count;
+    struct pipe *pipes;
+    int32_t out_turn, in_turn;   /* the pipes of the next record out and in */
+    bool has_begun;              /* whether the first record of the current transfer was sealed */
+    int64_t assigned;            /* payload bytes of the transfer that are in records */
+    uint8_t first_out[FIRST_BYTES], first_in[FIRST_BYTES];
+    uint8_t *scratch;            /* RECORD_LIMIT bytes of a record that will be reduced */
+};
+
+const size_t sealed_size = sizeof(struct sealed_lane);
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static enum outcome could_not(struct lane *lane, int error)
+{
+    return error == EAGAIN || error == EWOULDBLOCK || error == EINTR ? IDLE : lane_failed(lane, error);
+}
+
+static enum outcome forged(struct sealed_lane *sealed, struct pipe *pipe)
+{
+    crypto.clear_error();
+    snprintf(sealed->base.trouble, TROUBLE_BYTES,
+             "the bytes were altered on the way: record %llu of stream %d is not as it was sent",
+             (unsigned long long)(pipe->opener.count - (pipe->record ? 1 : 0)), (int)(pipe - sealed->pipes));
+    return ENDED;
+}
+
+/* Sealing */
+
+/* Starts a record of `plain`; there is room for its first bytes, because the record before it is in `out`. */
+static bool begin_record(struct pipe *pipe, const uint8_t *plain, int64_t nbytes)
+{
+    uint32_t length = (uint32_t)nbytes;
+    uint8_t *head = pipe->out + pipe->out_end;
+    int64_t now = monotonic_ns();
+    if (pipe->sealer.count == pipe->sealer.rekey_at || now >= pipe->renew_at) {
+        pipe->renew_at = now + REKEY_NS;
+        length |= NEXT_KEY;
+        if (!next_key(&pipe->sealer, true))
+            return false;
+    }
+    for (int index = 0; index < LENGTH_BYTES; index++)
+        head[index] = (uint8_t)(length >> (8 * index));
+    pipe->out_end += LENGTH_BYTES;
+    pipe->plain = plain;
+    pipe->plain_left = nbytes;
+    return start_record(&pipe->sealer, head, true);
+}
+
+/* Seals what `out` has room for. */
+static bool seal_more(struct pipe *pipe)
+{
+    int written;
+    int64_t step = smaller(pipe->plain_left, OUT_BYTES - TAG_BYTES - pipe->out_end);
+    if (step < pipe->plain_left)
+        step -= step % LINE_BYTES; /* whole blocks of the cipher are faster */
+    if (crypto.encrypt_update(pipe->sealer.ctx, pipe->out + pipe->out_end, &written, pipe->plain, (int)step) != 1)
+        return false;
+    pipe->plain += step;
+    pipe->plain_left -= step;
+    pipe->out_end += step;
+    if (pipe->plain_left)
+        return true;
+    uint8_t *tag = pipe->out + pipe->out_end;
+    pipe->out_end += TAG_BYTES;
+    return crypto.encrypt_final(pipe->sealer.ctx, tag, &written) == 1 &&
+           crypto.ctx_ctrl(pipe->sealer.ctx, GET_TAG, TAG_BYTES, tag) == 1;
+}
+
+/* Gives the pipe whose turn it is the next record of the transfer. */
+static bool assign_record(struct sealed_lane *sealed, const struct outgoing *out)
+{
+    struct pipe *pipe = &sealed->pipes[sealed->out_turn];
+    bool began;
+    sealed->out_turn = (sealed->out_turn + 1) % sealed->pipe_count;
+    if (!sealed->has_begun) {
+        bool is_small = out->nbytes <= SMALL_BYTES;
+        memcpy(sealed->first_out, out->header, HEADER_BYTES);
+        if (is_small && out->nbytes)
+            memcpy(sealed->first_out + HEADER_BYTES, out->data, (size_t)out->nbytes);
+        sealed->has_begun = true;
+        sealed->assigned = is_small ? out->nbytes : 0;
+        began = begin_record(pipe, sealed->first_out, HEADER_BYTES + sealed->assigned);
+    } else {
+        int64_t length = smaller(out->nbytes - sealed->assigned, RECORD_LIMIT);
+        began = begin_record(pipe, out->data + sealed->assigned, length);
+        sealed->assigned += length;
+    }
+    return began && seal_more(pipe);
+}
+
+/* Whether the pipe whose turn it is can begin a record: the one before it is sealed, and little of it is unsent. */
+static bool has_room(const struct pipe *pipe)
+{
+    return !pipe->plain_left && !pipe->out_start && pipe->out_end <= FIRST_BYTES + OVERHEAD_BYTES;
+}
+
+static enum outcome sealed_transmit(struct lane *lane, struct outgoing *out)
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    enum outcome outcome = IDLE;
+    bool is_on_its_way = false;
+    while ((!sealed->has_begun || sealed->assigned < out->nbytes) && has_room(&sealed->pipes[sealed->out_turn]))
+        if (!assign_record(sealed, out))
+            return lane_ended(lane, "libcrypto could not seal a record");
+    for (int32_t index = 0; index < sealed->pipe_count; index++) {
+        struct pipe *pipe = &sealed->pipes[index];
+        if (pipe->plain_left && !pipe->out_end && !seal_more(pipe))
+            return lane_ended(lane, "libcrypto could not seal a record");
+        if (pipe->out_end) {
+            ssize_t taken = send(pipe->fd, pipe->out + pipe->out_start, (size_t)(pipe->out_end - pipe->out_start),
+                                 MSG_NOSIGNAL | MSG_DONTWAIT);
+            if (taken < 0 && could_not(lane, errno) == ENDED)
+                return ENDED;
+            if (taken > 0) {
+                outcome = MOVED;
+                pipe->out_start += taken;
+                if (pipe->out_start == pipe->out_end)
+                    pipe->out_start = pipe->out_end = 0;
+            }
+        }
+        is_on_its_way |= pipe->out_end || pipe->plain_left;
+    }
+    if (!is_on_its_way && sealed->assigned == out->nbytes) {
+        out->sent = out->nbytes;
+        sealed->has_begun = false;
+    }
+    return outcome;
+}
+
+/* Opening */
+
+/* Takes what the kernel has; IDLE if it has nothing. */
+static enum outcome fill(struct sealed_lane *sealed, struct pipe *pipe)
+{
+    int64_t unopened = pipe->in_end - pipe->in_start;
+    if (pipe->in_start) {
+        memmove(pipe->in, pipe->in + pipe->in_start, (size_t)unopened);
+        pipe->in_start = 0;
+        pipe->in_end = unopened;
+    }
+    ssize_t taken = recv(pipe->fd, pipe->in + unopened, (size_t)(IN_BYTES - unopened), MSG_DONTWAIT);
+    if (taken < 0)
+        return could_not(&sealed->base, errno);
+    if (taken == 0)
+        return lane_ended(&sealed->base, unopened || pipe->record ? "the stream ended in the middle of a record"
+                                                                  : "end of stream");
+    pipe->in_end += taken;
+    return MOVED;
+}
+
+/* Reads the length of the next record, if it is here, and starts to open it. */
+static enum outcome begin_opening(struct sealed_lane *sealed, struct pipe *pipe)
+{
+    const uint8_t *head = pipe->in + pipe->in_start;
+    if (pipe->in_end - pipe->in_start < LENGTH_BYTES)
+        return IDLE;
+    uint32_t length = head[0] | (uint32_t)head[1] << 8 | (uint32_t)head[2] << 16 | (uint32_t)head[3] << 24;
+    bool is_next_key = length & NEXT_KEY;
+    length &= ~NEXT_KEY;
+    if (length == 0 || length > RECORD_LIMIT) {
+        snprintf(sealed->base.trouble, TROUBLE_BYTES, "the bytes were altered on the way: no record has %u bytes", length);
+        return ENDED;
+    }
+    if (is_next_key ? !next_key(&pipe->opener, false) : pipe->opener.count == pipe->opener.rekey_at)
+        return forged(sealed, pipe);
+    if (!start_record(&pipe->opener, head, false))
+        return forged(sealed, pipe);
+    pipe->in_start += LENGTH_BYTES;
+    pipe->record = length;
+    pipe->opened = 0;
+    return MOVED;
+}
+
+/* Opens what has arrived of the record, to `into`. MOVED once the record is complete and verified. */
+static enum outcome open_more(struct sealed_lane *sealed, struct pipe *pipe, uint8_t *into)
+{
+    int written;
+    int64_t step = smaller(pipe->record - pipe->opened, pipe->in_end - pipe->in_start);
+    if (step < pipe->record - pipe->opened)
+        step -= step % LINE_BYTES;
+    if (step) {
+        if (crypto.decrypt_update(pipe->opener.ctx, into + pipe->opened, &written, pipe->in + pipe->in_start, (int)step) != 1)
+            return forged(sealed, pipe);
+        pipe->opened += step;
+        pipe->in_start += step;
+    }
+    if (pipe->opened < pipe->record || pipe->in_end - pipe->in_start < TAG_BYTES)
+        return IDLE;
+    uint8_t nothing[TAG_BYTES];
+    if (crypto.ctx_ctrl(pipe->opener.ctx, SET_TAG, TAG_BYTES, pipe->in + pipe->in_start) != 1 ||
+        crypto.decrypt_final(pipe->opener.ctx, nothing, &written) != 1)
+        return forged(sealed, pipe);
+    pipe->in_start += TAG_BYTES;
+    return MOVED;
+}
+
+static enum outcome unexpected(struct sealed_lane *sealed, int64_t length, int64_t expected)
+{
+    snprintf(sealed->base.trouble, TROUBLE_BYTES,
+             "the bytes were altered on the way: %lld bytes of payload where %lld belong", (long long)length,
+             (long long)expected);
+    return ENDED;
+}
+
+/* Opens the first record of a transfer as far as it is here. MOVED once it is in `first_in`. */
+static enum outcome open_first(struct sealed_lane *sealed, struct pipe *pipe)
+{
+    if (!pipe->record) {
+        enum outcome outcome = begin_opening(sealed, pipe);
+        if (outcome != MOVED)
+            return outcome;
+    }
+    if (pipe->record < HEADER_BYTES || pipe->record > FIRST_BYTES) {
+        snprintf(sealed->base.trouble, TROUBLE_BYTES,
+                 "the bytes were altered on the way: no transfer starts with a record of %lld bytes", (long long)pipe->record);
+        return ENDED;
+    }
+    return open_more(sealed, pipe, sealed->first_in);
+}
+
+static enum outcome next_pipe(struct sealed_lane *sealed, struct pipe *pipe)
+{
+    pipe->record = 0;
+    sealed->in_turn = (sealed->in_turn + 1) % sealed->pipe_count;
+    return MOVED;
+}
+
+static enum outcome receive_first(struct sealed_lane *sealed, struct pipe *pipe, struct incoming *in)
+{
+    enum outcome outcome = open_first(sealed, pipe);
+    if (outcome != MOVED)
+        return outcome;
+    int64_t length = pipe->record - HEADER_BYTES, expected = in->nbytes <= SMALL_BYTES ? in->nbytes : 0;
+    next_pipe(sealed, pipe);
+    memcpy(in->header, sealed->first_in, HEADER_BYTES);
+    if (!header_matches(in))
+        return OTHER_HEADER;
+    if (length != expected)
+        return unexpected(sealed, length, expected);
+    in->got = 0;
+    if (length && in->dest != NULL)
+        memcpy(in->dest, sealed->first_in + HEADER_BYTES, (size_t)length);
+    else if (length)
+        in->absorb(in, 0, sealed->first_in + HEADER_BYTES, length);
+    in->got = length;
+    return MOVED;
+}
+
+static enum outcome receive_next(struct sealed_lane *sealed, struct pipe *pipe, struct incoming *in)
+{
+    int64_t expected = smaller(in->nbytes - in->got, RECORD_LIMIT);
+    if (!pipe->record) {
+        enum outcome outcome = begin_opening(sealed, pipe);
+        if (outcome != MOVED)
+            return outcome;
+        if (pipe->record != expected)
+            return unexpected(sealed, pipe->record, expected);
+    }
+    enum outcome outcome = open_more(sealed, pipe, in->dest != NULL ? in->dest + in->got : sealed->scratch);
+    if (outcome != MOVED)
+        return outcome;
+    if (in->dest == NULL)
+        in->absorb(in, in->got, sealed->scratch, expected);
+    in->got += expected;
+    return next_pipe(sealed, pipe);
+}
+
+static enum outcome sealed_receive(struct lane *lane, struct incoming *in)
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    bool moved = false;
+    while (in->got < in->nbytes || in->got < 0) {
+        struct pipe *pipe = &sealed->pipes[sealed->in_turn];
+        enum outcome outcome =
+            pipe->in_start == pipe->in_end ? IDLE
+            : in->got < 0 ? receive_first(sealed, pipe, in) : receive_next(sealed, pipe, in);
+        if (outcome == IDLE) {
+            if (moved)
+                return MOVED; /* let a send have its turn */
+            outcome = fill(sealed, pipe);
+            moved = true;
+            if (outcome == IDLE)
+                return IDLE;
+        }
+        if (outcome != MOVED)
+            return outcome;
+    }
+    return MOVED;
+}
+
+static int sealed_park(struct lane *lane, struct pollfd *polls, bool sending, bool receiving)
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    int count = 0;
+    if (sealed->pipe_count == 1) { /* one entry for both directions */
+        polls[0] = (struct pollfd){.fd = sealed->pipes[0].fd, .events = (sending ? POLLOUT : 0) | (receiving ? POLLIN : 0)};
+        return 1;
+    }
+    if (receiving)
+        polls[count++] = (struct pollfd){.fd = sealed->pipes[sealed->in_turn].fd, .events = POLLIN};
+    for (int32_t index = 0; sending && index < sealed->pipe_count; index++)
+        if (sealed->pipes[index].out_end)
+            polls[count++] = (struct pollfd){.fd = sealed->pipes[index].fd, .events = POLLOUT};
+    return count ? count : -1;
+}
+
+static void sealed_unpark(struct lane *lane) { (void)lane; }
+
+static bool sealed_peek(struct lane *lane, uint8_t header[HEADER_BYTES])
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    struct pipe *pipe = &sealed->pipes[sealed->in_turn];
+    for (;;) {
+        enum outcome outcome = pipe->in_start == pipe->in_end ? IDLE : open_first(sealed, pipe);
+        if (outcome == IDLE)
+            outcome = fill(sealed, pipe);
+        else if (outcome == MOVED) {
+            memcpy(header, sealed->first_in, HEADER_BYTES);
+            return true;
+        }
+        if (outcome != MOVED)
+            return false;
+    }
+}
+
+static void sealed_close(struct lane *lane)
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    for (int32_t index = 0; index < sealed->pipe_count; index++)
+        sealed->pipes[index].fd = -1;
+}
+
+static void sealed_release(struct lane *lane)
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    for (int32_t index = 0; index < sealed->pipe_count; index++) {
+        struct pipe *pipe = &sealed->pipes[index];
+        if (pipe->sealer.ctx != NULL)
+            crypto.ctx_free(pipe->sealer.ctx);
+        if (pipe->opener.ctx != NULL)
+            crypto.ctx_free(pipe->opener.ctx);
+        free(pipe->out);
+        free(pipe->in);
+    }
+    if (sealed->pipes != NULL)
+        memset(sealed->pipes, 0, (size_t)sealed->pipe_count * sizeof *sealed->pipes); /* the keys */
+    free(sealed->pipes);
+    free(sealed->scratch);
+}
+
+static const struct lane_functions sealed_functions = {
+    sealed_transmit, sealed_receive, sealed_park, sealed_unpark, sealed_peek, sealed_close, sealed_release,
+};
+
+static bool key_init(struct keyed *keyed, const uint8_t *key, const uint8_t *scope, Py_ssize_t scope_bytes, bool seals)
+{
+    memcpy(keyed->key, key, KEY_BYTES);
+    memcpy(keyed->scope, scope, (size_t)scope_bytes);
+    keyed->scope_bytes = (size_t)scope_bytes;
+    keyed->rekey_at = REKEY_RECORDS;
+    keyed->ctx = crypto.ctx_new();
+    return keyed->ctx != NULL && set_key(keyed, seals);
+}
+
+/* Sealed(streams), each stream (fd, key out, scope out, key in, scope in) */
+int sealed_init(struct lane *lane, PyObject *args)
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    PyObject *streams;
+    if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &streams))
+        return -1;
+    Py_ssize_t count = PyTuple_Size(streams);
+    if (count < 1 || count > MOST_STREAMS || !crypto_is_loaded()) {
+        PyErr_SetString(PyExc_ValueError, "a sealed lane has 1 to 64 streams, and libcrypto is loaded before");
+        return -1;
+    }
+    lane->functions = &sealed_functions;
+    lane->spin_bytes = SPIN_BYTES;
+    sealed->scratch = aligned_alloc(LINE_BYTES, RECORD_LIMIT);
+    sealed->pipes = calloc((size_t)count, sizeof *sealed->pipes);
+    if (sealed->scratch == NULL || sealed->pipes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    sealed->pipe_count = (int32_t)count;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        struct pipe *pipe = &sealed->pipes[index];
+        const char *key_out, *scope_out, *key_in, *scope_in;
+        Py_ssize_t key_out_bytes, scope_out_bytes, key_in_bytes, scope_in_bytes;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(streams, index), "iy#y#y#y#", &pipe->fd, &key_out, &key_out_bytes, &scope_out,
+                              &scope_out_bytes, &key_in, &key_in_bytes, &scope_in, &scope_in_bytes))
+            return -1;
+        if (key_out_bytes != KEY_BYTES || key_in_bytes != KEY_BYTES || scope_out_bytes > SCOPE_ROOM ||
+            scope_in_bytes > SCOPE_ROOM) {
+            PyErr_SetString(PyExc_ValueError, "a key has 16 bytes, and a scope at most 128");
+            return -1;
+        }
+        pipe->out = malloc(OUT_BYTES);
+        pipe->in = malloc(IN_BYTES);
+        if (pipe->out == NULL || pipe->in == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        if (!key_init(&pipe->sealer, (const uint8_t *)key_out, (const uint8_t *)scope_out, scope_out_bytes, true) ||
+            !key_init(&pipe->opener, (const uint8_t *)key_in, (const uint8_t *)scope_in, scope_in_bytes, false)) {
+            PyErr_SetString(PyExc_RuntimeError, "libcrypto has no AES-128-GCM");
+            return -1;
+        }
+        pipe->renew_at = monotonic_ns() + REKEY_NS;
+    }
+    return 0;
+}

@@ -1,0 +1,169 @@
+"""Run a plan over lanes with the compiled executor. It moves the bytes; what to do about trouble is decided here.
+
+`execute` does what `executor.execute` does, and asks the attempt the same questions.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from covey.base.dtypes import BFLOAT16
+from covey.base.native import native
+from covey.net.lanes.lane import LaneClosedError
+from covey.plan.moves import first_writes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.base.arithmetic import Reduction
+    from covey.plan.moves import Plan
+    from covey.runtime.collectives.attempt import Attempt
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+SPIN_NS: Final = 50_000
+"""How long a rank with a core of its own looks again and again; falling asleep and being woken costs about as much."""
+YIELD_NS: Final = 200_000
+"""How long a rank then gives its core to others between two looks, before it sleeps."""
+STALL_SECONDS: Final = 0.2
+"""The first time that a stall is looked at: when it is announced."""
+CACHED: Final = 512
+"""Prepared plans and reductions of an attempt."""
+
+DONE, STALLED, WRONG_HEADER, LANE_ENDED, STOPPED, NEEDS_LANE = range(6)
+_HALF_OPS: Final = {"sum": 0, "mean": 1, "prod": 2, "min": 3, "max": 4}
+
+
+class NativeExecutor:
+    """The compiled executor of one attempt: its runner, and what it has prepared."""
+
+    def __init__(self, size: int) -> None:
+        """`size` is the number of slots of the attempt."""
+        self._runner = native().module.Runner(size)
+        self._plans: dict[int, tuple[Plan, Any]] = {}
+        self._reductions: dict[int, tuple[Reduction, Any]] = {}
+        """By identity, with what is identified: plans are long, and equal ones are mostly the same object."""
+        self.stop = self._runner.stop
+        """Let a running operation return. On any thread."""
+        self.forget_lanes = self._runner.forget_lanes
+
+    def execute(
+        self,
+        plan: Plan,
+        buffers: Sequence[Array],
+        reduction: Reduction | None,
+        contributors: int,
+        prefix: bytes,
+        sequence: int,
+        attempt: Attempt,
+        spin: bool,
+        undo: NativeUndoBuffer | None = None,
+    ) -> None:
+        """See `executor.execute`."""
+        known = self._plans.get(id(plan))
+        prepared = known[1] if known is not None else self._prepare_plan(plan)
+        rule = None
+        if reduction is not None:
+            found = self._reductions.get(id(reduction))
+            rule = found[1] if found is not None else self._prepare_reduction(reduction, buffers[0].dtype, contributors)
+        dtype = buffers[0].dtype
+        if dtype is BFLOAT16:  # numpy exports no buffers of it
+            buffers = [buffer.view(np.uint16) for buffer in buffers]
+        runner = self._runner
+        limit = attempt.deadline - time.monotonic()
+        stall_seconds = STALL_SECONDS if limit > STALL_SECONDS else max(0.0, limit)
+        try:
+            reason = runner.start(
+                prepared,
+                buffers,
+                dtype.itemsize,
+                rule,
+                contributors,
+                prefix,
+                sequence,
+                None if undo is None else undo.native,
+                attempt.knows_change,
+                SPIN_NS if spin else 0,
+                YIELD_NS,
+                int(stall_seconds * 1e9),
+            )
+            while reason != DONE:
+                reason = runner.resume(int(self._handle(reason, attempt) * 1e9))
+        except BaseException:
+            runner.finish()
+            raise
+        if runner.change_pending:
+            attempt.knows_change = True
+
+    def _handle(self, reason: int, attempt: Attempt) -> float:
+        """Do what the reason asks for, or raise; return after how many idle seconds the runner is to return."""
+        runner = self._runner
+        if reason == STALLED:
+            to, sender, idle = runner.waiting()
+            waiting_for = tuple(slot for slot in dict.fromkeys((to, sender)) if slot >= 0)
+            now = time.monotonic()
+            return max(0.0, attempt.stalled(now - idle, waiting_for) - time.monotonic())
+        if reason == STOPPED:
+            attempt.check()
+            return STALL_SECONDS
+        peer, expected, header, trouble = runner.details()
+        if reason == NEEDS_LANE:
+            lane: Any = attempt.lane(peer)
+            runner.set_lane(peer, lane.native, attempt.wake_fd)
+        elif reason == LANE_ENDED:
+            attempt.lane_closed(peer, LaneClosedError(trouble))
+        elif reason == WRONG_HEADER:
+            attempt.wrong_header(peer, expected, header)
+        return STALL_SECONDS
+
+    def _prepare_plan(self, plan: Plan) -> Any:
+        if len(self._plans) >= CACHED:
+            self._plans.clear()
+        prepared = native().module.Plan(plan.sends, plan.recvs, first_writes(plan))
+        self._plans[id(plan)] = plan, prepared
+        return prepared
+
+    def _prepare_reduction(self, reduction: Reduction, dtype: np.dtype[Any], contributors: int) -> Any:
+        if len(self._reductions) >= CACHED:
+            self._reductions.clear()
+        prepared = native_reduction(reduction, dtype, contributors)
+        self._reductions[id(reduction)] = reduction, prepared
+        return prepared
+
+
+def native_reduction(reduction: Reduction, dtype: np.dtype[Any], contributors: int) -> Any:
+    """Return how the compiled executor combines arrays of `dtype`."""
+    if dtype.itemsize == 2 and dtype.kind not in "iu":
+        return native().module.Reduction(dtype is BFLOAT16, _HALF_OPS[reduction.op])
+    divide = np.divide if reduction.divides else None
+    divisor = np.array([contributors], np.float64 if dtype.kind == "b" else dtype).view(np.uint8)[: dtype.itemsize]
+    return native().module.Reduction(dtype.itemsize, dtype.num, reduction.combine, divide, divisor.tobytes())
+
+
+class NativeUndoBuffer:
+    """The undo buffer of the compiled executor; see `undo_buffer.UndoBuffer`."""
+
+    def __init__(self) -> None:
+        self.native = native().module.Undo()
+        self._targets: list[Any] = []
+        """What may be restored, which must not be freed before."""
+
+    def make_room(self, buffers: Sequence[Array]) -> None:
+        self._targets.append(buffers)
+        self.native.make_room(sum(buffer.nbytes for buffer in buffers))
+
+    def save(self, target: Array) -> None:
+        self._targets.append(target)
+        self.native.save(target.view(np.uint8))
+
+    def restore(self) -> None:
+        if self._targets:
+            self.native.restore()
+            self._targets.clear()
+
+    def forget(self) -> None:
+        self.native.forget()
+        self._targets.clear()
