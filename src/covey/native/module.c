@@ -7,11 +7,15 @@
 static const int64_t SIGNALS_NS = 100 * 1000 * 1000; /* how long signal handlers of Python may wait for an operation */
 enum { LOOKED_BYTES = 1 << 14 }; /* an operation on less than this is tried for a moment with the lock held */
 
-static PyObject *lane_types[3], *plan_type, *reduction_type, *undo_type;
+static PyObject *lane_types[3], *plan_type, *reduction_type, *undo_type, *runner_type;
+
+bool is_plan(PyObject *object) { return (PyObject *)Py_TYPE(object) == plan_type; }
+bool is_reduction(PyObject *object) { return (PyObject *)Py_TYPE(object) == reduction_type; }
+bool is_runner(PyObject *object) { return (PyObject *)Py_TYPE(object) == runner_type; }
 
 /* Objects: each type has a maker that fills zeroed memory, and a releaser. */
 
-static PyObject *make(PyTypeObject *type, PyObject *args, int (*init)(void *, PyObject *))
+static PyObject *make(PyTypeObject *type, PyObject *args, int (*init)(PyObject *, PyObject *))
 {
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *self = alloc(type, 0);
@@ -33,19 +37,19 @@ static void destroy(PyObject *self)
 static PyObject *new_ring(PyTypeObject *type, PyObject *args, PyObject *unused)
 {
     (void)unused;
-    return make(type, args, (int (*)(void *, PyObject *))ring_init);
+    return make(type, args, ring_init);
 }
 
 static PyObject *new_stream(PyTypeObject *type, PyObject *args, PyObject *unused)
 {
     (void)unused;
-    return make(type, args, (int (*)(void *, PyObject *))stream_init);
+    return make(type, args, stream_init);
 }
 
 static PyObject *new_sealed(PyTypeObject *type, PyObject *args, PyObject *unused)
 {
     (void)unused;
-    return make(type, args, (int (*)(void *, PyObject *))sealed_init);
+    return make(type, args, sealed_init);
 }
 
 static void free_lane(PyObject *self)
@@ -78,7 +82,7 @@ static PyObject *lane_close(PyObject *self, PyObject *unused)
 static PyObject *new_plan(PyTypeObject *type, PyObject *args, PyObject *unused)
 {
     (void)unused;
-    return make(type, args, (int (*)(void *, PyObject *))plan_init);
+    return make(type, args, plan_init);
 }
 
 static void free_plan(PyObject *self)
@@ -90,7 +94,7 @@ static void free_plan(PyObject *self)
 static PyObject *new_reduction(PyTypeObject *type, PyObject *args, PyObject *unused)
 {
     (void)unused;
-    return make(type, args, (int (*)(void *, PyObject *))reduction_init);
+    return make(type, args, reduction_init);
 }
 
 static PyObject *reduction_combine(PyObject *self, PyObject *args)
@@ -152,7 +156,7 @@ static PyObject *new_runner(PyTypeObject *type, PyObject *args, PyObject *unused
     return (PyObject *)runner;
 }
 
-static void finish(struct runner *runner)
+void runner_finish(struct runner *runner)
 {
     for (int32_t index = 0; index < runner->buffer_count; index++)
         PyBuffer_Release(&runner->buffers[index]);
@@ -172,7 +176,7 @@ static void forget_lanes(struct runner *runner)
 static void free_runner(PyObject *self)
 {
     struct runner *runner = (struct runner *)self;
-    finish(runner);
+    runner_finish(runner);
     forget_lanes(runner);
     free(runner->lane_objects);
     free(runner->out_moves);
@@ -234,44 +238,77 @@ static PyObject *go_on(struct runner *runner, bool may_look)
             return NULL;
     }
     if (reason == DONE)
-        finish(runner);
+        runner_finish(runner);
     else if (reason == NO_MEMORY)
         return PyErr_NoMemory();
     return PyLong_FromLong(reason);
 }
 
-static bool take_buffers(struct runner *runner, PyObject *buffers, const struct plan *plan)
+/* Takes over a buffer as the next one of the operation that begins; false, with a Python error, without memory. */
+bool runner_take(struct runner *runner, Py_buffer *buffer)
 {
-    Py_ssize_t count = PySequence_Size(buffers);
-    if (count < 0)
-        return false;
-    if (count > runner->buffer_room) {
-        Py_buffer *room = realloc(runner->buffers, (size_t)count * sizeof *room);
-        if (room == NULL) {
+    if (runner->buffer_count == runner->buffer_room) {
+        int32_t room = runner->buffer_room ? 2 * runner->buffer_room : 4;
+        Py_buffer *buffers = realloc(runner->buffers, (size_t)room * sizeof *buffers);
+        if (buffers == NULL) {
+            PyBuffer_Release(buffer);
             PyErr_NoMemory();
             return false;
         }
-        runner->buffers = room;
-        runner->buffer_room = (int32_t)count;
+        runner->buffers = buffers;
+        runner->buffer_room = room;
     }
-    for (Py_ssize_t index = 0; index < count; index++) {
-        PyObject *buffer = PySequence_GetItem(buffers, index);
-        if (buffer == NULL)
+    runner->buffers[runner->buffer_count++] = *buffer;
+    return true;
+}
+
+static bool fits(const struct runner *runner, const struct plan *plan, const struct operation *operation)
+{
+    if (plan->buffer_count > runner->buffer_count || plan->peer_count > runner->size)
+        return false;
+    for (int32_t index = 0; index < plan->buffer_count; index++)
+        if (plan->needs[index] > runner->buffers[index].len / operation->itemsize)
             return false;
-        int failed = PyObject_GetBuffer(buffer, &runner->buffers[index], PyBUF_SIMPLE);
-        Py_DECREF(buffer);
-        if (failed)
+    for (int64_t index = 0; index < plan->recv_count; index++) {
+        const struct recv_move *recv = &plan->recvs[index];
+        if (runner->buffers[recv->buffer].readonly && recv->start < recv->stop)
             return false;
-        runner->buffer_count = (int32_t)index + 1;
+        if (recv->action & REDUCE && operation->reduction == NULL)
+            return false;
     }
-    bool fits = plan->buffer_count <= runner->buffer_count && plan->peer_count <= runner->size;
-    for (int32_t index = 0; fits && index < plan->buffer_count; index++)
-        fits = plan->needs[index] <= runner->buffers[index].len / runner->itemsize;
-    for (int64_t index = 0; fits && index < plan->recv_count; index++)
-        fits = !runner->buffers[plan->recvs[index].buffer].readonly || plan->recvs[index].start == plan->recvs[index].stop;
-    if (!fits)
+    return true;
+}
+
+/* Prepares an operation on the buffers that were taken; false, with a Python error, if the plan does not fit them. */
+bool runner_begin(struct runner *runner, const struct operation *operation)
+{
+    if (!fits(runner, (const struct plan *)operation->plan, operation)) {
+        runner_finish(runner);
         PyErr_SetString(PyExc_ValueError, "the plan does not fit the buffers");
-    return fits;
+        return false;
+    }
+    Py_INCREF(operation->plan);
+    Py_XINCREF(operation->reduction);
+    Py_XINCREF(operation->undo);
+    runner->plan_object = operation->plan;
+    runner->reduction_object = operation->reduction;
+    runner->undo_object = operation->undo;
+    runner->itemsize = operation->itemsize;
+    runner->contributors = operation->contributors;
+    memcpy(runner->prefix, operation->prefix, PREFIX_BYTES);
+    runner->sequence = operation->sequence;
+    runner->change_pending = operation->change_pending;
+    runner->spin_ns = operation->spin_ns;
+    runner->yield_ns = operation->yield_ns;
+    runner->stall_ns = operation->stall_ns;
+    runner->sent = runner->applied = 0;
+    runner->is_sending = runner->is_receiving = runner->is_out_of_memory = false;
+    runner->out.nbytes = 0;
+    memset(runner->out_moves, 0, (size_t)runner->size * sizeof *runner->out_moves);
+    memset(runner->in_moves, 0, (size_t)runner->size * sizeof *runner->in_moves);
+    runner->idle_since = 0;
+    runner->has_slept = false;
+    return true;
 }
 
 /* start(plan, buffers, itemsize, reduction, contributors, prefix, sequence, undo, change_pending, spin ns, yield ns,
@@ -279,58 +316,49 @@ static bool take_buffers(struct runner *runner, PyObject *buffers, const struct 
 static PyObject *runner_start(PyObject *self, PyObject *args)
 {
     struct runner *runner = (struct runner *)self;
-    PyObject *plan, *buffers, *reduction, *undo;
-    const char *prefix;
+    struct operation operation = {0};
+    PyObject *buffers;
     Py_ssize_t prefix_bytes;
     long long itemsize, contributors, spin_ns, yield_ns, stall_ns;
     unsigned long long sequence;
     int change_pending;
     if (runner->is_running)
         return is_busy();
-    if (!PyArg_ParseTuple(args, "OOLOLy#KOpLLL", &plan, &buffers, &itemsize, &reduction, &contributors, &prefix,
-                          &prefix_bytes, &sequence, &undo, &change_pending, &spin_ns, &yield_ns, &stall_ns))
+    if (!PyArg_ParseTuple(args, "OOLOLy#KOpLLL", &operation.plan, &buffers, &itemsize, &operation.reduction, &contributors,
+                          &operation.prefix, &prefix_bytes, &sequence, &operation.undo, &change_pending, &spin_ns, &yield_ns,
+                          &stall_ns))
         return NULL;
-    if ((PyObject *)Py_TYPE(plan) != plan_type || (reduction != Py_None && (PyObject *)Py_TYPE(reduction) != reduction_type) ||
-        (undo != Py_None && (PyObject *)Py_TYPE(undo) != undo_type) || prefix_bytes != PREFIX_BYTES || itemsize < 1)
+    if (operation.reduction == Py_None)
+        operation.reduction = NULL;
+    if (operation.undo == Py_None)
+        operation.undo = NULL;
+    if (!is_plan(operation.plan) || (operation.reduction != NULL && !is_reduction(operation.reduction)) ||
+        (operation.undo != NULL && (PyObject *)Py_TYPE(operation.undo) != undo_type) || prefix_bytes != PREFIX_BYTES ||
+        itemsize < 1)
         return PyErr_Format(PyExc_TypeError, "these are not the parts of an operation");
-    finish(runner);
-    runner->itemsize = itemsize;
-    if (!take_buffers(runner, buffers, (const struct plan *)plan)) {
-        finish(runner);
-        return NULL;
-    }
+    operation.itemsize = itemsize;
+    operation.contributors = contributors;
+    operation.sequence = sequence;
+    operation.change_pending = change_pending;
+    operation.spin_ns = spin_ns;
+    operation.yield_ns = yield_ns;
+    operation.stall_ns = stall_ns;
+    runner_finish(runner);
     int64_t total = 0;
-    for (int32_t index = 0; index < runner->buffer_count; index++)
-        total += runner->buffers[index].len;
-    for (int64_t index = 0; reduction == Py_None && index < ((struct plan *)plan)->recv_count; index++)
-        if (((struct plan *)plan)->recvs[index].action & REDUCE) {
-            finish(runner);
-            return PyErr_Format(PyExc_ValueError, "the plan reduces, but there is no reduction");
+    Py_ssize_t count = PySequence_Size(buffers);
+    for (Py_ssize_t index = 0; index < count; index++) {
+        Py_buffer view;
+        PyObject *buffer = PySequence_GetItem(buffers, index);
+        int failed = buffer == NULL || PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE) < 0;
+        Py_XDECREF(buffer);
+        if (failed || !runner_take(runner, &view)) {
+            runner_finish(runner);
+            return NULL;
         }
-    Py_INCREF(plan);
-    runner->plan_object = plan;
-    if (reduction != Py_None) {
-        Py_INCREF(reduction);
-        runner->reduction_object = reduction;
+        total += view.len;
     }
-    if (undo != Py_None) {
-        Py_INCREF(undo);
-        runner->undo_object = undo;
-    }
-    runner->contributors = contributors;
-    memcpy(runner->prefix, prefix, PREFIX_BYTES);
-    runner->sequence = sequence;
-    runner->change_pending = change_pending;
-    runner->sent = runner->applied = 0;
-    runner->is_sending = runner->is_receiving = runner->is_out_of_memory = false;
-    runner->out.nbytes = 0;
-    memset(runner->out_moves, 0, (size_t)runner->size * sizeof *runner->out_moves);
-    memset(runner->in_moves, 0, (size_t)runner->size * sizeof *runner->in_moves);
-    runner->spin_ns = spin_ns;
-    runner->yield_ns = yield_ns;
-    runner->stall_ns = stall_ns;
-    runner->idle_since = 0;
-    runner->has_slept = false;
+    if (count < 0 || !runner_begin(runner, &operation))
+        return NULL;
     return go_on(runner, total <= LOOKED_BYTES);
 }
 
@@ -349,12 +377,12 @@ static PyObject *runner_resume(PyObject *self, PyObject *arg)
     return go_on(runner, false);
 }
 
-static PyObject *runner_finish(PyObject *self, PyObject *unused)
+static PyObject *runner_method_finish(PyObject *self, PyObject *unused)
 {
     (void)unused;
     if (((struct runner *)self)->is_running)
         return is_busy();
-    finish((struct runner *)self);
+    runner_finish((struct runner *)self);
     Py_RETURN_NONE;
 }
 
@@ -387,6 +415,18 @@ static PyObject *runner_waiting(PyObject *self, PyObject *unused)
     int to = runner->is_sending ? plan->sends[runner->sent].peer : -1;
     int from = runner->is_receiving && runner->in.got < runner->in.nbytes ? plan->recvs[runner->applied].peer : -1;
     return Py_BuildValue("(iid)", to, from, idle);
+}
+
+static PyObject *new_shortcut(PyTypeObject *type, PyObject *args, PyObject *unused)
+{
+    (void)unused;
+    return make(type, args, shortcut_init);
+}
+
+static void free_shortcut(PyObject *self)
+{
+    shortcut_release(self);
+    destroy(self);
 }
 
 static PyObject *runner_change_pending(PyObject *self, void *unused)
@@ -430,13 +470,33 @@ static PyMethodDef runner_methods[] = {
     {"forget_lanes", runner_forget, METH_NOARGS, "Forget all lanes."},
     {"start", runner_start, METH_VARARGS, "Start an operation, and run until there is a reason to return."},
     {"resume", runner_resume, METH_O, "Go on for up to so many idle nanoseconds."},
-    {"finish", runner_finish, METH_NOARGS, "Release what the operation uses."},
+    {"finish", runner_method_finish, METH_NOARGS, "Release what the operation uses."},
     {"stop", runner_stop, METH_NOARGS, "Let the running operation return. On any thread."},
     {"details", runner_details, METH_NOARGS, "What the last reason was about."},
     {"waiting", runner_waiting, METH_NOARGS, "What the operation waits for."},
     {NULL, NULL, 0, NULL},
 };
+static PyObject *runner_is_open(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(((struct runner *)self)->is_open);
+}
+
+static int runner_set_open(PyObject *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    int is_open = value == NULL ? 0 : PyObject_IsTrue(value);
+    ((struct runner *)self)->is_open = is_open > 0;
+    return is_open < 0 ? -1 : 0;
+}
+
+static PyMethodDef shortcut_methods[] = {
+    {"add", shortcut_add, METH_VARARGS, "Remember how a call with such an array runs."},
+    {"run", (PyCFunction)(void (*)(void))shortcut_run, METH_FASTCALL, "Run a call like one that was added."},
+    {NULL, NULL, 0, NULL},
+};
 static PyGetSetDef runner_attributes[] = {
+    {"is_open", runner_is_open, runner_set_open, "Whether shortcuts may run: no other operation does, and none failed.", NULL},
     {"change_pending", runner_change_pending, NULL, "Whether this rank knows of a waiting change.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -482,9 +542,11 @@ PyMODINIT_FUNC PyInit__native(void)
     reduction_type = add_type(module, "covey._native.Reduction", sizeof(struct reduction), new_reduction, destroy,
                               reduction_methods, NULL);
     undo_type = add_type(module, "covey._native.Undo", sizeof(struct undo), new_undo, free_undo, undo_methods, NULL);
-    PyObject *runner_type = add_type(module, "covey._native.Runner", sizeof(struct runner), new_runner, free_runner,
+    runner_type = add_type(module, "covey._native.Runner", sizeof(struct runner), new_runner, free_runner,
                                      runner_methods, runner_attributes);
-    if (!lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type) {
+    PyObject *shortcut_type =
+        add_type(module, "covey._native.Shortcut", shortcut_size, new_shortcut, free_shortcut, shortcut_methods, NULL);
+    if (!shortcut_type || !lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type) {
         Py_DECREF(module);
         return NULL;
     }

@@ -102,7 +102,7 @@ struct reduction {
     bool is_half, is_bfloat16;
     enum half_op half_op;
 };
-int reduction_init(struct reduction *reduction, PyObject *args);
+int reduction_init(PyObject *self, PyObject *args);
 
 /* Combines `count` elements: out = left op right, and divides by `contributors` at the end of a mean. */
 void combine(const struct reduction *reduction, const uint8_t *left, const uint8_t *right, uint8_t *out, int64_t count,
@@ -147,7 +147,7 @@ struct plan {
     int32_t buffer_count, peer_count; /* one more than the highest index that the moves use */
     int64_t *needs;                   /* by buffer: the elements that it must have */
 };
-int plan_init(struct plan *plan, PyObject *args);
+int plan_init(PyObject *self, PyObject *args);
 void plan_release(struct plan *plan);
 enum { STORE = 0, REDUCE = 1, LEFT = 2, FINAL = 4 };
 
@@ -169,6 +169,7 @@ struct runner {
     _Atomic int stop;
     bool is_running;     /* a thread is in runner_run without the interpreter's lock */
     bool forgets_lanes;  /* that thread forgets the lanes when it returns */
+    bool is_open;        /* shortcuts may run: no other operation does, and none has failed */
     int32_t size;
     PyObject **lane_objects; /* struct lane, by slot */
 
@@ -202,6 +203,30 @@ struct runner {
     int32_t peer; /* that the reason is about */
 };
 
+/* What the caller knows of an operation; borrowed references. */
+struct operation {
+    PyObject *plan, *reduction, *undo; /* reduction and undo may be NULL */
+    int64_t itemsize, contributors;
+    const uint8_t *prefix;
+    uint64_t sequence;
+    bool change_pending;
+    int64_t spin_ns, yield_ns, stall_ns;
+};
+
+/* With the interpreter's lock: */
+bool runner_take(struct runner *runner, Py_buffer *buffer);
+bool runner_begin(struct runner *runner, const struct operation *operation);
+void runner_finish(struct runner *runner);
+bool is_plan(PyObject *object);
+bool is_reduction(PyObject *object);
+bool is_runner(PyObject *object);
+int shortcut_init(PyObject *self, PyObject *args);
+void shortcut_release(PyObject *self);
+PyObject *shortcut_add(PyObject *self, PyObject *args);
+PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count);
+extern const size_t shortcut_size;
+
+/* Without it: */
 enum reason runner_run(struct runner *runner, bool only_look);
 int64_t monotonic_ns(void);
 
@@ -210,9 +235,9 @@ bool crypto_load(const char *library, char *trouble, size_t room);
 bool crypto_is_loaded(void);
 
 /* Makers of lanes; each returns 0, or -1 with a Python error set. */
-int ring_init(struct lane *lane, PyObject *args);
-int stream_init(struct lane *lane, PyObject *args);
-int sealed_init(struct lane *lane, PyObject *args);
+int ring_init(PyObject *self, PyObject *args);
+int stream_init(PyObject *self, PyObject *args);
+int sealed_init(PyObject *self, PyObject *args);
 extern const size_t ring_size, stream_size, sealed_size;
 
 #endif

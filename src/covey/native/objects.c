@@ -157,8 +157,9 @@ static void need(struct plan *plan, int32_t buffer, int64_t stop)
 }
 
 /* Plan(sends, recvs, saves): the moves of covey.plan, and for each receive whether it is the first to change its range. */
-int plan_init(struct plan *plan, PyObject *args)
+int plan_init(PyObject *self, PyObject *args)
 {
+    struct plan *plan = (struct plan *)self;
     PyObject *sends, *recvs, *saves;
     if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &sends, &PyTuple_Type, &recvs, &PyTuple_Type, &saves))
         return -1;

@@ -198,8 +198,9 @@ static bool find_loop(PyObject *object, int type, numpy_loop **loop, void **data
 
 /* Reduction(itemsize, type number, combine, divide or None, divisor) of numpy's loops;
  * Reduction(is_bfloat16, op) of our own. */
-int reduction_init(struct reduction *reduction, PyObject *args)
+int reduction_init(PyObject *self, PyObject *args)
 {
+    struct reduction *reduction = (struct reduction *)self;
     if (PyTuple_Size(args) == 2) {
         int is_bfloat16, op;
         if (!PyArg_ParseTuple(args, "pi", &is_bfloat16, &op))

@@ -218,9 +218,10 @@ static struct ring_end end_of(uint8_t *memory, uint64_t capacity, int index)
 }
 
 /* Ring(memory, capacity, doorbell, first) */
-int ring_init(struct lane *lane, PyObject *args)
+int ring_init(PyObject *self, PyObject *args)
 {
-    struct ring_lane *ring = (struct ring_lane *)lane;
+    struct lane *lane = (struct lane *)self;
+    struct ring_lane *ring = (struct ring_lane *)self;
     PyObject *memory;
     long long capacity;
     int doorbell, first;

@@ -521,9 +521,10 @@ static bool key_init(struct keyed *keyed, const uint8_t *key, const uint8_t *sco
 }
 
 /* Sealed(streams), each stream (fd, key out, scope out, key in, scope in) */
-int sealed_init(struct lane *lane, PyObject *args)
+int sealed_init(PyObject *self, PyObject *args)
 {
-    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    struct lane *lane = (struct lane *)self;
+    struct sealed_lane *sealed = (struct sealed_lane *)self;
     PyObject *streams;
     if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &streams))
         return -1;

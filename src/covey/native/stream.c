@@ -156,9 +156,10 @@ static const struct lane_functions stream_functions = {
 };
 
 /* Stream(fd) */
-int stream_init(struct lane *lane, PyObject *args)
+int stream_init(PyObject *self, PyObject *args)
 {
-    struct stream_lane *stream = (struct stream_lane *)lane;
+    struct lane *lane = (struct lane *)self;
+    struct stream_lane *stream = (struct stream_lane *)self;
     if (!PyArg_ParseTuple(args, "i", &stream->fd))
         return -1;
     stream->scratch = aligned_alloc(LINE_BYTES, HEADER_BYTES + RECEIVE_BYTES);

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from covey.net.lanes.lane import Lane
     from covey.plan.moves import Plan
     from covey.runtime.bell import Bell
+    from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
-    from covey.runtime.collectives.native_executor import NativeExecutor
+    from covey.runtime.collectives.native_executor import NativeExecutor, Shortcut
     from covey.runtime.collectives.undo_buffer import UndoBuffer
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ class Attempt(EnginePart):
             undo.make_room(buffers)
         engine = self.engine
         operation = engine.operation
-        prefix = self._prefixes.get((operation.call.fingerprint, phase)) or self._prefix(engine, phase)
+        prefix = self._prefixes.get((operation.call.fingerprint, phase)) or self.prefix(operation.call, phase)
         self.deadline = operation.deadline
         self._run(
             self._execute, plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo
@@ -120,18 +121,32 @@ class Attempt(EnginePart):
         """Return once all ranks of the attempt have called this."""
         engine = self.engine
         operation = engine.operation
-        prefix = self._prefixes.get((operation.call.fingerprint, COMMIT_PHASE)) or self._prefix(engine, COMMIT_PHASE)
+        prefix = self._prefixes.get((operation.call.fingerprint, COMMIT_PHASE)) or self.prefix(
+            operation.call, COMMIT_PHASE
+        )
         self.deadline = operation.deadline
         self._execute(self._barrier, self._nothing, None, self.size, prefix, operation.sequence, self, engine.may_spin)
 
-    def _prefix(self, engine: Engine, phase: int) -> bytes:
-        """Return the first bytes of the headers of the current operation, and cache them."""
-        call = engine.operation.call
+    def prefix(self, call: Call, phase: int) -> bytes:
+        """Return the first bytes of the headers of an operation, and cache them."""
         if len(self._prefixes) > CACHED_PREFIXES:
             self._prefixes.clear()
-        fields = (call.operation, call.dtype, phase, self.number, 0, engine.id, call.fingerprint)
+        fields = (call.operation, call.dtype, phase, self.number, 0, self.engine.id, call.fingerprint)
         prefix = self._prefixes[call.fingerprint, phase] = PREFIX.pack(MAGIC, *fields)
         return prefix
+
+    # Repeated small calls
+
+    def shortcut(self) -> Shortcut | None:
+        """Return the shortcut of the compiled executor, if that is used."""
+        return None if self._native is None else self._native.make_shortcut(self.engine)
+
+    def resume(self) -> None:
+        """Go on with an operation that a shortcut has begun."""
+        assert self._native is not None
+        self._phase += 1
+        self.deadline = self.engine.operation.deadline
+        self._native.resume(self)
 
     # Ranks and slots
 

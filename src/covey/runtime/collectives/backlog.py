@@ -77,6 +77,7 @@ class Backlog:
             error = failure
         with self._counting:
             self.unfinished -= 1
+        engine.open_shortcut()
         work.conclude(result, error)
         del self._works[work]
         try:

@@ -76,23 +76,24 @@ class CallLog:
 
     def __init__(self) -> None:
         self.entered = 0
-        self._calls: list[tuple[int, Call] | None] = [None] * LOGGED
+        self.slots: list[tuple[int, Call] | None] = [None] * LOGGED
+        """The recent calls of this rank, each in the slot of its number modulo LOGGED."""
         self._others: dict[int, Heard] = {}
         self.words: Counter[int] = Counter()
         """The number of reports from each other rank."""
 
     def enter(self, sequence: int, call: Call) -> None:
         """Record that this rank starts operation `sequence`."""
-        self._calls[sequence % LOGGED] = (sequence, call)
+        self.slots[sequence % LOGGED] = (sequence, call)
         self.entered = sequence
 
     def recent(self) -> list[tuple[int, Call]]:
         """Return the logged calls of this rank, in order."""
-        return sorted((entry for entry in self._calls if entry is not None), key=lambda entry: entry[0])
+        return sorted((entry for entry in self.slots if entry is not None), key=lambda entry: entry[0])
 
     def at(self, sequence: int) -> Call | None:
         """Return what this rank called at `sequence`; None if it has not entered it, or it is no longer logged."""
-        entry = self._calls[sequence % LOGGED]
+        entry = self.slots[sequence % LOGGED]
         return entry[1] if entry is not None and entry[0] == sequence else None
 
     def heard(self, rank: int, entered: int, sequence: int, fingerprint: int, text: str) -> bool:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.runtime.collectives.atomic import AtomicOperations
     from covey.runtime.collectives.call_log import Call
+    from covey.runtime.collectives.native_executor import Shortcut
     from covey.runtime.members.generation import Generation
     from covey.runtime.members.node import Node
     from covey.runtime.work import Work
@@ -96,7 +97,6 @@ class Engine:
         self._call_log = self.stalls.call_log
         self.suspicion = Suspicion(self)
         self._is_pending = False
-        self._returned = 0
         # Reentrant: a thread that Ctrl-C interrupts right after it acquired the lock must be able to close the group.
         self._issuing, self._is_issuing = threading.RLock(), False
         self.is_closed = False
@@ -108,6 +108,8 @@ class Engine:
         self._descriptors: list[int] = []
         self.bell = Bell(self._descriptors)
         self.routing = MessageRouting(self, self.bell)
+        self.shortcut: Shortcut | None = None
+        """Runs repeated small calls; None if there is none."""
         self.atomic: AtomicOperations | None = None
         """None in a group that ends with its first loss."""
         self._dropped = weakref.finalize(
@@ -122,6 +124,8 @@ class Engine:
                 self.failure.end_here(generation.fault)
         else:
             self._attempt = Attempt(self, 0, tuple(self.ranks), self.bell, None)
+            if node is not None and not node.is_elastic:  # an elastic one has news to tell with every operation
+                self.shortcut = self._attempt.shortcut()
         self.reports = ControlReports(self)
         if node is not None:
             node.groups.register(group_id, self.reports)
@@ -176,7 +180,7 @@ class Engine:
     @property
     def last_returned(self) -> int:
         """The number of the last operation that returned here."""
-        return self._returned if self.atomic is None else self.atomic.returned
+        return self.operation.returned if self.atomic is None else self.atomic.returned
 
     @property
     def is_over(self) -> bool:
@@ -224,6 +228,8 @@ class Engine:
             )
         try:
             self._is_issuing = True
+            if self.shortcut is not None:
+                self.shortcut.is_open = False
             if self.failure.fault is not None or self.is_closed:
                 self.failure.refuse(call)
             limit = self.config.timeout if timeout is None else check_timeout(timeout)
@@ -236,6 +242,13 @@ class Engine:
         finally:
             self._is_issuing = False
             self._issuing.release()
+            if self.shortcut is not None:
+                self.open_shortcut()
+
+    def open_shortcut(self) -> None:
+        """Let repeated small calls take the shortcut, unless another operation runs or the group is over."""
+        if self.shortcut is not None and not (self._is_issuing or self._backlog.unfinished or self.is_over):
+            self.shortcut.is_open = True
 
     def perform(
         self,
@@ -263,7 +276,7 @@ class Engine:
                 attempt.begin(knows_change=carries and self.knows_change)
                 result = body(attempt)
                 self._is_pending |= carries and attempt.knows_change
-                self._returned = sequence
+                operation.returned = sequence
         except DisagreedError as disagreement:
             self.failure.disagreed(disagreement.error)
             raise disagreement.error from None

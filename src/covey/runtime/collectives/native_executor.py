@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from covey.base.arithmetic import Reduction
     from covey.plan.moves import Plan
     from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.collectives.call_log import Call
+    from covey.runtime.collectives.engine import Engine
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -30,6 +32,8 @@ YIELD_NS: Final = 200_000
 """How long a rank then gives its core to others between two looks, before it sleeps."""
 STALL_SECONDS: Final = 0.2
 """The first time that a stall is looked at: when it is announced."""
+SHORT_BYTES: Final = 1 << 14
+"""Arrays up to this may take the shortcut."""
 CACHED: Final = 512
 """Prepared plans and reductions of an attempt."""
 
@@ -63,13 +67,9 @@ class NativeExecutor:
         undo: NativeUndoBuffer | None = None,
     ) -> None:
         """See `executor.execute`."""
-        known = self._plans.get(id(plan))
-        prepared = known[1] if known is not None else self._prepare_plan(plan)
-        rule = None
-        if reduction is not None:
-            found = self._reductions.get(id(reduction))
-            rule = found[1] if found is not None else self._prepare_reduction(reduction, buffers[0].dtype, contributors)
         dtype = buffers[0].dtype
+        prepared = self.prepared_plan(plan)
+        rule = None if reduction is None else self.prepared_reduction(reduction, dtype, contributors)
         if dtype is BFLOAT16:  # numpy exports no buffers of it
             buffers = [buffer.view(np.uint16) for buffer in buffers]
         runner = self._runner
@@ -90,13 +90,30 @@ class NativeExecutor:
                 YIELD_NS,
                 int(stall_seconds * 1e9),
             )
-            while reason != DONE:
-                reason = runner.resume(int(self._handle(reason, attempt) * 1e9))
+            self._finish(reason, attempt)
         except BaseException:
             runner.finish()
             raise
+
+    def resume(self, attempt: Attempt) -> None:
+        """Go on with an operation that a shortcut has begun."""
+        try:
+            self._finish(self._runner.resume(int(STALL_SECONDS * 1e9)), attempt)
+        except BaseException:
+            self._runner.finish()
+            raise
+
+    def _finish(self, reason: int, attempt: Attempt) -> None:
+        """Let the runner go on, after it returned with `reason`, until the operation is done."""
+        runner = self._runner
+        while reason != DONE:
+            reason = runner.resume(int(self._handle(reason, attempt) * 1e9))
         if runner.change_pending:
             attempt.knows_change = True
+
+    def make_shortcut(self, engine: Engine) -> Shortcut:
+        """Return a shortcut for the operations of a group, which has no other attempt than this."""
+        return Shortcut(self, self._runner, engine)
 
     def _handle(self, reason: int, attempt: Attempt) -> float:
         """Do what the reason asks for, or raise; return after how many idle seconds the runner is to return."""
@@ -119,14 +136,22 @@ class NativeExecutor:
             attempt.wrong_header(peer, expected, header)
         return STALL_SECONDS
 
-    def _prepare_plan(self, plan: Plan) -> Any:
+    def prepared_plan(self, plan: Plan) -> Any:
+        """Return a plan as the extension runs it."""
+        known = self._plans.get(id(plan))
+        if known is not None:
+            return known[1]
         if len(self._plans) >= CACHED:
             self._plans.clear()
         prepared = native().module.Plan(plan.sends, plan.recvs, first_writes(plan))
         self._plans[id(plan)] = plan, prepared
         return prepared
 
-    def _prepare_reduction(self, reduction: Reduction, dtype: np.dtype[Any], contributors: int) -> Any:
+    def prepared_reduction(self, reduction: Reduction, dtype: np.dtype[Any], contributors: int) -> Any:
+        """Return a reduction as the extension runs it."""
+        known = self._reductions.get(id(reduction))
+        if known is not None:
+            return known[1]
         if len(self._reductions) >= CACHED:
             self._reductions.clear()
         prepared = native_reduction(reduction, dtype, contributors)
@@ -141,6 +166,45 @@ def native_reduction(reduction: Reduction, dtype: np.dtype[Any], contributors: i
     divide = np.divide if reduction.divides else None
     divisor = np.array([contributors], np.float64 if dtype.kind == "b" else dtype).view(np.uint8)[: dtype.itemsize]
     return native().module.Reduction(dtype.itemsize, dtype.num, reduction.combine, divide, divisor.tobytes())
+
+
+class Shortcut:
+    """Runs repeated small calls of all_reduce with one call of the extension each."""
+
+    def __init__(self, executor: NativeExecutor, runner: Any, engine: Engine) -> None:
+        call_log = engine.stalls.call_log
+        spin_ns = SPIN_NS if engine.may_spin else 0
+        self._executor, self._runner = executor, runner
+        self._made = native().module.Shortcut(
+            runner, engine.operation, call_log, call_log.slots, np.ndarray, spin_ns, YIELD_NS, int(STALL_SECONDS * 1e9)
+        )
+        self.run = self._made.run
+        """`run(x, op)` returns False if the call must go the long way, True if it has returned, or the call it began."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls may take the shortcut."""
+        return bool(self._runner.is_open)
+
+    @is_open.setter
+    def is_open(self, is_open: bool) -> None:
+        self._runner.is_open = is_open
+
+    def add(
+        self, x: Array, op: str, shape: tuple[int, ...], call: Call, plan: Plan, rule: Reduction, attempt: Attempt
+    ) -> None:
+        """Let calls with arrays like `x` take the shortcut, if they are small enough to be over in a moment."""
+        if x.nbytes <= SHORT_BYTES:
+            self._made.add(
+                x.dtype,
+                shape,
+                op,
+                call,
+                self._executor.prepared_plan(plan),
+                self._executor.prepared_reduction(rule, x.dtype, attempt.size),
+                attempt.size,
+                attempt.prefix(call, 0),
+            )
 
 
 class NativeUndoBuffer:

@@ -31,6 +31,8 @@ class CurrentOperation(EnginePart):
         self.call = Call(0, 0, 0, "")
         self.sequence = 0
         """Its number, counted from 1: the number of operations started."""
+        self.returned = 0
+        """The number of the last operation that returned, in a group that ends with its first loss."""
         self.timeout = self.deadline = 0.0
         self.is_announced = False
         """Whether the other ranks were asked where they are."""

@@ -49,6 +49,11 @@ class Reductions(Issuer):
         The result is bit-identical on all ranks. `op` is sum, mean, min, max, prod, and, or, or xor. With `weight`,
         a mean counts this rank's `x` that many times, as unequal batches need; then every rank passes a weight.
         """
+        shortcut = self._engine.shortcut
+        if shortcut is not None and weight is None and timeout is None and algorithm is None and not async_op:
+            outcome = shortcut.run(x, op)
+            if outcome is not False:
+                return x if outcome is True else self._resume_all_reduce(x, outcome)
         is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
@@ -84,6 +89,15 @@ class Reductions(Issuer):
             then = functools.partial(_reduced, operand, is_number)
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 
+    def _resume_all_reduce(self, x: Array, call: Call) -> Any:
+        """Go on with a call that the shortcut has begun, because it takes longer."""
+
+        def body(attempt: Attempt) -> Any:
+            attempt.resume()
+            return x
+
+        return self._engine.run(call, body, timeout=None, async_op=False)
+
     def _prepare_all_reduce(self, flat: Array, key: tuple[Any, ...]) -> Call:
         """Return the description of calls with arrays like `flat`, and cache it; raise if such calls cannot work."""
         _, shape, op, algorithm, is_plain = key
@@ -95,6 +109,10 @@ class Reductions(Issuer):
             "all_reduce", dtype_code(flat.dtype), shape, op=op, weighted=None if is_plain else True, algorithm=algorithm
         )
         self._calls[key] = call
+        if self._engine.shortcut is not None and is_plain and algorithm is None:
+            attempt = self._engine.attempt
+            plan, rule = attempt.prepared[key]
+            self._engine.shortcut.add(flat, op, shape, call, plan, rule, attempt)
         return call
 
     def reduce(
