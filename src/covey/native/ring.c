@@ -29,7 +29,7 @@ enum {
     TAIL = 8,
     WRITER_ASLEEP = 16,
     READER_ASLEEP = 24,
-    PIECE_BYTES = 1 << 16, /* published at once: the other end starts on it while the next one is copied */
+    PIECE_BYTES = 1 << 17, /* published at once: the other end starts on it while the next one is copied */
 };
 
 typedef _Atomic uint64_t word;
