@@ -78,10 +78,10 @@ def test_every_fault_gets_what_it_led_to() -> None:
     )
     found, unexplained = outcomes(story)
     assert [outcome.text for outcome in found] == [
-        "the others went on after 80 ms",
+        "the others continued after 80 ms",
         "left in good order after 250 ms",
-        "all went on after 50 ms",
-        "the others went on after 630 ms",
+        "all continued after 50 ms",
+        "the others continued after 630 ms",
         "no rank was lost",
         "a member after 500 ms",
         "it failed with exit code 1",

@@ -15,7 +15,7 @@ from tests.unit.cli.test_chaos_checker import FORGERIES, right_history
 
 from covey.base.errors import ConfigError
 from covey.cli.chaos.checked import orders
-from covey.cli.chaos.checked.campaign import Campaign, judge_kept
+from covey.cli.chaos.checked.campaign import Campaign, check_records
 from covey.cli.chaos.checked.checked_run import CIRCUMSTANCES
 from covey.cli.chaos.checked.checker import Circumstances
 from covey.cli.chaos.checked.hosts import require_hosts
@@ -157,14 +157,14 @@ def write(folder: Path, history: dict[str, Any]) -> None:
 
 def test_records_are_checked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, right_history())
-    assert judge_kept(str(tmp_path), as_json=False) == 0
+    assert check_records(str(tmp_path), as_json=False) == 0
     assert capsys.readouterr().out.startswith("right: 17 operations")
     history = right_history()
     FORGERIES["a wrong bit"][0](history)
     write(tmp_path, history)
-    assert judge_kept(str(tmp_path), as_json=False) == 1
+    assert check_records(str(tmp_path), as_json=False) == 1
     assert "WRONG RESULT on b" in capsys.readouterr().out
-    assert judge_kept(str(tmp_path), as_json=True) == 1
+    assert check_records(str(tmp_path), as_json=True) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["right"] is False
     assert told["runs"][0]["figures"]["operations"] == 17
@@ -172,6 +172,6 @@ def test_records_are_checked_again(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a checked run"):
-        judge_kept(str(tmp_path), as_json=False)
+        check_records(str(tmp_path), as_json=False)
     with pytest.raises(ConfigError, match="there is no folder"):
-        judge_kept(str(tmp_path / "nowhere"), as_json=False)
+        check_records(str(tmp_path / "nowhere"), as_json=False)

@@ -159,7 +159,7 @@ class RankProcesses:
     def _answer(self, channel: Channel, deadline: float) -> Answer | None:
         try:
             return channel.answer(deadline)
-        except TimeoutError:  # half a message, and then nothing
+        except TimeoutError:  # only part of a message arrived
             return None
 
     def _check_start(self, deadline: float) -> None:
@@ -172,7 +172,7 @@ class RankProcesses:
             raise DeadlineError(what + self._last_output(late[0]), late=late)
 
     def _failure(self, when: str, trouble: dict[int, str]) -> CoveyError:
-        """Return the error for failed ranks: a rank that died without a report is the likely cause, and comes first."""
+        """Return the error for failed ranks. A rank that died without a report is the likely cause and comes first."""
         rank = min(trouble, key=lambda rank: (bool(trouble[rank]), rank))
         if trouble[rank]:
             return RankFailedError(
@@ -210,7 +210,7 @@ class RankProcesses:
         env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         if self.contender.engine in ("covey", "covey-torch"):
             env["COVEY_LANES"] = self.contender.lane
-        if self.contender.engine == "gloo":  # else it looks up the host's name, which may not resolve to this host
+        if self.contender.engine == "gloo":  # or else it looks up the host's name, which may not resolve to this host
             env["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         return env
 

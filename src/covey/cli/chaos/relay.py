@@ -1,4 +1,4 @@
-"""What the processes of a job print, on its way to the terminal, and what we say in between."""
+"""Passes the output of a job's processes to the terminal, with lines of `covey chaos` in between."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Relay:
         )
 
     def say(self, text: str) -> None:
-        """Say something ourselves, on standard error."""
+        """Print a line of `covey chaos` itself, on standard error."""
         _write(2, self._cursors[2].make_room() + f"covey: {text}\n".encode())
 
 
