@@ -15,7 +15,7 @@ from covey.proto.decision import Decision
 from covey.proto.membership import Membership
 from covey.testing import hostile
 from covey.testing.hostile import Mode, Quarrel
-from covey.testing.ledger import BrokenError
+from covey.testing.invariants import BrokenError
 
 if TYPE_CHECKING:
     from covey.wire.formation import Standing

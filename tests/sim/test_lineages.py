@@ -14,7 +14,7 @@ from covey.proto.candidacy import Candidacy
 from covey.proto.formation import Formation
 from covey.proto.lineages import Lineages
 from covey.proto.membership import Membership
-from covey.testing.ledger import BrokenError
+from covey.testing.invariants import BrokenError
 from covey.testing.lineages import Story
 from covey.wire.membership import View
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class Switch(enum.StrEnum):
+class OnOff(enum.StrEnum):
     """Whether machines need the owner's approval."""
 
     ON = "on"
@@ -39,7 +39,7 @@ def allow(
     ] = None,
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
     ask: Annotated[
-        Switch | None, typer.Option("--ask", help="on: only approved machines may join. off: all with the secret.")
+        OnOff | None, typer.Option("--ask", help="on: only approved machines may join. off: all with the secret.")
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Take the node off the list again.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the machines that are approved.")] = False,
@@ -60,7 +60,7 @@ def allow(
         return _list(found, as_json=as_json)
     private = owner.require(found, "approving machines")
     if ask is not None:
-        return _switch(found, private, is_on=ask is Switch.ON, yes=yes, as_json=as_json)
+        return _switch(found, private, is_on=ask is OnOff.ON, yes=yes, as_json=as_json)
     _, allowed = charter.lists(found)
     if allowed is None:
         return _say_that_the_list_is_off(found, node, as_json=as_json)

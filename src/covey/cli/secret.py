@@ -50,7 +50,7 @@ class Receiver:
     """Why it did not store it; empty if it did."""
 
     @property
-    def kept(self) -> bool:
+    def has_stored(self) -> bool:
         return not self.problem
 
 
@@ -127,7 +127,7 @@ def rotate(
         with working("sending the new secret ...", quiet=as_json):
             receivers = _hand_out(visit, [(card, rotation.sign(private, old, new, grace, card.id)) for card in cards])
     _report(new, receivers, as_json=as_json)
-    raise typer.Exit(0 if all(receiver.kept for receiver in receivers) else 1)
+    raise typer.Exit(0 if all(receiver.has_stored for receiver in receivers) else 1)
 
 
 def _chosen(cards: list[messages.Card], to: list[str] | None) -> list[messages.Card]:
@@ -181,14 +181,14 @@ def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
                 "id": receiver.card.id.hex(),
                 "name": receiver.card.name,
                 "host": receiver.card.host_name,
-                "kept": receiver.kept,
+                "kept": receiver.has_stored,
                 "problem": receiver.problem,
             }
             for receiver in receivers
         ]
         return typer.echo(json.dumps({"cluster": new.name, "join_code": code, "seeds": seeds, "nodes": nodes}))
-    kept = [receiver.card for receiver in receivers if receiver.kept]
-    failed = [receiver for receiver in receivers if not receiver.kept]
+    kept = [receiver.card for receiver in receivers if receiver.has_stored]
+    failed = [receiver for receiver in receivers if not receiver.has_stored]
     say(f"The cluster {new.name!r} has a new secret. It is saved on this machine.")
     if kept:
         typer.echo(f"\nThese nodes have stored it:\n\n{_listed(kept)}")

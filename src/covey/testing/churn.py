@@ -19,7 +19,7 @@ from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Quorum, QuorumLost
 from covey.proto.commit import Commit, Raised, Returned, Revoked
 from covey.proto.membership import Membership
-from covey.testing.ledger import BrokenError, End, Ledger, tell_ranks, tell_state, tell_view
+from covey.testing.invariants import BrokenError, End, Invariants, tell_ranks, tell_state, tell_view
 from covey.testing.workers import Bytes, Job, Token, Worker
 from covey.testing.world import World
 from covey.wire import membership as wire
@@ -90,7 +90,7 @@ class Play:
         self.disks: dict[bytes, Record] = dict.fromkeys(self.ids, self.first)
         self.workers: dict[bytes, Worker] = {}
         """Of each node the last life."""
-        self.ledger = Ledger()
+        self.invariants = Invariants()
         self.despairing: set[int] = set()
         """Groups that somebody gave up."""
         self.ends: list[tuple[str, Excluded | QuorumLost]] = []
@@ -269,12 +269,12 @@ class Play:
 
     def installed(self, worker: Worker, view: View) -> None:
         self.world.tell(f"{worker.name} INSTALLS {view.number}: {tell_view(view)}")
-        self.ledger.installed(worker.name, view)
+        self.invariants.installed(worker.name, view)
         if self.ids.index(self._id(worker)) not in view.ranks or len(view.ranks) < self.min_size:
             raise BrokenError(f"{worker.name} installed {tell_view(view)}")
 
     def froze(self, worker: Worker, state: State) -> None:
-        self.ledger.froze(worker.name, worker.core.view, state)
+        self.invariants.froze(worker.name, worker.core.view, state)
 
     def ended(self, worker: Worker, effect: Excluded | QuorumLost) -> None:
         self.ends.append((worker.name, effect))
@@ -322,7 +322,7 @@ class Play:
     def _end(self, worker: Worker, job: Job, sequence: int, end: End) -> None:
         if worker.end is not None or job.commit.returned != sequence - (end.what == "revoked"):
             raise BrokenError(f"{worker.name} {end.what} for {job.commit.group}.{sequence} out of turn")
-        self.ledger.ended(job.commit.me, worker.core.view.lineage, job.commit.group, sequence, end)
+        self.invariants.ended(job.commit.me, worker.core.view.lineage, job.commit.group, sequence, end)
 
     def _check_leaders(self) -> None:
         leaders: dict[bytes, str] = {}
@@ -377,7 +377,7 @@ class Play:
         """Return what happened, in numbers."""
         ends = Counter(type(end) for _, end in self.ends)
         lost = {"members excluded": ends[Excluded], "members without a quorum": ends[QuorumLost]}
-        return self.ledger.count() + Counter(lost)
+        return self.invariants.count() + Counter(lost)
 
     def _is_voting(self, rank: int, view: View) -> bool:
         id = self.ids[rank]

@@ -35,7 +35,7 @@ from covey.proto.membership import Membership
 from covey.testing import lineages
 from covey.testing.fuzz.mutations import Mutator
 from covey.testing.fuzz.values import Maker, variants
-from covey.testing.ledger import BrokenError
+from covey.testing.invariants import BrokenError
 from covey.testing.world import World
 from covey.wire import membership as wire
 from covey.wire.formation import Formation

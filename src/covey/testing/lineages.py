@@ -20,7 +20,7 @@ from covey.proto.ballot import first_record
 from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say, founding_record, seated_for
 from covey.proto.changes import Excluded, Freeze, Installed, Persist, QuorumLost, Send
 from covey.proto.membership import Membership
-from covey.testing.ledger import BrokenError
+from covey.testing.invariants import BrokenError
 from covey.testing.world import World
 from covey.wire.formation import Here, Member, Phase, Terms
 from covey.wire.lineage import Ending, Remembered

@@ -158,7 +158,7 @@ def write(folder: Path, history: dict[str, Any]) -> None:
 def test_records_are_checked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, right_history())
     assert check_records(str(tmp_path), as_json=False) == 0
-    assert capsys.readouterr().out.startswith("right: 17 operations")
+    assert capsys.readouterr().out.startswith("passed: 17 operations")
     history = right_history()
     FORGERIES["a wrong bit"][0](history)
     write(tmp_path, history)

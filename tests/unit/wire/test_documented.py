@@ -201,7 +201,7 @@ NUMBERS = (
     f"{door.BOUND_BYTES} bytes B",
     f'"{door._LABEL.decode()}" C purpose B',
     f"both are limited to {frame.GREETING_LIMIT} bytes",
-    f"A greeting has {handshake.HANDSHAKE_SECONDS:.0f} s",
+    f"The handshake has {handshake.HANDSHAKE_SECONDS:.0f} s",
     f"A frame is a length ({frame.LENGTH.size} bytes) and a msgpack message (at most {frame.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",

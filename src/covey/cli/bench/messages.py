@@ -63,7 +63,7 @@ LINE_BYTES: Final = 1 << 20
 """Longer than any message: a round has at most a thousand numbers."""
 
 
-class Channel:
+class RankChannel:
     """One end of the connection. Splits what it reads into messages."""
 
     def __init__(self, sock: socket.socket) -> None:

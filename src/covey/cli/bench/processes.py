@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from covey.base.errors import ConfigError, CoveyError, DeadlineError, RankFailedError
-from covey.cli.bench.messages import Answer, Channel, Failed, Hello, Measured, Order, Prepare, Ready, Run
+from covey.cli.bench.messages import Answer, Failed, Hello, Measured, Order, Prepare, RankChannel, Ready, Run
 from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.processes import describe_end
 
@@ -68,7 +68,7 @@ class RankProcesses:
         self.versions: dict[str, str] = {}
         self.lanes = ""
         """The lanes of the last prepared operation, over all ranks; empty for contenders that do not report them."""
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, RankChannel] = {}
         self._handles: dict[int, int] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._cleanup = ExitStack()
@@ -106,7 +106,7 @@ class RankProcesses:
         while len(self._channels) < self.size:
             self._listener.settimeout(0.1)
             try:
-                channel = Channel(self._listener.accept()[0])
+                channel = RankChannel(self._listener.accept()[0])
             except TimeoutError:
                 self._check_start(deadline)
                 continue
@@ -156,7 +156,7 @@ class RankProcesses:
             raise DeadlineError(what + self._last_output(late[0]), late=late)
         return [answers[rank] for rank in range(self.size)]
 
-    def _answer(self, channel: Channel, deadline: float) -> Answer | None:
+    def _answer(self, channel: RankChannel, deadline: float) -> Answer | None:
         try:
             return channel.answer(deadline)
         except TimeoutError:  # only part of a message arrived

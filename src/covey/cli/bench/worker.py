@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.cli.bench.engines import Engine, Step, open_engine
-from covey.cli.bench.messages import Channel, Failed, Hello, Measured, Prepare, Ready, Run
+from covey.cli.bench.messages import Failed, Hello, Measured, Prepare, RankChannel, Ready, Run
 from covey.cli.bench.sweep import DTYPES, OPERATIONS
 from covey.cli.bench.values import fill, first_wrong
 
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
         end_with(sock)
-        channel = Channel(sock)
+        channel = RankChannel(sock)
         channel.send(Hello(engine.rank, os.getpid(), engine.versions))
         try:
             serve(engine, channel, busy)
@@ -65,7 +65,7 @@ def end_with(front: socket.socket) -> None:
     threading.Thread(target=watch, name="front-watch", daemon=True).start()
 
 
-def serve(engine: Engine, channel: Channel, busy: BusyThread | None) -> None:
+def serve(engine: Engine, channel: RankChannel, busy: BusyThread | None) -> None:
     """Carry out the orders of the front, with one answer for each."""
     round_of: Callable[[int], Measured] | None = None
     for order in channel.orders():

@@ -41,7 +41,7 @@ RETURN_SECONDS: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlannedFault:
     """One fault: what is done to which process, and when."""
 
     number: int
@@ -107,7 +107,7 @@ class Chaos:
         return self.size + (EXTRA if "join" in self.kinds else 0)
 
 
-def plan(chaos: Chaos) -> list[Fault]:
+def plan(chaos: Chaos) -> list[PlannedFault]:
     """Return the faults in order; the same arguments give the same faults."""
     return _Planner(chaos).faults()
 
@@ -123,7 +123,7 @@ class _Planner:
         self._back_at = {rank: 0.0 for rank in range(chaos.size)}
         """By slot: when its process is a running member, by this model. Processes that never return are missing."""
         self._restarts = dict.fromkeys(range(chaos.most), chaos.restarts)
-        self._draw: dict[str, Callable[[int], Fault | None]] = {
+        self._draw: dict[str, Callable[[int], PlannedFault | None]] = {
             "kill": self._kill,
             "stop": self._stop,
             "slow": self._slow,
@@ -132,8 +132,8 @@ class _Planner:
             "cut": self._cut,
         }
 
-    def faults(self) -> list[Fault]:
-        chaos, faults = self._chaos, list[Fault]()
+    def faults(self) -> list[PlannedFault]:
+        chaos, faults = self._chaos, list[PlannedFault]()
         bag: list[str] = []
         barren = 0
         while len(faults) < chaos.count and barren < BARREN:
@@ -149,7 +149,7 @@ class _Planner:
             barren = 0 if fault is not None else barren + 1
         return faults
 
-    def _next(self, number: int, bag: list[str]) -> Fault | None:
+    def _next(self, number: int, bag: list[str]) -> PlannedFault | None:
         """Draw the first feasible fault of the kinds that are due; None if there is none."""
         for kind in list(dict.fromkeys(bag)):
             if (fault := self._draw[kind](number)) is not None:
@@ -165,7 +165,7 @@ class _Planner:
         running = self._running()
         return self._random.choice(running) if len(running) > self._chaos.min_alive else None
 
-    def _kill(self, number: int) -> Fault | None:
+    def _kill(self, number: int) -> PlannedFault | None:
         rank = self._victim()
         if rank is None:
             return None
@@ -173,33 +173,33 @@ class _Planner:
         if self._restarts[rank]:
             self._restarts[rank] -= 1
             self._back_at[rank] = self._now + RETURN_SECONDS
-        return Fault(number, self._now, "kill", rank)
+        return PlannedFault(number, self._now, "kill", rank)
 
-    def _leave(self, number: int) -> Fault | None:
+    def _leave(self, number: int) -> PlannedFault | None:
         rank = self._victim()
         if rank is None:
             return None
         del self._back_at[rank]
-        return Fault(number, self._now, "leave", rank)
+        return PlannedFault(number, self._now, "leave", rank)
 
-    def _stop(self, number: int) -> Fault | None:
+    def _stop(self, number: int) -> PlannedFault | None:
         rank = self._victim()
         if rank is None:
             return None
         is_long = self._random.random() < 0.5
         seconds = round(self._random.uniform(*(LONG_STOP if is_long else SHORT_STOP)), 3)
         self._back_at[rank] = self._now + seconds + (RETURN_SECONDS if is_long else 0.0)
-        return Fault(number, self._now, "stop", rank, seconds=seconds)
+        return PlannedFault(number, self._now, "stop", rank, seconds=seconds)
 
-    def _slow(self, number: int) -> Fault | None:
+    def _slow(self, number: int) -> PlannedFault | None:
         rank = self._victim()
         if rank is None:
             return None
         seconds, pulse = (round(self._random.uniform(*span), 3) for span in (SLOW, SLOW_PULSE))
         self._back_at[rank] = self._now + seconds
-        return Fault(number, self._now, "slow", rank, seconds=seconds, pulse=pulse)
+        return PlannedFault(number, self._now, "slow", rank, seconds=seconds, pulse=pulse)
 
-    def _join(self, number: int) -> Fault | None:
+    def _join(self, number: int) -> PlannedFault | None:
         gone: Sequence[int] = [rank for rank in range(self._slots) if rank not in self._back_at]
         if gone:
             rank = self._random.choice(gone)
@@ -209,11 +209,11 @@ class _Planner:
         else:
             return None
         self._back_at[rank] = self._now + RETURN_SECONDS
-        return Fault(number, self._now, "join", rank)
+        return PlannedFault(number, self._now, "join", rank)
 
-    def _cut(self, number: int) -> Fault | None:
+    def _cut(self, number: int) -> PlannedFault | None:
         running = self._running()
         if len(running) < 2:
             return None
         rank, other = sorted(self._random.sample(running, 2))
-        return Fault(number, self._now, "cut", rank, other)
+        return PlannedFault(number, self._now, "cut", rank, other)

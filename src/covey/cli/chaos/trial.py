@@ -15,7 +15,7 @@ from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PA
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from covey.cli.chaos.faults import Chaos, Fault
+    from covey.cli.chaos.faults import Chaos, PlannedFault
     from covey.cli.chaos.processes import JobProcesses, Told, Worker
 
 HOLD_SECONDS: Final = 30.0
@@ -30,7 +30,7 @@ OUT_OF_TIME: Final = 124
 class Injected:
     """A fault that was injected: when, and into which process."""
 
-    fault: Fault
+    fault: PlannedFault
     at: float
     """In seconds since 1970."""
     worker: Worker | None = None
@@ -92,7 +92,7 @@ class Trial:
         self,
         job: JobProcesses,
         chaos: Chaos,
-        faults: Sequence[Fault],
+        faults: Sequence[PlannedFault],
         say: Callable[[str], None],
         timeout: float | None,
     ) -> None:
@@ -107,13 +107,13 @@ class Trial:
         """Other actions, and when they are due: processes to continue, to stop again, to restart."""
         self._disturbed: set[int] = set()
         """Processes that are stopped, slow or asked to leave now."""
-        self._injured: dict[int, Fault] = {}
+        self._injured: dict[int, PlannedFault] = {}
         """By process: the fault that it was lost to."""
         self._restarts: dict[int, int] = {}
         self._coming: set[int] = set()
         """Ranks whose process is about to be restarted."""
         self._is_stopping = False
-        self._actions: dict[str, Callable[[Fault, Worker, Injected], None]] = {
+        self._actions: dict[str, Callable[[PlannedFault, Worker, Injected], None]] = {
             "kill": self._kill,
             "stop": self._stop,
             "slow": self._slow,
@@ -219,7 +219,7 @@ class Trial:
 
     # Faults
 
-    def _try(self, fault: Fault, now: float) -> None:
+    def _try(self, fault: PlannedFault, now: float) -> None:
         """Inject a fault; or postpone it while its target, or enough undisturbed members, are missing."""
         obstacle = self._obstacle(fault)
         late = now - self._began_at - fault.at
@@ -233,7 +233,7 @@ class Trial:
         else:
             self._inject(fault)
 
-    def _obstacle(self, fault: Fault) -> str:
+    def _obstacle(self, fault: PlannedFault) -> str:
         """Return why a fault is not possible now; empty if it is."""
         worker = self._job.workers.get(fault.rank)
         if fault.kind == "join":
@@ -247,7 +247,7 @@ class Trial:
             return "too few others are in the run"
         return ""
 
-    def _inject(self, fault: Fault) -> None:
+    def _inject(self, fault: PlannedFault) -> None:
         worker = self._job.workers.get(fault.rank)
         done = Injected(fault, time.time(), worker)
         self.story.injected.append(done)
@@ -263,17 +263,17 @@ class Trial:
     def _clock(self) -> str:
         return f"{time.time() - self.story.began:7.3f} s "
 
-    def _kill(self, fault: Fault, worker: Worker, _: Injected) -> None:
+    def _kill(self, fault: PlannedFault, worker: Worker, _: Injected) -> None:
         self._injured[worker.pid] = fault
         worker.is_member = False
         self._job.signal(worker, signal.SIGKILL)
 
-    def _leave(self, fault: Fault, worker: Worker, _: Injected) -> None:
+    def _leave(self, fault: PlannedFault, worker: Worker, _: Injected) -> None:
         self._injured[worker.pid] = fault
         self._disturbed.add(worker.pid)
         self._job.signal(worker, signal.SIGTERM)
 
-    def _stop(self, fault: Fault, worker: Worker, _: Injected) -> None:
+    def _stop(self, fault: PlannedFault, worker: Worker, _: Injected) -> None:
         self._disturbed.add(worker.pid)
         self._job.signal(worker, signal.SIGSTOP)
 
@@ -286,7 +286,7 @@ class Trial:
 
         self._later(fault.seconds, let_go)
 
-    def _slow(self, fault: Fault, worker: Worker, _: Injected) -> None:
+    def _slow(self, fault: PlannedFault, worker: Worker, _: Injected) -> None:
         self._disturbed.add(worker.pid)
         until = time.monotonic() + fault.seconds
 
@@ -303,6 +303,6 @@ class Trial:
 
         stop()
 
-    def _cut(self, fault: Fault, worker: Worker, done: Injected) -> None:
+    def _cut(self, fault: PlannedFault, worker: Worker, done: Injected) -> None:
         count = cut(worker.pid, self._job.workers[fault.other].pid)
         done.note = f"{count} connection{'' if count == 1 else 's'}"

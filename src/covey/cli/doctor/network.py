@@ -96,7 +96,7 @@ class Search:
                 if any(node.purpose == "visitor" for node in self.nodes):
                     self._tell("waiting for the other doctor")
                     left = min(POLITE_SECONDS, self._until - time.monotonic())
-                    visit.look(left, until=lambda visit: len(visit.members()) == len(visit.everyone()))
+                    visit.look(left, until=lambda visit: len(visit.members()) == len(visit.cards()))
         finally:
             control.soon(listener.close)
 
@@ -105,7 +105,7 @@ class Search:
         observations = mesh.search.beacon.observed()
         knocking = control.start(self._dial_announced(mesh, listener, observations))
         trying_seeds = control.start(self._try_seeds(mesh))
-        cards = visit.everyone()[:MOST_EXAMINED]
+        cards = visit.cards()[:MOST_EXAMINED]
         trying = [control.start(self._try_ways(mesh, card)) for card in cards]
         stories = visit.ask_all(cards, messages.Ask(), PROBE_SECONDS)
         ours = mesh.card.contact
@@ -341,7 +341,7 @@ def _with_story(node: MetNode, story: messages.Answer | CoveyError) -> MetNode:
 
 
 def _as_fact(wait: messages.Wait) -> Wait:
-    def by_place(troubles: tuple[messages.Trouble, ...]) -> dict[str, str]:
+    def by_where(troubles: tuple[messages.Trouble, ...]) -> dict[str, str]:
         return {trouble.where: trouble.why for trouble in troubles}
 
     return Wait(
@@ -356,9 +356,9 @@ def _as_fact(wait: messages.Wait) -> Wait:
         on_loss=wait.on_loss,
         here=wait.here,
         missing=wait.missing,
-        seeds=by_place(wait.seeds),
-        refused=by_place(wait.refused),
-        problems=by_place(wait.problems),
+        seeds=by_where(wait.seeds),
+        refused=by_where(wait.refused),
+        problems=by_where(wait.problems),
     )
 
 

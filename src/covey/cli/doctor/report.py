@@ -171,7 +171,12 @@ def _node(node: MetNode, cluster: str) -> RenderableType:
     where = "this machine" if node.is_here else node.host_name
     head.append(f"  {doing}; process {node.pid} on {where}, covey {node.version}", style="not bold")
     grid = _grid(7)
-    found = {"same host": "on this machine", "multicast": "by multicast", "seed": "by a seed", "others": "others told"}
+    found = {
+        "same host": "on this machine",
+        "multicast": "by multicast",
+        "seed": "by a seed",
+        "others": "by other nodes",
+    }
     if node.wait is not None:
         wait = node.wait
         grid.add_row("waits", Text(f"{duration(node.since)}: {wait.text}"))
@@ -179,7 +184,7 @@ def _node(node: MetNode, cluster: str) -> RenderableType:
             grid.add_row("", Text(f"{where}: {why}", style="yellow"))
     grid.add_row("found", ", ".join(found[each] for each in node.found_by))
     _add_ways(grid, "to it", node.ways_there, "", chosen=node.chosen_way)
-    _add_ways(grid, "to us", node.ways_back, node.ways_back_problem)
+    _add_ways(grid, "from it", node.ways_back, node.ways_back_problem)
     measured = [f"round trip {_milliseconds(node.round_trip)}"] if node.round_trip >= 0 else []
     measured += [f"throughput {_rate(node.bytes_per_second)}"] if node.bytes_per_second else []
     measured += [f"path MTU {node.path_mtu}"] if node.path_mtu else []

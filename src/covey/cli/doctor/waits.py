@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def _headline(run: str, nodes: list[MetNode]) -> str:
-    places = list(dict.fromkeys(map(_place, nodes)))
+    places = list(dict.fromkeys(map(_host_of, nodes)))
     wait = nodes[0].wait
     assert wait is not None
     return f"Run {run!r} has waited {duration(max(each.since for each in nodes))} on {_and(places)}: {wait.text}."
@@ -84,7 +84,7 @@ def _and(places: list[str]) -> str:
     return " and ".join(places) if len(places) == 2 else some(places)
 
 
-def _place(node: MetNode) -> str:
+def _host_of(node: MetNode) -> str:
     return "this machine" if node.is_here else node.host_name or node.name
 
 
@@ -113,7 +113,7 @@ def _differences(one: MetNode, other: MetNode) -> Iterator[Finding]:
     here, there = one.wait, other.wait
     assert here is not None
     assert there is not None
-    both = (_place(one), _place(other)) if _place(one) != _place(other) else (one.name, other.name)
+    both = (_host_of(one), _host_of(other)) if _host_of(one) != _host_of(other) else (one.name, other.name)
 
     def finding(what: str, mine: str, theirs: str, remedy: str) -> Finding:
         text = f"These cannot be in one run: {both[0]} {what} {mine} and {both[1]} {what} {theirs}."
@@ -161,7 +161,7 @@ def _other_name(one: MetNode, twin: MetNode) -> Finding:
     return Finding(
         "problem",
         "waiting-names",
-        f"Another run {what} waits on {_place(twin)}: {twin.run!r}. Runs of different names do not meet.",
+        f"Another run {what} waits on {_host_of(twin)}: {twin.run!r}. Runs of different names do not meet.",
         f"If they are meant to be one run, start both under one name: {command}",
     )
 

@@ -60,7 +60,7 @@ class Exchange:
     def send(self, contents: Bytes, peer: int, number: int) -> None:
         """Start a send; `contents` must not change until `next` returns it."""
         tag = self._tag | number
-        self._post(
+        self._start(
             peer,
             number,
             lambda: self._messenger.post_send(
@@ -78,7 +78,7 @@ class Exchange:
         """
         tag, memory = self._tag | number, None if out is None else out.data
         expect = None if out is None else (_BYTE, out.shape)
-        self._post(peer, number, lambda: self._messenger.post_recv(peer, tag, memory, expect, self._deadline, then))
+        self._start(peer, number, lambda: self._messenger.post_recv(peer, tag, memory, expect, self._deadline, then))
 
     def next(self, late: Sequence[int]) -> ExchangedMessage:
         """Return the next message that ended.
@@ -106,7 +106,7 @@ class Exchange:
             return ExchangedMessage(peer, number, None, error)
         raise error
 
-    def _post(self, peer: int, number: int, start: Callable[[], Work[Any]]) -> None:
+    def _start(self, peer: int, number: int, start: Callable[[], Work[Any]]) -> None:
         self._waiting += 1
         try:
             work = start()

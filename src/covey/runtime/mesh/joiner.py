@@ -158,8 +158,8 @@ class Joiner(MeshListener):
             since = [mesh.problems.hung_up.get(seed, now) for seed in seeds]
             if since and not mesh.met and now - max(since) > WRONG_SECRET_SECONDS:
                 self._fail(AuthError(
-                    f"{', '.join(seeds)} hung up at the door: the secret of cluster {mesh.cluster.name!r} is "
-                    "another one there. Enroll this machine with a join code from there."
+                    f"{', '.join(seeds)} closed the connection at the door: the secret of cluster "
+                    f"{mesh.cluster.name!r} differs there. Enroll this machine with a join code from there."
                 ))  # fmt: skip
 
     def _fail(self, error: AuthError | ConfigError) -> None:

@@ -74,7 +74,7 @@ class Campaign:
         elif self.runs > 1:
             figures = sum((result.figures for result in results), Counter[str]())
             right = sum(result.is_right for result in results)
-            print(f"{right} of {self.runs} runs are right: {_figures(figures)}")
+            print(f"{right} of {self.runs} runs passed: {_figures(figures)}")
         return 0 if all(result.is_right for result in results) else 1
 
     def _say(self, text: str) -> None:
@@ -100,7 +100,7 @@ def check_records(folder: str, *, as_json: bool) -> int:
 
 def tell(result: Result) -> None:
     """Print the result of a run."""
-    verdict = "right" if result.is_right else "WRONG"
+    verdict = "passed" if result.is_right else "FAILED"
     what = f"seed {result.seed}: {verdict} in {result.seconds:.0f} s" if result.seed >= 0 else verdict
     print(f"{what}: {_figures(result.figures)}")
     for note in result.notes[:SHOWN]:

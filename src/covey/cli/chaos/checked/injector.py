@@ -125,9 +125,8 @@ class Injector:
         assert order is not None
         self._numbers += 1
         orders.give(self._run.folder, self._numbers, order)
-        said = (
-            f"{signal.Signals(order.signal).name} for {order.whom} {order.delay:.3f} s after it begins: {order.moment}"
-        )
+        name = signal.Signals(order.signal).name
+        said = f"{name} {order.delay:.3f} s after {order.whom} process begins: {order.moment}"
         if order.moment in ("restore", "join", "change"):  # only a restarted process reaches these moments
             said += "; " + self._kill([_pick(well, trouble.how)])
         return said
