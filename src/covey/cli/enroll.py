@@ -45,7 +45,7 @@ def enroll(
     if old is not None and not is_same and not force:
         raise ConfigError(
             f"this machine is in another cluster {secret.name!r}, with another key. --force replaces it: this machine "
-            "then no longer meets those that have the old key"
+            "then no longer meets machines that have the old key"
         )
     if old is not None and is_same:
         joined = "stays in"

@@ -44,7 +44,7 @@ def init(
     ] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the join code of an existing cluster.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a cluster of that name; machines with its old key are left behind.")
+        bool, typer.Option("--force", help="Replace a cluster of that name; its other machines need the new code.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -54,8 +54,8 @@ class Invariants:
         key = (view.lineage, view.number, state.group, state.returned)
         pending, by = self._pending.setdefault(key, (state.pending, name))
         if pending != state.pending:
-            who = name if state.pending else by
-            raise BrokenError(f"after {state.group}.{state.returned} {who} knows of a change, of {name} and {by}")
+            knows = name if state.pending else by
+            raise BrokenError(f"after {state.group}.{state.returned} only {knows} of {name} and {by} knows of a change")
 
     def ended(self, rank: int, lineage: bytes, group: int, sequence: int, end: End) -> None:
         """Check that an operation either has a result on all members that ended it, lost ones included, or on none.
@@ -72,8 +72,8 @@ class Invariants:
                 continue
             is_alike = end.what == theirs.what or {end.what, theirs.what} == {"raised", "revoked"}
             if not is_alike or not self._are_parted(rank, other, lineage, group, sequence):
-                who = tell_ranks(one for one, its in ((rank, end), (other, theirs)) if its.pending) or "nobody"
-                raise BrokenError(f"{what}, {tell_ranks([other])} {theirs.what}; {who} knows of a change")
+                knows = tell_ranks(one for one, its in ((rank, end), (other, theirs)) if its.pending) or "no rank"
+                raise BrokenError(f"{what}, {tell_ranks([other])} {theirs.what}; {knows} knows of a change")
         ends[rank] = end
 
     def count(self) -> Counter[str]:

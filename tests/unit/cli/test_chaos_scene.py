@@ -104,14 +104,14 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_an_order_is_taken_by_whom_it_fits_in_its_moment(folder: str) -> None:
-    for number, whom in enumerate(("fresh", "old", "first", "any")):
-        orders.give(folder, number, Order("restore", whom, 9, 0.1))
+def test_an_order_is_taken_by_a_process_that_it_fits_in_its_moment(folder: str) -> None:
+    for number, target in enumerate(("fresh", "old", "first", "any")):
+        orders.give(folder, number, Order("restore", target, 9, 0.1))
     assert orders.take(folder, "split", rank=1, is_fresh=False) is None
 
     def taken(rank: int, *, is_fresh: bool) -> str:
         order = orders.take(folder, "restore", rank=rank, is_fresh=is_fresh)
-        return order.whom if order is not None else "none"
+        return order.target if order is not None else "none"
 
     assert taken(2, is_fresh=True) == "fresh"
     assert taken(2, is_fresh=True) == "any"

@@ -116,7 +116,7 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
         search.run()
     except TimeoutError as error:
         raise DeadlineError(
-            "the examination did not end within its timeout, because this machine is too busy; try again later"
+            "the examination did not end before its timeout ended, because this machine is too busy; try again later"
         ) from error
     except (ConfigError, OSError) as error:  # such as no folder for files, or no free port
         return replace(facts, search_problem=str(error).rstrip("."))

@@ -158,7 +158,7 @@ def _multicast(facts: Facts) -> Iterator[Finding]:
         )
     for each in capable if facts.looked else ():
         if each.errors or not each.came_back:
-            why = "; ".join(each.errors) or "packets sent do not even come back to this machine"
+            why = "; ".join(each.errors) or "packets that this machine sends do not come back to it"
             cause = (
                 "covey does not know the cause" if each.errors else "If a firewall runs here, let 5353/udp through it"
             )

@@ -103,7 +103,7 @@ class Search:
     def _examine(self, visit: Visit, listener: MulticastListener) -> None:
         mesh = visit.mesh
         observations = mesh.search.beacon.observed()
-        knocking = control.start(self._dial_announced(mesh, listener, observations))
+        dialling = control.start(self._dial_announced(mesh, listener, observations))
         trying_seeds = control.start(self._try_seeds(mesh))
         cards = visit.cards()[:MOST_EXAMINED]
         trying = [control.start(self._try_ways(mesh, card)) for card in cards]
@@ -124,7 +124,7 @@ class Search:
                 nodes.append((_with_story(node, story), remote.way or _quickest(soundings)))
         self._tell("measuring throughput")
         self.nodes = tuple(self._measure(mesh, node, way) for node, way in nodes)
-        closed = knocking.result(PROBE_SECONDS + LATE_SECONDS)
+        closed = dialling.result(PROBE_SECONDS + LATE_SECONDS)
         self.interfaces = look_at_interfaces(self._config.interfaces, observations, listener)
         problems, hung_up = control.run(_problems(mesh), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")

@@ -81,9 +81,9 @@ class Admission:
         self._heard_charter(welcome)
         return not self._objection(welcome.card, source)
 
-    def _heard_charter(self, greeting: messages.Hello | messages.Welcome) -> None:
-        if greeting.charter is not None:
-            self._rules.heard(greeting.charter, greeting.card.name)
+    def _heard_charter(self, hello: messages.Hello | messages.Welcome) -> None:
+        if hello.charter is not None:
+            self._rules.heard(hello.charter, hello.card.name)
 
     def _objection(self, card: messages.Card, source: str) -> str:
         """Return why a node that holds the secret gets no link, or ""; note the refusal."""

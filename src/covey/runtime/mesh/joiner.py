@@ -44,7 +44,7 @@ CHECK_SECONDS: Final = 0.2
 
 
 class Joiner(MeshListener):
-    """A node on its way into a run, and its part of the run's first view."""
+    """A node that wants to be in a run, and its part in agreeing on the run's first view."""
 
     def __init__(
         self,

@@ -40,9 +40,9 @@ class Injector:
         """Processes that are stopped now."""
         self._numbers = 0
         self._actions: dict[str, Callable[[Trouble, list[Watched]], str]] = {
-            "kill": lambda trouble, well: self._kill([_pick(well, trouble.whom)]),
-            "two": lambda trouble, well: self._kill(_some(well, trouble.whom, 2)),
-            "most": lambda trouble, well: self._kill(_some(well, trouble.whom, len(well) - 1)),
+            "kill": lambda trouble, well: self._kill([_pick(well, trouble.target)]),
+            "two": lambda trouble, well: self._kill(_some(well, trouble.target, 2)),
+            "most": lambda trouble, well: self._kill(_some(well, trouble.target, len(well) - 1)),
             "all": lambda _trouble, _well: self._kill(self._run.processes.alive()),
             "stop": self._stop,
             "pause": self._pause,
@@ -80,11 +80,11 @@ class Injector:
         return f"killed {_names(victims)}"
 
     def _stop(self, trouble: Trouble, well: list[Watched]) -> str:
-        return self._hold(_pick(well, trouble.whom), _between(LONG_STOP, trouble.how), "stop")
+        return self._hold(_pick(well, trouble.target), _between(LONG_STOP, trouble.how), "stop")
 
     def _pause(self, trouble: Trouble, well: list[Watched]) -> str:
         # On a loaded machine a process may continue late, so that even this may exclude it.
-        return self._hold(_pick(well, trouble.whom), _between(SHORT_STOP, trouble.how), "stop")
+        return self._hold(_pick(well, trouble.target), _between(SHORT_STOP, trouble.how), "stop")
 
     def _hold(self, victim: Watched, seconds: float, why: str) -> str:
         self._run.touched[victim.name].add(why)
@@ -99,13 +99,13 @@ class Injector:
         return f"stopped {_names([victim])} for {seconds:.2f} s"
 
     def _leave(self, trouble: Trouble, well: list[Watched]) -> str:
-        victim = _pick(well, trouble.whom)
+        victim = _pick(well, trouble.target)
         self._run.touched[victim.name].add("leave")
         victim.signal(signal.SIGTERM)
         return f"asked {_names([victim])} to leave"
 
     def _cut(self, trouble: Trouble, well: list[Watched]) -> str:
-        victim = _pick(well, trouble.whom)
+        victim = _pick(well, trouble.target)
         count = 0
         for other in well:
             self._run.touched[other.name].add("cut")
@@ -126,15 +126,15 @@ class Injector:
         self._numbers += 1
         orders.give(self._run.folder, self._numbers, order)
         name = signal.Signals(order.signal).name
-        said = f"{name} {order.delay:.3f} s after {order.whom} process begins: {order.moment}"
-        if order.moment in ("restore", "join", "change"):  # only a restarted process reaches these moments
+        said = f"{name} {order.delay:.3f} s after {order.target} process begins: {order.moment}"
+        if order.moment in ("restore", "join", "change"):  # a process has to be restarted to cause these moments
             said += "; " + self._kill([_pick(well, trouble.how)])
         return said
 
     # Hosts
 
     def _host(self, trouble: Trouble) -> int:
-        return int(trouble.whom * len(self._run.keepers))
+        return int(trouble.target * len(self._run.keepers))
 
     def _kill_host(self, trouble: Trouble, _well: list[Watched]) -> str:
         host, seconds = self._host(trouble), _between(HOST_AWAY, trouble.how)

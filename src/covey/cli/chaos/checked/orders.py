@@ -20,7 +20,7 @@ class Order(msgspec.Struct, frozen=True):
     """A fault that a process inflicts on itself."""
 
     moment: str
-    whom: str
+    target: str
     """`any`, `first` (rank 0), `fresh` (a newcomer) or `old` (not a newcomer)."""
     signal: int
     delay: float
@@ -73,7 +73,7 @@ def _waiting(orders: str, moment: str = "") -> Sequence[str]:
 
 
 def _fits(order: Order, rank: int, *, is_fresh: bool) -> bool:
-    match order.whom:
+    match order.target:
         case "first":
             return rank == 0
         case "fresh":

@@ -48,7 +48,7 @@ class Trouble:
     at: float
     """Seconds after all processes were at work."""
     kind: str
-    whom: float
+    target: float
     """Which of the existing processes or hosts, as a fraction from 0 to 1."""
     how: float
     """How long, or which second host, as a fraction from 0 to 1."""
@@ -114,9 +114,9 @@ def draw(
 
 def _order(chance: random.Random) -> Order:
     moment = chance.choice(MOMENTS)
-    whom = chance.choice(["fresh", "old", "any", "first"]) if moment == "restore" else chance.choice(["any", "first"])
+    target = chance.choice(["fresh", "old", "any", "first"]) if moment == "restore" else chance.choice(["any", "first"])
     longest = {"join": 1.5, "restore": 0.3, "change": 0.3, "large": 0.3}.get(moment, 0.05)
     delay = 0.0 if chance.random() < 0.2 else round(longest * chance.random() ** 2, 4)
     if chance.random() < 0.75:
-        return Order(moment, "any" if moment == "join" else whom, int(signal.SIGKILL), delay)
-    return Order(moment, whom, int(signal.SIGSTOP), delay, round(chance.uniform(0.2, 2.2), 3))
+        return Order(moment, "any" if moment == "join" else target, int(signal.SIGKILL), delay)
+    return Order(moment, target, int(signal.SIGSTOP), delay, round(chance.uniform(0.2, 2.2), 3))
