@@ -14,6 +14,7 @@ from covey.proto.candidacy import Candidacy
 from covey.proto.formation import Formation
 from covey.proto.lineages import Lineages
 from covey.proto.membership import Membership
+from covey.proto.membership.position import Position
 from covey.testing.ledger import BrokenError
 from covey.testing.lineages import Story
 from covey.wire.membership import View
@@ -39,14 +40,16 @@ def succeed_alone(self: Membership, successor: Any, now: float) -> None:
     """Go on in the next generation without asking the others."""
     if not self.is_last and self.is_member:
         view = self.view
-        self._install(View(view.lineage, view.number + 1, view.ranks, view.tie_breaker, successor=successor), now)
+        self._installer.install(
+            View(view.lineage, view.number + 1, view.ranks, view.tie_breaker, successor=successor), now
+        )
 
 
 MUTANTS: dict[str, tuple[type, str, Any]] = {
     "founds a run although it knows of one": (Lineages, "current", property(lambda self: b"")),
     "forgets what it was told": (Lineages, "learn", lambda *_, **__: None),
     "accepts a founding without writing it down": (Candidacy, "_bind_to_accepted", lambda self: None),
-    "ends a run without a quorum": (Membership, "_is_quorum", lambda self, places: bool(places)),
+    "ends a run without a quorum": (Position, "is_quorum", lambda self, ranks: bool(ranks)),
     "goes to the next generation by itself": (Membership, "succeed", succeed_alone),
     "does not vote where it never heard of its seat": (Candidacy, "_heard_of_seat", lambda self, seated, now: None),
     "forgets the view that excluded it": (Candidacy, "_excluded", lambda self, view, now: self._unbind()),

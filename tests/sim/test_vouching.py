@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from covey.proto.changes import Excluded
-from covey.proto.membership import Membership
+from covey.proto.membership.proposer import Proposer
 from covey.proto.presence import Presence
 from covey.testing.churn import PATIENCE, RELINK, BrokenError, Play
 from covey.testing.workers import Worker
@@ -111,16 +111,16 @@ def without_time_to_answer_the_keeper() -> list[tuple[Any, str, Any]]:
 
 
 def without_time_for_members_to_hear_each_other() -> list[tuple[Any, str, Any]]:
-    settled_at = Membership._settled_at
+    settled_at = Proposer._settled_at
 
-    def impatient(self: Membership, proposal: Any) -> float:
+    def impatient(self: Proposer, proposal: Any) -> float:
         left_out, proposal.left_out = proposal.left_out, lambda: ()
         try:
             return settled_at(self, proposal)
         finally:
             proposal.left_out = left_out
 
-    return [(Membership, "_settled_at", impatient)]
+    return [(Proposer, "_settled_at", impatient)]
 
 
 @pytest.mark.parametrize(

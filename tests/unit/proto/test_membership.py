@@ -466,7 +466,7 @@ def test_who_gave_up_is_not_in_the_next_view_but_helps_to_find_it() -> None:
     stage.run(1)
     stage.crash("c")
     stage.run(3)
-    stage.cores["b"]._patience = 60.0
+    stage.cores["b"]._need.patience = 60.0
     stage.run(5)
     assert stage.ends.keys() == {"a"}
     stage.world.heal()
@@ -838,7 +838,7 @@ def test_an_excluded_member_can_claim_nothing() -> None:
 
 def test_an_echo_of_a_claim_that_is_yet_to_come_makes_no_leader() -> None:
     core = lone("a", record=first_record(map(seat, "abc"), LINEAGE, anchor=1))
-    core._promise_to(core._next_ballot(), 1.0)
+    core._leading.promise(core._position.next_ballot(), 1.0)
     core.tick(1.0)
     for stamp in (math.inf, 1e300, math.nan):
         for name in "bc":
