@@ -180,7 +180,7 @@ class Play:
         """A proposal has one outcome among the living."""
         outcomes: dict[bytes, dict[Outcome, str]] = {}
         for life, core in self.lives:
-            for proposal, decision in core._decisions.items():
+            for proposal, decision in core._deciding.decisions.items():
                 if life not in self.dead and decision.outcome is not Outcome.OPEN:
                     outcomes.setdefault(proposal, {})[decision.outcome] = self.names[life]
         for proposal, found in outcomes.items():
@@ -194,9 +194,13 @@ class Play:
         waiting = [core for core in cores if core.formed is None]
         if not waiting:
             return []
-        stuck = [core for core in waiting if core._lock is not None and not self.is_in_doubt(core._lock, living)]
+        stuck = [
+            core
+            for core in waiting
+            if core._deciding.lock is not None and not self.is_in_doubt(core._deciding.lock, living)
+        ]
         # A candidate that knows of a run which lost its members waits for them: tests/sim/test_lineages.py has disks.
-        free = [core for core in waiting if core._lock is None and not core.lineages.current]
+        free = [core for core in waiting if core._deciding.lock is None and not core.lineages.current]
         if len(free) >= self.terms.smallest:
             stuck += free
         return [(core._me.name, core.report().waiting) for core in stuck]

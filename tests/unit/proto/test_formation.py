@@ -447,7 +447,7 @@ def test_proposals_with_nodes_that_nobody_has_met_are_bounded() -> None:
     for number in range(3 * REMEMBERED):
         proposal = Propose(number.to_bytes(16, "big"), (member("a"), member("b"), member("c")))
         core.received(id_of("a"), proposal, 0.1)
-    assert 0 < len(core._held) <= REMEMBERED
+    assert 0 < len(core._deciding._held) <= REMEMBERED
 
 
 def test_lives_of_a_node_that_starts_anew_again_and_again_are_bounded() -> None:
@@ -455,5 +455,5 @@ def test_lives_of_a_node_that_starts_anew_again_and_again_are_bounded() -> None:
     for number in range(MOST_PAST_LIVES + 100):
         core.link_up(id_of("a"), number.to_bytes(16, "big"), 0.0)
         core.link_down(id_of("a"), 0.0)
-    assert len(core._past_lives) == MOST_PAST_LIVES
+    assert len(core._links._past_lives) == MOST_PAST_LIVES
     assert not core.link_up(id_of("a"), (MOST_PAST_LIVES + 98).to_bytes(16, "big"), 0.0)
