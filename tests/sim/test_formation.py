@@ -30,8 +30,8 @@ class BrokenError(AssertionError):
     """An invariant does not hold."""
 
 
-class Candidate(Formation):
-    """A real candidate; its play is told when it has proposed something."""
+class RecordedFormation(Formation):
+    """A real formation; its play is told when it has proposed something."""
 
     on_proposal: Callable[[], None]
     travels = False
@@ -74,7 +74,7 @@ class Play:
         self.ids = [chance.randbytes(32) for _ in range(size)]
         self.hosts = [chance.choice(["north", "south", "west"]) for _ in self.ids]
         self.names: dict[bytes, str] = {}
-        self.lives: list[tuple[bytes, Candidate]] = []
+        self.lives: list[tuple[bytes, RecordedFormation]] = []
         self.returned: list[tuple[Member, Formed]] = []
         self.dead: set[bytes] = set()
         self.proposals = 0
@@ -92,7 +92,7 @@ class Play:
         self.names[life] = name = "abcdefghi"[index] + "'" * sum(known == id for known, _ in self.lives)
         me = Member(id, life, name, self.hosts[index], b"")
         seeded = random.Random(self.chance.random())
-        core = Candidate(me, self.terms, seeded, self.world.now, settle=self.settle, patience=self.patience)
+        core = RecordedFormation(me, self.terms, seeded, self.world.now, settle=self.settle, patience=self.patience)
         core.on_proposal = self.on_proposal
         self.lives.append((life, core))
         self.world.start(name, id, life, core)
@@ -158,7 +158,7 @@ class Play:
     def seen(self, life: bytes) -> Formed | None:
         return next((formed for member, formed in self.returned if member.life == life), None)
 
-    def check_view(self, life: bytes, core: Candidate) -> None:
+    def check_view(self, life: bytes, core: RecordedFormation) -> None:
         formed = core.formed
         assert formed is not None
         names = [member.name for member in formed.view]
@@ -199,7 +199,7 @@ class Play:
             for core in waiting
             if core._deciding.lock is not None and not self.is_in_doubt(core._deciding.lock, living)
         ]
-        # A candidate that knows of a run which lost its members waits for them: tests/sim/test_lineages.py has disks.
+        # A joiner that knows of a run which lost its members waits for them: tests/sim/test_lineages.py has disks.
         free = [core for core in waiting if core._deciding.lock is None and not core.lineages.current]
         if len(free) >= self.terms.smallest:
             stuck += free
@@ -268,7 +268,7 @@ def test_fifty_formations_among_crashes_restarts_and_cuts_keep_the_invariants(ba
 
 
 def test_formations_agree_when_messages_travel_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Candidate, "travels", True)
+    monkeypatch.setattr(RecordedFormation, "travels", True)
     for seed in range(20):
         perform(seed, hard=seed % 2 == 1)
 
@@ -283,7 +283,7 @@ MUTANTS: dict[str, tuple[type, str, Any]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_simulation_notices_a_candidate_that(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_notices_a_joiner_that(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, rule = MUTANTS[mutant]
     monkeypatch.setattr(owner, name, rule)
     for seed in range(500):
@@ -291,7 +291,7 @@ def test_the_simulation_notices_a_candidate_that(mutant: str, monkeypatch: pytes
             Play(seed, hard=True).perform()
         except BrokenError:
             return
-    pytest.fail(f"500 plays with a candidate that {mutant}, and nothing was noticed")
+    pytest.fail(f"500 plays with a joiner that {mutant}, and nothing was noticed")
 
 
 def test_a_play_is_the_same_whatever_the_hash_seed_is() -> None:

@@ -76,7 +76,7 @@ def test_the_play_notices_a_member_that(mutant: str, monkeypatch: pytest.MonkeyP
     pytest.fail("not noticed")
 
 
-def test_the_play_notices_a_candidate_that_does_not_count_the_rows_of_a_standing(
+def test_the_play_notices_a_joiner_that_does_not_count_the_rows_of_a_standing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Decision, "heard", hear_without_counting)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from covey.base.errors import CoveyError
-from covey.proto.candidacy import Candidacy
 from covey.proto.formation import Formation
+from covey.proto.joining import Joining
 from covey.proto.lineages import Lineages
 from covey.proto.membership import Membership
-from covey.proto.membership.position import Position
+from covey.proto.membership.position import ViewPosition
 from covey.testing.ledger import BrokenError
 from covey.testing.lineages import Story
 from covey.wire.membership import View
@@ -48,11 +48,11 @@ def succeed_alone(self: Membership, successor: Any, now: float) -> None:
 MUTANTS: dict[str, tuple[type, str, Any]] = {
     "founds a run although it knows of one": (Lineages, "current", property(lambda self: b"")),
     "forgets what it was told": (Lineages, "learn", lambda *_, **__: None),
-    "accepts a founding without writing it down": (Candidacy, "_bind_to_accepted", lambda self: None),
-    "ends a run without a quorum": (Position, "is_quorum", lambda self, ranks: bool(ranks)),
+    "accepts a founding without writing it down": (Joining, "_bind_to_accepted", lambda self: None),
+    "ends a run without a quorum": (ViewPosition, "is_quorum", lambda self, ranks: bool(ranks)),
     "goes to the next generation by itself": (Membership, "succeed", succeed_alone),
-    "does not vote where it never heard of its seat": (Candidacy, "_heard_of_seat", lambda self, seated, now: None),
-    "forgets the view that excluded it": (Candidacy, "_excluded", lambda self, view, now: self._unbind()),
+    "does not vote where it never heard of its seat": (Joining, "_heard_of_seat", lambda self, seated, now: None),
+    "forgets the view that excluded it": (Joining, "_excluded", lambda self, view, now: self._unbind()),
     "goes on beside an older run": (Formation, "_heard_of_lineages", lambda self, here, now: None),
 }
 

@@ -57,7 +57,7 @@ MOST_LIES: Final = 300
 """In one quarrel; then the hostile member is cut off."""
 MOST_LIES_OF_ONE: Final = 1500
 """In one life of a hostile node; then it does as it should."""
-MOST_KEPT: Final = 3000
+MOST_PARTS: Final = 3000
 """Parts of all that a core keeps: numbers, texts, entries of dicts."""
 _REMEMBERED: Final = 100
 _LIKE: Final = 20
@@ -217,7 +217,7 @@ def _structs_in(message: Any) -> list[msgspec.Struct]:
     return [part for part in parts if isinstance(part, msgspec.Struct)]
 
 
-def kept(core: object) -> int:
+def count_parts(core: object) -> int:
     """Return how many parts all that a core keeps consists of."""
     count, seen = 0, set()
     open_parts: list[Any] = [core]
@@ -332,7 +332,7 @@ class Quarrel:
         self.members: dict[bytes, Member] = {}
         """Those that do as they should."""
         self.refusals = 0
-        self.most_kept = 0
+        self.most_parts = 0
         self._last_word_at = 1.0
         self.proposed: set[View] = set()
         """Views that honest members have proposed."""
@@ -408,8 +408,8 @@ class Quarrel:
 
     def _weigh(self) -> None:
         for member in self.members.values():
-            self.most_kept = max(self.most_kept, size := kept(member.core))
-            if size > MOST_KEPT:
+            self.most_parts = max(self.most_parts, size := count_parts(member.core))
+            if size > MOST_PARTS:
                 raise BrokenError(f"{member.name} keeps {size} things")
 
     def _problem(self) -> str:
@@ -438,7 +438,7 @@ class HostileStory(lineages.Story):
         super().__init__(seed)
         self.world.refused = self._refused  # type: ignore[attr-defined]
         self.hostile = self.chance.choice(self.ids)
-        self.refusals = self.most_kept = 0
+        self.refusals = self.most_parts = 0
         self.liars: list[Liar] = []
 
     def begin(self, index: int, *, is_returning: bool = False) -> None:
@@ -469,9 +469,9 @@ class HostileStory(lineages.Story):
             self.world.run(self.world.now + 0.5)
             for id, process in self.processes.items():
                 if id != self.hostile:
-                    parts = [process.candidacy, *process.cores.values()]
-                    self.most_kept = max(self.most_kept, size := sum(map(kept, parts)))
-                    if size > MOST_KEPT:
+                    parts = [process.joining, *process.cores.values()]
+                    self.most_parts = max(self.most_parts, size := sum(map(count_parts, parts)))
+                    if size > MOST_PARTS:
                         raise BrokenError(f"{process.name} keeps {size} things")
 
 

@@ -38,6 +38,7 @@ RETIRED = frozenset(
         "gathering",
         "greet",
         "greeting",
+        "kept",
         "history",
         "kept",
         "knock",
@@ -82,15 +83,12 @@ EXCEPTIONS = {
 
 REMAINING = frozenset(
     [
-        "Candidacy",
         "Forming",
         "Ledger",
         "SecretKept",
         "_check_place",
-        "_perform_candidacy",
         "_post",
         "by_place",
-        "candidacy",
         "decode_greeting",
         "greeting",
         "kept",

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from covey.proto.membership.leading import Leading
     from covey.proto.membership.need import Need
     from covey.proto.membership.outbox import Outbox
-    from covey.proto.membership.position import Position
-    from covey.proto.membership.round import Round
+    from covey.proto.membership.position import ViewPosition
+    from covey.proto.membership.round import ViewRound
     from covey.wire.membership import Accept, State
 
 
@@ -27,9 +27,9 @@ class Answerer:
 
     def __init__(
         self,
-        position: Position,
+        position: ViewPosition,
         outbox: Outbox,
-        round: Round,
+        round: ViewRound,
         need: Need,
         leading: Leading,
         installer: Installer,

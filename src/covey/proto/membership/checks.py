@@ -14,8 +14,8 @@ from covey.proto import views
 from covey.wire.membership import Accept, Accepted, Prepare, Promise, Pulse, Refuse
 
 if TYPE_CHECKING:
-    from covey.proto.membership.position import Position
-    from covey.proto.membership.round import Round
+    from covey.proto.membership.position import ViewPosition
+    from covey.proto.membership.round import ViewRound
     from covey.wire.membership import Membership as Message
     from covey.wire.membership import View
 
@@ -24,7 +24,7 @@ MOST_AHEAD: Final = 1 << 40
 no member can use up the numbers of the others."""
 
 
-def check_follows(sender: int, view: View, position: Position, answer: Round) -> None:
+def check_follows(sender: int, view: View, position: ViewPosition, answer: ViewRound) -> None:
     """Check that a view can follow the last installed one, and agrees with the answer of this node."""
     last = position.view
     if not is_sound(view, last):
@@ -55,7 +55,7 @@ def is_sound(view: View, last: View) -> bool:
     return is_subset and has_tie_breaker and len(groups) == len(view.verdicts)
 
 
-def check_promise(sender: int, promise: Promise, position: Position, answer: Round) -> None:
+def check_promise(sender: int, promise: Promise, position: ViewPosition, answer: ViewRound) -> None:
     """Check an answer by itself and against this node's own: proposals are built from answers."""
     accepted, ballot, last = promise.accepted, promise.accepted_ballot, position.view
     is_possible = (ballot < 0) is (accepted is None) and ballot <= promise.ballot
@@ -72,7 +72,7 @@ def check_promise(sender: int, promise: Promise, position: Position, answer: Rou
         raise RemoteProtocolError(f"member {sender} sent an impossible answer: {str(promise)[:200]}")
 
 
-def check_ballot(sender: int, message: Message, position: Position) -> None:
+def check_ballot(sender: int, message: Message, position: ViewPosition) -> None:
     """Check that a ballot is not so high that the numbers above it could run out."""
     match message:
         case Prepare() | Accept() | Promise() | Accepted():

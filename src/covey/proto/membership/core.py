@@ -13,9 +13,9 @@ from covey.proto.membership.installer import Installer
 from covey.proto.membership.leading import Leading
 from covey.proto.membership.need import FINISH_TOGETHER, PATIENCE, RELINK, Need
 from covey.proto.membership.outbox import Outbox
-from covey.proto.membership.position import Position
+from covey.proto.membership.position import ViewPosition
 from covey.proto.membership.proposer import Proposer
-from covey.proto.membership.round import Round
+from covey.proto.membership.round import ViewRound
 from covey.wire import membership as wire
 from covey.wire.membership import Accept, Accepted, Decided, Fork, Prepare, Promise, Pulse, Refuse, Trouble
 
@@ -51,10 +51,10 @@ class Membership:
 
         With `votes_only` the node is not a member, even if the record names its present life.
         """
-        self._position = position = Position(record, id, life, keeper, votes_only, now)
+        self._position = position = ViewPosition(record, id, life, keeper, votes_only, now)
         self._presence = position.presence
         self._outbox = outbox = Outbox(position)
-        self._round = round = Round()
+        self._round = round = ViewRound()
         self._need = need = Need(
             position, outbox, round, random, patience=patience, relink=relink, finish_together=finish_together
         )

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from covey.proto.membership.installer import Installer
     from covey.proto.membership.outbox import Outbox
-    from covey.proto.membership.position import Position
-    from covey.proto.membership.round import Round
+    from covey.proto.membership.position import ViewPosition
+    from covey.proto.membership.round import ViewRound
 
 MOST_SKIPPED: Final = 1 << 20
 """A fork skips a random count of view numbers, at most this many, so that bytes of one lineage are never taken for an
@@ -27,9 +27,9 @@ class Forks:
 
     def __init__(
         self,
-        position: Position,
+        position: ViewPosition,
         outbox: Outbox,
-        round: Round,
+        round: ViewRound,
         installer: Installer,
         random: random.Random,
         quorum: Quorum,

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from covey.proto.membership.leading import Leading
     from covey.proto.membership.need import Need
     from covey.proto.membership.outbox import Outbox
-    from covey.proto.membership.position import Position
-    from covey.proto.membership.round import Round
+    from covey.proto.membership.position import ViewPosition
+    from covey.proto.membership.round import ViewRound
     from covey.wire.membership import View
 
 PAST_VIEWS: Final = 64
@@ -25,7 +25,7 @@ member that lacks more views is in none of them."""
 class Installer:
     """Installs views in order, and keeps the last ones for peers that are behind."""
 
-    def __init__(self, position: Position, outbox: Outbox, round: Round, need: Need, leading: Leading) -> None:
+    def __init__(self, position: ViewPosition, outbox: Outbox, round: ViewRound, need: Need, leading: Leading) -> None:
         self._position, self._outbox, self._round, self._need, self._leading = position, outbox, round, need, leading
         self._past = {position.view.number: position.view}
         self._parted_with: tuple[int, ...] = ()

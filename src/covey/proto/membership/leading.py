@@ -12,8 +12,8 @@ from covey.wire.membership import Pulse
 if TYPE_CHECKING:
     from covey.proto.membership.need import Need
     from covey.proto.membership.outbox import Outbox
-    from covey.proto.membership.position import Position
-    from covey.proto.membership.round import Round
+    from covey.proto.membership.position import ViewPosition
+    from covey.proto.membership.round import ViewRound
 
 PULSE_EVERY: Final = LEASE / 4
 LEADERLESS: Final = 3 * LEASE
@@ -23,7 +23,7 @@ LEADERLESS: Final = 3 * LEASE
 class Leading:
     """Promises ballots, whose owners lead; claims the lead for this node, or echoes the claims of the leader."""
 
-    def __init__(self, position: Position, outbox: Outbox, round: Round, need: Need, now: float) -> None:
+    def __init__(self, position: ViewPosition, outbox: Outbox, round: ViewRound, need: Need, now: float) -> None:
         self._position, self._outbox, self._round, self._need = position, outbox, round, need
         is_first = position.view.number == 0 and position.owner(position.ballot) == position.me
         self._lease = Lease(now if is_first else math.inf)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import random
 
     from covey.proto.membership.outbox import Outbox
-    from covey.proto.membership.position import Position
-    from covey.proto.membership.round import Round
+    from covey.proto.membership.position import ViewPosition
+    from covey.proto.membership.round import ViewRound
 
 PATIENCE: Final = 30.0
 """Seconds after which a member that needs a new view, and gets none, gives up."""
@@ -39,9 +39,9 @@ class Need:
 
     def __init__(
         self,
-        position: Position,
+        position: ViewPosition,
         outbox: Outbox,
-        round: Round,
+        round: ViewRound,
         random: random.Random,
         *,
         patience: float,

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from covey.proto.changes import Effect, Persist, Send
 
 if TYPE_CHECKING:
-    from covey.proto.membership.position import Position
+    from covey.proto.membership.position import ViewPosition
     from covey.wire.membership import Membership as Message
 
 
 class Outbox:
     """Collects effects until the driver takes them."""
 
-    def __init__(self, position: Position) -> None:
+    def __init__(self, position: ViewPosition) -> None:
         self._position = position
         self._effects: list[Effect] = []
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from covey.wire.membership import Record, Successor, View
 
 
-class Position:
+class ViewPosition:
     """One node among the ranks of view 0: a member, a voter for its earlier life, or the keeper; or excluded."""
 
     def __init__(self, record: Record, id: bytes, life: bytes, keeper: bytes | None, votes_only: bool, now: float):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from covey.proto.membership.installer import Installer
     from covey.proto.membership.need import Need
     from covey.proto.membership.outbox import Outbox
-    from covey.proto.membership.position import Position
-    from covey.proto.membership.round import Round
+    from covey.proto.membership.position import ViewPosition
+    from covey.proto.membership.round import ViewRound
 
 RELINK_VOUCHED: Final = 5.0
 """Like RELINK, while a keeper vouches for the member: then it is only slow. All operations wait meanwhile, and the
@@ -31,9 +31,9 @@ class Proposer:
 
     def __init__(
         self,
-        position: Position,
+        position: ViewPosition,
         outbox: Outbox,
-        round: Round,
+        round: ViewRound,
         need: Need,
         installer: Installer,
         forks: Forks,

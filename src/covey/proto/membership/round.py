@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from covey.wire.membership import State, Successor
 
 
-class Round:
+class ViewRound:
     """What a node has done towards one view. An installed view begins the next round."""
 
     def __init__(self) -> None:

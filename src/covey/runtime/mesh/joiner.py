@@ -1,6 +1,6 @@
 """A node that wants to be in a run: it agrees with other nodes on the first view, or waits for a running generation.
 
-`proto.candidacy` decides; this module performs its effects in order, so that promises are on disk before they are sent.
+`proto.joining` decides; this module performs its effects in order, so that promises are on disk before they are sent.
 Once the node has a seat, a `RunMember` hands the links to its `Node`. On the control loop.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError, RemoteProtocolError
 from covey.base.text import printable
-from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say
+from covey.proto.joining import Agree, Bind, Joining, Remember, Say
 from covey.runtime.mesh import waiting
 from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.mesh import Mesh
@@ -71,7 +71,7 @@ class Joiner(MeshListener):
         self.records = Records(cluster.tag, terms.run, card.id)
         me = forming.Member(card.id, card.life, card.name, card.contact.host, b"", card.breaks_ties)
         self._since = time.monotonic()
-        self._core = Candidacy(
+        self._core = Joining(
             me,
             terms,
             random.Random(secrets.randbits(64)),

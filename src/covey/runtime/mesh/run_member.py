@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.errors import AuthError
-    from covey.proto.candidacy import Candidacy
     from covey.proto.formation import Formed
+    from covey.proto.joining import Joining
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Newcomer, Peer
     from covey.runtime.mesh.mesh import Mesh
@@ -35,7 +35,7 @@ class RunMember:
         self,
         mesh: Mesh,
         node: Node,
-        core: Candidacy,
+        core: Joining,
         *,
         entered: Callable[[messages.Founded], None],
         perform: Callable[[], None],
