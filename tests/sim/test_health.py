@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from covey.proto import health
+from covey.proto import evidence, health
 from covey.proto.health import INTERVAL, Cause, Dead, Health, Ping, Standing, Suspect, Trust, Unheard, Vouch
 
 if TYPE_CHECKING:
@@ -472,12 +472,12 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[int], bool]]] = {
     "counts the time it slept": (Health, "_forgive", lambda self, seconds, now: None, suspended),
     "starts all clocks anew after every gap": (health, "SLEPT", 0.0, seldom_listening),
     "takes silence of its members for silence of a host": (
-        health._Host,
+        evidence.HostEvidence,
         "gives_signs",
         property(lambda self: True, lambda self, value: None),
         lambda seed: held(seed, kernels=False),
     ),
-    "does not believe keepers": (health, "VOUCHED", 0.0, lambda seed: held(seed, keepers=True)),
+    "does not believe keepers": (evidence, "VOUCHED", 0.0, lambda seed: held(seed, keepers=True)),
 }
 
 
