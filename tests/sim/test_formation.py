@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 AGREED_WITHIN = 30.0
-"""Virtual seconds from when the network is good to when everybody has a view, however unlucky."""
+"""Virtual seconds from when the network is good to when all nodes have a view, in the worst case."""
 
 
 class BrokenError(AssertionError):
@@ -47,7 +47,7 @@ class RecordedFormation(Formation):
 
 
 class Play:
-    """One formation: its actors, what befalls them, and what they returned."""
+    """One formation: its nodes, the faults, and what the nodes returned."""
 
     def __init__(self, seed: int, *, hard: bool, tell: bool = False) -> None:
         """Plan everything from the seed."""
@@ -65,7 +65,7 @@ class Play:
         size = chance.randint(2, 9)
         low = chance.choice([1, (size + 1) // 2, chance.randint(1, size - 1)])
         high = chance.choice([None, None, chance.randint(low, size)])
-        # Safety may not depend on patience; short of it, everybody interferes with everybody.
+        # Safety may not depend on patience; without it, all nodes interfere with each other.
         self.patience = (
             chance.choice([2.0, *(max(0.05, k * self.world.delay) for k in (0.3, 1.0, 3.0))]) if hard else 2.0
         )
@@ -97,7 +97,7 @@ class Play:
         self.lives.append((life, core))
         self.world.start(name, id, life, core)
 
-    # What befalls them.
+    # Faults
 
     def plan_fault(self, at: float, kinds: list[str]) -> None:
         world, chance = self.world, self.chance
@@ -130,7 +130,7 @@ class Play:
             self.dead.add(self.world.nodes[id].life)
             self.world.crash(id, silently=silently)
 
-    # What must hold.
+    # Invariants
 
     def perform(self) -> None:
         """Run to the end; BrokenError as soon as an invariant does not hold."""
@@ -206,19 +206,19 @@ class Play:
         return [(core._me.name, core.report().waiting) for core in stuck]
 
     def is_in_doubt(self, lock: Decision, living: set[bytes]) -> bool:
-        """Tell whether nobody can help: a quorum of the proposal is dead, and not all of the dead are back."""
+        """Tell whether a proposal must stay undecided: a quorum of it is dead, and not all of the dead are back."""
         alive = {rank for rank, member in enumerate(lock.members) if member.life in living}
         is_quorum = 2 * len(alive) > len(lock.members) or (2 * len(alive) == len(lock.members) and 0 in alive)
         return not is_quorum and any(member.id not in self.world.nodes for member in lock.members)
 
-    # For people.
+    # Transcripts
 
     def describe(self, message: Any) -> str:
         name = self.names.__getitem__
         match message:
             case Here():
                 hears = ",".join(sorted(name(life) for life in message.hears))
-                return f"{message.phase.name.lower()}, hears {hears or 'nobody'}"
+                return f"{message.phase.name.lower()}, hears {hears or 'no node'}"
             case Propose():
                 return f"propose {message.proposal.hex()[:4]}: {','.join(one.name for one in message.members)}"
             case Standing():
@@ -232,7 +232,7 @@ class Play:
         raise AssertionError(message)
 
     def story(self) -> str:
-        """Perform the same play again, and return who said what when and how it ended."""
+        """Perform the same play again, and return its messages, with their times, and how it ended."""
         again = Play(self.seed, hard=self.hard, tell=True)
         try:
             again.perform()

@@ -1,9 +1,9 @@
-"""Whole runs of one name, from the first meeting to the end, in a world with a virtual clock and disks.
+"""Whole runs of one name, from the first link to the end, in a world with a virtual clock and disks.
 
 `python -m covey.testing.lineages --seeds 1000` performs them. A `Story` is a function of its seed: machines come and
 go, are cut off for longer than patience, crash, and are started again with what they wrote down. The real cores decide
-(`Joining`, `Membership`); what they do with each other's operations is left out. While a story is performed it
-checks that one run never becomes two.
+(`Joining`, `Membership`); operations are left out. A story checks, while it is performed, that one run never becomes
+two.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Process:
     def is_member(self) -> bool:
         return self.core is not None and self.core.is_member
 
-    # What the world tells.
+    # Inputs
 
     def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
         is_wanted = self.joining.link_up(peer_id, peer_life, now)
@@ -168,7 +168,7 @@ class Process:
         out, self._out = self._out, []
         return out
 
-    # Generations.
+    # Generations
 
     def _heard_founded(self, peer_id: bytes, origin: bytes, successor: Successor, now: float) -> None:
         is_ours = Seat(self.id, self.life) in successor.members
@@ -231,7 +231,7 @@ class Process:
             self._perform(now)
             self.story.world.settle(self.id)
 
-    # What the cores want.
+    # Effects
 
     def _perform(self, now: float) -> None:
         is_busy = True
@@ -324,7 +324,7 @@ class Process:
 
 
 class Story:
-    """One run's name, its machines, what befalls them, and what is known of its lineages."""
+    """The machines of one run, the faults, and what is known of the lineages of the run."""
 
     worlds: type[World] = World
     faults = ("crash", "crash", "partition", "partition", "long partition", "long partition", "flap", "stop")
@@ -372,7 +372,7 @@ class Story:
     def name(self, index: int) -> str:
         return "abcdefgh"[index] + "'" * (self.lives[index] - 1)
 
-    # Processes.
+    # Processes
 
     def begin(self, index: int, *, is_returning: bool = False) -> None:
         id = self.ids[index]
@@ -403,7 +403,7 @@ class Story:
         node = self.world.nodes.get(process.id)
         return node is not None and node.core is process
 
-    # What befalls them.
+    # Faults
 
     def _plan_fault(self, at: float) -> None:
         world, chance = self.world, self.chance
@@ -433,7 +433,7 @@ class Story:
         self.world.crash(id, silently=self.chance.random() < 0.3)
 
     def _look_for_newcomers(self) -> None:
-        """Once in a while, let the members of a view agree to take in who waits: as one operation that all return."""
+        """Now and then, let the members of a view agree, in one operation, to take in the nodes that wait."""
         self.world.at(self.world.now + self.chance.uniform(0.3, 1.5), self._look_for_newcomers)
         living = [node.core for node in self.world.nodes.values() if node.backlog is None]
         members = [core for core in living if isinstance(core, Process) and core.is_member]
@@ -472,7 +472,7 @@ class Story:
         if self.chance.random() < 0.3 and not self.is_good:
             self._plan_fault(self.world.now + self.chance.uniform(0.0, 0.3))
 
-    # What is known of the lineages, and what must hold.
+    # Invariants
 
     def said(self, message: Any) -> None:
         self.words += 1
@@ -544,11 +544,11 @@ class Story:
             return False
         first = processes[0]
         assert first.core is not None
-        everybody = {Seat(process.id, process.life) for process in processes}
+        all_seats = {Seat(process.id, process.life) for process in processes}
         same = all((each.origin, each.generation) == (first.origin, first.generation) for each in processes)
         views = {process.core.view for process in processes if process.core is not None}
         return (
-            same and len(views) == 1 and set(first.seats) == everybody and len(first.core.view.ranks) == len(processes)
+            same and len(views) == 1 and set(first.seats) == all_seats and len(first.core.view.ranks) == len(processes)
         )
 
     def _finish(self) -> None:
@@ -582,7 +582,7 @@ class Story:
                 words.append(f"{process.name}: {process.joining.formation.report().waiting}")
         return "; ".join(words)
 
-    # For people.
+    # Transcripts
 
     def _describe(self, message: Any) -> str:
         match message:
@@ -594,7 +594,7 @@ class Story:
         return str(message)[:200]
 
     def story(self) -> str:
-        """Perform the same story again, and return who said what when and how it ended."""
+        """Perform the same story again, and return its messages, with their times, and how it ended."""
         again = Story(self.seed, tell=True)
         try:
             again.perform()
