@@ -38,6 +38,7 @@ RETIRED = frozenset(
         "gathering",
         "greet",
         "greeting",
+        "kept",
         "history",
         "kept",
         "knock",
@@ -80,12 +81,9 @@ EXCEPTIONS = {
 
 REMAINING = frozenset(
     [
-        "Candidacy",
         "Forming",
         "SecretKept",
         "_check_place",
-        "_perform_candidacy",
-        "candidacy",
         "decode_greeting",
         "greeting",
         "kept",
