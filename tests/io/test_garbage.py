@@ -26,7 +26,7 @@ from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.links.handshake import LinkCredentials
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.links.source_limits import SOURCE_RATE
-from covey.runtime.members import lanes
+from covey.runtime.members import lane_dialler
 from covey.runtime.members import node as node_module
 from covey.wire import door, frame, greeting, header, message_header, messages
 
@@ -306,7 +306,7 @@ def bother(address: Address, credentials: LinkCredentials) -> None:
         assert read(sock) == b""
     with connect(address) as sock:
         pass_the_door(sock, credentials, door.Purpose.LANE)
-        send(sock, secrets.token_bytes(lanes.LANE_BYTES) + b"\0" + secrets.token_bytes(greeting.PROOF_BYTES))
+        send(sock, secrets.token_bytes(lane_dialler.LANE_BYTES) + b"\0" + secrets.token_bytes(greeting.PROOF_BYTES))
         assert read(sock) == b""
 
 
@@ -363,7 +363,7 @@ def test_those_who_hold_the_key_and_say_no_more_are_forgotten_in_time(
     crew: Crew, strangers: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("covey.runtime.links.handshake.HANDSHAKE_SECONDS", 0.5)
-    monkeypatch.setattr("covey.runtime.members.lanes.HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr("covey.runtime.members.lane_acceptor.HANDSHAKE_SECONDS", 0.5)
     for rank in range(2):
         crew.start(rank)
     assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2

@@ -245,7 +245,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
         with claim(address, offer.lane, 0, proofs[0]) as sock:  # before the offer
             assert is_hung_up(sock)
         expected: list[bytes] = []
-        call_on_loop(setattr, node.lanes, "expected", lambda _rank, lane: expected.append(lane))
+        call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane: expected.append(lane))
         control.soon(node.send, peer.rank, offer)
         until(lambda: expected == [offer.lane])
         group.barrier()
@@ -287,8 +287,10 @@ def test_a_member_cannot_talk_another_into_a_lane_that_others_can_read() -> None
             group.barrier()
             return []
         heard: list[str] = []
-        refused = node.lanes.refused
-        call_on_loop(setattr, node.lanes, "refused", lambda key, reason: (heard.append(reason), refused(key, reason)))
+        refused = node.lanes.dialler.refused
+        call_on_loop(
+            setattr, node.lanes.dialler, "refused", lambda key, reason: (heard.append(reason), refused(key, reason))
+        )
         for kind, capacity, streams, lane, secret in [
             ("tcp", 0, 1, 16, 32),
             ("unix", 0, 1, 16, 32),

@@ -20,7 +20,7 @@ from covey.proto import health, matching, message, message_stream, views
 from covey.proto import membership as agreement
 from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import handshake
-from covey.runtime.members import lanes
+from covey.runtime.members import lane_dialler
 from covey.runtime.members import store as stores
 from covey.wire import (
     beacon,
@@ -218,7 +218,7 @@ NUMBERS = (
     f"A ballot more than 2^{agreement.MOST_AHEAD.bit_length() - 1} above",
     f"Keys have up to {store.KEY_LIMIT} characters, values {store.VALUE_LIMIT >> 10} KiB, a message "
     f"{store.KEYS_LIMIT} keys and 1 MiB",
-    f"carries a random id ({lanes.LANE_BYTES} bytes) and a random secret ({lanes.SECRET_BYTES} bytes)",
+    f"carries a random id ({lane_dialler.LANE_BYTES} bytes) and a random secret ({lane_dialler.SECRET_BYTES} bytes)",
     f"a token ({meeting.TOKEN_BYTES} random bytes that never travel)",
     f"small frames in lots of {matching.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
