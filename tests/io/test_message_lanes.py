@@ -133,7 +133,7 @@ def test_both_ends_come_to_use_the_same_connection_whoever_breaks_and_asks(lanes
         for number in range(count):
             for rank in others:
                 group.send(np.array([number]), dst=rank, tag=1, timeout=25)
-                lane = messenger._lanes.get(rank)
+                lane = messenger._lanes.by_rank.get(rank)
                 dice = rng.random()
                 if lane is not None and dice < 0.15:
                     call_on_loop(node.lanes.renew, engine.id, engine.members[rank], lane.sock)

@@ -106,7 +106,7 @@ def test_an_excluded_member_gets_no_message_and_no_lane(has_lanes: bool) -> None
         return lost.value.rank, got, group.recv(src=1 - group.rank, tag=9).tolist(), open_lanes
 
     def attack(group: Group, node: Node, others: list[int]) -> None:
-        held = dict(engine_of(group).routing.messenger()._lanes)
+        held = dict(engine_of(group).routing.messenger()._lanes.by_rank)
         turn.wait()
         leave_secretly(group)
         turn.wait()

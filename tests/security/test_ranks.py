@@ -418,7 +418,7 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
                 header = wire.Header(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))
                 messenger._matcher._push(0, wire.encode(header))
                 messenger._matcher._link(0).next_id += 1
-                messenger._flush_ready()
+                messenger._lanes.flush_ready()
             group.send(np.arange(3.0), dst=0, tag=8)
         elif group.rank == 0:
             with pytest.raises(MismatchError, match=f"rank {HOSTILE}.*no memory"):

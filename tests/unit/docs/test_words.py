@@ -96,8 +96,6 @@ REMAINING = frozenset(
         "kept",
         "ledger",
         "places",
-        "post_recv",
-        "post_send",
         "watch_closely",
     ]
 )
