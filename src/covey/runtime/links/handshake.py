@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
 from covey.base.text import printable
@@ -25,20 +25,15 @@ from covey.wire import door, greeting, messages
 from covey.wire.frame import GREETING_LIMIT, LENGTH, frame, frame_length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from covey.net.keys.tls import Credentials
-    from covey.runtime.links.dial_limits import DialLimits
-
-HEAD_START: Final = 0.15
-"""Seconds between the dial of an address and the dial of the next, worse one."""
 
 SILENCE: Final = "no answer in time"
 """The problem of an address that sends nothing back, not even a refusal."""
 
 Where = str | tuple[Any, ...]
 """The path of a unix socket, or a TCP address as `socket` takes it."""
-T = TypeVar("T")
 
 
 class RefusedError(Exception):
@@ -231,91 +226,6 @@ async def _prove(sock: socket.socket, token: bytes, said: bytes, hello: messages
     if not greeting.proofs_equal(proof, greeting.accept_proof(token, said, hello.nonce, answer)):
         raise AuthError(f"the rank at {spell(where)} does not know this run's token")
     return answer
-
-
-async def dial_any(
-    wheres: list[Where],
-    credentials: LinkCredentials,
-    hello: messages.Hello,
-    allowance: DialLimits | None = None,
-    within: float = HANDSHAKE_SECONDS,
-) -> tuple[Link, messages.Welcome, bytes, Where]:
-    """Open a link to the first address that works; each has a short head start before the next.
-
-    With an `allowance`, each dial waits for its turn and spares descriptors. `within` is as for `connect`.
-
-    Raises:
-        What `dial` raises: the most informative error of all addresses.
-    """
-    opened, where = await _first_of(
-        wheres,
-        lambda where: _dial_in_turn(where, credentials, hello, allowance, within),
-        lambda opened: opened[0].abort(),
-    )
-    return *opened, where
-
-
-async def connect_any(wheres: list[Where], credentials: LinkCredentials, purpose: door.Purpose) -> socket.socket:
-    """Connect to the first address that works, and pass the door; each has a short head start before the next.
-
-    Raises:
-        ConnectError: no address works.
-    """
-    opened, _ = await _first_of(
-        wheres, lambda where: connect(where, credentials, purpose), lambda opened: opened[0].close()
-    )
-    return opened[0]
-
-
-async def _first_of(
-    wheres: list[Where], open_one: Callable[[Where], Coroutine[Any, Any, T]], drop: Callable[[T], object]
-) -> tuple[T, Where]:
-    """Try addresses, each with a short head start; return the result of the first that works, and the address.
-
-    Results of the others are dropped. If none works, the most informative error is raised.
-    """
-    if not wheres:
-        raise ConnectError("the peer has no address that can be dialled from here")
-    remaining, tasks, errors = list(wheres), list[asyncio.Future[T]](), list[BaseException]()
-    won: asyncio.Future[T] | None = None
-
-    def drop_late(task: asyncio.Future[T]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            drop(task.result())
-
-    try:
-        while won is None and (remaining or len(errors) < len(tasks)):
-            if remaining:
-                tasks.append(asyncio.ensure_future(open_one(remaining.pop(0))))
-            running = [task for task in tasks if not task.done()]
-            if running:
-                await asyncio.wait(
-                    running, timeout=HEAD_START if remaining else None, return_when=asyncio.FIRST_COMPLETED
-                )
-            errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-            won = next((task for task in tasks if task.done() and task.exception() is None), None)
-    finally:
-        for task in tasks:
-            if task is not won:
-                task.cancel()
-                task.add_done_callback(drop_late)
-    if won is None:
-        raise min(errors, key=_information)
-    return won.result(), wheres[tasks.index(won)]
-
-
-async def _dial_in_turn(
-    where: Where, credentials: LinkCredentials, hello: messages.Hello, allowance: DialLimits | None, within: float
-) -> tuple[Link, messages.Welcome, bytes]:
-    if allowance is None:
-        return await dial(where, credentials, hello, within=within)
-    async with allowance.turn(where):
-        return await dial(where, credentials, hello, spares=True, within=within)
-
-
-def _information(error: BaseException) -> int:
-    kinds = (RefusedError, AuthError, HungUpError, ScarceError, ConnectError)
-    return next((index for index, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
 
 
 async def admit(

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.net.lanes import memory, shm
 from covey.net.lanes.ring import RingLane, memory_bytes
-from covey.runtime.links.handshake import RefusedError, ScarceError, connect_any, receive_exactly
+from covey.runtime.links.address_race import connect_any
+from covey.runtime.links.handshake import RefusedError, ScarceError, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.members.lane_kinds import (
