@@ -18,7 +18,8 @@ from tests.io.test_messenger import Crew, content
 
 from covey.base.errors import ConfigError
 from covey.net.lanes.lane import LaneClosedError, Outgoing
-from covey.net.lanes.sealed import JOINED_BYTES, SealedLane, SealedSocket
+from covey.net.lanes.sealed import SealedLane
+from covey.net.lanes.sealed_socket import JOINED_BYTES, SealedSocket
 from covey.runtime.messages import message_lane
 from covey.wire.header import HEADER_BYTES
 from covey.wire.seal import (
@@ -163,7 +164,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("covey.net.lanes.sealed.monotonic", lambda: self.now)
+        monkeypatch.setattr("covey.net.lanes.sealed_pipe.monotonic", lambda: self.now)
 
 
 @pytest.mark.parametrize("streams", [1, 3])

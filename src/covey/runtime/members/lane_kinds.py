@@ -89,7 +89,9 @@ def lane_of_sockets(socks: list[socket.socket], offer: messages.Offer, *, dialle
     """Return the lane (for collectives) or the socket (for messages) that connected sockets make."""
     if offer.kind != "secure":
         return socks[0] if offer.purpose == "messages" else StreamLane(socks[0], offer.kind)
-    from covey.net.lanes.sealed import SealedLane, SealedSocket  # slow to import, and not needed by ranks of one host
+    # Slow to import, and not needed by ranks of one host.
+    from covey.net.lanes.sealed import SealedLane
+    from covey.net.lanes.sealed_socket import SealedSocket
 
     if offer.purpose == "messages":
         return SealedSocket(socks[0], offer.secret, offer.lane, dialler=dialler)
