@@ -23,7 +23,7 @@ from covey.net.discovery import host_registry as host_registry
 from covey.net.discovery import sieve
 from covey.net.discovery.host_registry import HostRegistry
 from covey.net.discovery.interfaces import to_dial, usable_interfaces
-from covey.net.keys import clusters
+from covey.net.keys import clusters, secret_sources
 from covey.testing.fuzz import contract, values
 from covey.testing.fuzz.contract import BrokenContractError
 from covey.testing.fuzz.inputs import inputs
@@ -284,7 +284,7 @@ def test_any_secret_is_taken_or_refused_for_a_reason(secret: str | bytes) -> Non
     if isinstance(secret, str):
         secret = secret[:14]  # what could pass as a passphrase takes half a second of scrypt
     with contextlib.suppress(ConfigError):
-        clusters.parse_secret(secret, "prey")
+        secret_sources.parse_secret(secret, "prey")
 
 
 @fuzzed
