@@ -528,7 +528,7 @@ class Failing(Worded, frozen=True, array_like=True, tag=31):
     """The class of the error and the first line of its message."""
 
 
-Greeting = Hello | Welcome | Refusal
+HandshakeMessage = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret
 Answer = Tell | Reached | SecretKept
 Control = (
@@ -563,17 +563,17 @@ Control = (
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])
-_greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
+_handshakes: msgspec.msgpack.Decoder[HandshakeMessage] = msgspec.msgpack.Decoder(HandshakeMessage)
 _controls: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode_greeting(data: bytes) -> Greeting:
+def decode_handshake(data: bytes) -> HandshakeMessage:
     """Decode a message of the handshake; raise RemoteProtocolError for anything else."""
     try:
-        return _greetings.decode(data)
+        return _handshakes.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a greeting: {error}") from error
+        raise RemoteProtocolError(f"not a message of the handshake: {error}") from error
 
 
 def decode_control(data: bytes) -> Control:

@@ -91,8 +91,6 @@ REMAINING = frozenset(
         "_post",
         "by_place",
         "candidacy",
-        "decode_greeting",
-        "greeting",
         "kept",
         "ledger",
         "places",

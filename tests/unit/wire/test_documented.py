@@ -27,12 +27,12 @@ from covey.wire import (
     door,
     formation,
     frame,
-    greeting,
     header,
     lineage,
     membership,
     messages,
     owner,
+    proofs,
     seal,
     store,
 )  # fmt: skip
@@ -87,7 +87,7 @@ def tags_of(rows: list[list[str]]) -> dict[str, int]:
 
 
 def test_every_message_of_a_link_is_listed_with_its_tag() -> None:
-    known = by_name(messages.Greeting) | by_name(messages.Control)
+    known = by_name(messages.HandshakeMessage) | by_name(messages.Control)
     assert tags_of(table("Links", "tag")) == {name: kind.__struct_config__.tag for name, kind in known.items()}
 
 
@@ -200,7 +200,7 @@ NUMBERS = (
     "purpose (" + ", ".join(f"{int(purpose)} {purpose.name.lower()}" for purpose in door.Purpose) + ")",
     f"{door.BOUND_BYTES} bytes B",
     f'"{door._LABEL.decode()}" C purpose B',
-    f"both are limited to {frame.GREETING_LIMIT} bytes",
+    f"both are limited to {frame.HANDSHAKE_LIMIT} bytes",
     f"A greeting has {handshake.HANDSHAKE_SECONDS:.0f} s",
     f"A frame is a length ({frame.LENGTH.size} bytes) and a msgpack message (at most {frame.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
@@ -245,10 +245,10 @@ def test_labels_of_proofs_are_as_written() -> None:
         return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
     token, said, nonce, lane = b"t" * 32, b"d" * 64, b"n" * 32, b"l" * 16
-    assert greeting.dial_proof(token, said, b"hello") == mac(token, b"covey/1/dial", said, b"hello")
-    assert greeting.accept_proof(token, said, nonce, b"answer") == mac(token, b"covey/1/accept", said, nonce, b"answer")
+    assert proofs.dial_proof(token, said, b"hello") == mac(token, b"covey/1/dial", said, b"hello")
+    assert proofs.accept_proof(token, said, nonce, b"answer") == mac(token, b"covey/1/accept", said, nonce, b"answer")
     for side in (b"dial", b"accept"):
-        assert greeting.lane_proof(token, side, lane, 3) == mac(token, b"covey/1/lane/", side, lane, b"\x03")
+        assert proofs.lane_proof(token, side, lane, 3) == mac(token, b"covey/1/lane/", side, lane, b"\x03")
         assert f'"covey/1/lane/{side.decode()}" id stream' in WORDS
     bound = door.bind(b"client hello")
     assert bound == hashlib.sha256(b"client hello").digest()[:15]

@@ -21,8 +21,8 @@ from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
 from covey.base.text import printable
 from covey.net.descriptors import explain, is_exhausted, is_scarce, track
 from covey.runtime.links.link import HANDSHAKE_SECONDS, Link
-from covey.wire import door, greeting, messages
-from covey.wire.frame import GREETING_LIMIT, LENGTH, frame, frame_length
+from covey.wire import door, messages, proofs
+from covey.wire.frame import HANDSHAKE_LIMIT, LENGTH, frame, frame_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,7 +196,7 @@ async def _dial(
                 answer, peer = await _prove(sock, credentials.token, said, hello, where), b""
                 is_ours = False
                 link = await Link.plain(sock)
-        match messages.decode_greeting(answer):
+        match messages.decode_handshake(answer):
             case messages.Welcome() as welcome:
                 if welcome.card.id != peer:
                     raise AuthError(f"{spell(where)} poses as a node whose key it does not have")
@@ -217,13 +217,13 @@ async def _dial(
 
 async def _prove(sock: socket.socket, token: bytes, said: bytes, hello: messages.Hello, where: Where) -> bytes:
     body = messages.encode(hello)
-    await asyncio.get_running_loop().sock_sendall(sock, greeting.dial_proof(token, said, body) + frame(body))
+    await asyncio.get_running_loop().sock_sendall(sock, proofs.dial_proof(token, said, body) + frame(body))
     try:
-        proof = await receive_exactly(sock, greeting.PROOF_BYTES)
+        proof = await receive_exactly(sock, proofs.PROOF_BYTES)
     except ConnectionError as error:
         raise HungUpError(f"the rank at {spell(where)} did not accept this run's token") from error
     answer = await _receive_frame(sock)
-    if not greeting.proofs_equal(proof, greeting.accept_proof(token, said, hello.nonce, answer)):
+    if not proofs.proofs_equal(proof, proofs.accept_proof(token, said, hello.nonce, answer)):
         raise AuthError(f"the rank at {spell(where)} does not know this run's token")
     return answer
 
@@ -286,20 +286,20 @@ async def _check(
     said: bytes,
     judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
 ) -> tuple[messages.Hello, messages.Welcome | messages.Refusal]:
-    proof = await receive_exactly(sock, greeting.PROOF_BYTES)
+    proof = await receive_exactly(sock, proofs.PROOF_BYTES)
     body = await _receive_frame(sock)
-    if not greeting.proofs_equal(proof, greeting.dial_proof(token, said, body)):
+    if not proofs.proofs_equal(proof, proofs.dial_proof(token, said, body)):
         raise AuthError("a connection did not prove this run's token")
     hello = _as_hello(body)
     answer = _judge(judge, hello, b"")
     encoded = messages.encode(answer)
-    accepted = greeting.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
+    accepted = proofs.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
     await asyncio.get_running_loop().sock_sendall(sock, accepted)
     return hello, answer
 
 
 def _as_hello(body: bytes) -> messages.Hello:
-    hello = messages.decode_greeting(body)
+    hello = messages.decode_handshake(body)
     if not isinstance(hello, messages.Hello):
         raise RemoteProtocolError(f"a connection opened with {type(hello).__name__}")
     return hello
@@ -333,7 +333,7 @@ async def receive_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 async def _receive_frame(sock: socket.socket) -> bytes:
-    length = frame_length(await receive_exactly(sock, LENGTH.size), GREETING_LIMIT)
+    length = frame_length(await receive_exactly(sock, LENGTH.size), HANDSHAKE_LIMIT)
     return await receive_exactly(sock, length)
 
 

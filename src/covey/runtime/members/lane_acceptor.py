@@ -20,7 +20,7 @@ from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.members.lane_dialler import LANE_BYTES, OTHER_END_DIALS, SECRET_BYTES
 from covey.runtime.members.lane_kinds import acceptable_capacities, acceptable_kinds, kind_to, lane_of_sockets
 from covey.runtime.members.lane_table import PURPOSES, lane_key
-from covey.wire import greeting, messages
+from covey.wire import messages, proofs
 
 if TYPE_CHECKING:
     from covey.runtime.members.lane_table import LaneTable
@@ -114,15 +114,15 @@ class LaneAcceptor:
         self._table.opened(key, offer.attempt, opened)
 
     async def _prove_claim(self, sock: socket.socket) -> _Expected:
-        claim = await receive_exactly(sock, LANE_BYTES + 1 + greeting.PROOF_BYTES)
+        claim = await receive_exactly(sock, LANE_BYTES + 1 + proofs.PROOF_BYTES)
         lane, stream, proof = claim[:LANE_BYTES], claim[LANE_BYTES], claim[LANE_BYTES + 1 :]
         expected = self._expected.get(lane)
         if expected is None or stream >= expected.offer.streams or stream in expected.socks:
             raise ConnectError("a connection claimed a lane that is not expected")
         secret = expected.offer.secret
-        if not greeting.proofs_equal(proof, greeting.lane_proof(secret, b"dial", lane, stream)):
+        if not proofs.proofs_equal(proof, proofs.lane_proof(secret, b"dial", lane, stream)):
             raise ConnectError("a connection claimed a lane without its key")
-        answer = greeting.lane_proof(secret, b"accept", lane, stream)
+        answer = proofs.lane_proof(secret, b"accept", lane, stream)
         await asyncio.get_running_loop().sock_sendall(sock, answer)
         if self._expected.get(lane) is not expected or expected.socks.setdefault(stream, sock) is not sock:
             raise ConnectError("the lane was claimed by another connection in the meantime")

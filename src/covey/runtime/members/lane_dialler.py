@@ -29,7 +29,7 @@ from covey.runtime.members.lane_kinds import (
     stream_count,
 )
 from covey.runtime.members.lane_table import PURPOSES, LaneKey, lane_key
-from covey.wire import door, greeting, messages
+from covey.wire import door, messages, proofs
 
 if TYPE_CHECKING:
     from covey.runtime.links.handshake import LinkCredentials
@@ -233,10 +233,10 @@ class LaneDialler:
         sock = await connect_any(ways, credentials, door.Purpose.LANE)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                proof = greeting.lane_proof(offer.secret, b"dial", offer.lane, stream)
+                proof = proofs.lane_proof(offer.secret, b"dial", offer.lane, stream)
                 await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
-                answer = await receive_exactly(sock, greeting.PROOF_BYTES)
-            if not greeting.proofs_equal(answer, greeting.lane_proof(offer.secret, b"accept", offer.lane, stream)):
+                answer = await receive_exactly(sock, proofs.PROOF_BYTES)
+            if not proofs.proofs_equal(answer, proofs.lane_proof(offer.secret, b"accept", offer.lane, stream)):
                 raise ConnectError(f"the process that answers for rank {peer.rank} does not know the lane's key")
             return sock
         except BaseException as error:
