@@ -385,7 +385,7 @@ def accept_with(context: ssl.SSLContext, answer: Callable[[messages.Hello], Any]
 
     def serve(sock: socket.socket) -> None:
         with context.wrap_socket(sock, server_side=True) as secured:
-            greeting = messages.decode_greeting(hear(secured))
+            greeting = messages.decode_handshake(hear(secured))
             assert isinstance(greeting, messages.Hello)
             secured.sendall(frame.frame(messages.encode(answer(greeting))))
             hear(secured)

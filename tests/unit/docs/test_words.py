@@ -84,11 +84,7 @@ REMAINING = frozenset(
         "Forming",
         "SecretKept",
         "_check_place",
-        "decode_greeting",
-        "greeting",
         "kept",
-        "post_recv",
-        "post_send",
         "watch_closely",
     ]
 )

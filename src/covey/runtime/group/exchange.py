@@ -63,7 +63,7 @@ class Exchange:
         self._start(
             peer,
             number,
-            lambda: self._messenger.post_send(
+            lambda: self._messenger.start_send(
                 contents.data, peer, tag, _BYTE, contents.shape, is_object=False, deadline=self._deadline
             ),
         )
@@ -78,7 +78,9 @@ class Exchange:
         """
         tag, memory = self._tag | number, None if out is None else out.data
         expect = None if out is None else (_BYTE, out.shape)
-        self._start(peer, number, lambda: self._messenger.post_recv(peer, tag, memory, expect, self._deadline, then))
+        self._start(
+            peer, number, lambda: self._messenger.start_receive(peer, tag, memory, expect, self._deadline, then)
+        )
 
     def next(self, late: Sequence[int]) -> ExchangedMessage:
         """Return the next message that ended.

@@ -35,13 +35,13 @@ from covey.wire import (
     beacon,
     door,
     frame,
-    greeting,
     header,
     machine,
     message_header,
     messages,
     objects,
     owner,
+    proofs,
     seal,
     secret,
 )
@@ -212,13 +212,13 @@ def _machine_seeds() -> list[bytes]:
 
 
 def _read_proof(data: bytes) -> bool:
-    proof, said = data[: greeting.PROOF_BYTES], data[greeting.PROOF_BYTES :]
+    proof, said = data[: proofs.PROOF_BYTES], data[proofs.PROOF_BYTES :]
     made = [
-        greeting.dial_proof(KEY, CHALLENGE, said),
-        greeting.accept_proof(KEY, CHALLENGE, LANE, said),
-        greeting.lane_proof(KEY, b"dial", LANE, 1),
+        proofs.dial_proof(KEY, CHALLENGE, said),
+        proofs.accept_proof(KEY, CHALLENGE, LANE, said),
+        proofs.lane_proof(KEY, b"dial", LANE, 1),
     ]
-    return any(greeting.proofs_equal(each, proof) for each in made)
+    return any(proofs.proofs_equal(each, proof) for each in made)
 
 
 def _open_records(data: bytes) -> list[bytes]:
@@ -544,7 +544,7 @@ BY_HAND: Final = (
         read=_read_proof,
         promised=(),
         write=None,
-        seeds=lambda: [greeting.dial_proof(KEY, CHALLENGE, b"hello") + b"hello"],
+        seeds=lambda: [proofs.dial_proof(KEY, CHALLENGE, b"hello") + b"hello"],
     ),
     Target(
         name="signatures",
