@@ -18,7 +18,8 @@ from tests.io.test_messenger import Crew, content
 
 from covey.base.errors import ConfigError
 from covey.net.lanes.lane import LaneClosedError, Outgoing
-from covey.net.lanes.sealed import JOINED_BYTES, SealedLane, SealedSocket
+from covey.net.lanes.sealed import SealedLane
+from covey.net.lanes.sealed_socket import JOINED_BYTES, SealedSocket
 from covey.runtime.messages import message_lane
 from covey.wire.header import HEADER_BYTES
 from covey.wire.seal import (
@@ -163,7 +164,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("covey.net.lanes.sealed.monotonic", lambda: self.now)
+        monkeypatch.setattr("covey.net.lanes.sealed_pipe.monotonic", lambda: self.now)
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -595,7 +596,9 @@ def test_messages_of_any_size_cross_sealed_sockets_both_ways_at_once(crew: Crew)
     def rank_body(rank: int) -> Callable[[], None]:
         def body() -> None:
             peer = 1 - rank
-            sends = [crew.post_send(rank, content(100 * rank + tag, size), peer, tag) for tag, size in enumerate(sizes)]
+            sends = [
+                crew.start_send(rank, content(100 * rank + tag, size), peer, tag) for tag, size in enumerate(sizes)
+            ]
             for tag in reversed(range(len(sizes))):
                 assert crew.recv(rank, peer, tag) == content(100 * peer + tag, sizes[tag])
             for work in sends:
@@ -612,7 +615,7 @@ def test_many_small_messages_cross_sealed_sockets_in_order(crew: Crew) -> None:
     script = [(rng.randrange(3), rng.choice([0, 1, 10, 1000, 30_000])) for _ in range(150)]
 
     def sender() -> None:
-        works = [crew.post_send(0, content(at, size), 1, tag) for at, (tag, size) in enumerate(script)]
+        works = [crew.start_send(0, content(at, size), 1, tag) for at, (tag, size) in enumerate(script)]
         for work in works:
             crew.wait(0, work)
 
@@ -661,9 +664,9 @@ def test_a_message_that_was_altered_is_sent_again_over_another_lane(ends: contex
     crew = Crew(2, lambda: pairs.pop(0))  # type: ignore[arg-type,return-value]
     ends.callback(crew.close)
     message = np.random.default_rng(3).bytes(length)
-    send = crew.post_send(0, message, 1)
+    send = crew.start_send(0, message, 1)
     crew.messengers[0].progress_in_background(send)
-    receive = crew.post_recv(1, 0)
+    receive = crew.start_receive(1, 0)
     tap_out.sendall(flipped(tap_in.recv(MIB), 9))
     assert bytes(crew.wait(1, receive).data) == message
     crew.wait(0, send)

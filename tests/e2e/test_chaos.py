@@ -224,7 +224,7 @@ def test_a_wrong_number_in_one_operation_of_one_rank_is_found(job: Job) -> None:
     assert folder is not None
     again = finish(checked(job, "--records", folder[1]))
     assert again.code == 1
-    assert again.out.startswith("WRONG: ")
+    assert again.out.startswith("FAILED: ")
     shutil.rmtree(folder[1])
 
 

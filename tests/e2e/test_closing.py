@@ -30,7 +30,7 @@ from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.joining.generations import _Generations
 from covey.runtime.joining.request import JoinRequest
 from covey.runtime.members import node as nodes
-from covey.runtime.messages import messenger
+from covey.runtime.messages import driving_thread
 from covey.testing import run_threads
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def test_a_fork_ends_its_copies_of_operations_whoever_was_at_them() -> None:
 
 
 def test_a_group_that_is_dropped_takes_its_thread_for_messages_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messenger, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(driving_thread, "IDLE_SECONDS", 0.05)
 
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.endswith(" messages")]
@@ -335,7 +335,7 @@ def test_a_loss_that_only_a_finished_send_met_is_told_to_every_later_call() -> N
             return []
         current = engine_of(group).routing._current()
         assert current is not None
-        current._lanes[1].sock.shutdown(socket.SHUT_RDWR)  # as a reset does that comes before the news
+        current._lanes.by_rank[1].sock.shutdown(socket.SHUT_RDWR)  # as a reset does that comes before the news
         group.send(np.arange(3), dst=1)  # it is ours once it is copied
         leave.set()
         until(lambda: engine_of(group).is_over)

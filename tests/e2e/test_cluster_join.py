@@ -298,8 +298,8 @@ def test_another_secret_is_an_authentication_error_for_who_knows_a_seed(cluster:
     began = time.monotonic()
     stranger = finish(cluster.start(size=2, env={"COVEY_SECRET": "77" * 32}, seeds=[f"127.0.0.1:{port}"]))
     assert time.monotonic() - began < 15
-    assert stranger.error.startswith(f"covey.AuthError: 127.0.0.1:{port} hung up at the door")
-    assert "the secret of cluster 'default' is another one there" in stranger.error
+    assert stranger.error.startswith(f"covey.AuthError: 127.0.0.1:{port} closed the connection at the door")
+    assert "the secret of cluster 'default' differs there" in stranger.error
     check(reports_of(finish_all([member, cluster.start(size=2)])))  # nothing happened to the member
 
 

@@ -90,7 +90,7 @@ def test_plain_output_tells_the_story_even_if_time_is_over_before_the_node_is_ba
     done = covey_demo("--ranks", "2", "--steps", "100000", "--seconds", "0.5", "--seed", seed)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\x1b" not in done.stdout
-    begin, lost = ["2 nodes read Alice", "is killed: SIGKILL"], ["1 goes on without node 1: the "]
+    begin, lost = ["2 nodes read Alice", "is killed: SIGKILL"], ["1 continues without node 1: the "]
     back = ["node 1 is started again", "node 1 is back as rank 1, with "]
     end = [
         "one node alone now takes the batches of all",

@@ -193,7 +193,7 @@ def test_on_a_terminal_it_shows_progress_and_colours_and_fits(job: Job, columns:
     finally:
         os.close(front)
         os.close(back)
-    assert "looking for others" in text
+    assert "looking for other nodes" in text
     assert "\x1b[1;31mproblem" in text
     report = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split("This machine", 1)[1]
     assert max(len(line.rstrip()) for line in report.splitlines()) <= columns

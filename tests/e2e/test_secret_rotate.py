@@ -51,7 +51,7 @@ def test_who_cannot_keep_it_says_why_and_is_named(lab) -> None:
     wait_until_joined(nodes)
     ended = one.covey("secret", "rotate", "--yes")
     assert ended.returncode == 1
-    kept, _, failed = ended.stdout.partition("These nodes did NOT keep it")
+    kept, _, failed = ended.stdout.partition("These nodes did NOT store it")
     assert f" {nodes[0].pid} " in kept
     assert f" {nodes[1].pid} " not in kept
     assert "its secret was given by COVEY_SECRET, COVEY_SECRET_FILE or secret=; change it there" in failed

@@ -48,7 +48,7 @@ def test_nobody_is_an_answer_too(lab) -> None:
     machine = lab.machine("one", "lab")
     ended = machine.covey("status", "--wait", "0.3")
     assert (ended.returncode, ended.stdout.strip()) == (1, "")
-    assert ended.stderr == "no node of cluster 'lab' is running or answering; `covey doctor` looks for reasons\n"
+    assert ended.stderr == "no node of cluster 'lab' is running or answering; `covey doctor` looks for the cause\n"
     ended = machine.covey("status", "lab", "--json", "--wait", "0.3")
     assert ended.returncode == 1
     assert json.loads(ended.stdout)["runs"] == []

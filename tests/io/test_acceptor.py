@@ -316,7 +316,7 @@ def test_wrong_answers_are_turned_away_with_one_line_for_all(caplog: pytest.LogC
 
     run(work)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
-    words = "test has refused 1 connections; the last one: refused a connection that does not hold this cluster's key"
+    words = "test has refused 1 connections; the last one: refused a connection that does not have this cluster's key"
     assert lines == [("WARNING", words)]
 
 
@@ -483,6 +483,6 @@ def test_a_wrong_key_is_told_although_something_harmless_was_told_just_before(
     with caplog.at_level(logging.INFO, "covey"):
         asyncio.run(asyncio.wait_for(work(), DEADLINE))
     assert any(
-        record.levelno == logging.WARNING and "does not hold this cluster's key" in record.message
+        record.levelno == logging.WARNING and "does not have this cluster's key" in record.message
         for record in caplog.records
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from covey.base.errors import ConfigError
-from covey.net.keys import clusters
+from covey.net.keys import clusters, secret_sources
 from covey.net.keys.clusters import Cluster
 from covey.wire.secret import ClusterSecret, encode_join_code
 
@@ -31,7 +31,7 @@ PASSPHRASE = "correct horse battery staple"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the clusters' files are; nothing is remembered from another test."""
     monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(clusters, "_environment_secret", None)
+    monkeypatch.setattr(secret_sources, "_environment_secret", None)
     return tmp_path / "home" / "clusters"
 
 
@@ -52,8 +52,8 @@ def test_a_second_cluster_does_not_take_the_place_of_the_default() -> None:
     assert clusters.default_name() == "lab"
     clusters.set_default("home")
     assert clusters.default_name() == "home"
-    assert clusters.find(None, {}) == HOME
-    assert clusters.find("lab", {}) == LAB
+    assert secret_sources.find(None, {}) == HOME
+    assert secret_sources.find("lab", {}) == LAB
 
 
 def test_without_a_mark_several_clusters_have_no_default() -> None:
@@ -63,14 +63,14 @@ def test_without_a_mark_several_clusters_have_no_default() -> None:
     clusters.remove("lab")
     assert clusters.default_name() is None
     with pytest.raises(ConfigError, match=r"several clusters: home, third; .*covey clusters --default"):
-        clusters.find(None, {})
+        secret_sources.find(None, {})
     clusters.remove("third")
     assert clusters.default_name() == "home"
 
 
 def test_a_cluster_that_is_not_here_is_named_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"^this machine is in no cluster: run `covey init` here, or `covey enroll`"):
-        clusters.find(None, {})
+        secret_sources.find(None, {})
     clusters.save(HOME)
     for use in (clusters.load, clusters.remove, clusters.set_default, clusters.known):
         with pytest.raises(ConfigError, match=r"not in a cluster 'lab', only in home"):
@@ -104,11 +104,11 @@ def test_a_damaged_file_is_named_and_can_be_forgotten(folder: Path, damage: obje
 def test_a_file_that_others_may_read_is_refused(folder: Path) -> None:
     clusters.save(HOME).chmod(0o644)
     with pytest.raises(ConfigError, match=r"chmod 600 .*home.json"):
-        clusters.find("home", {})
+        secret_sources.find("home", {})
     (folder / "home.json").chmod(0o600)
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match=r"chmod 700 .*clusters"):
-        clusters.find("home", {})
+        secret_sources.find("home", {})
 
 
 def test_files_that_are_no_clusters_are_left_alone(folder: Path) -> None:
@@ -185,19 +185,19 @@ def test_processes_that_write_at_once_lose_nothing_of_each_other() -> None:
 
 @pytest.mark.parametrize("secret", [KEY, KEY.hex(), KEY.hex().upper(), f" {KEY.hex()}\n"])
 def test_a_key_without_a_name_gets_the_one_asked_for(secret: bytes | str) -> None:
-    assert clusters.find(None, {}, secret) == Cluster(ClusterSecret("default", KEY))
-    assert clusters.find("lab", {}, secret) == Cluster(ClusterSecret("lab", KEY))
+    assert secret_sources.find(None, {}, secret) == Cluster(ClusterSecret("default", KEY))
+    assert secret_sources.find("lab", {}, secret) == Cluster(ClusterSecret("lab", KEY))
 
 
 def test_a_join_code_brings_its_name_and_seeds() -> None:
-    assert clusters.find(None, {}, CODE) == replace(HOME, denied=frozenset())
-    assert clusters.find("home", {}, CODE.upper()) == replace(HOME, denied=frozenset())
+    assert secret_sources.find(None, {}, CODE) == replace(HOME, denied=frozenset())
+    assert secret_sources.find("home", {}, CODE.upper()) == replace(HOME, denied=frozenset())
     with pytest.raises(ConfigError, match="secret=: this join code is for the cluster 'home', not for 'lab'"):
-        clusters.find("lab", {}, CODE)
+        secret_sources.find("lab", {}, CODE)
 
 
 def test_a_passphrase_is_salted_with_the_name() -> None:
-    assert clusters.find("lab", {}, PASSPHRASE).secret.key != clusters.find(None, {}, PASSPHRASE).secret.key
+    assert secret_sources.find("lab", {}, PASSPHRASE).secret.key != secret_sources.find(None, {}, PASSPHRASE).secret.key
 
 
 @pytest.mark.parametrize(
@@ -214,16 +214,16 @@ def test_a_secret_that_cannot_be_used_is_refused_wherever_it_came_from(
     tmp_path: Path, secret: bytes | str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^secret=: .*{message}"):
-        clusters.find(None, {}, secret)
+        secret_sources.find(None, {}, secret)
     if isinstance(secret, str):
         with pytest.raises(ConfigError, match=f"^COVEY_SECRET: .*{message}") as caught:
-            clusters.find(None, {"COVEY_SECRET": secret})
+            secret_sources.find(None, {"COVEY_SECRET": secret})
         assert not secret or secret not in str(caught.value)
         file = tmp_path / "secret"
         file.touch(0o600)
         file.write_text(secret)
         with pytest.raises(ConfigError, match=f"^COVEY_SECRET_FILE: .*{message}"):
-            clusters.find(None, {"COVEY_SECRET_FILE": str(file)})
+            secret_sources.find(None, {"COVEY_SECRET_FILE": str(file)})
 
 
 def test_the_argument_beats_the_secret_file_beats_the_variable_beats_the_files(tmp_path: Path) -> None:
@@ -232,42 +232,42 @@ def test_the_argument_beats_the_secret_file_beats_the_variable_beats_the_files(t
     file.write_text("22" * 32 + "\n")
     clusters.save(HOME)
     env = {"COVEY_SECRET": "33" * 32, "COVEY_SECRET_FILE": str(file), "OTHER": "stays"}
-    assert clusters.find("home", env, b"\x11" * 32).secret.key == b"\x11" * 32
+    assert secret_sources.find("home", env, b"\x11" * 32).secret.key == b"\x11" * 32
     assert env == {"COVEY_SECRET_FILE": str(file), "OTHER": "stays"}
-    assert clusters.find("home", env).secret.key == b"\x22" * 32
+    assert secret_sources.find("home", env).secret.key == b"\x22" * 32
     del env["COVEY_SECRET_FILE"]
-    assert clusters.find("home", env).secret.key == b"\x33" * 32
+    assert secret_sources.find("home", env).secret.key == b"\x33" * 32
 
 
 def test_the_variable_is_taken_away_and_remembered_for_a_second_join() -> None:
     env = {"COVEY_SECRET": CODE}
-    assert clusters.find(None, env).secret == HOME.secret
+    assert secret_sources.find(None, env).secret == HOME.secret
     assert env == {}
-    assert clusters.find(None, env).secret == HOME.secret
+    assert secret_sources.find(None, env).secret == HOME.secret
     env["COVEY_SECRET"] = "44" * 32
-    assert clusters.find("lab", env).secret == ClusterSecret("lab", b"\x44" * 32)
+    assert secret_sources.find("lab", env).secret == ClusterSecret("lab", b"\x44" * 32)
 
 
 def test_a_secret_file_must_be_private_text_and_there(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     env = {"COVEY_SECRET_FILE": str(file)}
     with pytest.raises(ConfigError, match=r"COVEY_SECRET_FILE: there is no file .*secret"):
-        clusters.find(None, env)
+        secret_sources.find(None, env)
     file.write_text(CODE)
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        clusters.find(None, env)
+        secret_sources.find(None, env)
     file.chmod(0o400)
-    assert clusters.find(None, env).secret == HOME.secret
+    assert secret_sources.find(None, env).secret == HOME.secret
     file.chmod(0o600)
     file.write_bytes(b"\xff\xfe" * 16)
     with pytest.raises(ConfigError, match="is not text"):
-        clusters.find(None, env)
+        secret_sources.find(None, env)
 
 
 def test_a_given_secret_needs_no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVEY_HOME", "/dev/null/nowhere")
-    assert clusters.find(None, {"COVEY_SECRET": CODE}).name == "home"
+    assert secret_sources.find(None, {"COVEY_SECRET": CODE}).name == "home"
     with pytest.raises(ConfigError, match="cannot use the folder /dev/null/nowhere"):
         clusters.find_saved(None)
 

@@ -26,9 +26,9 @@ from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.links.handshake import LinkCredentials
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.links.source_limits import SOURCE_RATE
-from covey.runtime.members import lanes
+from covey.runtime.members import lane_dialler
 from covey.runtime.members import node as node_module
-from covey.wire import door, frame, greeting, header, message_header, messages
+from covey.wire import door, frame, header, message_header, messages, proofs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +92,7 @@ CONTROLS = [
 @given(mutations(GREETINGS))
 def test_any_bytes_are_a_greeting_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
-        assert isinstance(messages.decode_greeting(data), messages.Hello | messages.Welcome | messages.Refusal)
+        assert isinstance(messages.decode_handshake(data), messages.Hello | messages.Welcome | messages.Refusal)
 
 
 @given(mutations(CONTROLS))
@@ -251,16 +251,16 @@ def pass_the_door(sock: socket.socket, credentials: LinkCredentials, purpose: do
 
 def introduce(
     address: Address, credentials: LinkCredentials, who: messages.Hello, *, token: bytes | None = None
-) -> tuple[bytes, messages.Greeting | None]:
+) -> tuple[bytes, messages.HandshakeMessage | None]:
     """Go through the door and the greeting; return what was sent after it, and the answer if there was one."""
     with connect(address) as sock:
         said = pass_the_door(sock, credentials, door.Purpose.LINK)
         body = messages.encode(who)
-        sent = greeting.dial_proof(token if token is not None else credentials.token, said, body) + frame.frame(body)
+        sent = proofs.dial_proof(token if token is not None else credentials.token, said, body) + frame.frame(body)
         send(sock, sent)
         end(sock)
         answer = read(sock)
-    return sent, messages.decode_greeting(answer[36:]) if len(answer) > 36 else None
+    return sent, messages.decode_handshake(answer[36:]) if len(answer) > 36 else None
 
 
 RUBBISH = (
@@ -306,7 +306,7 @@ def bother(address: Address, credentials: LinkCredentials) -> None:
         assert read(sock) == b""
     with connect(address) as sock:
         pass_the_door(sock, credentials, door.Purpose.LANE)
-        send(sock, secrets.token_bytes(lanes.LANE_BYTES) + b"\0" + secrets.token_bytes(greeting.PROOF_BYTES))
+        send(sock, secrets.token_bytes(lane_dialler.LANE_BYTES) + b"\0" + secrets.token_bytes(proofs.PROOF_BYTES))
         assert read(sock) == b""
 
 
@@ -363,7 +363,7 @@ def test_those_who_hold_the_key_and_say_no_more_are_forgotten_in_time(
     crew: Crew, strangers: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("covey.runtime.links.handshake.HANDSHAKE_SECONDS", 0.5)
-    monkeypatch.setattr("covey.runtime.members.lanes.HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr("covey.runtime.members.lane_acceptor.HANDSHAKE_SECONDS", 0.5)
     for rank in range(2):
         crew.start(rank)
     assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2

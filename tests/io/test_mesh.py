@@ -383,8 +383,8 @@ def where_of(mesh: Mesh) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"version": 99}, "you speak version 99, and we 1"),
-        ({"purpose": "rank"}, "a launcher has no say"),
+        ({"version": 99}, "you speak version 99, and this node 1"),
+        ({"purpose": "rank"}, "a launcher cannot set them"),
         ({"contact": messages.Contact("h", (), "")}, "the card is not filled in"),
         ({"life": b"short"}, "the card is not filled in"),
         ({"id": b"i" * 32}, "your key does not fit the id you gave"),
@@ -404,7 +404,7 @@ def test_a_hello_that_cannot_be_is_refused_with_the_reason(changes: dict[str, An
         assert one.met == {}
         if "version" in changes:
             (reason,) = one.problems.refusals.values()
-            assert reason == "it speaks version 99 of covey's protocol, and we speak 1"
+            assert reason == "it speaks version 99 of covey's protocol, and this node 1"
 
     run(work)
 
@@ -447,7 +447,7 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_the_others_stay(caplog: pyt
         assert know_each_other(one, other)
 
     run(work)
-    cut_off = [record for record in caplog.records if "sent nonsense" in record.getMessage()]
+    cut_off = [record for record in caplog.records if "broke the protocol" in record.getMessage()]
     assert len(cut_off) == 1  # one line for all
 
 
@@ -614,7 +614,7 @@ def test_a_candidate_whose_seeds_all_hang_up_believes_that_its_secret_is_wrong(
     async def work(crew: Crew) -> None:
         other = await crew.add(new_cluster())
         mine = await crew.add(new_cluster(seeds=(seed_of(other),)), terms=TERMS)
-        with pytest.raises(AuthError, match="the secret of cluster 'lab' is another one there"):
+        with pytest.raises(AuthError, match="the secret of cluster 'lab' differs there"):
             await mine.listener.form(10.0)
 
     run(work)

@@ -13,7 +13,7 @@ from tests.support.attackers import DEADLINE, LOOPBACK, Detour, call_on_loop, ne
 
 from covey.runtime.group.internals import engine_of
 from covey.runtime.members.epochs import Epochs
-from covey.runtime.members.lanes import LaneKey
+from covey.runtime.members.lane_table import LaneKey
 from covey.runtime.members.node import Node
 from covey.testing import run_threads
 from covey.wire import messages
@@ -92,11 +92,11 @@ def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
         group.barrier()
         heard: list[str] = []
         if node.peers[peer].is_dialled:
-            refused = node.lanes.refused
+            refused = node.lanes.dialler.refused
             call_on_loop(
-                setattr, node.lanes, "refused", lambda key, reason: (heard.append(reason), refused(key, reason))
+                setattr, node.lanes.dialler, "refused", lambda key, reason: (heard.append(reason), refused(key, reason))
             )
-            opened = node.lanes._epochs._opened[LaneKey(engine_of(group).id, peer, "messages")]
+            opened = node.lanes.table._epochs._opened[LaneKey(engine_of(group).id, peer, "messages")]
             for epoch in range(opened + 1):
                 offer = messages.Offer(
                     bytes(15) + bytes((epoch,)), bytes(32), engine_of(group).id, "messages", "secure", 0, 1, epoch
@@ -133,7 +133,7 @@ def test_both_ends_come_to_use_the_same_connection_whoever_breaks_and_asks(lanes
         for number in range(count):
             for rank in others:
                 group.send(np.array([number]), dst=rank, tag=1, timeout=25)
-                lane = messenger._lanes.get(rank)
+                lane = messenger._lanes.by_rank.get(rank)
                 dice = rng.random()
                 if lane is not None and dice < 0.15:
                     call_on_loop(node.lanes.renew, engine.id, engine.members[rank], lane.sock)

@@ -125,11 +125,11 @@ class Crew:
         for _, rope in self.wakes:
             rope.send(b"!")
 
-    def post_send(self, rank: int, data: bytes | bytearray, dst: int, tag: int = 0) -> Work[None]:
-        return self.messengers[rank].post_send(memoryview(data), dst, tag, UINT8, (len(data),), False)
+    def start_send(self, rank: int, data: bytes | bytearray, dst: int, tag: int = 0) -> Work[None]:
+        return self.messengers[rank].start_send(memoryview(data), dst, tag, UINT8, (len(data),), False)
 
-    def post_recv(self, rank: int, src: int = ANY, tag: int = ANY, out: bytearray | None = None) -> Work[Any]:
-        return self.messengers[rank].post_recv(src, tag, None if out is None else memoryview(out), None)
+    def start_receive(self, rank: int, src: int = ANY, tag: int = ANY, out: bytearray | None = None) -> Work[Any]:
+        return self.messengers[rank].start_receive(src, tag, None if out is None else memoryview(out), None)
 
     def wait(self, rank: int, work: Work[Any], seconds: float = PATIENCE) -> Any:
         return self.messengers[rank].wait(work, time.monotonic() + seconds)
@@ -139,10 +139,10 @@ class Crew:
             self.wait(rank, work)
 
     def send(self, rank: int, data: bytes | bytearray, dst: int, tag: int = 0, *, seconds: float = PATIENCE) -> None:
-        self.wait(rank, self.post_send(rank, data, dst, tag), seconds)
+        self.wait(rank, self.start_send(rank, data, dst, tag), seconds)
 
     def recv(self, rank: int, src: int = ANY, tag: int = ANY, *, seconds: float = PATIENCE) -> bytes:
-        return bytes(self.wait(rank, self.post_recv(rank, src, tag), seconds).data)
+        return bytes(self.wait(rank, self.start_receive(rank, src, tag), seconds).data)
 
     def run(self, *bodies: Callable[[], None]) -> None:
         """Run each body on a thread of its own and raise what the first failing one raised."""
@@ -206,7 +206,7 @@ def test_messages_of_any_size_arrive_whole(
         assert crew.recv(0, 1, 8) == content(2, length)
 
     def second() -> None:
-        message = crew.wait(1, crew.post_recv(1, 0, 7, out))
+        message = crew.wait(1, crew.start_receive(1, 0, 7, out))
         assert (message.source, message.tag, message.dtype_code, message.shape) == (0, 7, UINT8, (length,))
         assert (message.is_object, message.data) == (False, None)
         crew.send(1, content(2, length), 0, tag=8)
@@ -239,7 +239,7 @@ def test_a_lane_that_cannot_be_opened_is_asked_for_again(make_crew: MakeCrew) ->
 
     crew._make_pair = refuse
     with pytest.raises(ConnectionRefusedError):
-        crew.post_send(0, b"early", 1)
+        crew.start_send(0, b"early", 1)
     crew.send(0, b"later", 1)
     assert crew.recv(1, 0) == b"later"
 
@@ -247,9 +247,9 @@ def test_a_lane_that_cannot_be_opened_is_asked_for_again(make_crew: MakeCrew) ->
 def test_objects_and_empty_shapes_keep_their_description(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
     messenger = crew.messengers[0]
-    messenger.post_send(memoryview(b"encoded"), 1, 3, INT64, (4, 5), True)
-    messenger.post_send(memoryview(b""), 1, 3, INT64, (4, 0, 5), False)
-    first, second = (crew.wait(1, crew.post_recv(1, 0, 3)) for _ in range(2))
+    messenger.start_send(memoryview(b"encoded"), 1, 3, INT64, (4, 5), True)
+    messenger.start_send(memoryview(b""), 1, 3, INT64, (4, 0, 5), False)
+    first, second = (crew.wait(1, crew.start_receive(1, 0, 3)) for _ in range(2))
     assert (first.is_object, bytes(first.data)) == (True, b"encoded")
     assert (second.is_object, second.dtype_code, second.shape, second.data.size) == (False, INT64, (4, 0, 5), 0)
 
@@ -276,7 +276,7 @@ def test_thousands_of_messages_of_three_ranks_arrive_once_and_in_order(
     def sender(rank: int) -> None:
         # Posted first and waited for last: rank 1 asks in an order of its own.
         works = [
-            crew.post_send(rank, body_of(rank, peer, at), peer, script[rank, peer][at][0])
+            crew.start_send(rank, body_of(rank, peer, at), peer, script[rank, peer][at][0])
             for at in range(count)
             for peer in range(size)
         ]
@@ -291,7 +291,7 @@ def test_thousands_of_messages_of_three_ranks_arrive_once_and_in_order(
         wishes = [(source, tag) for (source, tag), ats in expected.items() for _ in ats]
         random.Random(rank).shuffle(wishes)
         for wish in wishes:
-            message = crew.wait(rank, crew.post_recv(rank, *((ANY, ANY) if any_tag else wish)))
+            message = crew.wait(rank, crew.start_receive(rank, *((ANY, ANY) if any_tag else wish)))
             at = expected[message.source, message.tag].pop(0)
             assert bytes(message.data) == body_of(message.source, rank, at)
         assert not any(expected.values())
@@ -305,9 +305,9 @@ def test_everyone_may_post_everything_and_wait_in_any_order(make_crew: MakeCrew)
 
     def body(rank: int) -> None:
         peers = [peer for peer in range(size) if peer != rank]
-        works = [crew.post_send(rank, content(10 * rank + peer, length), peer) for peer in peers]
+        works = [crew.start_send(rank, content(10 * rank + peer, length), peer) for peer in peers]
         outs = {peer: bytearray(length) for peer in peers}
-        works += [crew.post_recv(rank, peer, 0, outs[peer]) for peer in peers]
+        works += [crew.start_receive(rank, peer, 0, outs[peer]) for peer in peers]
         random.Random(rank).shuffle(works)
         for work in works:
             crew.wait(rank, work)
@@ -326,7 +326,7 @@ def test_one_thread_can_send_to_itself_first_and_receive_later(make_crew: MakeCr
 
 def test_a_sender_may_leave_four_mebibytes_and_then_waits(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
-    works = [crew.post_send(0, content(seed, 64 * KIB), 1, tag=seed % 3) for seed in range(100)]
+    works = [crew.start_send(0, content(seed, 64 * KIB), 1, tag=seed % 3) for seed in range(100)]
     allowed = CREDIT_BYTES // (64 * KIB)
     assert [work.done() for work in works] == [True] * allowed + [False] * (100 - allowed)
     with pytest.raises(DeadlineError, match="rank 1"):
@@ -346,7 +346,7 @@ def test_what_was_accepted_arrives_though_the_sender_has_turned_to_other_things(
 
 def test_a_large_message_nobody_wants_holds_up_no_other_tag(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
-    large = crew.post_send(0, content(1, 10 * MIB), 1, tag=1)
+    large = crew.start_send(0, content(1, 10 * MIB), 1, tag=1)
     for seed in range(200):
         crew.send(0, content(seed, 50_000), 1, tag=2)
         assert crew.recv(1, 0, 2) == content(seed, 50_000)
@@ -360,7 +360,7 @@ def test_works_nobody_waits_for_go_on_in_the_background(make_crew: MakeCrew) -> 
     crew = make_crew(2)
     out = bytearray(10 * MIB)
     ended = threading.Semaphore(0)
-    for work in (crew.post_recv(1, 0, 5, out), crew.post_send(0, content(5, 10 * MIB), 1, tag=5)):
+    for work in (crew.start_receive(1, 0, 5, out), crew.start_send(0, content(5, 10 * MIB), 1, tag=5)):
         work.add_done_callback(lambda _: ended.release())
     for messenger in crew.messengers:
         messenger.progress_in_background()
@@ -402,7 +402,7 @@ def test_a_thread_that_drives_notices_when_another_one_completes_its_work(make_c
 def test_a_callback_may_wait_for_another_work(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
     answers: list[bytes] = []
-    question = crew.post_recv(1, 0, 1)
+    question = crew.start_receive(1, 0, 1)
     question.add_done_callback(lambda _: answers.append(crew.recv(1, 0, 2)))
 
     def asker() -> None:
@@ -415,7 +415,7 @@ def test_a_callback_may_wait_for_another_work(make_crew: MakeCrew) -> None:
 
 def test_an_idle_messenger_uses_no_cpu(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
-    pending = crew.post_recv(1, 0, 1)
+    pending = crew.start_receive(1, 0, 1)
     crew.messengers[1].progress_in_background()
     before = time.process_time()
     with pytest.raises(DeadlineError):
@@ -426,12 +426,12 @@ def test_an_idle_messenger_uses_no_cpu(make_crew: MakeCrew) -> None:
 @pytest.mark.parametrize("length", [80, 800_000])
 def test_a_message_that_does_not_fit_fails_its_receive_only(make_crew: MakeCrew, length: int) -> None:
     crew = make_crew(2)
-    sends = [crew.post_send(0, content(seed, length), 1) for seed in range(2)]
+    sends = [crew.start_send(0, content(seed, length), 1) for seed in range(2)]
     crew.messengers[0].progress_in_background()
     out = memoryview(bytearray(length))
     with pytest.raises(MismatchError, match=r"int64.*uint8"):
-        crew.wait(1, crew.messengers[1].post_recv(0, 0, out, (INT64, (length // 8,))))
-    crew.wait(1, crew.messengers[1].post_recv(0, 0, out, (UINT8, (length,))))
+        crew.wait(1, crew.messengers[1].start_receive(0, 0, out, (INT64, (length // 8,))))
+    crew.wait(1, crew.messengers[1].start_receive(0, 0, out, (UINT8, (length,))))
     assert out == content(1, length)
     for send in sends:
         crew.wait(0, send)
@@ -440,9 +440,9 @@ def test_a_message_that_does_not_fit_fails_its_receive_only(make_crew: MakeCrew,
 def test_ranks_that_do_not_exist_are_refused_before_anything_is_opened(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
     with pytest.raises(ConfigError, match="rank 2"):
-        crew.post_send(0, b"", 2)
+        crew.start_send(0, b"", 2)
     with pytest.raises(ConfigError, match="rank -2"):
-        crew.post_recv(0, -2)
+        crew.start_receive(0, -2)
     assert crew.asked == []
 
 
@@ -450,9 +450,9 @@ def test_a_receive_that_is_late_is_withdrawn(make_crew: MakeCrew) -> None:
     crew = make_crew(3)
     out = bytearray(5)
     with pytest.raises(DeadlineError, match="rank 1") as caught:
-        crew.wait(0, crew.post_recv(0, 1, 4, out), 0.02)
+        crew.wait(0, crew.start_receive(0, 1, 4, out), 0.02)
     assert caught.value.late == (1,)
-    late = crew.post_recv(0, ANY, 4)
+    late = crew.start_receive(0, ANY, 4)
     with pytest.raises(DeadlineError, match="ranks 1, 2") as caught:
         crew.wait(0, late, 0.02)
     assert caught.value.late == (1, 2)
@@ -490,8 +490,8 @@ def test_messages_that_arrived_outlive_their_sender_and_then_its_loss_is_told(
     crew.gone[0] = PeerLostError("rank 0 was killed", rank=0)
     for seed in range(30):
         crew.send(0, content(seed, 5000), 2, tag=seed)
-    half_way = crew.post_send(0, content(99, MIB), 2, tag=50)
-    blocked = crew.post_recv(2, 1, 60)
+    half_way = crew.start_send(0, content(99, MIB), 2, tag=50)
+    blocked = crew.start_receive(2, 1, 60)
     crew.messengers[0].close(time.monotonic() + 0.1)  # nobody reads yet: the kernel goes on alone
     assert isinstance(half_way.exception(), ClosedError)
     assert [crew.recv(2, 0, seed) for seed in reversed(range(15))] == [
@@ -509,7 +509,7 @@ def test_messages_that_arrived_outlive_their_sender_and_then_its_loss_is_told(
 
 def test_the_loss_of_a_peer_is_told_at_once_to_those_who_wait_for_it(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
-    works = [crew.post_recv(1, 0, 1), crew.post_recv(1, ANY, 2), crew.post_send(1, content(1, MIB), 0, tag=3)]
+    works = [crew.start_receive(1, 0, 1), crew.start_receive(1, ANY, 2), crew.start_send(1, content(1, MIB), 0, tag=3)]
     crew.messengers[1].progress_in_background()
     crew.gone[0] = PeerLostError("rank 0 was killed", rank=0)
     crew.cut(0, 1)
@@ -521,8 +521,8 @@ def test_the_loss_of_a_peer_is_told_at_once_to_those_who_wait_for_it(make_crew: 
 
 def test_a_receive_in_the_middle_of_a_payload_ends_when_the_sender_dies(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
-    send = crew.post_send(0, content(1, 30 * MIB), 1)
-    receive = crew.post_recv(1, 0)
+    send = crew.start_send(0, content(1, 30 * MIB), 1)
+    receive = crew.start_receive(1, 0)
     with pytest.raises(DeadlineError):
         receive.wait(0)  # one look: the header is here, the payload is asked for
     with pytest.raises(DeadlineError):
@@ -543,7 +543,7 @@ def test_bytes_that_are_not_messages_end_the_lane_with_a_protocol_error(make_cre
 @pytest.mark.parametrize("waiting", [True, False], ids=["waiting", "background"])
 def test_a_failed_group_ends_all_works_with_its_first_cause(make_crew: MakeCrew, waiting: bool) -> None:
     crew = make_crew(2)
-    works = [crew.post_recv(1, 0, 1), crew.post_recv(1, ANY, ANY), crew.post_send(1, content(1, MIB), 0)]
+    works = [crew.start_receive(1, 0, 1), crew.start_receive(1, ANY, ANY), crew.start_send(1, content(1, MIB), 0)]
     ended = threading.Semaphore(0)
     for work in works:
         work.add_done_callback(lambda _: ended.release())
@@ -557,7 +557,7 @@ def test_a_failed_group_ends_all_works_with_its_first_cause(make_crew: MakeCrew,
         assert ended.acquire(timeout=PATIENCE)
     assert all(work.exception() is fault for work in works)
     with pytest.raises(MismatchError):
-        crew.post_recv(1, 0, 1)
+        crew.start_receive(1, 0, 1)
 
 
 @both_lanes
@@ -584,30 +584,31 @@ def test_close_delivers_what_was_accepted(
 
 def test_close_ends_pending_works_waiters_and_later_calls(make_crew: MakeCrew) -> None:
     crew = make_crew(2)
-    works = [crew.post_recv(0, 1, 1), crew.post_send(0, content(1, MIB), 1)]
+    works = [crew.start_receive(0, 1, 1), crew.start_send(0, content(1, MIB), 1)]
     crew.run(
         lambda: crew.ends_with(ClosedError, 0, works[0]),
         lambda: crew.messengers[0].close(time.monotonic() + 0.05),
     )
     assert all(isinstance(work.exception(), ClosedError) for work in works)
     with pytest.raises(ClosedError):
-        crew.post_recv(0, 1)
+        crew.start_receive(0, 1)
     crew.messengers[0].close(time.monotonic())
     messenger = crew.messengers[0]
-    sockets = [messenger._bell, messenger._bell_rope, *(lane.sock for lane in messenger._lanes.values())]
+    sockets = [messenger._driving._bell, messenger._driving._bell_rope]
+    sockets += [lane.sock for lane in messenger._lanes.by_rank.values()]
     assert all(sock.fileno() == -1 for sock in sockets)
 
 
 def test_an_asynchronous_receive_that_nobody_waits_for_fails_at_its_deadline(make_crew: MakeCrew) -> None:
     two = make_crew(2)
-    work = two.post_recv(0, 1, 7)
+    work = two.start_receive(0, 1, 7)
     two.messengers[0].progress_in_background(work, time.monotonic() + 0.2)
     error = work.exception()
     assert isinstance(error, DeadlineError)
     assert error.late == (1,)
-    later = two.post_recv(0, 1, 7)
+    later = two.start_receive(0, 1, 7)
     two.messengers[0].progress_in_background(later, time.monotonic() + PATIENCE)
-    two.wait(1, two.post_send(1, b"late", 0, 7))
+    two.wait(1, two.start_send(1, b"late", 0, 7))
     assert later.wait(PATIENCE).data.tobytes() == b"late"
 
 
@@ -635,7 +636,7 @@ def test_messages_of_three_ranks_arrive_once_and_in_order_though_connections_bre
         dice = random.Random(f"{seed}{rank}{peer}")
         for at, (tag, length) in enumerate(script[rank, peer]):
             memory = bytearray(body_of(rank, peer, at))
-            work = crew.post_send(rank, memory, peer, tag)
+            work = crew.start_send(rank, memory, peer, tag)
             if dice.random() < 0.4:
                 time.sleep(dice.choice([0, 0, 0.0003, 0.002]))
                 crew.cut(*dice.choice([(rank, peer), (peer, rank)]))
@@ -649,7 +650,7 @@ def test_messages_of_three_ranks_arrive_once_and_in_order_though_connections_bre
                 for at, (tag, _) in enumerate(script[source, rank]):
                     expected.setdefault((source, tag), []).append(at)
         for _ in range(sum(map(len, expected.values()))):
-            message = crew.wait(rank, crew.post_recv(rank), 2 * PATIENCE)
+            message = crew.wait(rank, crew.start_receive(rank), 2 * PATIENCE)
             at = expected[message.source, message.tag].pop(0)
             assert bytes(message.data) == body_of(message.source, rank, at), (message.source, rank, at)
         assert not any(expected.values())
@@ -689,7 +690,7 @@ def test_a_large_message_goes_on_where_the_connection_broke(make_crew: MakeCrew)
     length = 200 * MIB
     out = bytearray(length)
     data = content(1, length)
-    send, receive = crew.post_send(0, data, 1), crew.post_recv(1, 0, ANY, out)
+    send, receive = crew.start_send(0, data, 1), crew.start_receive(1, 0, ANY, out)
     for messenger, work in ((crew.messengers[0], send), (crew.messengers[1], receive)):
         messenger.progress_in_background(work)
     cuts = 0
@@ -714,7 +715,7 @@ def test_a_send_ends_only_when_the_receiver_has_all_of_it(make_crew: MakeCrew) -
     near.setblocking(False)
     far.settimeout(PATIENCE)
     length = 100 * KIB
-    send = crew.post_send(0, content(1, length), 1)
+    send = crew.start_send(0, content(1, length), 1)
     crew.messengers[0].progress_in_background(send)
     far.sendall(wire.encode(Header(wire.RESUME)) + wire.encode(Header(wire.CTS, 0, length)))
     arrived = b""
@@ -797,5 +798,5 @@ def test_an_error_of_time_says_that_the_connection_broke(make_crew: MakeCrew) ->
     crew.messengers[0]._renew_lane = lambda *_: None
     crew.cut(0, 1)
     with pytest.raises(DeadlineError, match="connection with rank 1 broke: end of stream"):
-        crew.wait(0, crew.post_recv(0, 1, 9), 0.2)
+        crew.wait(0, crew.start_receive(0, 1, 9), 0.2)
     assert crew.recv(0, 1) == b"hello"

@@ -18,7 +18,7 @@ from covey.net.discovery.mdns import Beacon
 from covey.runtime.links import handshake
 from covey.runtime.loop import aside
 from covey.runtime.mesh import mesh as mesh_module
-from covey.runtime.mesh.follower import DialOutcome, Follower
+from covey.runtime.mesh.follower import DialOutcome, HintFollower
 from covey.runtime.mesh.hints import TRIES, Hint, Origin
 from covey.wire.messages import Address
 
@@ -137,7 +137,7 @@ def test_a_hint_is_not_given_up_because_this_process_can_open_no_socket(monkeypa
 
     async def work(_crew: Crew) -> None:
         tasks = set()
-        follower = Follower(dial, lambda _: False, lambda work: tasks.add(asyncio.create_task(work)))
+        follower = HintFollower(dial, lambda _: False, lambda work: tasks.add(asyncio.create_task(work)))
         follower.found(hint, Origin.MULTICAST)
         following = asyncio.create_task(follower.keep_following())
         await until(lambda: dials == 4 * TRIES)

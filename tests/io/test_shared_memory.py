@@ -10,7 +10,7 @@ import pytest
 
 from covey.base.errors import ConnectError
 from covey.net.lanes import shm
-from covey.runtime.members import lanes
+from covey.runtime.members import lane_acceptor, lane_dialler
 
 pytestmark = pytest.mark.skipif(not shm.usable(), reason="shared memory is for Linux on x86-64")
 
@@ -23,12 +23,12 @@ def test_a_segment_is_named_by_a_descriptor_and_proved_by_what_is_in_it(is_hones
     async def give(sock: socket.socket) -> None:
         descriptor, segment = shm.create(nbytes)
         try:
-            await lanes._hand_over(sock, descriptor, "", segment)
+            await lane_dialler.hand_over(sock, descriptor, "", segment)
         finally:
             os.close(descriptor)
 
     async def take(sock: socket.socket) -> int:
-        await lanes._readable(sock)
+        await lane_acceptor.readable(sock)
         _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
         segment = shm.attach(descriptors[0], nbytes)
         word = bytes(memoryview(segment).cast("B")[-32:])

@@ -335,7 +335,7 @@ def gate_of(
 
 @contextlib.asynccontextmanager
 async def host(
-    credentials: LinkCredentials, welcome: messages.Greeting, greeted: list[Any] | None = None
+    credentials: LinkCredentials, welcome: messages.HandshakeMessage, greeted: list[Any] | None = None
 ) -> AsyncIterator[tuple[str, int]]:
     """A node that answers every Hello with `welcome`; keeps what became of each greeting."""
     listener = socket.create_server(("127.0.0.1", 0))

@@ -23,7 +23,7 @@ from covey.net.discovery import host_registry as host_registry
 from covey.net.discovery import sieve
 from covey.net.discovery.host_registry import HostRegistry
 from covey.net.discovery.interfaces import to_dial, usable_interfaces
-from covey.net.keys import clusters
+from covey.net.keys import clusters, secret_sources
 from covey.testing.fuzz import contract, values
 from covey.testing.fuzz.contract import BrokenContractError
 from covey.testing.fuzz.inputs import inputs
@@ -144,7 +144,10 @@ BROKEN: dict[str, tuple[str, Patch]] = {
     "takes any port": ("text_record", (beacon, "_PORT", re.compile(rb".*"))),
     "looks up a purpose that is not there": ("door", (door, "Purpose", {1: 1, 2: 2, 3: 3}.__getitem__)),
     "lets the errors of msgspec pass": ("control", (messages, "decode_control", decode_as_msgspec_does)),
-    "copies what it is given": ("greeting", (messages, "decode_greeting", lambda data: messages.Ping(len(data * 999)))),
+    "copies what it is given": (
+        "handshake",
+        (messages, "decode_handshake", lambda data: messages.Ping(len(data * 999))),
+    ),
 }
 
 
@@ -284,7 +287,7 @@ def test_any_secret_is_taken_or_refused_for_a_reason(secret: str | bytes) -> Non
     if isinstance(secret, str):
         secret = secret[:14]  # what could pass as a passphrase takes half a second of scrypt
     with contextlib.suppress(ConfigError):
-        clusters.parse_secret(secret, "prey")
+        secret_sources.parse_secret(secret, "prey")
 
 
 @fuzzed

@@ -24,7 +24,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.runtime.group.group import Group
-    from covey.runtime.members.lanes import LaneKey
+    from covey.runtime.members.lane_table import LaneKey
     from covey.runtime.members.node import Node
 
 SURVIVING = replace(LOOPBACK, on_loss="continue")
@@ -95,7 +95,9 @@ def test_an_excluded_member_gets_no_message_and_no_lane(has_lanes: bool) -> None
         turn.wait()
         await_exclusion(group)
         turn.wait()
-        open_lanes = call_on_loop(lambda: [key for key, lane in node.lanes._lanes.items() if is_usable(key, lane)])
+        open_lanes = call_on_loop(
+            lambda: [key for key, lane in node.lanes.table._lanes.items() if is_usable(key, lane)]
+        )
         turn.wait()  # the attacker has done its worst
         with pytest.raises(PeerLostError) as lost:
             group.recv(src=ATTACKER, timeout=5)
@@ -104,7 +106,7 @@ def test_an_excluded_member_gets_no_message_and_no_lane(has_lanes: bool) -> None
         return lost.value.rank, got, group.recv(src=1 - group.rank, tag=9).tolist(), open_lanes
 
     def attack(group: Group, node: Node, others: list[int]) -> None:
-        held = dict(engine_of(group).routing.messenger()._lanes)
+        held = dict(engine_of(group).routing.messenger()._lanes.by_rank)
         turn.wait()
         leave_secretly(group)
         turn.wait()
@@ -154,11 +156,12 @@ def test_a_lane_that_is_being_opened_as_the_view_comes_is_not_opened(
             return attack(group, node)
         held_up: asyncio.Event = call_on_loop(asyncio.Event)
         began: asyncio.Event = call_on_loop(asyncio.Event)
+        owner: Any
         if node.peers[ATTACKER].is_dialled:
-            name = "_make_offer" if stage == "offered" else "_open_stream"
+            owner, name = node.lanes.dialler, "_make_offer" if stage == "offered" else "_open_stream"
         else:
-            name = "_prove_claim" if stage == "offered" else "_take_over"
-        proceed = getattr(node.lanes, name)
+            owner, name = node.lanes.acceptor, "_prove_claim" if stage == "offered" else "_take_over"
+        proceed = getattr(owner, name)
 
         async def hold_up(*args: Any) -> Any:
             result = await proceed(*args)
@@ -170,7 +173,7 @@ def test_a_lane_that_is_being_opened_as_the_view_comes_is_not_opened(
         def is_attackers(args: tuple[Any, ...]) -> bool:
             return name == "_prove_claim" or args[0] == ATTACKER or getattr(args[0], "rank", -1) == ATTACKER
 
-        call_on_loop(setattr, node.lanes, name, hold_up)
+        call_on_loop(setattr, owner, name, hold_up)
         turn.wait()
         until(began.is_set)
         turn.wait()
@@ -183,7 +186,7 @@ def test_a_lane_that_is_being_opened_as_the_view_comes_is_not_opened(
         return call_on_loop(
             lambda: [
                 key
-                for key, future in node.lanes._lanes.items()
+                for key, future in node.lanes.table._lanes.items()
                 if key.peer == ATTACKER and key.purpose == "messages" and future.done() and future.exception() is None
             ]
         )

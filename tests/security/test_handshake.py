@@ -221,7 +221,7 @@ def test_a_member_cannot_pose_as_another(prey: Victim) -> None:
 
 def test_another_version_is_refused_with_the_reason(prey: Victim) -> None:
     with Insider(prey, hello={"version": 2}) as member:
-        assert member.greeting == messages.Refusal("you speak version 2, and we 1", retry=False)
+        assert member.greeting == messages.Refusal("you speak version 2, and this node 1", retry=False)
     assert any("version 2" in reason for reason in prey.node.problems.refusals.values())
 
 
@@ -385,7 +385,7 @@ def accept_with(context: ssl.SSLContext, answer: Callable[[messages.Hello], Any]
 
     def serve(sock: socket.socket) -> None:
         with context.wrap_socket(sock, server_side=True) as secured:
-            greeting = messages.decode_greeting(hear(secured))
+            greeting = messages.decode_handshake(hear(secured))
             assert isinstance(greeting, messages.Hello)
             secured.sendall(frame.frame(messages.encode(answer(greeting))))
             hear(secured)

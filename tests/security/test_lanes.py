@@ -31,7 +31,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.links.acceptor import PROBE_LIMIT
 from covey.runtime.members.node import Node
 from covey.testing.proxy import Proxy, Way
-from covey.wire import door, greeting, messages
+from covey.wire import door, messages, proofs
 from covey.wire.seal import RECORD_LIMIT
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 ELEMENTS = 50_001
 PATIENCE = 3.0
-CLAIM = door.ANSWER_BYTES + 16 + 1 + greeting.PROOF_BYTES
+CLAIM = door.ANSWER_BYTES + 16 + 1 + proofs.PROOF_BYTES
 """Where the first record of the dialler begins; of the acceptor, it is the challenge and a proof."""
-GREETED = door.CHALLENGE_BYTES + greeting.PROOF_BYTES
+GREETED = door.CHALLENGE_BYTES + proofs.PROOF_BYTES
 
 
 @pytest.fixture
@@ -241,16 +241,16 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
             return
         assert peer.contact is not None
         address = ("127.0.0.1", peer.contact.addresses[0].port)
-        proofs = [greeting.lane_proof(offer.secret, b"dial", offer.lane, stream) for stream in range(3)]
+        proofs = [proofs.lane_proof(offer.secret, b"dial", offer.lane, stream) for stream in range(3)]
         with claim(address, offer.lane, 0, proofs[0]) as sock:  # before the offer
             assert is_hung_up(sock)
         expected: list[bytes] = []
-        call_on_loop(setattr, node.lanes, "expected", lambda _rank, lane: expected.append(lane))
+        call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane: expected.append(lane))
         control.soon(node.send, peer.rank, offer)
         until(lambda: expected == [offer.lane])
         group.barrier()
-        other = greeting.lane_proof(secrets.token_bytes(32), b"dial", offer.lane, 0)
-        mirrored = greeting.lane_proof(offer.secret, b"accept", offer.lane, 0)
+        other = proofs.lane_proof(secrets.token_bytes(32), b"dial", offer.lane, 0)
+        mirrored = proofs.lane_proof(offer.secret, b"accept", offer.lane, 0)
         wrong = [
             (secrets.token_bytes(16), 0, proofs[0]),
             (offer.lane, 0, bytes(32)),
@@ -265,11 +265,11 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
             with claim(address, lane, stream, proof) as sock:
                 assert is_hung_up(sock), (stream, proof)
         with claim(address, offer.lane, 0, proofs[0]) as first:
-            assert read(first, 32) == greeting.lane_proof(offer.secret, b"accept", offer.lane, 0)
+            assert read(first, 32) == proofs.lane_proof(offer.secret, b"accept", offer.lane, 0)
             with claim(address, offer.lane, 0, proofs[0]) as again:
                 assert is_hung_up(again)
             with claim(address, offer.lane, 1, proofs[1]) as second:
-                assert read(second, 32) == greeting.lane_proof(offer.secret, b"accept", offer.lane, 1)
+                assert read(second, 32) == proofs.lane_proof(offer.secret, b"accept", offer.lane, 1)
             with claim(address, offer.lane, 1, proofs[1]) as late:
                 assert is_hung_up(late)
         group.barrier()
@@ -287,8 +287,10 @@ def test_a_member_cannot_talk_another_into_a_lane_that_others_can_read() -> None
             group.barrier()
             return []
         heard: list[str] = []
-        refused = node.lanes.refused
-        call_on_loop(setattr, node.lanes, "refused", lambda key, reason: (heard.append(reason), refused(key, reason)))
+        refused = node.lanes.dialler.refused
+        call_on_loop(
+            setattr, node.lanes.dialler, "refused", lambda key, reason: (heard.append(reason), refused(key, reason))
+        )
         for kind, capacity, streams, lane, secret in [
             ("tcp", 0, 1, 16, 32),
             ("unix", 0, 1, 16, 32),

@@ -405,8 +405,8 @@ def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatc
         group.barrier()
         if peer.is_dialled:
             marks: list[bytes] = []
-            call_on_loop(setattr, node.lanes, "expected", lambda _rank, lane: marks.append(lane))
-            monkeypatch.setattr(node.lanes, "_connect", jam)
+            call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane: marks.append(lane))
+            monkeypatch.setattr(node.lanes.dialler, "_connect", jam)
             group.barrier()
             until(lambda: marks)
             call_on_loop(node.spawn, asyncio.sleep(0))  # behind all that was begun

@@ -9,6 +9,7 @@ import contextlib
 import secrets
 import threading
 import time
+import types
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from covey.base.errors import CoveyError, MismatchError, RemoteProtocolError
 from covey.runtime.buffers import Operand, readable
 from covey.runtime.group import movements, restore
 from covey.runtime.group.internals import engine_of
+from covey.runtime.group.state_transfer import REQUEST, StateTransfer
 from covey.testing import run_threads
 from covey.wire import objects
 from covey.wire.manifest import CHUNK_BYTES, ENTRIES_LIMIT, MANIFEST_BYTES, NAME_LIMIT, Entry, Manifest
@@ -336,15 +338,15 @@ def test_a_state_for_which_there_is_no_memory_is_refused_on_all_ranks(monkeypatc
 def test_a_receiver_that_asks_for_chunks_that_are_none_is_named_and_others_are_served(
     numbers: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch = restore._Restore._fetch
+    fetch = StateTransfer._fetch
 
-    def lie(self: Any, exchange: Any, missing: Any, *args: Any) -> int:
-        if self.group.rank != HOSTILE:
-            return int(fetch(self, exchange, missing, *args))
-        exchange.send(np.frombuffer(numbers, np.uint8), 0, restore.REQUEST)
+    def lie(self: Any, *args: Any) -> int:
+        if self._rank != HOSTILE:
+            return int(fetch(self, *args))
+        self._exchange.send(np.frombuffer(numbers, np.uint8), 0, REQUEST)
         return 0
 
-    monkeypatch.setattr(restore._Restore, "_fetch", lie)
+    monkeypatch.setattr(StateTransfer, "_fetch", lie)
 
     def body(group: Group) -> Any:
         state = {"w": np.arange(5.0) * group.rank}
@@ -359,13 +361,15 @@ def test_a_receiver_that_asks_for_chunks_that_are_none_is_named_and_others_are_s
 
 
 def test_a_donor_that_sends_chunks_of_another_size_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = restore._Restore._memory
+    serve = StateTransfer.serve
 
-    def shorter(self: Any, chunk: Any) -> Any:
-        made = memory(self, chunk)
-        return made[:-8] if self.group.rank == HOSTILE and self.group.rank != 2 else made
+    def shorter(self: Any) -> int:
+        if self._rank == HOSTILE:
+            memory_of = self._memory.of
+            self._memory = types.SimpleNamespace(of=lambda chunk: memory_of(chunk)[:-8])
+        return serve(self)
 
-    monkeypatch.setattr(restore._Restore, "_memory", shorter)
+    monkeypatch.setattr(StateTransfer, "serve", shorter)
     right = np.random.default_rng(1).normal(size=3 * CHUNK_BYTES // 8)
 
     def body(group: Group) -> Any:
@@ -418,7 +422,7 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
                 header = wire.Header(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))
                 messenger._matcher._push(0, wire.encode(header))
                 messenger._matcher._link(0).next_id += 1
-                messenger._flush_ready()
+                messenger._lanes.flush_ready()
             group.send(np.arange(3.0), dst=0, tag=8)
         elif group.rank == 0:
             with pytest.raises(MismatchError, match=f"rank {HOSTILE}.*no memory"):

@@ -20,7 +20,7 @@ from tests.support.nodes import Cluster as Nodes
 from tests.support.nodes import node_id
 
 from covey.base.errors import CoveyError
-from covey.net.keys import clusters
+from covey.net.keys import secret_sources
 from covey.net.keys.identity import NodeIdentity, id_text, node_name
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.mesh.endpoint import cluster_endpoint
@@ -180,9 +180,9 @@ def test_no_error_about_a_secret_repeats_it(spoil: Any, monkeypatch: pytest.Monk
         file.write_text(bad)
         file.chmod(0o600)
         for env in ({"COVEY_SECRET": bad}, {"COVEY_SECRET_FILE": str(file)}):
-            monkeypatch.setattr(clusters, "_environment_secret", None)
+            monkeypatch.setattr(secret_sources, "_environment_secret", None)
             with pytest.raises(CoveyError) as raised:
-                clusters.find("prey", dict(env))
+                secret_sources.find("prey", dict(env))
             told = f"{raised.value!r} {raised.value} {raised.value.__cause__!r}"
             if len(part := bad[7:40]) > 6:  # shorter ones are in some of the words that it proposes
                 assert part not in told

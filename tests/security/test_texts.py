@@ -47,7 +47,7 @@ LONGEST = 8 * 1000
 RAW = {("Hello", "run"), ("Contact", "socket"), *(("Terms", name) for name in formation.Terms.__struct_fields__)}
 """Compared or used, and shown only as Python writes a string."""
 KINDS: list[Any] = [
-    *typing.get_args(messages.Greeting),
+    *typing.get_args(messages.HandshakeMessage),
     *typing.get_args(messages.Control),
     *typing.get_args(formation.Formation),
     store.Refused,
@@ -97,8 +97,8 @@ def texts(value: Any, owner: str = "", field: str = "") -> Iterator[tuple[str, s
 
 
 def decode(kind: Any, data: bytes) -> Any:
-    if kind in typing.get_args(messages.Greeting):
-        return messages.decode_greeting(data)
+    if kind in typing.get_args(messages.HandshakeMessage):
+        return messages.decode_handshake(data)
     if kind in typing.get_args(formation.Formation):
         return formation.decode_formation(data)
     return store.decode_body(data) if kind is store.Refused else messages.decode_control(data)
@@ -140,7 +140,7 @@ def test_whoever_makes_a_message_of_a_hostile_text_sends_a_clean_one() -> None:
         messages.Reached((1.0,), (EVIL,)),
     ):
         again = messages.encode(message)
-        decoded = messages.decode_greeting(again) if isinstance(message, messages.Refusal) else None
+        decoded = messages.decode_handshake(again) if isinstance(message, messages.Refusal) else None
         assert (decoded or messages.decode_control(again)) == message
         assert all(text.isprintable() and len(text) <= LONGEST for _, _, text in texts(message))
 

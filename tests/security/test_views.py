@@ -348,7 +348,7 @@ def test_an_operation_that_is_not_complete_is_not_committed_by_the_word_of_a_mem
         until(lambda atomic=atomic: atomic._is_executing)
         core = scene.generation(rank).view_driver._core
         scene.tell(rank, scene.ask())
-        until(lambda core=core: core._states is not None and any(state.sequence for state in core._states))
+        until(lambda core=core: core._round.states is not None and any(state.sequence for state in core._round.states))
     for rank in HONEST:  # at once, before one that cut the liar off has given it up
         scene.tell(rank, Decided(lie))
     for rank in HONEST:

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 AGREED_WITHIN = 30.0
-"""Virtual seconds from when the network is good to when everybody has a view, however unlucky."""
+"""Virtual seconds from when the network is good to when all nodes have a view, in the worst case."""
 
 
 class BrokenError(AssertionError):
     """An invariant does not hold."""
 
 
-class Candidate(Formation):
-    """A real candidate; its play is told when it has proposed something."""
+class RecordedFormation(Formation):
+    """A real formation; its play is told when it has proposed something."""
 
     on_proposal: Callable[[], None]
     travels = False
@@ -47,7 +47,7 @@ class Candidate(Formation):
 
 
 class Play:
-    """One formation: its actors, what befalls them, and what they returned."""
+    """One formation: its nodes, the faults, and what the nodes returned."""
 
     def __init__(self, seed: int, *, hard: bool, tell: bool = False) -> None:
         """Plan everything from the seed."""
@@ -65,7 +65,7 @@ class Play:
         size = chance.randint(2, 9)
         low = chance.choice([1, (size + 1) // 2, chance.randint(1, size - 1)])
         high = chance.choice([None, None, chance.randint(low, size)])
-        # Safety may not depend on patience; short of it, everybody interferes with everybody.
+        # Safety may not depend on patience; without it, all nodes interfere with each other.
         self.patience = (
             chance.choice([2.0, *(max(0.05, k * self.world.delay) for k in (0.3, 1.0, 3.0))]) if hard else 2.0
         )
@@ -74,7 +74,7 @@ class Play:
         self.ids = [chance.randbytes(32) for _ in range(size)]
         self.hosts = [chance.choice(["north", "south", "west"]) for _ in self.ids]
         self.names: dict[bytes, str] = {}
-        self.lives: list[tuple[bytes, Candidate]] = []
+        self.lives: list[tuple[bytes, RecordedFormation]] = []
         self.returned: list[tuple[Member, Formed]] = []
         self.dead: set[bytes] = set()
         self.proposals = 0
@@ -92,12 +92,12 @@ class Play:
         self.names[life] = name = "abcdefghi"[index] + "'" * sum(known == id for known, _ in self.lives)
         me = Member(id, life, name, self.hosts[index], b"")
         seeded = random.Random(self.chance.random())
-        core = Candidate(me, self.terms, seeded, self.world.now, settle=self.settle, patience=self.patience)
+        core = RecordedFormation(me, self.terms, seeded, self.world.now, settle=self.settle, patience=self.patience)
         core.on_proposal = self.on_proposal
         self.lives.append((life, core))
         self.world.start(name, id, life, core)
 
-    # What befalls them.
+    # Faults
 
     def plan_fault(self, at: float, kinds: list[str]) -> None:
         world, chance = self.world, self.chance
@@ -130,7 +130,7 @@ class Play:
             self.dead.add(self.world.nodes[id].life)
             self.world.crash(id, silently=silently)
 
-    # What must hold.
+    # Invariants
 
     def perform(self) -> None:
         """Run to the end; BrokenError as soon as an invariant does not hold."""
@@ -158,7 +158,7 @@ class Play:
     def seen(self, life: bytes) -> Formed | None:
         return next((formed for member, formed in self.returned if member.life == life), None)
 
-    def check_view(self, life: bytes, core: Candidate) -> None:
+    def check_view(self, life: bytes, core: RecordedFormation) -> None:
         formed = core.formed
         assert formed is not None
         names = [member.name for member in formed.view]
@@ -180,7 +180,7 @@ class Play:
         """A proposal has one outcome among the living."""
         outcomes: dict[bytes, dict[Outcome, str]] = {}
         for life, core in self.lives:
-            for proposal, decision in core._decisions.items():
+            for proposal, decision in core._deciding.decisions.items():
                 if life not in self.dead and decision.outcome is not Outcome.OPEN:
                     outcomes.setdefault(proposal, {})[decision.outcome] = self.names[life]
         for proposal, found in outcomes.items():
@@ -194,27 +194,31 @@ class Play:
         waiting = [core for core in cores if core.formed is None]
         if not waiting:
             return []
-        stuck = [core for core in waiting if core._lock is not None and not self.is_in_doubt(core._lock, living)]
-        # A candidate that knows of a run which lost its members waits for them: tests/sim/test_lineages.py has disks.
-        free = [core for core in waiting if core._lock is None and not core.lineages.current]
+        stuck = [
+            core
+            for core in waiting
+            if core._deciding.lock is not None and not self.is_in_doubt(core._deciding.lock, living)
+        ]
+        # A joiner that knows of a run which lost its members waits for them: tests/sim/test_lineages.py has disks.
+        free = [core for core in waiting if core._deciding.lock is None and not core.lineages.current]
         if len(free) >= self.terms.smallest:
             stuck += free
         return [(core._me.name, core.report().waiting) for core in stuck]
 
     def is_in_doubt(self, lock: Decision, living: set[bytes]) -> bool:
-        """Tell whether nobody can help: a quorum of the proposal is dead, and not all of the dead are back."""
+        """Tell whether a proposal must stay undecided: a quorum of it is dead, and not all of the dead are back."""
         alive = {rank for rank, member in enumerate(lock.members) if member.life in living}
         is_quorum = 2 * len(alive) > len(lock.members) or (2 * len(alive) == len(lock.members) and 0 in alive)
         return not is_quorum and any(member.id not in self.world.nodes for member in lock.members)
 
-    # For people.
+    # Transcripts
 
     def describe(self, message: Any) -> str:
         name = self.names.__getitem__
         match message:
             case Here():
                 hears = ",".join(sorted(name(life) for life in message.hears))
-                return f"{message.phase.name.lower()}, hears {hears or 'nobody'}"
+                return f"{message.phase.name.lower()}, hears {hears or 'no node'}"
             case Propose():
                 return f"propose {message.proposal.hex()[:4]}: {','.join(one.name for one in message.members)}"
             case Standing():
@@ -228,7 +232,7 @@ class Play:
         raise AssertionError(message)
 
     def story(self) -> str:
-        """Perform the same play again, and return who said what when and how it ended."""
+        """Perform the same play again, and return its messages, with their times, and how it ended."""
         again = Play(self.seed, hard=self.hard, tell=True)
         try:
             again.perform()
@@ -264,7 +268,7 @@ def test_fifty_formations_among_crashes_restarts_and_cuts_keep_the_invariants(ba
 
 
 def test_formations_agree_when_messages_travel_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Candidate, "travels", True)
+    monkeypatch.setattr(RecordedFormation, "travels", True)
     for seed in range(20):
         perform(seed, hard=seed % 2 == 1)
 
@@ -279,7 +283,7 @@ MUTANTS: dict[str, tuple[type, str, Any]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_simulation_notices_a_candidate_that(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_notices_a_joiner_that(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, rule = MUTANTS[mutant]
     monkeypatch.setattr(owner, name, rule)
     for seed in range(500):
@@ -287,7 +291,7 @@ def test_the_simulation_notices_a_candidate_that(mutant: str, monkeypatch: pytes
             Play(seed, hard=True).perform()
         except BrokenError:
             return
-    pytest.fail(f"500 plays with a candidate that {mutant}, and nothing was noticed")
+    pytest.fail(f"500 plays with a joiner that {mutant}, and nothing was noticed")
 
 
 def test_a_play_is_the_same_whatever_the_hash_seed_is() -> None:

@@ -1,4 +1,4 @@
-"""Whole clusters judging each other in virtual time: over bad networks nobody is accused who lives, the dead are found.
+"""Whole clusters judging each other in virtual time: on bad networks the living are not given up, the dead are found.
 
 A `Ward` is a function of its seed: `Ward(seed, ...)` and the same calls tell the same `story` again.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from covey.proto import health
+from covey.proto import evidence, health
 from covey.proto.health import INTERVAL, Cause, Dead, Health, Ping, Standing, Suspect, Trust, Unheard, Vouch
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Ward:
             if keepers:
                 self.at(chance.uniform(0, INTERVAL), self._vouch_on, actor)
 
-    # What befalls them.
+    # Faults
 
     def kill(self, index: int) -> None:
         """End a process: its links end, and its keeper sees it."""
@@ -192,7 +192,7 @@ class Ward:
             self._arm(actor)
 
     def _resume(self, actor: Actor) -> None:
-        """Do everything that has waited, in an order that nobody can rely on."""
+        """Do everything that has waited, in a random order."""
         waiting, actor.inbox = actor.inbox, []
         alarms = [entry for entry in waiting if entry[0] == self._ring]
         others = [entry for entry in waiting if entry[0] != self._ring]
@@ -342,7 +342,7 @@ def test_a_stopped_process_is_dead_within_a_second_if_it_has_a_keeper_and_well_w
         assert 0.4 < latencies(ward, log, since, Dead, victim)[-1] < 1.0
         assert {what.cause for _, _, what in log} == {Cause.STOPPED}
         log = ward.run(20.0)
-        assert {type(what) for _, _, what in log} == {Trust}, "the one that went on accused somebody\n" + ward.story()
+        assert {type(what) for _, _, what in log} == {Trust}, "the one that went on suspected a peer\n" + ward.story()
         assert latencies(ward, log, since + 10.0, Trust, victim)[-1] < 0.5
 
 
@@ -472,12 +472,12 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[int], bool]]] = {
     "counts the time it slept": (Health, "_forgive", lambda self, seconds, now: None, suspended),
     "starts all clocks anew after every gap": (health, "SLEPT", 0.0, seldom_listening),
     "takes silence of its members for silence of a host": (
-        health._Host,
+        evidence.HostEvidence,
         "gives_signs",
         property(lambda self: True, lambda self, value: None),
         lambda seed: held(seed, kernels=False),
     ),
-    "does not believe keepers": (health, "VOUCHED", 0.0, lambda seed: held(seed, keepers=True)),
+    "does not believe keepers": (evidence, "VOUCHED", 0.0, lambda seed: held(seed, keepers=True)),
 }
 
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from covey.proto import membership
 from covey.proto.decision import Decision
-from covey.proto.membership import Membership
+from covey.proto.membership import checks, installer
 from covey.testing import hostile
 from covey.testing.hostile import Mode, Quarrel
-from covey.testing.ledger import BrokenError
+from covey.testing.invariants import BrokenError
 
 if TYPE_CHECKING:
     from covey.wire.formation import Standing
@@ -52,10 +51,10 @@ KEEPS, ANYTHING = hostile.Mode
 TALKATIVE = {"lies": 1500}
 LONG = {"lies": 1400, "seconds": 12.0, "delays": (0.002,), "losses": (0.0,)}
 MUTANTS: dict[str, tuple[Mode, dict[str, Any], tuple[Any, str, Any]]] = {
-    "does not look whether a view can follow": (ANYTHING, TALKATIVE, (Membership, "_check_follows", nothing)),
-    "takes any view for sound": (ANYTHING, TALKATIVE, (Membership, "_is_sound", lambda self, view: True)),
-    "takes any ballot": (KEEPS, TALKATIVE, (Membership, "_check_ballot", nothing)),
-    "keeps all views": (KEEPS, LONG, (membership, "PAST_VIEWS", 1 << 30)),
+    "does not look whether a view can follow": (ANYTHING, TALKATIVE, (checks, "check_follows", nothing)),
+    "takes any view for sound": (ANYTHING, TALKATIVE, (checks, "is_sound", lambda view, last: True)),
+    "takes any ballot": (KEEPS, TALKATIVE, (checks, "check_ballot", nothing)),
+    "keeps all views": (KEEPS, LONG, (installer, "PAST_VIEWS", 1 << 30)),
 }
 
 FIRST_NOTICED = {"takes any view for sound": 27}
@@ -77,7 +76,7 @@ def test_the_play_notices_a_member_that(mutant: str, monkeypatch: pytest.MonkeyP
     pytest.fail("not noticed")
 
 
-def test_the_play_notices_a_candidate_that_does_not_count_the_rows_of_a_standing(
+def test_the_play_notices_a_joiner_that_does_not_count_the_rows_of_a_standing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Decision, "heard", hear_without_counting)

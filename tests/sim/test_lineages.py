@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from covey.base.errors import CoveyError
-from covey.proto.candidacy import Candidacy
 from covey.proto.formation import Formation
+from covey.proto.joining import Joining
 from covey.proto.lineages import Lineages
 from covey.proto.membership import Membership
-from covey.testing.ledger import BrokenError
+from covey.proto.membership.position import ViewPosition
+from covey.testing.invariants import BrokenError
 from covey.testing.lineages import Story
 from covey.wire.membership import View
 
@@ -39,17 +40,19 @@ def succeed_alone(self: Membership, successor: Any, now: float) -> None:
     """Go on in the next generation without asking the others."""
     if not self.is_last and self.is_member:
         view = self.view
-        self._install(View(view.lineage, view.number + 1, view.ranks, view.tie_breaker, successor=successor), now)
+        self._installer.install(
+            View(view.lineage, view.number + 1, view.ranks, view.tie_breaker, successor=successor), now
+        )
 
 
 MUTANTS: dict[str, tuple[type, str, Any]] = {
     "founds a run although it knows of one": (Lineages, "current", property(lambda self: b"")),
     "forgets what it was told": (Lineages, "learn", lambda *_, **__: None),
-    "accepts a founding without writing it down": (Candidacy, "_bind_to_accepted", lambda self: None),
-    "ends a run without a quorum": (Membership, "_is_quorum", lambda self, places: bool(places)),
+    "accepts a founding without writing it down": (Joining, "_bind_to_accepted", lambda self: None),
+    "ends a run without a quorum": (ViewPosition, "is_quorum", lambda self, ranks: bool(ranks)),
     "goes to the next generation by itself": (Membership, "succeed", succeed_alone),
-    "does not vote where it never heard of its seat": (Candidacy, "_heard_of_seat", lambda self, seated, now: None),
-    "forgets the view that excluded it": (Candidacy, "_excluded", lambda self, view, now: self._unbind()),
+    "does not vote where it never heard of its seat": (Joining, "_heard_of_seat", lambda self, seated, now: None),
+    "forgets the view that excluded it": (Joining, "_excluded", lambda self, view, now: self._unbind()),
     "goes on beside an older run": (Formation, "_heard_of_lineages", lambda self, here, now: None),
 }
 

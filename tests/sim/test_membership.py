@@ -1,5 +1,5 @@
-"""Whole runs that lose members in a world with a virtual clock: whatever happens, there is one history of views, and
-all who come to the end of an operation come to the same end.
+"""Whole runs that lose members in a world with a virtual clock: whatever happens, there is one sequence of
+views, and an operation ends in the same way on all members on which it ends.
 
 A failing seed prints its story; `python -m covey.testing.churn --seed N` tells it again.
 """
@@ -90,8 +90,8 @@ def without_the_knowledge_in_the_verdict() -> Patches:
 def without_the_commit_before_the_revocation() -> Patches:
     judge_group = views._judge_group
 
-    def revoke_first(group: int, states: dict[int, State], company: Any) -> Verdict:
-        verdict = judge_group(group, states, company)
+    def revoke_first(group: int, states: dict[int, State], clique: Any) -> Verdict:
+        verdict = judge_group(group, states, clique)
         due = 1 + max(state.returned for state in states.values())
         return msgspec.structs.replace(verdict, sequence=due) if verdict.fate is Fate.REVOKE else verdict
 
@@ -117,9 +117,9 @@ def half(view: View, ranks: Any) -> bool:
 
 
 CUTS = {"sizes": (3, 4), "faults": ("partition", "cut", "crash"), "gagging": 0.9}
-LATE = {"sizes": (3, 5), "faults": ("crash",), "despair": 1.0}
+LATE = {"sizes": (3, 5), "faults": ("crash",), "giving_up": 1.0}
 MUTANTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "takes anybody for a quorum": ([(views, "is_quorum", lambda view, ranks: bool(ranks))], {}),
+    "takes any member for a quorum": ([(views, "is_quorum", lambda view, ranks: bool(ranks))], {}),
     "takes any half for a quorum": ([(views, "is_quorum", half)], {"sizes": (2, 4)}),
     "does not write down what it accepted": (
         [(PaxosAcceptor, "record", property(lambda self: Record(self.members, self.view, self.promised)))],

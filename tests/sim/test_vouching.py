@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from covey.proto.changes import Excluded
-from covey.proto.membership import Membership
+from covey.proto.membership.proposer import Proposer
 from covey.proto.presence import Presence
 from covey.testing.churn import PATIENCE, RELINK, BrokenError, Play
 from covey.testing.workers import Worker
@@ -20,12 +20,12 @@ EVERY = 0.5
 class LoadedHost(Play):
     """Processes of one keeper on a machine that is loaded: links that end take long to come back, and some crash.
 
-    Nobody else does anything to them, so no other may be excluded.
+    Nothing else happens to them, so no other member may be excluded.
     """
 
     faults = ("crash", "flap", "flap")
     sizes = (3, 8)
-    despair = 0.0
+    giving_up = 0.0
     slowest = PATIENCE / 2 - 3.0
     """Seconds that a link may take to come back. Links break for less than 3 s after the first trouble, and a member is
     waited for until patience is half over."""
@@ -104,23 +104,23 @@ def without_word_of_the_keeper() -> list[tuple[Any, str, Any]]:
 def without_time_to_answer_the_keeper() -> list[tuple[Any, str, Any]]:
     expected_until = Presence.expected_until
 
-    def impatient(self: Presence, place: int, asked_at: float, **within: float) -> float:
-        return expected_until(self, place, asked_at, **within | {"relink_vouched": 0.0})
+    def impatient(self: Presence, rank: int, asked_at: float, **within: float) -> float:
+        return expected_until(self, rank, asked_at, **within | {"relink_vouched": 0.0})
 
     return [(Presence, "expected_until", impatient)]
 
 
 def without_time_for_members_to_hear_each_other() -> list[tuple[Any, str, Any]]:
-    settled_at = Membership._settled_at
+    settled_at = Proposer._settled_at
 
-    def impatient(self: Membership, proposal: Any) -> float:
+    def impatient(self: Proposer, proposal: Any) -> float:
         left_out, proposal.left_out = proposal.left_out, lambda: ()
         try:
             return settled_at(self, proposal)
         finally:
             proposal.left_out = left_out
 
-    return [(Membership, "_settled_at", impatient)]
+    return [(Proposer, "_settled_at", impatient)]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_simulation_notices_a_keeper(rule: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_members_of_a_keeper_tell_only_it_of_their_trouble() -> None:
-    """One that leaves tells everybody; else a hundred members would tell each other, three times a second."""
+    """Only a member that leaves tells all others; else a hundred members would send to each other all the time."""
     told: list[tuple[str, bytes]] = []
     play = LoadedHost(5)
     play.said = lambda worker, message: None  # type: ignore[method-assign]

@@ -270,7 +270,7 @@ class Insider:
                 "rank": -1, "size": 0, "lanes": "secure", "card": self.card,
             }  # fmt: skip
             self.say(messages.Hello(**(values | (hello or {}))))
-            self.greeting = messages.decode_greeting(hear(self.link))
+            self.greeting = messages.decode_handshake(hear(self.link))
         except BaseException:
             self.link.close()
             raise

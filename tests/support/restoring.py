@@ -9,7 +9,8 @@ import numpy as np
 
 from covey.proto.transferring import elect
 from covey.runtime.group.exchange import Exchange
-from covey.runtime.group.restore import REQUEST, _Restore
+from covey.runtime.group.restore import _Restore
+from covey.runtime.group.state_transfer import REQUEST
 
 if TYPE_CHECKING:
     from covey import Group

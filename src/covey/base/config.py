@@ -1,4 +1,4 @@
-"""Settings: what they are, where they may come from, and that nonsense is refused.
+"""Settings: their names, defaults and sources; invalid values are refused.
 
 Explicit arguments beat the environment, which beats the defaults. Nothing here reads the environment itself:
 callers pass the mapping.

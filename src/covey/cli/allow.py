@@ -1,4 +1,4 @@
-"""`covey allow`: the list of machines that may be in a cluster, if the owner approves each of them."""
+"""`covey allow`: edits the list of machines that the owner approves for a cluster."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class Switch(enum.StrEnum):
-    """Whether the owner is asked."""
+class OnOff(enum.StrEnum):
+    """Whether machines need the owner's approval."""
 
     ON = "on"
     OFF = "off"
@@ -39,7 +39,7 @@ def allow(
     ] = None,
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
     ask: Annotated[
-        Switch | None, typer.Option("--ask", help="on: only approved machines may join. off: all with the secret.")
+        OnOff | None, typer.Option("--ask", help="on: only approved machines may join. off: all with the secret.")
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Take the node off the list again.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the machines that are approved.")] = False,
@@ -60,7 +60,7 @@ def allow(
         return _list(found, as_json=as_json)
     private = owner.require(found, "approving machines")
     if ask is not None:
-        return _switch(found, private, is_on=ask is Switch.ON, yes=yes, as_json=as_json)
+        return _switch(found, private, is_on=ask is OnOff.ON, yes=yes, as_json=as_json)
     _, allowed = charter.lists(found)
     if allowed is None:
         return _say_that_the_list_is_off(found, node, as_json=as_json)
@@ -77,7 +77,7 @@ def allow(
     names |= clusters.waiting(found.name)
     try:
         named = resolve_id(node, {})  # a whole id means one machine
-    except ConfigError:  # a name or a beginning may mean several, of which running nodes know
+    except ConfigError:  # a name or the start of an id may mean several nodes, which running nodes know
         names |= {each.id: each.name for each in _waiting(found, quiet=as_json)}
         named = resolve_id(node, names)
     machine = machine_of(found, named)
@@ -90,7 +90,7 @@ _OFF: Final = "Every machine with the secret of {!r} may join, unless it is deni
 
 
 def _say_that_the_list_is_off(found: Cluster, node: str | None, *, as_json: bool) -> None:
-    """There is nothing to approve. That is an error only where a node was named that is to be on the list."""
+    """Say that there is nothing to approve; ConfigError if a node was named."""
     text = f"{_OFF.format(found.name)} `covey allow --ask on` makes a list of approved machines."
     if node is not None:
         raise ConfigError(f"there is no list of approved machines. {text}")
@@ -130,7 +130,7 @@ def _amend(
 
 
 def _waiting(found: Cluster, *, quiet: bool) -> list[messages.Waiting]:
-    """Return the machines that wait, as this machine has noted them and as nodes that run now tell."""
+    """Return the waiting machines, from the notes of this machine and from running nodes."""
     waiting = {id: messages.Waiting(id, name, "", "") for id, name in clusters.waiting(found.name).items()}
     with among(found, quiet=quiet) as visit:
         cards = [state.card for state in visit.members()]

@@ -1,4 +1,4 @@
-"""`covey audit`: shows the audit log of this machine, and checks that it is whole."""
+"""`covey audit`: shows the audit log of this machine, and checks that it is complete and unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLL_SECONDS: Final = 0.25
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _COLUMNS: Final = ("TIME", "CLUSTER", "EVENT", "RUN", "NODE", "ID", "ADDRESS", "REASON")
 _LEFT_OUT: Final = {"ID": 4, "RUN": 3, "CLUSTER": 2, "ADDRESS": 1}
-"""Columns that a narrow terminal does without, the highest number first."""
+"""Columns that are left out on a narrow terminal, the highest number first."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -77,7 +77,7 @@ def audit(
 
 
 class _Choice:
-    """Which entries are wanted."""
+    """Selects entries."""
 
     def __init__(self, cluster: str | None, since: datetime | None, events: frozenset[str]) -> None:
         self._cluster, self._since, self._events = cluster, since, events
@@ -89,7 +89,7 @@ class _Choice:
             return True
         try:
             return entry.at >= self._since
-        except (ValueError, TypeError):  # it was tampered with: better shown than hidden
+        except (ValueError, TypeError):  # it was tampered with, so it is shown
             return True
 
 
@@ -126,7 +126,7 @@ def _columns(shown: list[Entry]) -> list[Column]:
 
 
 def _cells(entry: Entry) -> tuple[str, ...]:
-    """Return what is shown of an entry. The file may have been changed: nothing in it may move a cursor."""
+    """Return the cells of an entry, without control characters: the file may have been tampered with."""
     try:
         node = short_id(bytes.fromhex(entry.node))
     except ValueError:

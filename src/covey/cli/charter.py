@@ -32,7 +32,7 @@ _PAUSE: Final = 0.1
 def among(cluster: Cluster, *, quiet: bool = False) -> Iterator[Visit]:
     """Visit the nodes of a cluster that run now; they and this visitor show each other their charters.
 
-    The block is over in some seconds. Until then a terminal shows what takes so long, unless it is to be `quiet`.
+    Searching takes some seconds. A terminal shows a message meanwhile, unless `quiet`.
     """
     with (
         working(f"looking for nodes of {cluster.name} that run now ...", quiet=quiet),
@@ -45,13 +45,13 @@ def among(cluster: Cluster, *, quiet: bool = False) -> Iterator[Visit]:
 def spread(cluster: Cluster, *, quiet: bool = False) -> tuple[list[messages.Card], list[messages.Card]]:
     """Send the cluster's charter to its running nodes; return those that confirm it, and those that do not.
 
-    The charter is in the file of this machine already, so a failed visit is no error.
+    The charter is already stored on this machine, so a failed visit is not an error.
     """
     assert cluster.charter is not None
     try:
         return _spread(cluster, cluster.charter.serial, quiet=quiet)
     except CoveyError as error:
-        say(f"other nodes cannot be told now: {error}", err=True)
+        say(f"the running nodes could not be told: {error}", err=True)
         return [], []
 
 
@@ -81,7 +81,7 @@ def tell_result(obeying: list[messages.Card], others: list[messages.Card]) -> No
 
 
 def as_rows(nodes: Iterable[bytes], names: dict[bytes, str]) -> list[dict[str, str]]:
-    """Return nodes as JSON has them."""
+    """Return nodes as plain values for JSON."""
     return [{"id": node.hex(), "name": names.get(node, "")} for node in sorted(nodes)]
 
 
@@ -91,5 +91,5 @@ def label(node: bytes, names: dict[bytes, str]) -> str:
 
 
 def machine_of(cluster: Cluster, node: bytes) -> bytes:
-    """Return the machine of a node that was met; of any other, the node itself."""
+    """Return the machine of a node that was met before; for any other node, the node itself."""
     return clusters.machines(cluster.name).get(node, node)

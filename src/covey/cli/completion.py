@@ -1,6 +1,6 @@
-"""What the shell completes besides commands and options: names of clusters, nodes and commands.
+"""Shell completion for the names of clusters, nodes and commands.
 
-Completion happens while a person types: it reads files of this machine only, and a problem with them is no error.
+Completion runs while the user types: it reads only files of this machine, and ignores problems with them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def cluster_names(_words: dict[str, Any]) -> list[str]:
 
 
 def node_names(words: dict[str, Any]) -> list[str]:
-    """Return the nodes that were met in the cluster that the words before name."""
+    """Return the nodes that were met in the cluster named on the command line."""
     from covey.net.keys import clusters
 
     return sorted(set(clusters.known(clusters.find_saved(words.get("cluster")).name).values()))
 
 
 def completing(offer: Callable[[dict[str, Any]], Iterable[str]]) -> Callable[[Any, Any, str], list[str]]:
-    """Return what Typer calls for completion: those that `offer` names and that begin with what was typed."""
+    """Return a callback for Typer: the names from `offer` that begin with what was typed."""
 
     def complete(context: Any, _parameter: Any, begun: str) -> list[str]:
         with contextlib.suppress(CoveyError, OSError):
@@ -40,7 +40,7 @@ def completing(offer: Callable[[dict[str, Any]], Iterable[str]]) -> Callable[[An
 
 
 def prepare(parameter: Any) -> None:
-    """Have a parameter of a command completed by what it stands for, which its metavar and name say."""
+    """Set the completion of a parameter, by its metavar and name."""
     if parameter.metavar == "CLUSTER" or (parameter.metavar == "NAME" and parameter.name in _OF_CLUSTERS):
         parameter._custom_shell_complete = completing(cluster_names)
     elif parameter.metavar == "NODE":

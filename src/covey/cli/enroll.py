@@ -1,4 +1,4 @@
-"""`covey enroll`: put this machine into a cluster."""
+"""`covey enroll`: puts this machine into a cluster."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def enroll(
     path = clusters.cluster_path(secret.name)
     old = clusters.load(secret.name) if path.exists() else None
     is_same = old is not None and (
-        old.owner == owner if old.owner and owner else old.secret == secret  # one owner may have changed the secret
+        old.owner == owner if old.owner and owner else old.secret == secret  # the owner may have changed the secret
     )
     if old is not None and not is_same and not force:
         raise ConfigError(
             f"this machine is in another cluster {secret.name!r}, with another key. --force replaces it: this machine "
-            "then no longer meets those that have the old key"
+            "then no longer meets machines that have the old key"
         )
     if old is not None and is_same:
         joined = "stays in"
         kept = replace(old, seeds=seeds or old.seeds, owner=owner or old.owner)
-        if old.secret != secret:  # nodes that run here may meet others that have not heard of the new one
+        if old.secret != secret:  # nodes that run here may meet nodes that still have the old secret
             kept, joined = clusters.with_secret(kept, secret, kept.serial, clusters.GRACE), "has the new secret of"
         clusters.save(kept)
     else:
-        denied = old.denied if old is not None else frozenset()  # nodes that were kept out stay out, whatever the key
+        denied = old.denied if old is not None else frozenset()  # denied nodes stay denied under a new key
         clusters.save(Cluster(secret, seeds, denied, owner))
         joined = "is now in"
     audit.note(secret.name, "secret-enrolled", reason=f"this machine {joined} the cluster")
@@ -65,7 +65,7 @@ def enroll(
 
 
 def _ask(code: str | None) -> str:
-    """Return the code from where it is safest to take it."""
+    """Return the code from the argument, standard input or a prompt; warn about the argument."""
     if code == "-":
         return sys.stdin.read(4096)
     if code is not None:

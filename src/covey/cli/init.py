@@ -1,4 +1,4 @@
-"""`covey init`: make a cluster and show its join code."""
+"""`covey init`: makes a cluster and shows its join code."""
 
 from __future__ import annotations
 
@@ -42,11 +42,9 @@ def init(
     passphrase: Annotated[
         bool, typer.Option("--passphrase", help="Make the secret from a passphrase, asked for or read from stdin.")
     ] = False,
-    show: Annotated[
-        bool, typer.Option("--show", help="Print the join code of a cluster that is here already.")
-    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the join code of an existing cluster.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a cluster of that name; machines with its old key are left behind.")
+        bool, typer.Option("--force", help="Replace a cluster of that name; its other machines need the new code.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -72,8 +70,8 @@ def init(
         )
     secret = _ask_passphrase(name) if passphrase else ClusterSecret(name, secrets.token_bytes(KEY_BYTES))
     denied = clusters.load(name).denied if replaced else frozenset()
-    seeds = current_seeds()  # which may find that nothing can be reached: before anything is changed
-    # A passphrase makes the same cluster on every machine, so none of them is the first one.
+    seeds = current_seeds()  # raises if no interface is usable, before anything is changed
+    # A passphrase makes the same cluster on every machine, so no machine is its owner.
     made = Cluster(secret, denied=denied, owner=b"" if passphrase else owner.make(name))
     if passphrase:
         owner.forget(name)
@@ -87,7 +85,7 @@ def init(
 
 
 def current_seeds() -> tuple[str, ...]:
-    """Return where nodes of this machine listen first, for its join code; one family an interface keeps that short."""
+    """Return the addresses for a join code: where nodes of this machine listen, one address family per interface."""
     from covey.net.discovery.interfaces import usable_interfaces
 
     seeds: list[str] = []
@@ -130,7 +128,7 @@ def _print_code(cluster: Cluster, seeds: tuple[str, ...], headline: str, *, as_j
 
 
 def show_code(headline: str, code: str) -> None:
-    """Print a join code, in one line to be copied, and what it is worth."""
+    """Print a join code on one line, to be copied, with a warning to keep it secret."""
     say(headline)
     typer.echo(f"\n    {code}\n")
     say("The join code is the cluster's key: every machine that has it can join. Treat it like a password.")

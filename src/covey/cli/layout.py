@@ -1,6 +1,6 @@
-"""Tables that fit: columns that matter least are left out, long texts are wrapped, and no line is too long.
+"""Lays out tables to fit a width: leaves out the least important columns and wraps long texts.
 
-A column is never cut off. Where even the columns that have to stay are too wide, each row becomes a few lines instead.
+A column is never cut off. If even the columns that must stay are too wide, each row becomes a few lines instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GAP: Final = 2
 """Blanks between columns."""
 NARROWEST: Final = 16
-"""Letters in a line of a column that wraps."""
+"""Least width of a column that wraps, in characters."""
 
 Piece = tuple[str, str]
 """Text, and its style as rich names it; empty for none."""
@@ -33,7 +33,7 @@ class Column:
     title: str
     cells: Sequence[str | Piece]
     leave_out: int = 0
-    """0: always shown. Columns with higher numbers are left out first where there is too little room."""
+    """0: always shown. If there is too little room, columns with higher numbers are left out first."""
     wraps: bool = False
     """Long texts take several lines; a text without blanks is broken anywhere."""
     is_right: bool = False
@@ -46,19 +46,19 @@ class Column:
 
 
 def room() -> int | None:
-    """Return how many letters a line on standard output may have; None where there is no terminal to limit it."""
+    """Return how many characters a line on standard output may have; None without a terminal."""
     if (text := os.environ.get("COLUMNS", "")).isdecimal() and int(text) > 0:
         return int(text)
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table(columns: Sequence[Column], width: int | None) -> str:
-    """Return columns as lines of at most `width` letters, without styles and without blanks at their ends."""
+    """Return columns as lines of at most `width` characters, without styles and trailing blanks."""
     return "\n".join("".join(text for text, _ in line) for line in lay_out(columns, width))
 
 
 def lay_out(columns: Sequence[Column], width: int | None, title_style: str = "") -> list[Line]:
-    """Return columns as lines of at most `width` letters: pieces of text with their styles."""
+    """Return columns as lines of at most `width` characters: pieces of text with their styles."""
     if not columns[0].cells:
         return []
     shown = [column for column in columns if column.title or any(map(_text, column.cells))]
@@ -79,7 +79,7 @@ def fits(columns: Sequence[Column], width: int | None) -> bool:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Return a text as lines of at most `width` letters, broken at blanks where that is possible.
+    """Return a text as lines of at most `width` characters, broken at blanks where possible.
 
     All lines are indented as the text is.
     """
@@ -102,7 +102,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def _widths(shown: Sequence[Column], width: int | None) -> list[int]:
-    """Give columns that wrap what the others leave, the widest one last."""
+    """Return the width of each column; those that wrap share the remaining room, the widest one last."""
     if width is None:
         return [each.width() for each in shown]
     widths = [each.least() for each in shown]
@@ -133,7 +133,7 @@ def _row(row: Sequence[Piece], shown: Sequence[Column], widths: Sequence[int]) -
 
 
 def _records(shown: Sequence[Column], width: int, title_style: str) -> Iterator[Line]:
-    """Yield each row as lines of their own, one for each of its cells that says something."""
+    """Yield each row as several lines, one for each cell that is not empty."""
     indent = min(max(cell_len(each.title) for each in shown) + GAP, width // 2)
     for at in range(len(shown[0].cells)):
         if at:

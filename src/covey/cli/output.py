@@ -1,4 +1,4 @@
-"""Standard output that cannot be written: a command ends with one line about it instead of a traceback."""
+"""Ends a command with one error line, not a traceback, if standard output cannot be written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def output_written() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # An unbuffered stream forgets what it could not write. Another byte shows whether this was the stream's error.
+        # An unbuffered stream drops what it could not write. Writing again shows whether the error was the stream's.
         _flush("\n" if error.errno is not None and error.filename is None else "")
         raise
     finally:
@@ -28,12 +28,12 @@ def _flush(more: str = "") -> None:
     if sys.stdout is None:
         return
     try:
-        if more:  # an unbuffered stream writes nothing, too, and may fail at it
+        if more:  # an unbuffered stream performs even empty writes, which may fail
             sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # or else the interpreter fails once more when it ends
+        os.dup2(nowhere, sys.stdout.fileno())  # or else the interpreter fails again at exit
         os.close(nowhere)
         with contextlib.suppress(OSError):
             print(f"error: output cannot be written ({error.strerror})", file=sys.stderr)

@@ -104,7 +104,7 @@ def run(
     ] = None,
     patience: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Seconds to wait for a quorum of the members.", show_default="30"),
+        typer.Option(metavar="S", help="Seconds to wait for a quorum before ending with an error.", show_default="30"),
     ] = None,
     quorum: Annotated[
         Quorum | None,

@@ -50,7 +50,7 @@ class Receiver:
     """Why it did not store it; empty if it did."""
 
     @property
-    def kept(self) -> bool:
+    def has_stored(self) -> bool:
         return not self.problem
 
 
@@ -93,7 +93,7 @@ def rotate(
     ] = None,
     to: Annotated[
         list[str] | None,
-        typer.Option("--to", metavar="NODE", help="Hand it to this node, and to no other; may be repeated."),
+        typer.Option("--to", metavar="NODE", help="Send it only to this node; may be repeated."),
     ] = None,
     grace: Annotated[
         int, typer.Option(metavar="SECONDS", min=0, max=MAX_GRACE, help="How long the old secret stays good.")
@@ -124,10 +124,10 @@ def rotate(
             _ask(old, cards)
         new = rotation.rotate(old, grace)  # stored here first, so that it cannot be lost
         audit.note(old.name, "secret-rotated", reason=f"the old one is good for {grace} s more")
-        with working("handing out the new secret ...", quiet=as_json):
+        with working("sending the new secret ...", quiet=as_json):
             receivers = _hand_out(visit, [(card, rotation.sign(private, old, new, grace, card.id)) for card in cards])
     _report(new, receivers, as_json=as_json)
-    raise typer.Exit(0 if all(receiver.kept for receiver in receivers) else 1)
+    raise typer.Exit(0 if all(receiver.has_stored for receiver in receivers) else 1)
 
 
 def _chosen(cards: list[messages.Card], to: list[str] | None) -> list[messages.Card]:
@@ -181,28 +181,28 @@ def _report(new: Cluster, receivers: list[Receiver], *, as_json: bool) -> None:
                 "id": receiver.card.id.hex(),
                 "name": receiver.card.name,
                 "host": receiver.card.host_name,
-                "kept": receiver.kept,
+                "kept": receiver.has_stored,
                 "problem": receiver.problem,
             }
             for receiver in receivers
         ]
         return typer.echo(json.dumps({"cluster": new.name, "join_code": code, "seeds": seeds, "nodes": nodes}))
-    kept = [receiver.card for receiver in receivers if receiver.kept]
-    failed = [receiver for receiver in receivers if not receiver.kept]
+    kept = [receiver.card for receiver in receivers if receiver.has_stored]
+    failed = [receiver for receiver in receivers if not receiver.has_stored]
     say(f"The cluster {new.name!r} has a new secret. It is saved on this machine.")
     if kept:
-        typer.echo(f"\nThese nodes keep it, too:\n\n{_listed(kept)}")
+        typer.echo(f"\nThese nodes have stored it:\n\n{_listed(kept)}")
     if failed:
         columns = [
             Column("NODE", [each.card.name for each in failed]),
             Column("ID", [short_id(each.card.id) for each in failed]),
             Column("WHY", [each.problem for each in failed], wraps=True),
         ]
-        typer.echo(f"\nThese nodes did NOT keep it:\n\n{table(columns, room())}")
+        typer.echo(f"\nThese nodes did NOT store it:\n\n{table(columns, room())}")
     show_code("\nThe new join code:", code)
     say(
         f"\nEvery other machine of {new.name!r} needs it:  covey enroll\n"
-        f"Runs go on. The old secret is good until {time.ctime(new.previous_until)}."
+        f"Runs continue. The old secret is good until {time.ctime(new.previous_until)}."
     )
 
 

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees while a command works, and sentences that fit its width."""
+"""Progress messages on a terminal, and text wrapped to its width."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def working(
     text: str, *, quiet: bool = False, console: Console | None = None
 ) -> Iterator[Callable[[str], None] | None]:
-    """Show on a terminal that the block takes a while, and why; nothing in a pipe, on a dumb terminal or if `quiet`.
+    """Show `text` while the block runs; show nothing in a pipe, on a dumb terminal or if `quiet`.
 
-    Yields the function that replaces the text; None where nothing is shown. `console` is standard error by default.
+    Yields a function that replaces the text; None if nothing is shown. `console` is standard error by default.
     """
     from rich.console import Console
 
@@ -32,12 +32,12 @@ def working(
 
 
 def is_lively(console: Console) -> bool:
-    """Tell whether what is printed can be replaced later: on a terminal, unless it is a dumb one."""
+    """Tell whether printed text can be replaced later: on a terminal that is not dumb."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 class Fitted:
-    """A table for rich, which takes the width that it gets."""
+    """A table for rich that adapts to the available width."""
 
     def __init__(self, columns: Sequence[Column], title_style: str = "bold") -> None:
         self._columns, self._title_style = columns, title_style
@@ -50,7 +50,7 @@ class Fitted:
 
 
 class Paragraph:
-    """A text for rich, perhaps some letters to the right, without blanks at the ends of its lines."""
+    """A text for rich, indented by `by` characters, without trailing blanks."""
 
     def __init__(self, text: Text, by: int = 0) -> None:
         self._text, self._by = text, by
@@ -64,7 +64,7 @@ class Paragraph:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print sentences; on a terminal, in lines that fit it. Lines that are there already stay apart."""
+    """Print a text; on a terminal, wrapped to its width. Existing line breaks are kept."""
     width = room()
     for line in text.split("\n"):
         for part in wrap(line, width) if width is not None else [line]:

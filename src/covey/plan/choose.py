@@ -24,6 +24,8 @@ TREE_BYTES: Final = 128 << 10
 """Up to this, broadcast and reduce use a binomial tree; above it, a pipelined chain."""
 SEGMENT_BYTES: Final = 4 << 20
 """The size of pipelined transfers: large enough for few calls, small enough to fill the pipeline soon."""
+CACHED_SEGMENT_BYTES: Final = 256 << 10
+"""The same through shared memory: what a rank has reduced is still in its cache when it is sent on."""
 
 ALL_REDUCE: Final = ("exchange", "doubling", "direct", "ring")
 ROOTED: Final = ("tree", "ring")
@@ -40,7 +42,8 @@ def all_reduce(rank: int, size: int, count: int, itemsize: int, lanes: str, algo
             algorithm = "doubling"
         else:
             algorithm = "direct" if lanes == "ring" else "ring"
-    segment = max(1, SEGMENT_BYTES // itemsize)
+    is_cached = lanes == "ring" and size > 2
+    segment = max(1, (CACHED_SEGMENT_BYTES if is_cached else SEGMENT_BYTES) // itemsize)
     match algorithm:
         case "exchange" if size <= 2:
             return direct.exchange(rank, size, count)

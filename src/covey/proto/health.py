@@ -21,39 +21,55 @@ follows from an opinion (`proto.membership`).
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-INTERVAL: Final = 0.5
-"""Seconds without a message after which a peer is pinged, and between the reports of a keeper. A quiet pair exchanges
-some four small messages a second."""
-REPEAT: Final = INTERVAL / 2
-"""Seconds between pings while none is answered: on a bad link each is another chance."""
-SUSPECT_LEAST: Final = 3 * INTERVAL
-"""Seconds of silence that make a peer suspected on a perfect link: four pings were not answered and the fifth is sent.
-A message that is lost, or stalls for 200 ms as on Wi-Fi, does not matter."""
-SUSPECT_MOST: Final = 3.0
-"""The same on the worst link, and on one that was never measured. It leaves time before HOST_SILENCE to dial anew:
-after an outage TCP waits as long again before it retransmits, a new connection does not."""
-HOST_SILENCE: Final = 4.5
-"""Seconds without any sign from a machine after which it is dead: with half a second for messages on the way and for
-this node's own timers, a pulled cable is noticed in under 5 s."""
-PROCESS_SILENCE: Final = 15.0
-"""The same for one process, if nothing shows that its machine is dead: longer than ordinary code keeps an interpreter
-from running other threads."""
-STOPPED_SILENCE: Final = 0.5
-"""Seconds that a process may be stopped: a debugger that attaches stops it for a moment. A stopped process should be
-known within a second, and the keeper needs part of that to notice."""
-ASK_VOUCHED: Final = 10.0
-"""Seconds without a message after which a peer on this machine is pinged while its keeper vouches for it. Processes of
-one machine cannot be cut off from each other, and the kernel tells the keeper more than an answer would. With a hundred
-of them, pings twice a second for every pair would take both cores of a small machine."""
-FRESH: Final = SUSPECT_MOST
-"""Seconds for which a keeper's "alive, busy" replaces such an answer. Six reports of a keeper can be lost."""
-VOUCHED: Final = 300.0
-"""Seconds of silence that a keeper's "alive, busy" explains; after that a process is taken to hang for good."""
+from covey.proto.evidence import (
+    ASK_VOUCHED,
+    FRESH,
+    HOST_SILENCE,
+    INTERVAL,
+    PROCESS_SILENCE,
+    REPEAT,
+    STOPPED_SILENCE,
+    SUSPECT_LEAST,
+    SUSPECT_MOST,
+    VOUCHED,
+    Cause,
+    HostEvidence,
+    PeerEvidence,
+    Standing,
+    Vouch,
+    suspect_after,
+)
+
+__all__ = [
+    "ASK_VOUCHED",
+    "FRESH",
+    "GRAIN",
+    "HOST_SILENCE",
+    "INTERVAL",
+    "LATE",
+    "PROCESS_SILENCE",
+    "REPEAT",
+    "STOPPED_SILENCE",
+    "SUSPECT_LEAST",
+    "SUSPECT_MOST",
+    "VOUCHED",
+    "Cause",
+    "Dead",
+    "Effect",
+    "Health",
+    "Ping",
+    "Standing",
+    "Suspect",
+    "Trust",
+    "Unheard",
+    "Vouch",
+    "suspect_after",
+]
+
 BEAT: Final = 0.25
 """Longest time between ticks: the precision with which this node knows how long it did not listen."""
 GRAIN: Final = 0.05
@@ -64,35 +80,6 @@ SLEPT: Final = 5.0
 """A tick later than this means that the machine was suspended and its network has to come up again: all deadlines start
 anew. After shorter gaps they are only shifted; otherwise a node that is held up again and again would never notice a
 loss."""
-
-
-class Vouch(enum.IntEnum):
-    """What a keeper reports about a process."""
-
-    BUSY = 1
-    """It is alive, whether or not it sends messages."""
-    STOPPED = 2
-    """A signal or a debugger has stopped it."""
-    EXITED = 3
-    """It has ended. A later life of the same node proves that too."""
-
-
-class Standing(enum.Enum):
-    """This node's opinion of a peer."""
-
-    TRUSTED = "trusted"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-
-
-class Cause(enum.IntEnum):
-    """Why a peer is suspected or dead; a suspected peer is suspected again for a later cause in this list."""
-
-    SILENT = 1
-    LINK_LOST = 2
-    STOPPED = 3
-    HOST_SILENT = 4
-    EXITED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,75 +127,6 @@ class Dead:
 Effect: TypeAlias = Ping | Unheard | Suspect | Trust | Dead
 
 
-def suspect_after(round_trip: float, jitter: float) -> float:
-    """Return the seconds of silence that make a peer suspected, from the mean and mean deviation of its round trip.
-
-    Answers may take four mean deviations (RFC 6298) more than usual, within bounds.
-    """
-    return min(SUSPECT_LEAST + round_trip + 4 * jitter, SUSPECT_MOST)
-
-
-class _Host:
-    """The signs of life of one machine."""
-
-    def __init__(self, name: str, now: float, *, is_own: bool) -> None:
-        self.name, self.heard_at, self.is_own = name, now, is_own
-        self.gives_signs = False
-        """Whether it gives signs while its members are busy: reports of a keeper, acknowledgements of its kernel."""
-
-    def gave_sign(self, at: float) -> None:
-        """Note a sign that is not a member's message. Silence of this node's own machine would mean nothing."""
-        self.heard_at, self.gives_signs = max(self.heard_at, at), not self.is_own
-
-
-class _Peer:
-    """The evidence about one member."""
-
-    def __init__(self, id: bytes, host: _Host, now: float) -> None:
-        self.id, self.host = id, host
-        self.standing = Standing.TRUSTED
-        self.cause = Cause.SILENT
-        """Why it is not trusted, unless it is."""
-        self.is_linked = self.is_unheard = False
-        self.heard_at = now
-        self.vouched_at = now
-        self.has_keeper = False
-        """Whether a keeper has ever vouched for it."""
-        self.stopped_at: float | None = None
-        self.pinged_at = -math.inf
-        self.round_trip: float | None = None
-        self.jitter = 0.0
-        self.patience = SUSPECT_MOST
-        """What `suspect_after` says."""
-
-    @property
-    def alive_at(self) -> float:
-        """When it was last known to be alive."""
-        return max(self.heard_at, min(self.vouched_at, self.heard_at + VOUCHED))
-
-    @property
-    def has_exited(self) -> bool:
-        return self.cause is Cause.EXITED
-
-    @property
-    def ask_at(self) -> float:
-        """When to ping it if no message comes before."""
-        quiet_until = self.heard_at + INTERVAL
-        if self.host.is_own and self.has_keeper:
-            asked_or_heard_at = max(self.heard_at, self.pinged_at)
-            quiet_until = max(quiet_until, min(self.vouched_at + FRESH, asked_or_heard_at + ASK_VOUCHED))
-        return max(quiet_until, self.pinged_at + REPEAT)
-
-    def end(self) -> tuple[float, Cause]:
-        """Return when it is dead if nothing more is received, and the cause."""
-        ends = [(self.alive_at + PROCESS_SILENCE, Cause.SILENT)]
-        if self.host.gives_signs:
-            ends.append((self.host.heard_at + HOST_SILENCE, Cause.HOST_SILENT))
-        if self.stopped_at is not None:
-            ends.append((self.stopped_at + STOPPED_SILENCE, Cause.STOPPED))
-        return min(ends)
-
-
 class Health:
     """One member's opinions of its peers. Drain `effects` after every call; call `tick` at `next_deadline`, not before.
 
@@ -218,8 +136,8 @@ class Health:
     def __init__(self, host: str, now: float) -> None:
         """Begin without peers; `host` is the machine of this member, which is never silent."""
         self._own_host = host
-        self._peers: dict[bytes, _Peer] = {}
-        self._hosts: dict[str, _Host] = {}
+        self._peers: dict[bytes, PeerEvidence] = {}
+        self._hosts: dict[str, HostEvidence] = {}
         self._effects: list[Effect] = []
         self._look_at = math.inf
         """The earliest time at which some peer may need a ping or a judgement. Messages only make it later, so `heard`
@@ -234,8 +152,8 @@ class Health:
             self._look_at, self._beat_at = math.inf, now + BEAT
         self.forget(peer_id)
         if host not in self._hosts:
-            self._hosts[host] = _Host(host, now, is_own=host == self._own_host)
-        self._peers[peer_id] = _Peer(peer_id, self._hosts[host], now)
+            self._hosts[host] = HostEvidence(host, now, is_own=host == self._own_host)
+        self._peers[peer_id] = PeerEvidence(peer_id, self._hosts[host], now)
         self._look_by(now + SUSPECT_MOST)
 
     def forget(self, peer_id: bytes) -> None:
@@ -257,15 +175,8 @@ class Health:
 
     def round_trip(self, peer_id: bytes, seconds: float) -> None:
         """Note the round trip of a ping."""
-        peer = self._peers.get(peer_id)
-        if peer is None:
-            return
-        if peer.round_trip is None:  # as TCP does it, RFC 6298
-            peer.round_trip, peer.jitter = seconds, seconds / 2
-        else:
-            peer.jitter += (abs(seconds - peer.round_trip) - peer.jitter) / 4
-            peer.round_trip += (seconds - peer.round_trip) / 8
-        peer.patience = suspect_after(peer.round_trip, peer.jitter)
+        if (peer := self._peers.get(peer_id)) is not None:
+            peer.measured(seconds)
 
     def acknowledged(self, peer_id: bytes, at: float) -> None:
         """Note that the kernel of a peer's machine acknowledged bytes of its link, last `at` this time.
@@ -348,14 +259,11 @@ class Health:
     def explain(self, peer_id: bytes, now: float) -> str:
         """Describe the opinion of a peer, its cause, and what follows."""
         peer = self._peers[peer_id]
-        if peer.round_trip is None:
-            link = "round trip not measured"
-        else:
-            link = f"round trip {1e3 * peer.round_trip:.3g} ms, give or take {1e3 * peer.jitter:.2g} ms"
+        link = peer.describe_link()
         if peer.standing is Standing.TRUSTED:
             busy = f", vouched for {now - peer.vouched_at:.1f} s ago" if peer.vouched_at > peer.heard_at else ""
             return f"trusted: last heard {now - peer.heard_at:.1f} s ago{busy}; {link}"
-        text = f"{peer.standing.value}: {self._why(peer, peer.cause, now)}"
+        text = f"{peer.standing.value}: {peer.why(peer.cause, now)}"
         if not peer.has_exited:
             text += (
                 f"; last heard {now - peer.heard_at:.1f} s ago, its host {now - peer.host.heard_at:.1f} s ago; {link}"
@@ -366,23 +274,9 @@ class Health:
             text += "; no other peer is heard either: this machine may be cut off"
         return text
 
-    def _why(self, peer: _Peer, cause: Cause, now: float) -> str:
-        match cause:
-            case Cause.SILENT:
-                hangs = peer.vouched_at > peer.heard_at + VOUCHED
-                return f"silent for {now - peer.heard_at:.1f} s{'; it is alive, so it hangs' if hangs else ''}"
-            case Cause.LINK_LOST:
-                return "its link ended"
-            case Cause.STOPPED:
-                return "its process is stopped (SIGSTOP, a debugger)"
-            case Cause.HOST_SILENT:
-                return f"nothing heard from its host {peer.host.name} for {now - peer.host.heard_at:.1f} s"
-            case Cause.EXITED:
-                return "its process has exited"
-
     # Judging
 
-    def _look(self, peer: _Peer, now: float) -> float:
+    def _look(self, peer: PeerEvidence, now: float) -> float:
         """Do what is due for a peer; return when to check it again if it sends nothing."""
         if peer.has_exited:
             return math.inf
@@ -403,29 +297,29 @@ class Health:
             self._give_up(peer, peer.end()[1], now)
         return min(again, peer.end()[0]) if peer.standing is Standing.SUSPECT else again
 
-    def _ping(self, peer: _Peer, now: float) -> None:
+    def _ping(self, peer: PeerEvidence, now: float) -> None:
         self._effects.append(Ping(peer.id))
         peer.pinged_at = now
 
-    def _suspect(self, peer: _Peer, cause: Cause, now: float) -> None:
+    def _suspect(self, peer: PeerEvidence, cause: Cause, now: float) -> None:
         if peer.standing is Standing.TRUSTED or (peer.standing is Standing.SUSPECT and cause > peer.cause):
             peer.standing, peer.cause = Standing.SUSPECT, cause
-            self._effects.append(Suspect(peer.id, cause, self._why(peer, cause, now)))
+            self._effects.append(Suspect(peer.id, cause, peer.why(cause, now)))
             self._look_by(now + INTERVAL)
 
-    def _give_up(self, peer: _Peer, cause: Cause, now: float) -> None:
+    def _give_up(self, peer: PeerEvidence, cause: Cause, now: float) -> None:
         was_dead = peer.standing is Standing.DEAD
         peer.standing, peer.cause = Standing.DEAD, cause
         if not was_dead:
-            self._effects.append(Dead(peer.id, cause, self._why(peer, cause, now)))
+            self._effects.append(Dead(peer.id, cause, peer.why(cause, now)))
 
-    def _reconsider(self, peer: _Peer, now: float) -> None:
+    def _reconsider(self, peer: PeerEvidence, now: float) -> None:
         """Trust a peer again, unless there is still evidence against it."""
         if not peer.is_linked or peer.stopped_at is not None or peer.has_exited:
             return
         if now < peer.alive_at + peer.patience:
-            if peer.cause is Cause.SILENT:  # a false suspicion: take the link for the worst until it is measured better
-                peer.patience, peer.jitter = SUSPECT_MOST, (SUSPECT_MOST - SUSPECT_LEAST) / 4
+            if peer.cause is Cause.SILENT:
+                peer.distrust_link()
             peer.standing = Standing.TRUSTED
             self._effects.append(Trust(peer.id))
 
@@ -437,10 +331,7 @@ class Health:
         for host in self._hosts.values():
             host.heard_at = min(now, host.heard_at + seconds)
         for peer in self._peers.values():
-            peer.heard_at = min(now, peer.heard_at + seconds)
-            peer.vouched_at = min(now, peer.vouched_at + seconds)
-            if peer.stopped_at is not None:
-                peer.stopped_at = min(now, peer.stopped_at + seconds)
+            peer.shift(seconds, now)
             is_vouched_for = peer.host.is_own and peer.has_keeper and now < peer.ask_at
             if peer.is_linked and not peer.has_exited and not is_vouched_for:
                 self._ping(peer, now)

@@ -61,12 +61,12 @@ class ClusterOptions:
 
     def find(self, env: MutableMapping[str, str]) -> Cluster:
         """Return the cluster; its seeds come after those of the program, or else of the environment."""
-        from covey.net.keys import clusters
+        from covey.net.keys import secret_sources
 
         secret = self.secret
         if secret is None and "COVEY_SECRET_FD" in env:
             secret = _read_token(_number(env, "COVEY_SECRET_FD"))
-        found = clusters.find(self.name or env.get("COVEY_CLUSTER") or None, env, secret)
+        found = secret_sources.find(self.name or env.get("COVEY_CLUSTER") or None, env, secret)
         seeds = split_seeds(env.get("COVEY_SEEDS", "") if self.seeds is None else ",".join(self.seeds))
         return replace(found, seeds=tuple(dict.fromkeys((*seeds, *found.seeds))))
 

@@ -1,7 +1,7 @@
 """Whole runs that lose members, in a world with a virtual clock: `python -m covey.testing.churn --seeds 10000`.
 
-A `Play` is a function of its seed: how many members, what they compute, what befalls them. While it is performed it
-checks what every run must keep; a seed that breaks it prints its story, and tells it again with `--seed`.
+A `Play` is a function of its seed: the number of members, what they compute, and the faults. It checks the invariants
+of every run while it is performed. A seed that breaks one prints its story; `--seed` prints it again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Quorum, QuorumLost
 from covey.proto.commit import Commit, Raised, Returned, Revoked
 from covey.proto.membership import Membership
-from covey.testing.ledger import BrokenError, End, Ledger, tell_ranks, tell_state, tell_view
+from covey.testing.invariants import BrokenError, End, Invariants, tell_ranks, tell_state, tell_view
 from covey.testing.workers import Bytes, Job, Token, Worker
 from covey.testing.world import World
 from covey.wire import membership as wire
@@ -35,19 +35,19 @@ KEEPER = "K"
 
 
 class Play:
-    """One run: its members, what befalls them, and what they returned."""
+    """One run: its members, the faults, and what the members returned."""
 
     sizes = (2, 6)
     delays = (0.002, 0.02, 0.1)
     faults = ("crash", "crash", "partition", "partition", "cut", "flap", "stop", "stop", "slow", "leave", "slander")
     surprising = ("crash", "partition", "partition", "stop", "flap")
-    """What may befall them just when a view is being agreed on."""
+    """Faults that may happen just when a view is being agreed on."""
     crawling = 0.2
     """How often lanes are so slow that bytes outlive their attempt."""
     gagging = 0.2
     """How often a proposer is not heard when its view has been accepted."""
-    despair = 0.2
-    """How often a group is given up by somebody, and how often operations have a deadline."""
+    giving_up = 0.2
+    """How often a member gives a group up, and how often operations have a deadline."""
 
     def __init__(self, seed: int, *, quorum: Quorum = Quorum.MAJORITY, has_keeper: bool = False, tell: bool = False):
         """Plan everything from the seed."""
@@ -68,15 +68,15 @@ class Play:
         size = chance.randint(*self.sizes)
         self.min_size = chance.choice([1, 1, 1, 2])
         self.pause = chance.choice([0.02, 0.2, 0.4])
-        self.deadline = chance.choice([0.3, 1.0, 4.0]) if chance.random() < self.despair else math.inf
+        self.deadline = chance.choice([0.3, 1.0, 4.0]) if chance.random() < self.giving_up else math.inf
         self.ids = [chance.randbytes(32) for _ in range(size)]
         self.keeper = chance.randbytes(32) if has_keeper else None
         self.clocks = {
             id: (chance.uniform(0.96, 1.04), chance.uniform(0, 1000)) for id in [*self.ids, self.keeper or b""]
         }
-        everybody = list(range(size))
-        self.groups = [everybody] + [
-            chance.sample(everybody, chance.randint(1, size)) for _ in range(chance.randrange(3))
+        all_ranks = list(range(size))
+        self.groups = [all_ranks] + [
+            chance.sample(all_ranks, chance.randint(1, size)) for _ in range(chance.randrange(3))
         ]
         self.programs = [
             [
@@ -90,9 +90,9 @@ class Play:
         self.disks: dict[bytes, Record] = dict.fromkeys(self.ids, self.first)
         self.workers: dict[bytes, Worker] = {}
         """Of each node the last life."""
-        self.ledger = Ledger()
-        self.despairing: set[int] = set()
-        """Groups that somebody gave up."""
+        self.invariants = Invariants()
+        self.given_up: set[int] = set()
+        """Groups that a member gave up."""
         self.ends: list[tuple[str, Excluded | QuorumLost]] = []
         self.surprises = chance.randint(0, 4)
         """Faults that will come just when a view is being agreed on."""
@@ -105,10 +105,10 @@ class Play:
         for group, ranks in enumerate(self.groups):
             for rank in chance.sample(ranks, chance.randint(0, len(ranks))):
                 self.world.at(chance.uniform(0.0, 3.0), self._learn, self.ids[rank], group)
-            if chance.random() < self.despair / 2:
+            if chance.random() < self.giving_up / 2:
                 self.world.at(chance.uniform(0.0, 2.5), self._give_up, self.ids[chance.choice(ranks)], group)
 
-    # The members.
+    # Members
 
     def _begin(self, rank: int) -> None:
         id, chance = self.ids[rank], self.chance
@@ -155,7 +155,7 @@ class Play:
         rate, ahead = self.clocks[id]
         return self.world.now * rate + ahead
 
-    # What befalls them.
+    # Faults
 
     def _plan_fault(self, at: float, kinds: tuple[str, ...]) -> None:
         world, chance = self.world, self.chance
@@ -238,7 +238,7 @@ class Play:
             self._gag(message.ballot % (len(self.ids) + 1), worker)
 
     def _gag(self, proposer: int, voter: Worker) -> None:
-        """Let a proposer learn that its view is decided, but nobody else, while one that accepted it starts anew."""
+        """Let only a proposer learn that its view is decided, while a member that accepted it starts anew."""
         world, lasts = self.world, self.chance.uniform(0.5, 3.0)
         world.tell(f"nothing from {tell_ranks([proposer])} arrives")
         for id in self.ids:
@@ -265,16 +265,16 @@ class Play:
         self.world.at(self.world.now + self.chance.uniform(0.1, 1), self._begin, self.ids.index(id))
         return False
 
-    # What must hold.
+    # Invariants
 
     def installed(self, worker: Worker, view: View) -> None:
         self.world.tell(f"{worker.name} INSTALLS {view.number}: {tell_view(view)}")
-        self.ledger.installed(worker.name, view)
+        self.invariants.installed(worker.name, view)
         if self.ids.index(self._id(worker)) not in view.ranks or len(view.ranks) < self.min_size:
             raise BrokenError(f"{worker.name} installed {tell_view(view)}")
 
     def froze(self, worker: Worker, state: State) -> None:
-        self.ledger.froze(worker.name, worker.core.view, state)
+        self.invariants.froze(worker.name, worker.core.view, state)
 
     def ended(self, worker: Worker, effect: Excluded | QuorumLost) -> None:
         self.ends.append((worker.name, effect))
@@ -295,7 +295,7 @@ class Play:
 
     def gave_up(self, worker: Worker, group: int) -> None:
         self.world.tell(f"{worker.name} GIVES UP group {group}")
-        self.despairing.add(group)
+        self.given_up.add(group)
 
     def returned(self, worker: Worker, job: Job, outcome: Returned) -> None:
         operation, ranks = f"{job.commit.group}.{outcome.sequence}", tell_ranks(job.buffer)
@@ -315,14 +315,14 @@ class Play:
 
     def revoked(self, worker: Worker, job: Job, outcome: Revoked) -> None:
         self.world.tell(f"{worker.name} IS REVOKED at {job.commit.group}.{outcome.sequence}")
-        if job.commit.group not in self.despairing:
-            raise BrokenError(f"{worker.name} is revoked in group {job.commit.group}, which nobody gave up")
+        if job.commit.group not in self.given_up:
+            raise BrokenError(f"{worker.name} is revoked in group {job.commit.group}, which no member gave up")
         self._end(worker, job, outcome.sequence, End("revoked", False))
 
     def _end(self, worker: Worker, job: Job, sequence: int, end: End) -> None:
         if worker.end is not None or job.commit.returned != sequence - (end.what == "revoked"):
             raise BrokenError(f"{worker.name} {end.what} for {job.commit.group}.{sequence} out of turn")
-        self.ledger.ended(job.commit.me, worker.core.view.lineage, job.commit.group, sequence, end)
+        self.invariants.ended(job.commit.me, worker.core.view.lineage, job.commit.group, sequence, end)
 
     def _check_leaders(self) -> None:
         leaders: dict[bytes, str] = {}
@@ -335,7 +335,7 @@ class Play:
                         raise BrokenError(f"both {name} and {other} lead")
 
     def _unfinished(self) -> list[str]:
-        """Return the living that neither finished nor know that they cannot."""
+        """Return the members that run, and have neither finished nor learned that they cannot."""
         return [
             worker.name
             for id, worker in self.workers.items()
@@ -377,13 +377,13 @@ class Play:
         """Return what happened, in numbers."""
         ends = Counter(type(end) for _, end in self.ends)
         lost = {"members excluded": ends[Excluded], "members without a quorum": ends[QuorumLost]}
-        return self.ledger.count() + Counter(lost)
+        return self.invariants.count() + Counter(lost)
 
     def _is_voting(self, rank: int, view: View) -> bool:
         id = self.ids[rank]
         return id in self.world.nodes and self.workers[id].core.view.lineage == view.lineage
 
-    # For people.
+    # Transcripts
 
     def _id(self, worker: Worker) -> bytes:
         return next(id for id, known in self.workers.items() if known is worker)
@@ -395,7 +395,7 @@ class Play:
             case Promise():
                 states = "only votes" if message.states is None else " ".join(map(tell_state, message.states))
                 found = "" if message.accepted is None else f", accepted {tell_view(message.accepted)}"
-                hears = tell_ranks(message.hears) or "nobody"
+                hears = tell_ranks(message.hears) or "no rank"
                 return f"promise {message.number} in ballot {message.ballot}: {states}; hears {hears}{found}"
             case Accept():
                 return f"accept {message.view.number} in ballot {message.ballot}: {tell_view(message.view)}"
@@ -412,7 +412,7 @@ class Play:
         raise AssertionError(message)
 
     def story(self) -> str:
-        """Perform the same play again, and return who said what when and how it ended."""
+        """Perform the same play again, and return its messages, with their times, and how it ended."""
         again = type(self)(self.seed, quorum=self.quorum, has_keeper=self.has_keeper, tell=True)
         try:
             again.perform()

@@ -1,4 +1,4 @@
-"""Ethernet frames as an attacker reads and writes them: which are multicast, which dial, which flow they belong to."""
+"""Reads and forges Ethernet frames, as an attacker does: multicast, dials, TCP flows and resets."""
 
 from __future__ import annotations
 
@@ -131,11 +131,11 @@ def _checksum(data: bytes) -> int:
 
 @dataclass
 class Capture:
-    """Every frame a switch saw, in order; `needle in capture` looks where an eavesdropper would."""
+    """Every frame that a switch carried, in order; `needle in capture` searches what an eavesdropper could read."""
 
     frames: list[bytes] = field(default_factory=list)
     complete: bool = True
-    """False if there was more than the switch would keep: then that something is not in here proves nothing."""
+    """Whether all frames were kept. If not, the absence of bytes proves nothing."""
 
     def __contains__(self, needle: bytes) -> bool:
         return any(needle in frame for frame in self.frames) or any(needle in text for text in self.streams().values())
@@ -167,7 +167,7 @@ def _put_together(segments: list[Segment]) -> bytes:
     """Return the stream that segments carry: in order, each byte once, gaps closed."""
     first = segments[0].sequence
     offsets: dict[int, bytes] = {}
-    for segment in segments:  # numbers wrap; nobody sends 2 GiB before the first one
+    for segment in segments:  # numbers wrap; no segment is 2 GiB before the first one
         at = (segment.sequence - first + 2**31) % 2**32 - 2**31
         if len(segment.payload) > len(offsets.get(at, b"")):
             offsets[at] = segment.payload

@@ -1,14 +1,14 @@
-"""A member that says whatever it likes, among members that do as they should, in a world with a virtual clock.
+"""A member that sends arbitrary messages to members that keep the protocol, in a world with a virtual clock.
 
-`python -m covey.testing.hostile --seeds 1000` performs such plays. What the hostile member says is well-formed: changed
-copies of what members really said, old words said again, words of other views, generations and lineages. Each play is a
-function of its seed. What must hold:
+`python -m covey.testing.hostile --seeds 1000` performs such plays. The messages of the hostile member are well-formed:
+changed copies of real messages, repetitions of old ones, messages of other views, generations and lineages. Each play
+is a function of its seed. Invariants:
 
-1. A core raises nothing but RemoteProtocolError, and that only for words of the hostile member: its link is closed.
-2. What a core keeps is bounded, however much is said.
-3. The honest members have one history of views. A member is believed when it tells of a decided view, and its vote
-   counts; so this is held for a hostile member that lies in everything but that (`KEEPS_ITS_VOTES`).
-4. When the hostile member is cut off, the others are in one view, or have been told that they are in none, within
+1. A core raises nothing but RemoteProtocolError, and that only for messages of the hostile member: its link is closed.
+2. The memory of a core is bounded, whatever the number of messages.
+3. The honest members install one sequence of views. A member is believed when it announces a decided view, and its vote
+   counts; so this is held for a hostile member that lies about everything else (`KEEPS_ITS_VOTES`).
+4. When the hostile member is cut off, the others are in one view, or have learned that they are in none, within a
    bounded time.
 """
 
@@ -35,7 +35,7 @@ from covey.proto.membership import Membership
 from covey.testing import lineages
 from covey.testing.fuzz.mutations import Mutator
 from covey.testing.fuzz.values import Maker, variants
-from covey.testing.ledger import BrokenError
+from covey.testing.invariants import BrokenError
 from covey.testing.world import World
 from covey.wire import membership as wire
 from covey.wire.formation import Formation
@@ -57,7 +57,7 @@ MOST_LIES: Final = 300
 """In one quarrel; then the hostile member is cut off."""
 MOST_LIES_OF_ONE: Final = 1500
 """In one life of a hostile node; then it does as it should."""
-MOST_KEPT: Final = 3000
+MOST_PARTS: Final = 3000
 """Parts of all that a core keeps: numbers, texts, entries of dicts."""
 _REMEMBERED: Final = 100
 _LIKE: Final = 20
@@ -73,7 +73,7 @@ class Mode(enum.Enum):
 
 
 class HostileWorld(World):
-    """A world in which a link is closed when what came over it cannot be."""
+    """A world in which a message that breaks the protocol closes its link."""
 
     refused: Callable[[bytes, bytes, Any, RemoteProtocolError], None]
 
@@ -91,7 +91,7 @@ class HostileWorld(World):
 
 
 class Liar:
-    """A node with a core that does as it should, and says other things as well."""
+    """A node with a correct core that sends other messages as well."""
 
     def __init__(self, core: Core, chance: random.Random, mode: Mode, said: Any, enclosed: Any = None) -> None:
         """`said` is the type of what can be said, `enclosed` that of what can be said inside another message."""
@@ -102,7 +102,7 @@ class Liar:
         self._maker = Maker(chance, at_bounds=0.01)
         self._mutator = Mutator(chance)
         self._known: dict[Any, deque[Any]] = {}
-        """The last messages of each kind, whoever said them."""
+        """The last messages of each kind, of all members."""
         self._said: deque[Any] = deque(maxlen=_REMEMBERED)
         self._peers: set[bytes] = set()
         self._lie_at = 0.0
@@ -217,8 +217,8 @@ def _structs_in(message: Any) -> list[msgspec.Struct]:
     return [part for part in parts if isinstance(part, msgspec.Struct)]
 
 
-def kept(core: object) -> int:
-    """Return how many parts all that a core keeps consists of."""
+def count_parts(core: object) -> int:
+    """Return the number of parts in the memory of a core: numbers, texts, entries of dicts."""
     count, seen = 0, set()
     open_parts: list[Any] = [core]
     while open_parts:
@@ -241,7 +241,7 @@ def kept(core: object) -> int:
 
 
 class Member:
-    """A member that does as it should: it stops when it is asked to, and says how far it is."""
+    """A correct member: it freezes when it is asked to, and reports its state."""
 
     def __init__(self, name: str, core: Membership, play: Quarrel, *, is_honest: bool) -> None:
         self.name, self.core, self._play, self.is_honest = name, core, play, is_honest
@@ -330,9 +330,9 @@ class Quarrel:
         seats = [Seat(id, life) for id, life in zip(self.ids, self.lives, strict=True)]
         self.first = first_record(seats, chance.randbytes(16), anchor=chance.randrange(size))
         self.members: dict[bytes, Member] = {}
-        """Those that do as they should."""
+        """The honest ones, by id."""
         self.refusals = 0
-        self.most_kept = 0
+        self.most_parts = 0
         self._last_word_at = 1.0
         self.proposed: set[View] = set()
         """Views that honest members have proposed."""
@@ -368,7 +368,7 @@ class Quarrel:
         return any(view not in self.proposed for view in self.members[id].views[1:])
 
     def installed(self, member: Member, view: View) -> None:
-        """A member has a new view: some of those of the last one, whatever was said."""
+        """Check that a new view of a member has some members of the last one, whatever was sent."""
         if not member.is_honest:
             return
         last = member.views[-1]
@@ -402,14 +402,14 @@ class Quarrel:
             self._weigh()
 
     def _disturb_if_stuck(self, id: bytes) -> None:
-        """Operations do not end among members of different views, and whoever waits for one says so."""
+        """Ask for a view now and then: operations among members of different views do not end."""
         if self.mode is Mode.ANYTHING and self.chance.random() < 0.2:
             self._disturb(id)
 
     def _weigh(self) -> None:
         for member in self.members.values():
-            self.most_kept = max(self.most_kept, size := kept(member.core))
-            if size > MOST_KEPT:
+            self.most_parts = max(self.most_parts, size := count_parts(member.core))
+            if size > MOST_PARTS:
                 raise BrokenError(f"{member.name} keeps {size} things")
 
     def _problem(self) -> str:
@@ -417,7 +417,7 @@ class Quarrel:
         inside = [member for member in self.members.values() if member.end is None]
         if self.mode is Mode.KEEPS_ITS_VOTES and len(inside) < len(self.members):
             outside = [member.name for member in self.members.values() if member.end is not None]
-            raise BrokenError(f"{outside} lost their places: {[member.end for member in self.members.values()]}")
+            raise BrokenError(f"{outside} lost their seats: {[member.end for member in self.members.values()]}")
         hostile = self.hostile
         for member in inside:
             view, by_rank = member.core.view, {rank: self.members.get(id) for rank, id in enumerate(self.ids)}
@@ -438,7 +438,7 @@ class HostileStory(lineages.Story):
         super().__init__(seed)
         self.world.refused = self._refused  # type: ignore[attr-defined]
         self.hostile = self.chance.choice(self.ids)
-        self.refusals = self.most_kept = 0
+        self.refusals = self.most_parts = 0
         self.liars: list[Liar] = []
 
     def begin(self, index: int, *, is_returning: bool = False) -> None:
@@ -469,9 +469,9 @@ class HostileStory(lineages.Story):
             self.world.run(self.world.now + 0.5)
             for id, process in self.processes.items():
                 if id != self.hostile:
-                    parts = [process.candidacy, *process.cores.values()]
-                    self.most_kept = max(self.most_kept, size := sum(map(kept, parts)))
-                    if size > MOST_KEPT:
+                    parts = [process.joining, *process.cores.values()]
+                    self.most_parts = max(self.most_parts, size := sum(map(count_parts, parts)))
+                    if size > MOST_PARTS:
                         raise BrokenError(f"{process.name} keeps {size} things")
 
 
@@ -489,7 +489,7 @@ def perform(seed: int) -> Counter[str]:
 
 
 def main() -> int:
-    """Let a hostile member talk to honest ones, and see what they make of it."""
+    """Perform plays with one hostile member, and count what happened."""
     parser = argparse.ArgumentParser(prog="python -m covey.testing.hostile", description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=300, help="how many plays (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="end after this time")

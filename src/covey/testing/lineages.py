@@ -1,9 +1,9 @@
-"""Whole runs of one name, from the first meeting to the end, in a world with a virtual clock and disks.
+"""Whole runs of one name, from the first link to the end, in a world with a virtual clock and disks.
 
 `python -m covey.testing.lineages --seeds 1000` performs them. A `Story` is a function of its seed: machines come and
 go, are cut off for longer than patience, crash, and are started again with what they wrote down. The real cores decide
-(`Candidacy`, `Membership`); what they do with each other's operations is left out. While a story is performed it
-checks that one run never becomes two.
+(`Joining`, `Membership`); operations are left out. A story checks, while it is performed, that one run never becomes
+two.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covey.proto.ballot import first_record
-from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say, founding_record, seated_for
 from covey.proto.changes import Excluded, Freeze, Installed, Persist, QuorumLost, Send
+from covey.proto.joining import Agree, Bind, Joining, Remember, Say, founding_record, seated_for
 from covey.proto.membership import Membership
-from covey.testing.ledger import BrokenError
+from covey.testing.invariants import BrokenError
 from covey.testing.world import World
 from covey.wire.formation import Here, Member, Phase, Terms
 from covey.wire.lineage import Ending, Remembered
@@ -73,7 +73,7 @@ class Process:
         self.name = story.name(index)
         self._random = random.Random(story.chance.random())
         member = Member(self.id, life, self.name, self.name, b"")
-        self.candidacy = Candidacy(
+        self.joining = Joining(
             member,
             story.terms,
             self._random,
@@ -86,7 +86,7 @@ class Process:
             view_patience=PATIENCE,
             relink=RELINK,
         )
-        self.candidacy.may_go_on = lambda: self.core is not None and self.core.hears_quorum
+        self.joining.may_go_on = lambda: self.core is not None and self.core.hears_quorum
         self.origin = b""
         self.generation = -1
         self.cores: dict[int, Membership] = {}
@@ -108,10 +108,10 @@ class Process:
     def is_member(self) -> bool:
         return self.core is not None and self.core.is_member
 
-    # What the world tells.
+    # Inputs
 
     def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
-        is_wanted = self.candidacy.link_up(peer_id, peer_life, now)
+        is_wanted = self.joining.link_up(peer_id, peer_life, now)
         if is_wanted:
             self.links[peer_id] = peer_life
             for core in self.cores.values():
@@ -123,7 +123,7 @@ class Process:
 
     def link_down(self, peer_id: bytes, now: float) -> None:
         self.links.pop(peer_id, None)
-        self.candidacy.link_down(peer_id, now)
+        self.joining.link_down(peer_id, now)
         for core in self.cores.values():
             core.link_down(peer_id, now)
         self._perform(now)
@@ -131,7 +131,7 @@ class Process:
     def received(self, peer_id: bytes, message: Any, now: float) -> None:
         match message:
             case Voted(_, Seated() as seated):
-                self.candidacy.agreeing(peer_id, 0, seated, now)
+                self.joining.agreeing(peer_id, 0, seated, now)
             case Voted(generation, body) if generation in self.cores:
                 self.cores[generation].received(peer_id, body, now)
             case Voted(generation, _) if self.generation > generation >= 0:
@@ -142,33 +142,33 @@ class Process:
             case Voted(generation, body):
                 if generation > self.generation >= 0:
                     self.early.append((peer_id, message))
-                self.candidacy.agreeing(peer_id, generation, body, now)
+                self.joining.agreeing(peer_id, generation, body, now)
             case Founded(origin, successor):
                 self._heard_founded(peer_id, origin, successor, now)
             case Ended(ending):
-                self.candidacy.ended(ending, now, peer_id)
+                self.joining.ended(ending, now, peer_id)
             case _:
                 if isinstance(message, Here):
                     self.story.informed(self, message)
-                self.candidacy.heard(peer_id, message, now)
+                self.joining.heard(peer_id, message, now)
         self._perform(now)
 
     def tick(self, now: float) -> None:
-        if now >= self.candidacy.next_deadline():
-            self.candidacy.tick(now)
+        if now >= self.joining.next_deadline():
+            self.joining.tick(now)
         for core in list(self.cores.values()):
             if now >= core.next_deadline():
                 core.tick(now)
         self._perform(now)
 
     def next_deadline(self) -> float:
-        return min([self.candidacy.next_deadline(), *(core.next_deadline() for core in self.cores.values())])
+        return min([self.joining.next_deadline(), *(core.next_deadline() for core in self.cores.values())])
 
     def outgoing(self) -> list[tuple[bytes, Any]]:
         out, self._out = self._out, []
         return out
 
-    # Generations.
+    # Generations
 
     def _heard_founded(self, peer_id: bytes, origin: bytes, successor: Successor, now: float) -> None:
         is_ours = Seat(self.id, self.life) in successor.members
@@ -176,8 +176,8 @@ class Process:
             if origin == self.origin and successor.generation > self.generation and not is_ours:
                 self._go_away(now)  # the run is generations ahead, without this process
             return
-        formation = self.candidacy.formation
-        is_open = self.candidacy.may_enter(origin, successor.generation)
+        formation = self.joining.formation
+        is_open = self.joining.may_enter(origin, successor.generation)
         if is_ours and is_open and formation.is_member_of_ours(peer_id, origin):
             self._enter(origin, successor, now)
 
@@ -205,7 +205,7 @@ class Process:
             core.link_up(peer_id, life, now)
         if generation:
             names = tuple(Member(seat.id, seat.life, seat.id.hex()[:4], "", b"") for seat in self.seats)
-            self.candidacy.entered(names, origin, generation, now)
+            self.joining.entered(names, origin, generation, now)
         early, self.early = self.early, []
         for peer_id, message in early:
             if message.generation == generation:
@@ -231,38 +231,38 @@ class Process:
             self._perform(now)
             self.story.world.settle(self.id)
 
-    # What the cores want.
+    # Effects
 
     def _perform(self, now: float) -> None:
         is_busy = True
         while is_busy:
-            is_busy = self._perform_candidacy(now)
+            is_busy = self._perform_joining(now)
             for generation, core in sorted(self.cores.items()):
                 if effects := core.effects():
                     is_busy = True
                     for effect in effects:
                         self._do(generation, core, effect, now)
-            formed = self.candidacy.formation.formed
+            formed = self.joining.formation.formed
             if formed is not None and self.generation < 0:
                 is_busy = True
                 record = founding_record(formed.view, formed.lineage)
                 bound = Bound(0, record, formed.lineage, record.view.tie_breaker)
                 self._begin(formed.lineage, 0, bound, now)
-        unaware = self.candidacy.formation.unaware
+        unaware = self.joining.formation.unaware
         if self.generation > 0 and self.core is not None and self.is_member:
             inside = {self.seats[rank].id for rank in self.core.view.ranks}
             self._out += [(peer, Founded(self.origin, self._as_successor())) for peer in sorted(unaware & inside)]
         unaware.clear()
-        if self.candidacy.formation.ending is not None and self.over is None:
-            self.over = self.candidacy.formation.ending
+        if self.joining.formation.ending is not None and self.over is None:
+            self.over = self.joining.formation.ending
             self._go_away(now)
-        rivals = self.candidacy.formation.rivals
+        rivals = self.joining.formation.rivals
         if any(rival < self.origin for rival in rivals) and self.is_member and not self._is_outlived:
             self._is_outlived = True
             self.story.world.at(now, self.story.outlived, self)
 
-    def _perform_candidacy(self, now: float) -> bool:
-        effects = self.candidacy.effects()
+    def _perform_joining(self, now: float) -> bool:
+        effects = self.joining.effects()
         for effect in effects:
             match effect:
                 case Remember(remembered):
@@ -315,8 +315,8 @@ class Process:
             return
         if not view.ranks:
             ending = Ending(self.origin, view.is_finished)
-            self.candidacy.ended(ending, now)
-            self._perform_candidacy(now)
+            self.joining.ended(ending, now)
+            self._perform_joining(now)
             self._out += [(peer, Ended(ending)) for peer in self.links]
         elif self.is_done:
             self.story.left_early.add(self.id)
@@ -324,7 +324,7 @@ class Process:
 
 
 class Story:
-    """One run's name, its machines, what befalls them, and what is known of its lineages."""
+    """The machines of one run, the faults, and what is known of the lineages of the run."""
 
     worlds: type[World] = World
     faults = ("crash", "crash", "partition", "partition", "long partition", "long partition", "flap", "stop")
@@ -372,7 +372,7 @@ class Story:
     def name(self, index: int) -> str:
         return "abcdefgh"[index] + "'" * (self.lives[index] - 1)
 
-    # Processes.
+    # Processes
 
     def begin(self, index: int, *, is_returning: bool = False) -> None:
         id = self.ids[index]
@@ -403,7 +403,7 @@ class Story:
         node = self.world.nodes.get(process.id)
         return node is not None and node.core is process
 
-    # What befalls them.
+    # Faults
 
     def _plan_fault(self, at: float) -> None:
         world, chance = self.world, self.chance
@@ -433,7 +433,7 @@ class Story:
         self.world.crash(id, silently=self.chance.random() < 0.3)
 
     def _look_for_newcomers(self) -> None:
-        """Once in a while, let the members of a view agree to take in who waits: as one operation that all return."""
+        """Now and then, let the members of a view agree, in one operation, to take in the nodes that wait."""
         self.world.at(self.world.now + self.chance.uniform(0.3, 1.5), self._look_for_newcomers)
         living = [node.core for node in self.world.nodes.values() if node.backlog is None]
         members = [core for core in living if isinstance(core, Process) and core.is_member]
@@ -453,7 +453,7 @@ class Story:
         staying = [here[seats[rank]] for rank in view.ranks]
         if any(each.core is None or each.core.view != view for each in staying):
             return
-        wanted = [set(each.candidacy.formation.newcomers()) for each in staying]
+        wanted = [set(each.joining.formation.newcomers()) for each in staying]
         newcomers = sorted(set.intersection(*wanted))
         if not newcomers or any(
             other.id not in each.links for each in staying for other in staying if other is not each
@@ -472,7 +472,7 @@ class Story:
         if self.chance.random() < 0.3 and not self.is_good:
             self._plan_fault(self.world.now + self.chance.uniform(0.0, 0.3))
 
-    # What is known of the lineages, and what must hold.
+    # Invariants
 
     def said(self, message: Any) -> None:
         self.words += 1
@@ -544,11 +544,11 @@ class Story:
             return False
         first = processes[0]
         assert first.core is not None
-        everybody = {Seat(process.id, process.life) for process in processes}
+        all_seats = {Seat(process.id, process.life) for process in processes}
         same = all((each.origin, each.generation) == (first.origin, first.generation) for each in processes)
         views = {process.core.view for process in processes if process.core is not None}
         return (
-            same and len(views) == 1 and set(first.seats) == everybody and len(first.core.view.ranks) == len(processes)
+            same and len(views) == 1 and set(first.seats) == all_seats and len(first.core.view.ranks) == len(processes)
         )
 
     def _finish(self) -> None:
@@ -579,10 +579,10 @@ class Story:
             elif process.core is not None:
                 words.append(f"{process.name} in {process.origin.hex()[:12]}/{process.generation} {process.core.view}")
             else:
-                words.append(f"{process.name}: {process.candidacy.formation.report().waiting}")
+                words.append(f"{process.name}: {process.joining.formation.report().waiting}")
         return "; ".join(words)
 
-    # For people.
+    # Transcripts
 
     def _describe(self, message: Any) -> str:
         match message:
@@ -594,7 +594,7 @@ class Story:
         return str(message)[:200]
 
     def story(self) -> str:
-        """Perform the same story again, and return who said what when and how it ended."""
+        """Perform the same story again, and return its messages, with their times, and how it ended."""
         again = Story(self.seed, tell=True)
         try:
             again.perform()

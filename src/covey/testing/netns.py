@@ -49,7 +49,7 @@ def permitted() -> str:
 
 
 def require_namespaces() -> None:
-    """Skip the calling test where namespaces are not permitted; in CI and as root, fail it instead."""
+    """Skip the calling test if namespaces are not permitted; in CI and as root, fail it instead."""
     if reason := permitted():
         if os.environ.get("CI") or os.getuid() == 0:
             raise AssertionError(f"{reason}; this test is never skipped in CI or as root")
@@ -57,7 +57,7 @@ def require_namespaces() -> None:
 
 
 class Host:
-    """One namespace: its addresses, and processes that think it is their machine."""
+    """One namespace, which its processes see as their machine."""
 
     def __init__(self, name: str, index: int, folder: Path) -> None:
         self.name = name
@@ -66,7 +66,7 @@ class Host:
         self.index = index
         self.ip4: str = ""
         self.ip6: str = ""
-        """The unique local address, or the link-local one where the network has no other."""
+        """The unique local address, or the link-local one if the network has no other."""
         self.ip4s: list[str] = []
         self.ip6s: list[str] = []
         """One for each network it is on; eth0 is on the first, eth1 on the second."""
@@ -77,7 +77,7 @@ class Host:
         self._processes: list[subprocess.Popen[str]] = []
 
     def popen(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a process here, with pipes on all three sides and nothing of a launcher or of covey in what it knows.
+        """Start a process here, with pipes for its three streams, and without variables of covey or a launcher.
 
         COVEY_HOME and TMPDIR are folders of this host. The process leads a group that ends with the network.
         """
@@ -98,7 +98,7 @@ class Host:
     def run(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = _COMMAND_SECONDS
     ) -> subprocess.CompletedProcess[str]:
-        """Run a process here to its end; CalledProcessError, with what it said, if that is not a good one."""
+        """Run a process here to its end; CalledProcessError, with its output, if it fails."""
         process = self.popen(argv, env=env)
         out, err = process.communicate(timeout=timeout)
         if process.returncode:
@@ -108,7 +108,7 @@ class Host:
         return subprocess.CompletedProcess(list(argv), 0, out, err)
 
     def socket(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
-        """Return a socket of the calling process that is on this host: what a test listens, dials or attacks with."""
+        """Return a socket of the calling process that is on this host, to listen, dial or attack with."""
         with inside(self.namespace):
             return socket.socket(family, kind, protocol)
 
@@ -129,7 +129,7 @@ class Host:
 
 
 class Lan:
-    """Hosts on one Ethernet, or on two; all of it is gone at the end, whatever happened.
+    """Hosts on one Ethernet, or on two. Leaving the block removes all of it.
 
     `kind="bridge"` joins them in the kernel, at full speed or at `rate` (as tc writes it: "1gbit") for each host and
     direction. `kind="switch"` joins them by a `Switch`, which can drop, delay and forge. Without `ipv4` or `ula` the
@@ -238,7 +238,7 @@ class Lan:
 
 def _make_namespace(name: str) -> None:
     _call(["ip", "netns", "add", name])
-    # Looking for duplicates takes IPv6 a second in which an address cannot be used.
+    # Duplicate address detection would keep an IPv6 address unusable for a second.
     off = "for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done"
     _call(["ip", "netns", "exec", name, "sh", "-c", off])
     _ip(name, "link set lo up")
@@ -255,7 +255,7 @@ def _link_local(namespace: str, device: str) -> str:
 
 
 def _remove_leftovers(prefix: str) -> None:
-    """Remove what processes left behind that were killed in the middle of a test."""
+    """Remove the namespaces of processes that were killed during a test."""
     names = {path.name for folder in (_NAMESPACES, _ETC, Path(tempfile.gettempdir())) for path in _list(folder)}
     pattern = re.compile(rf"({re.escape(prefix)}-(\d+)-[0-9a-f]{{4}})(-\w+)?")
     for name in sorted(names):
@@ -295,10 +295,10 @@ def _remove(folder: Path, namespaces: Iterable[str]) -> None:
 
 def _make_folder(path: Path) -> None:
     for _ in range(_TRIES):
-        with contextlib.suppress(FileNotFoundError):  # another process took the parent away, which was empty
+        with contextlib.suppress(FileNotFoundError):  # another process removed the parent, which was empty
             path.mkdir(parents=True)
             return
-    raise OSError(f"{path.parent} is taken away as soon as it is made; look what does that")
+    raise OSError(f"{path.parent} is removed as soon as it is made; find out which program does that")
 
 
 def _ip(namespace: str, *commands: str) -> None:

@@ -40,8 +40,8 @@ class Way(enum.Enum):
 class Proxy:
     """Forwards every connection to `address` on to `target`, as the controls say.
 
-    Connections are numbered from 0 in the order in which they came; bytes of each direction from 0 as well. Controls
-    hold for all connections, those that are open and those to come, for bytes that the proxy has not yet read.
+    Connections are numbered from 0 in the order of their arrival, and so are the bytes of each direction. Controls
+    apply to all connections, open and later ones, and to bytes that the proxy has not yet read.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -49,7 +49,7 @@ class Proxy:
         self.delay = 0.0
         """Seconds that each byte spends here."""
         self.bytes_per_second = 0.0
-        """What goes through each direction of a connection; 0 is no limit."""
+        """The limit for each direction of a connection; 0 is no limit."""
         self._flips: dict[Way, dict[int, int]] = {way: {} for way in Way}
         self._ends: dict[Way, int] = {}
         self._held = False
@@ -80,15 +80,15 @@ class Proxy:
         self._call(lambda: self._ends.__setitem__(way, byte))
 
     def hold(self) -> None:
-        """Accept nothing and forward nothing; the kernel still takes connections and bytes, as for a frozen process."""
+        """Accept and forward nothing; the kernel still takes connections and bytes, as for a stopped process."""
         self._call(lambda: setattr(self, "_held", True))
 
     def resume(self) -> None:
-        """Go on after `hold`; nothing is lost."""
+        """Continue after `hold`; nothing is lost."""
         self._call(lambda: setattr(self, "_held", False))
 
     def end_all(self, *, reset: bool = False) -> int:
-        """End all open connections on both sides, in order or by a reset, and return how many there were."""
+        """End all open connections on both sides, orderly or by a reset, and return how many there were."""
 
         def end() -> int:
             ended = [connection for connection in self._connections if connection.is_open]
@@ -103,21 +103,21 @@ class Proxy:
         return self._call(lambda: len(self._connections))
 
     def recorded(self, connection: int, way: Way) -> bytes:
-        """Return what one direction of a connection brought here, as it came, up to RECORD_BYTES."""
+        """Return the bytes that arrived in one direction of a connection, unaltered, up to RECORD_BYTES."""
         return self._call(lambda: bytes(self._connections[connection].pipes[way].record))
 
     def inject(self, connection: int, way: Way, data: bytes) -> None:
-        """Send bytes of one's own into an open connection, after those already read: forged, or recorded before."""
+        """Send forged or recorded bytes into an open connection, after those already read."""
         self._call(lambda: self._connections[connection].pipes[way].put(data, time.monotonic()))
 
     def replay(self, connection: int) -> socket.socket:
-        """Send the target, over a new connection, all that this client sent it; return that connection.
+        """Send all that a client sent to the target once more, over a new connection; return that connection.
 
-        The new one does not pass through the proxy.
+        The new connection does not pass through the proxy.
         """
         data = self.recorded(connection, Way.TO_TARGET)
         sock = socket.create_connection(self.target, timeout=_ANSWER_SECONDS)
-        with contextlib.suppress(ConnectionError):  # the target may hang up before it has heard everything
+        with contextlib.suppress(ConnectionError):  # the target may close before it has read everything
             sock.sendall(data)
         return sock
 
@@ -175,7 +175,7 @@ class Proxy:
         return True
 
     def _watch(self, now: float) -> float | None:
-        """Register what can move, and return how long nothing else will."""
+        """Register the sockets that can move bytes; return the seconds until the next timed event."""
         wanted: dict[socket.socket, int] = {self._woken: selectors.EVENT_READ}
         timeout = None
         if not self._held:
@@ -229,7 +229,7 @@ class Proxy:
             connection.end()
 
     def _alter(self, way: Way, at: int, data: bytes) -> tuple[bytes, bool]:
-        """Return what to forward instead of `data`, byte number `at` and on, and whether that is the end."""
+        """Return what to forward instead of `data`, which starts at byte number `at`, and whether the stream ends."""
         end = self._ends.get(way)
         ends = end is not None and at + len(data) >= end
         altered = bytearray(data if end is None else data[: max(0, end - at)])
@@ -241,7 +241,7 @@ class Proxy:
 
 
 class _Pipe:
-    """One direction of a connection: what came, and what has yet to go."""
+    """One direction of a connection: what arrived, and what is still to be sent."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
         self.source, self.sink = source, sink
@@ -259,7 +259,7 @@ class _Pipe:
         return not self._ended and self._queued_bytes < _BACKLOG_BYTES and self.source.fileno() >= 0
 
     def read(self) -> bytes | None:
-        """Return and record what came, b"" at the end of it, None if there is nothing now."""
+        """Return and record what arrived: b"" at the end, None if there is nothing now."""
         if not self.wants_bytes:
             return None
         try:
@@ -272,7 +272,7 @@ class _Pipe:
         return data
 
     def put(self, data: bytes, now: float, *, delay: float = 0.0, bytes_per_second: float = 0.0) -> None:
-        """Queue bytes, or b"" for the end, to go on when their time has come."""
+        """Queue bytes, or b"" for the end, to be sent when they are due."""
         if bytes_per_second:
             self._free_at = max(self._free_at, now) + len(data) / bytes_per_second
         due = max(now, self._free_at) + delay

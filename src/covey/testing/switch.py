@@ -1,7 +1,7 @@
 """An Ethernet switch in user space: joins network namespaces, and drops, delays, cuts and forges as a test asks.
 
 It runs as a process of its own, so that a busy test does not slow the network down, and holds one TAP device in
-each attached namespace. Linux only, and only for those who may make namespaces.
+each attached namespace. Linux only; needs the permission to make namespaces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CLONE_NEWNET: Final = 0x40000000
 
 
 class Switch:
-    """The test's handle on a running switch. A control holds for what is sent after it returns, and only for that."""
+    """The test's handle on a running switch. A control applies only to frames that are sent after it returns."""
 
     def __init__(self, *, seed: int = 0) -> None:
         """Start the switch; `seed` decides which frames get lost."""
@@ -50,20 +50,20 @@ class Switch:
         self._control: Connection[Any, Any] = Connection(ours.detach())
 
     def attach(self, port: str, namespace: str, device: str = "eth0") -> None:
-        """Make `device` in the network namespace of that name, plugged into `port`. It is still down."""
+        """Make `device` in a network namespace, plugged into `port`. The device is down at first."""
         self._ask("attach", port, namespace, device)
 
     def shape(
         self, *, delay: float = 0.0, jitter: float = 0.0, loss: float = 0.0, bytes_per_second: float = 0.0
     ) -> None:
-        """Make every frame `delay` to `delay + jitter` seconds late, lose some of them, and limit what a port gets.
+        """Delay every frame by `delay` to `delay + jitter` seconds, drop some, and limit the rate of each port.
 
-        Frames do not overtake one another. What is not given goes back to none.
+        Frames do not overtake each other. Arguments that are not given are reset to none.
         """
         self._ask("shape", delay, jitter, loss, bytes_per_second)
 
     def allow_multicast(self, allowed: bool) -> None:
-        """Carry multicast or not; what IPv6 itself needs (neighbour discovery) always passes."""
+        """Carry multicast or not; the neighbour discovery of IPv6 always passes."""
         self._ask("allow_multicast", allowed)
 
     def cut(self, source: str, destination: str | None = None) -> None:
@@ -71,7 +71,7 @@ class Switch:
         self._ask("cut", source, destination)
 
     def forbid_dialling(self, source: str, destination: str) -> None:
-        """Let no TCP connection be opened from one port to another; all else passes, also connections that exist."""
+        """Block new TCP connections from one port to another; all else passes, existing connections included."""
         self._ask("forbid_dialling", source, destination)
 
     def mend(self) -> None:
@@ -79,9 +79,9 @@ class Switch:
         self._ask("mend")
 
     def reset_connections(self, tcp_port: int | None = None) -> int:
-        """Send forged resets to both ends of all TCP connections seen, or of those to or from a TCP port; count them.
+        """Send forged resets to both ends of all TCP connections seen, or of those with `tcp_port`; return how many.
 
-        One that was reset is forgotten, and counts again only when it is seen again.
+        A connection that was reset is forgotten, and counts again only when it is seen again.
         """
         return int(self._ask("reset_connections", tcp_port))
 
@@ -96,7 +96,7 @@ class Switch:
 
     def close(self) -> None:
         """End the switch; its devices vanish. Closing twice is fine."""
-        self._control.close()  # it ends when nobody holds the other end
+        self._control.close()  # the switch ends when the other end is closed
         try:
             self._process.wait(_ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
@@ -124,14 +124,14 @@ class _Port:
     name: str
     tap: int
     free_at: float = 0.0
-    """When the last frame on its way to this port will have left; none may come before it."""
+    """When the last frame for this port is due; no later frame may be due earlier."""
     sent_at: float = 0.0
-    """When a port of limited bandwidth is done with the frames it has."""
+    """When a port of limited bandwidth will have sent its frames."""
 
 
 @dataclass
 class _Engine:
-    """What the switch's process does: frames in, frames out, and the controls by name."""
+    """The process of the switch: reads and writes frames, and has the controls as methods."""
 
     random: random.Random
     epoll: select.epoll
@@ -188,7 +188,7 @@ class _Engine:
                 self._take(port, os.read(port.tap, _FRAME_BYTES))
 
     def _take(self, source: _Port, frame: bytes) -> None:
-        """Carry one frame as far as the controls let it."""
+        """Forward one frame, as far as the controls allow."""
         self.homes[frame[6:12]] = source
         if self.kept is not None:
             self._keep(self.kept, frame)
@@ -299,7 +299,7 @@ class _Engine:
 
 
 def serve(descriptor: int, seed: int) -> None:
-    """Be the switch's process: obey what comes over the socket `descriptor` until it is closed."""
+    """Run the switch: serve requests on the socket `descriptor` until it is closed."""
     with select.epoll() as epoll, Connection(descriptor) as control:
         _Engine(random.Random(seed), epoll).run(control)
 
@@ -311,7 +311,7 @@ def _write(port: _Port, frame: bytes) -> None:
 
 @contextlib.contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """Put the calling thread into a network namespace for a while; the sockets it makes there stay there."""
+    """Move the calling thread into a network namespace during the block; sockets made there stay there."""
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns comes with Python 3.12
 
     def enter(path: str) -> int:

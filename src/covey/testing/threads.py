@@ -1,4 +1,4 @@
-"""A whole group inside one process: every rank is a thread, everything else is real."""
+"""Runs a whole group inside one process: every rank is a thread, everything else is real."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Members of a simulated run that do what a run does: one operation after another, in several groups, all or nothing.
+"""Members of a simulated run: they perform one operation after another, in several groups, all or nothing.
 
-A `Worker` drives the real cores (`Membership`, `Commit`) as the runtime does. Instead of numbers it reduces the ranks
-that contributed, in place, along a chain, and passes the result around; so a contribution that is lost, counted twice
-or of another attempt shows in the result. Where the runtime makes its lanes anew for every attempt, all bytes here say
-which attempt they are of.
+A `Worker` drives the real cores (`Membership`, `Commit`) as the runtime does. Instead of numbers it reduces the set of
+contributing ranks, in place, along a chain, and passes the result on; so a contribution that is lost, counted twice or
+of another attempt shows in the result. The runtime makes new lanes for every attempt; here all bytes name their attempt
+instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """What a lane carries: a header and the ranks that were reduced so far."""
+    """What a lane carries: a header and the ranks reduced so far."""
 
     group: int
     sequence: int
@@ -36,7 +36,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """In the barrier: the sender, and all it has tokens of, are complete, and whether any knows of a waiting change."""
+    """In the barrier: the sender, and all ranks whose tokens it has, are complete; whether any knows of a change."""
 
     group: int
     sequence: int
@@ -46,17 +46,17 @@ class Token:
 
 
 class Age(enum.Enum):
-    """When what a lane carries can be used."""
+    """When a message of a lane can be used."""
 
     PAST = enum.auto()
     """Never: drop it."""
     PRESENT = enum.auto()
     FUTURE = enum.auto()
-    """When this member gets there: the sender installed the view first, or is an operation ahead."""
+    """Later: the sender installed the view first, or is an operation ahead."""
 
 
 class Watcher(Protocol):
-    """Who is told what a worker did."""
+    """Receives what a worker did."""
 
     def persisted(self, worker: Worker, record: Record) -> bool: ...
     def froze(self, worker: Worker, state: State) -> None: ...
@@ -77,7 +77,7 @@ class Job:
         self.roots = roots
         """One operation each; -1 is an all_reduce, else a broadcast from there."""
         self.knows = False
-        """This member has heard of a change that is waiting."""
+        """Whether this member has heard of a waiting change."""
         self.root = -1
         self.kept: tuple[int, ...] = ()
         """The input, until the operation has returned."""
@@ -85,11 +85,11 @@ class Job:
         self.run: Run | None = None
         """What is being executed."""
         self.taken: set[bool] = set()
-        """Whether it took a part, and the result: a lane does not repeat itself."""
+        """Whether it has received the partial sum, and the result: each arrives once."""
         self.told = 0
         """Rounds of the barrier whose token was sent."""
         self.tokens: dict[tuple[int, int], bool] = {}
-        """By round and sender: what they carried."""
+        """By round and sender: what the token carried."""
         self.pending = False
         """What the barrier carries."""
         self.early: list[tuple[int, Bytes | Token]] = []
@@ -106,7 +106,7 @@ class Job:
 
     @property
     def is_unheard(self) -> bool:
-        """It wants to be revoked, and no view knows of it."""
+        """Whether it wants the group revoked, and no view knows of that."""
         return self.commit.gives_up and not self.commit.is_revoked
 
     def start(self, now: float) -> Run | Raised | Revoked | None:
@@ -116,7 +116,7 @@ class Job:
         return self.commit.start(self.root)
 
     def age(self, sequence: int, attempt: int) -> Age:
-        """Tell when what is so marked can be used. Frozen, the present attempt is past."""
+        """Tell when a message of this operation and attempt can be used. While frozen, the current attempt is past."""
         commit, run = self.commit, self.run
         if attempt < commit.attempt + commit.is_frozen or sequence <= commit.returned:
             return Age.PAST
@@ -124,7 +124,7 @@ class Job:
         return Age.PRESENT if is_now else Age.FUTURE
 
     def execute(self, run: Run) -> Returned | None:
-        """Begin an attempt, with what came early for it."""
+        """Begin an attempt, with the messages that arrived early for it."""
         self.run, self.buffer, self.taken, self.told, self.tokens = run, self.kept, set(), 0, {}
         ended = None
         if self.root == self.commit.me:
@@ -138,7 +138,7 @@ class Job:
         return ended
 
     def take(self, rank: int, message: Bytes | Token) -> Returned | None:
-        """Use what came over the lane from a rank, if its time has come."""
+        """Use a message from a rank, if it can be used now."""
         age = self.age(message.sequence, message.attempt)
         if age is Age.FUTURE:
             self.early.append((rank, message))
@@ -192,7 +192,7 @@ class Job:
         return self._advance() if self.commit.completed(self.run.attempt) else None
 
     def _advance(self) -> Returned | None:
-        """Send the tokens that may be sent (Hensgen, Finkel and Manber, 1988); return when all have come."""
+        """Send the tokens that are due (Hensgen, Finkel and Manber, 1988); return the outcome once all have arrived."""
         run = self.run
         assert run is not None
         index, size = run.live.index(self.commit.me), len(run.live)
@@ -226,8 +226,8 @@ class Worker:
         self.jobs = {job.commit.group: job for job in jobs}
         self.end: Excluded | QuorumLost | None = None
         self._random, self._pause, self._deadline = random, pause, deadline
-        """`pause` is the longest time between operations, and for stopping executors; an operation that takes longer
-        than `deadline` is given up."""
+        """Start with the given cores. `pause` is the longest time between operations, and for stopping executors; an
+        operation that takes longer than `deadline` is given up."""
         self.stall_after = 4.0
         self._freeze: tuple[float, int] = (math.inf, 0)
         self.will_leave = self._has_left = False
@@ -235,7 +235,7 @@ class Worker:
         self._out: list[tuple[bytes, Any]] = []
         self._ids = core.ids
 
-    # What a world tells.
+    # Called by the world.
 
     def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool:
         is_up = self.core.link_up(peer_id, peer_life, now)
@@ -248,7 +248,7 @@ class Worker:
         self._perform(now)
 
     def judged(self, peer_id: bytes, now: float, *, is_dead: bool, is_final: bool = False) -> None:
-        """Health has changed its mind; unless it is final, a word of the peer changes it back."""
+        """The health monitor judges a peer dead or alive; unless that is final, a message of the peer revokes it."""
         self._doubted.discard(peer_id)
         if is_dead and not is_final:
             self._doubted.add(peer_id)
@@ -265,7 +265,7 @@ class Worker:
         self.will_leave = True
 
     def give_up(self, group: int, now: float) -> None:
-        """Want a group revoked."""
+        """Ask for a group to be revoked."""
         self._give_up(self.jobs[group], now)
         self._perform(now)
 
@@ -327,7 +327,7 @@ class Worker:
     def _unfinished(self) -> list[Job]:
         return [] if self.end is not None else [job for job in self.jobs.values() if not job.is_over]
 
-    # What the cores want.
+    # Effects of the cores.
 
     def _perform(self, now: float) -> None:
         again = True
@@ -361,7 +361,7 @@ class Worker:
             self.core.disturbed(view.number, now)
 
     def _follow(self, job: Job, outcome: Run | Returned | Raised | Revoked | None, now: float) -> None:
-        """Do what became of an operation."""
+        """Carry out the outcome of an operation."""
         if isinstance(outcome, Run):
             job.started_at = now
             outcome = job.execute(outcome)

@@ -1,10 +1,9 @@
-"""A network that exists only in virtual time: cores without I/O meet on it, and it treats them badly on purpose.
+"""A simulated, unreliable network in virtual time, on which cores without I/O run.
 
-A `World` has one clock and one seeded source of chance, so a run is a function of its seed. Nodes that can reach each
-other are given links, with some delay; each end learns in its own time that a link is up or gone. A message travels on
-the link it was sent on, in order, unless it is lost: by chance, in a cut direction, or with its link. `reorder` and
-`duplicate` make it worse than any link would be. A node may crash, be stopped for a while, be slow, and have a clock
-that is wrong.
+A `World` has one clock and one seeded source of randomness, so a run is a function of its seed. Nodes that can reach
+each other get links, with some delay; each end learns separately that a link is up or down. A message travels on the
+link it was sent on, in order, unless it is lost: at random, in a cut direction, or with its link. `reorder` and
+`duplicate` add faults that no real link has. A node may crash, be stopped for a while, be slow, and have a wrong clock.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Core(Protocol):
-    """What a world can run: a state machine that is told of links, messages and time."""
+    """What a world can run: a state machine with links, messages and time as input."""
 
     def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> bool: ...
     def link_down(self, peer_id: bytes, now: float) -> None: ...
@@ -42,21 +41,21 @@ class Node:
         """How late it may notice anything."""
         self.clock_rate, self.clock_ahead = 1.0, 0.0
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
-        """While it is stopped: what it will notice when it goes on."""
+        """While it is stopped: the events that it handles when it continues."""
 
     def clock(self, now: float) -> float:
-        """Return what its clock shows."""
+        """Return the time on its clock."""
         return now * self.clock_rate + self.clock_ahead
 
 
 class Link:
-    """A connection between two lives; it is up for each end from when that end is told until it is told otherwise."""
+    """A connection between two lives. Each end has its own view of whether the link is up."""
 
     def __init__(self, one: Node, other: Node) -> None:
         self.ends = (one, other)
         self.is_broken = False
         self.carries = True
-        """Messages that are sent may arrive."""
+        """Whether messages that are sent may arrive."""
         self.last_arrival = {(id, is_streamed): 0.0 for id in (one.id, other.id) for is_streamed in (False, True)}
 
 
@@ -76,9 +75,9 @@ class World:
     ) -> None:
         """Make an empty world.
 
-        `delay` is the longest a message, or the news of a broken link, takes; `notice` how long a silent loss goes
-        unnoticed, at most. `loss`, `duplicate` and `reorder` are probabilities for each message. With `describe`, the
-        `story` tells who said what when.
+        `delay` is the longest time that a message, or the news of a broken link, takes; `notice` is the longest time
+        that a silent loss goes unnoticed. `loss`, `duplicate` and `reorder` are probabilities for each message. With
+        `describe`, `story` records every message with its time.
         """
         self.now = 0.0
         self.random = random.Random(seed)
@@ -86,7 +85,7 @@ class World:
         self.story: list[str] = []
         self.delay, self.loss, self.duplicate, self.reorder, self.notice = delay, loss, duplicate, reorder, notice
         self.streamed: set[type] = set()
-        """Messages that have a stream of their own: they are only lost with their link, in order among themselves."""
+        """Messages with a stream of their own: they are lost only with their link, and stay in order."""
         self.stream_delay = delay
         self._describe = describe
         self._names: dict[bytes, str] = {}
@@ -96,16 +95,16 @@ class World:
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
 
-    # What happens to nodes.
+    # Events of nodes.
 
     def at(self, when: float, action: Callable[..., None], *args: Any) -> None:
-        """Call `action(*args)` at a time to come."""
+        """Call `action(*args)` at the time `when`."""
         heapq.heappush(self._due, (when, next(self._order), action, args))
 
     def start(
         self, name: str, id: bytes, life: bytes, core: Core, *, clock_rate: float = 1.0, clock_ahead: float = 0.0
     ) -> Node:
-        """Let a node begin, or begin again after a crash: it will be given links with all it can reach."""
+        """Start a node, or restart it after a crash; it gets links with all nodes that it can reach."""
         if id in self.nodes:
             raise ValueError(f"{name} is alive")
         self._names[id] = name
@@ -126,12 +125,12 @@ class World:
             self._up(other, one, link)
 
     def settle(self, id: bytes) -> None:
-        """Let what a core was told by somebody else than the world take effect."""
+        """Perform the effects of a core that was called directly, not by the world."""
         if (node := self.nodes.get(id)) is not None:
             self._settle(node)
 
     def crash(self, id: bytes, *, silently: bool = False) -> None:
-        """End a node's life. Others see its links close; `silently` (the power is cut) they only miss it."""
+        """End a node's life. Other nodes see its links close; with `silently` (a power cut) they only hear nothing."""
         node = self.nodes.pop(id, None)
         if node is None:
             return
@@ -141,14 +140,14 @@ class World:
                 self._break(link, self.notice if silently else self.delay)
 
     def stop(self, id: bytes) -> None:
-        """Let a node do nothing until it is resumed. Its links stay up; what reaches it waits."""
+        """Stop a node until it is resumed. Its links stay up; messages for it wait."""
         node = self.nodes.get(id)
         if node is not None and node.backlog is None:
             self.tell(f"{self._names[id]} is stopped")
             node.backlog = []
 
     def resume(self, id: bytes) -> None:
-        """Let a stopped node go on where it was: it notices at once all that it missed."""
+        """Continue a stopped node: it handles at once all events that it missed."""
         node = self.nodes.get(id)
         if node is not None and node.backlog is not None:
             self.tell(f"{self._names[id]} goes on")
@@ -157,20 +156,20 @@ class World:
                 action(*args)
 
     def slow(self, id: bytes, lag: float) -> None:
-        """Let a node notice messages and time up to `lag` late from now on."""
+        """Make a node handle messages and time up to `lag` seconds late from now on."""
         if (node := self.nodes.get(id)) is not None:
             self.tell(f"{self._names[id]} is {f'up to {lag:.2f} s late' if lag else 'quick again'}")
             node.lag = lag
 
     def flap(self, one: bytes, other: bytes) -> None:
-        """Break the link between two nodes; another will take its place."""
+        """Break the link between two nodes; another one replaces it."""
         if (link := self._links.pop(_pair(one, other), None)) is not None:
             self.tell(f"the link {self._names[one]}-{self._names[other]} breaks")
             self._break(link, self.delay)
             self._dial_soon(one, other)
 
     def cut(self, source: bytes, target: bytes) -> None:
-        """Let nothing arrive from `source` at `target`: their link goes down when the silence is noticed."""
+        """Drop everything from `source` to `target`: their link goes down when the silence is noticed."""
         self._cuts.add((source, target))
         if (link := self._links.pop(_pair(source, target), None)) is not None:
             self._break(link, self.notice, still_carries=True)
@@ -193,7 +192,7 @@ class World:
     # The clock.
 
     def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Let time pass until a moment, or until `is_over`, which is asked after every event; return whether it was."""
+        """Run until the time `until`, or until `is_over()` after an event; return whether it was over."""
         due = self._due
         while due and due[0][0] <= until:
             self.now, _, action, args = heapq.heappop(due)
@@ -204,12 +203,12 @@ class World:
         return False
 
     def tell(self, line: str) -> None:
-        """Add to the story, if it is told."""
+        """Add a line to the story, if it is recorded."""
         if self._describe is not None:
             self.story.append(f"{self.now:8.3f}  {line}")
 
     def _settle(self, node: Node) -> None:
-        """Send what a core has to say after a step, and set its alarm."""
+        """Send the messages of a core after a step, and set its alarm."""
         for peer_id, message in node.core.outgoing():
             if (link := node.links.get(peer_id)) is not None:
                 self._send(node, peer_id, link, message)

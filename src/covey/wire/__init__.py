@@ -1,1 +1,1 @@
-"""Bytes to messages and back. Pure, and bounded before memory is taken."""
+"""Encodes messages as bytes and decodes them. Pure; sizes are checked before memory is allocated."""

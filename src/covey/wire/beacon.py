@@ -1,11 +1,11 @@
-"""What an mDNS announcement says: a holder of a cluster's secret listens at these addresses and this port.
+"""The contents of an mDNS announcement: a node of a cluster listens at these addresses and this port.
 
 Everything is in one TXT record, under a tag: an HMAC over the version, fresh random bytes, the port and the addresses.
-Members recognise each other. Others learn neither the cluster nor the node, cannot tell whether two announcements are
-of one cluster, and cannot add an address to one or remove one. Other records (SRV, A, AAAA) are ignored.
+Nodes of the cluster recognise it. Other machines learn neither the cluster nor the node, cannot tell whether two
+announcements belong to one cluster, and cannot add or remove an address. Other records (SRV, A, AAAA) are ignored.
 
-Anybody can replay an announcement, so its addresses are hints, and the handshake decides. The tag changes each time a
-node announces itself, so that a replay can be told from a new announcement.
+Any machine can replay an announcement, so its addresses are hints, and the handshake decides. The tag changes with each
+announcement, so that a replay differs from a new one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION: Final = b"1"
 NONCE_BYTES: Final = 16
 TAG_BYTES: Final = 16
 MOST_ADDRESSES: Final = 8
-"""Addresses in one announcement: those of one interface, IPv4 first."""
+"""Addresses in one announcement: of one interface, IPv4 first."""
 _LABEL: Final = b"covey/1/mdns-tag"
 _HEX: Final = re.compile(rb"[0-9a-f]{32}")
 _PORT: Final = re.compile(rb"[1-9][0-9]{0,4}")
@@ -36,7 +36,7 @@ class Announcement:
 
     port: int
     ips: tuple[str, ...]
-    """Numeric; link-local ones of IPv6 have no scope."""
+    """Numeric; IPv6 link-local addresses have no scope."""
     nonce: bytes
     tag: bytes
     is_ours: bool

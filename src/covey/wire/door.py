@@ -45,12 +45,12 @@ def bind(data: bytes) -> bytes:
 
 
 def bound(said: bytes) -> bytes:
-    """Return what a connection is bound to, by the challenge and the answer that passed the door."""
+    """Return the 15 bytes that a connection is bound to; `said` is the challenge and the answer at the door."""
     return said[CHALLENGE_BYTES + 1 :][:BOUND_BYTES]
 
 
 def answer(key: bytes, challenge: bytes, purpose: Purpose, bound: bytes) -> bytes:
-    """Return the dialler's half; `bound` comes from `bind`, or is random."""
+    """Return the dialler's answer to a challenge; `bound` comes from `bind`, or is random."""
     assert len(bound) == BOUND_BYTES
     said = bytes((purpose,)) + bound
     return said + hmac.digest(key, _LABEL + challenge + said, "sha256")
@@ -60,7 +60,7 @@ def check(key: bytes, challenge: bytes, given: bytes) -> Purpose:
     """Return the purpose in an answer; raise AuthError unless it proves the key for this challenge."""
     said, proof = given[: 1 + BOUND_BYTES], given[1 + BOUND_BYTES :]
     if not hmac.compare_digest(proof, hmac.digest(key, _LABEL + challenge + said, "sha256")):
-        raise AuthError("refused a connection that does not hold this cluster's key")
+        raise AuthError("refused a connection that does not have this cluster's key")
     try:
         return Purpose(said[0])
     except ValueError:

@@ -1,7 +1,7 @@
 """The messages with which joiners of a run agree on its first view.
 
 Every message may be lost, repeated or late without harm: `Here` replaces what its sender said before, a `Propose` is
-known by its number, and of two `Standing`s the facts of both hold. Tags and fields are only ever added, at the end.
+identified by its number, and the facts of two `Standing`s add up. Tags and fields are only added, at the end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from covey.wire.messages import Worded
 ID_BYTES: Final = 32
 LIFE_BYTES: Final = 16
 MAX_LINKS: Final = 1024
-"""Links in a Here; joiners of other runs count, too."""
+"""Links in a Here, including those with joiners of other runs."""
 CONTACT_BYTES: Final = 1024
 
 NodeId = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Life = Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTES)]
 ProposalId = Lineage
-"""A proposal that is committed names the lineage of the run."""
+"""The id of a proposal. If it is committed, it is the lineage of the run."""
 MAX_ENDINGS: Final = 16
 """Ended lineages in a Here."""
 Name = Annotated[str, msgspec.Meta(max_length=80)]
@@ -66,9 +66,9 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 
 
 def difference(mine: Terms, theirs: Terms) -> str:
-    """Return in words how the terms of another joiner differ from those of this one; empty if they do not.
+    """Return text that says how the terms of another joiner differ from those of this one; empty if they do not.
 
-    The words follow the other candidate's name: "west: was started with --size 3, this node with --min 2; ...".
+    The text follows the other joiner's name: "west: was started with --size 3, this node with --min 2; ...".
     """
     differences = [
         f"{verb} {there}, this node {here}"
@@ -102,7 +102,7 @@ class Member(Worded, frozen=True, array_like=True):
     host: Annotated[str, msgspec.Meta(max_length=64)]
     """Equal for members that can share memory."""
     contact: Annotated[bytes, msgspec.Meta(max_length=CONTACT_BYTES)]
-    """How to reach it; opaque to the formation."""
+    """How to reach it. Not interpreted while the run is formed."""
     breaks_ties: bool = False
     """Whether it was started as the tie-breaker; of several, the lowest rank is the tie-breaker."""
 
@@ -124,9 +124,9 @@ class Here(Worded, frozen=True, array_like=True, tag=1):
     """The lives it has a link with now."""
     phase: Phase
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
-    """The members of `lineage`: once formed, those of the sender's generation, by rank."""
+    """The members of `lineage`; once formed, the members of the sender's generation, by rank."""
     lineage: Lineage | None = None
-    """Once formed: the run that the sender is in. Before: the one that it waits for, if it knows one."""
+    """Once formed: the run that the sender is in. Before that: the run that it waits for, if it knows one."""
     generation: Count = 0
     """Once formed: the generation that the sender is in."""
     endings: Annotated[tuple[Ending, ...], msgspec.Meta(max_length=MAX_ENDINGS)] = ()
@@ -158,7 +158,7 @@ class Outcome(enum.IntEnum):
 
 
 class Row(Worded, frozen=True, array_like=True):
-    """What binds one member of a proposal. Its numbers only grow, so that of two rows the later can be told."""
+    """What one member of a proposal has promised. Its numbers only grow, so the later of two rows is known."""
 
     answer: Answer = Answer.NONE
     promised: Count = 0
@@ -172,14 +172,14 @@ class Row(Worded, frozen=True, array_like=True):
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """What the sender knows about a proposal: its own row and, passed on, those of others."""
+    """What the sender knows about a proposal: its own row, and the rows of others that it passes on."""
 
     proposal: ProposalId
     rows: Annotated[tuple[Row, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     """One per member, by rank."""
     outcome: Outcome
     ended: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
-    """Ranks of which the sender has met a later life: it ignores messages of the life that was proposed."""
+    """Ranks that the sender has met in a later life: it ignores messages of the life that was proposed."""
 
 
 Formation = Here | Propose | Standing

@@ -8,7 +8,7 @@ from typing import Final
 from covey.base.errors import RemoteProtocolError
 
 LENGTH: Final = struct.Struct("<I")
-GREETING_LIMIT: Final = 4096
+HANDSHAKE_LIMIT: Final = 4096
 """Bytes accepted in a frame from an end that has not proved that it knows the token."""
 CONTROL_LIMIT: Final = 1 << 20
 """Bytes accepted in a control frame from a member."""

@@ -40,7 +40,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NAMES)]
     """Its members, as far as this machine knows them."""
     is_ours: bool = False
-    """Whether a node of this machine was in it, or accepted its founding. Others are known by report."""
+    """Whether a node of this machine was in it, or accepted its founding. Other nodes reported the rest."""
 
 
 class Remembered(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +48,7 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True):
 
     open: Annotated[tuple[Known, ...], msgspec.Meta(max_length=MAX_OPEN)] = ()
     ended: Annotated[tuple[Ending, ...], msgspec.Meta(max_length=MAX_ENDED)] = ()
-    """Oldest news first."""
+    """In the order in which this machine learned of them."""
     given_up: Annotated[tuple[Lineage, ...], msgspec.Meta(max_length=MAX_GIVEN_UP)] = ()
     """Lineages that a user gave up here: promises of nodes of this machine in them are forgotten. Oldest first."""
 

@@ -1,8 +1,9 @@
 """The contents of a state: names, dtypes, shapes, and a tag of every chunk, so that equal chunks are not sent.
 
 A tag is AES-GCM's over the chunk and nothing else, under a key that the ranks draw together *after* the contents are
-fixed. For a random key two different chunks share a tag with a chance below 2^-109, whatever is in them, and it is ten
-times faster than a cryptographic hash: hashing must keep up with the lanes. Tags are of no use under another key.
+fixed. For a random key, two different chunks have the same tag with a probability below 2^-109, whatever they contain.
+It is ten times faster than a cryptographic hash, and so keeps up with the lanes. Tags of different keys are not
+comparable.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ class Tagger:
         """A number that is equal on all ranks, and new for every restore."""
 
     def tag(self, chunk: Bytes) -> bytes:
+        """Return the tag of a chunk."""
         return self._cipher.encrypt(_NONCE, b"", chunk.data)
 
     def tags(self, contents: Bytes) -> bytes:

@@ -1,7 +1,8 @@
 """The messages with which members of a run agree on its next view, and what they write to disk.
 
 Every message may be lost, repeated or late without harm. Members are named by their rank in view 0, which never
-changes; a `lineage` names the one history a view belongs to. Tags and fields are only ever added, at the end.
+changes; a `lineage` names the one sequence of views that a view belongs to. Tags and fields are only added, at the
+end.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from covey.wire.formation import MAX_MEMBERS, Life, NodeId, ProposalId
 MAX_GROUPS: Final = 1024
 """Groups in one answer. This many fit into one control frame with all their ranks."""
 MAX_VERDICTS: Final = 2 * MAX_GROUPS
-"""Groups of all members together; a promise carries an accepted view besides its own answer."""
+"""Groups of all members together. A promise carries an accepted view in addition to its own answer."""
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
 Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-"""Of a view; as the attempt of a transfer it has four bytes."""
+"""The number of a view; as the attempt of a transfer it has four bytes."""
 Ballot = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
 """Ballot b belongs to member b mod (members + 1); the last number is the keeper's. -1: none."""
 Sequence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -116,13 +117,16 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Promise(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The sender accepts nothing in an earlier ballot, and is frozen until a view is installed. Sent again on news."""
+    """The sender accepts nothing in an earlier ballot, and is frozen until a view is installed.
+
+    Sent again when its contents change.
+    """
 
     lineage: ProposalId
     number: Number
     ballot: Ballot
     hears: Ranks
-    """The members that it has a link with and does not believe lost."""
+    """The members that it has a link with and does not consider lost."""
     states: Annotated[tuple[State, ...], msgspec.Meta(max_length=MAX_GROUPS)] | None
     """None: it only votes and cannot be in the view: it leaves, was restarted, or is the keeper."""
     accepted_ballot: Ballot = -1
@@ -184,7 +188,7 @@ class Trouble(msgspec.Struct, frozen=True, array_like=True, tag=8):
     number: Number
     leaves: bool = False
     is_finished: bool = False
-    """Whether it leaves because its program has ended; those of other members may be about to end."""
+    """Whether it leaves because its program has ended; the programs of other members may be about to end."""
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=9):
@@ -192,32 +196,32 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
     parent: ProposalId
     number: Number
-    """Of the last view of the parent."""
+    """The number of the last view of the parent."""
     view: View
 
 
 class Seated(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """The sender is, or votes, in this generation of the run. Sent to nodes with a seat in it that may not know.
+    """The sender is, or votes, in this generation of the run. Sent to nodes that may not know of their seat in it.
 
-    A node that never heard of its seat has promised nothing there, so it may vote from the beginning; one that never
-    accepted a founding knows that it came to nothing.
+    A node that never learned of its seat has promised nothing there, so it may vote from the beginning. A node that
+    never accepted a founding learns that the founding failed.
     """
 
     lineage: ProposalId
-    """Of the whole run."""
+    """The lineage of the whole run."""
     generation: Successor
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """What a member must remember through a crash, so that its votes bind its next life, too."""
+    """What a member must remember after a crash, so that its votes bind its next life, too."""
 
     members: Annotated[tuple[Seat, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     view: View
-    """The last that was installed."""
+    """The last view that was installed."""
     promised: Ballot
     accepted_ballot: Ballot = -1
     accepted: View | None = None
-    """For the number after `view`'s."""
+    """The accepted view with the number after that of `view`."""
 
 
 class Bound(msgspec.Struct, frozen=True, array_like=True):
@@ -228,7 +232,7 @@ class Bound(msgspec.Struct, frozen=True, array_like=True):
     origin: ProposalId
     """The lineage of the whole run, which the lineages of its generations follow from."""
     tie_breaker: Rank = 0
-    """Of the first view of the generation."""
+    """The tie-breaker of the first view of the generation."""
 
 
 Membership = Prepare | Promise | Accept | Accepted | Refuse | Decided | Pulse | Trouble | Fork | Seated
@@ -261,4 +265,4 @@ def decode_bound(data: bytes) -> Bound:
     try:
         return _bounds.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not what a member writes down: {error}") from error
+        raise ValueError(f"not a record of a member: {error}") from error

@@ -46,7 +46,7 @@ _DIMS: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1))
 
 
 class Header(NamedTuple):
-    """One frame's header; see the top of this module for what each kind uses."""
+    """The header of one frame; the docstring of this module says which fields each kind uses."""
 
     kind: int
     message_id: int = 0
@@ -78,10 +78,10 @@ def decode(data: bytes | bytearray | memoryview, start: int, stop: int) -> tuple
     if magic != _MAGIC or version != _VERSION:
         raise RemoteProtocolError(f"not a message header: magic {magic:#06x}, version {version}")
     if not EAGER <= kind <= END or content > 1 or dtype_code >= len(DTYPES) or ndim > MAX_NDIM:
-        raise RemoteProtocolError(f"impossible message: {kind=} {content=} {dtype_code=} {ndim=}")
+        raise RemoteProtocolError(f"invalid message header: {kind=} {content=} {dtype_code=} {ndim=}")
     announces = kind <= RTS
     if payload_bytes > MAX_BYTES or tag < 0 or (not announces and (tag or content or dtype_code or ndim)):
-        raise RemoteProtocolError(f"impossible message: {kind=} {tag=} {content=} {ndim=} {payload_bytes=}")
+        raise RemoteProtocolError(f"invalid message header: {kind=} {tag=} {content=} {ndim=} {payload_bytes=}")
     end = start + _FIXED.size + 8 * ndim
     if stop < end:
         return None

@@ -1,7 +1,11 @@
-"""Control messages: what nodes send each other besides tensor bytes.
+"""Control messages: the catalogue of what nodes send each other on links, in the order of tags.
 
-Tags and fields are only added, at the end. Texts are bounded and have no control characters: names because of their
-type, sentences because `Worded` cleans them, both when a message is made and when it is decoded.
+A new message goes after the last one, with the next tag, and into `Control` at the end of this module. A new field goes
+after the last field, with a default. Tags and fields are never changed or removed. Messages with which nodes agree on
+views, or use a store, have modules of their own: their bytes are the `body` of `Forming`, `Agreeing` and `Posting`.
+
+Texts are bounded and have no control characters: the type of a name enforces it, and `Worded` cleans other texts, both
+when a message is made and when it is decoded.
 """
 
 from __future__ import annotations
@@ -23,13 +27,13 @@ REASON_LIMIT: Final = 200
 ADDRESSES_LIMIT: Final = 16
 """Addresses of one node."""
 CARDS_LIMIT: Final = 1000
-"""Cards in one message: with all their addresses fewer fit into a frame."""
+"""Cards in one message. If they have many addresses, fewer fit into a frame."""
 RANKS_LIMIT: Final = 4096
 """Ranks that one message names."""
 CHARTER_LIMIT: Final = 2000
 """Nodes in each list of a charter: both lists fit into a frame."""
 WAITING_LIMIT: Final = 64
-"""Nodes waiting for approval that a node remembers: the last ones."""
+"""How many nodes that wait for approval a node remembers: the latest ones."""
 TROUBLES_LIMIT: Final = 8
 """Entries in each list of seeds, refused nodes and other problems of a waiting node."""
 MAX_MEMBERS: Final = 128
@@ -76,7 +80,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     """An address at which a node listens, on one of its interfaces."""
 
     ip: Ip
-    """Numeric; an IPv6 link-local one without its scope, which differs from host to host."""
+    """Numeric; an IPv6 link-local address has no scope, which differs from host to host."""
     port: int
     interface: Name = ""
     """The name of the interface, for display only."""
@@ -88,9 +92,9 @@ class Contact(msgspec.Struct, frozen=True, array_like=True):
     host: Name
     """Equal for processes that can share memory."""
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
-    """Where it accepts TCP connections, best first."""
+    """The addresses at which it accepts TCP connections, best first."""
     socket: Text
-    """Path of the unix socket where it accepts connections, or empty."""
+    """The path of the unix socket at which it accepts connections, or empty."""
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
@@ -111,13 +115,13 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     breaks_ties: bool = False
     """Whether it was started as the tie-breaker of its run."""
     machine: Bytes = b""
-    """The first key of its machine, if that is another than `id`; see `wire.machine`."""
+    """The first key of its machine, if it is not `id`; see `wire.machine`."""
     endorsement: Bytes = b""
-    """That key's signature."""
+    """The signature of that key over `id`."""
 
 
 def key_of(card: Card) -> tuple[bytes, bytes]:
-    """Return what identifies a process: its public key, and its life."""
+    """Return the key that identifies a process: its public key and its life."""
     return card.id, card.life
 
 
@@ -133,7 +137,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     version: int
     nonce: Bytes
     purpose: Name
-    """`rank` (a launcher gave it its rank), `newcomer` (to a launcher's run in progress), `kept` (to its keeper),
+    """`rank` (its launcher gave it a rank), `newcomer` (to a launcher's run in progress), `kept` (to its keeper),
     `candidate` (joins a run of the cluster), `visitor` (asks and leaves) or `keeper` (reports on its processes)."""
     run: Text
     rank: int
@@ -142,7 +146,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     card: Card
     on_loss: Name = "raise"
     charter: Charter | None = None
-    """The latest that the sender knows: a node that has missed it may not know that the sender is allowed."""
+    """The latest charter that the sender knows: a node that has missed it may not know that the sender is allowed."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -165,7 +169,7 @@ class Refusal(Worded, frozen=True, array_like=True, tag=3):
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The contacts of all ranks, which rank 0 sends once all ranks are there."""
+    """The contacts of all ranks; rank 0 sends them once it is linked with all ranks."""
 
     contacts: tuple[Contact, ...]
 
@@ -231,7 +235,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=12):
     lane: Bytes
     """16 random bytes that identify the lane."""
     secret: Bytes
-    """32 random bytes that only the two ends know, since links are private."""
+    """32 random bytes that only the two ends know, because links are private."""
     group: int
     purpose: Name
     """`collectives` or `messages`."""
@@ -254,7 +258,7 @@ class Expect(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """Nodes that the sender is linked with. So nodes that share one seed find each other."""
+    """Nodes that the sender is linked with, so that nodes with a common seed find each other."""
 
     cards: Annotated[tuple[Card, ...], msgspec.Meta(max_length=CARDS_LIMIT)]
 
@@ -283,7 +287,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=18):
 
 
 class Tell(Worded, frozen=True, array_like=True, tag=19):
-    """Answer to Ask: the run as the sender sees it."""
+    """Answer to Ask: the run, as the sender knows it."""
 
     run: Text
     state: Name
@@ -299,7 +303,7 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     turned_away: Count = 0
     """Connections that failed at its door or in the handshake."""
     too_many: Count = 0
-    """Those of them that exceeded the rate limit of their source."""
+    """How many of these exceeded the rate limit of their source."""
     charter: Count = 0
     """The serial of the charter that the sender uses; 0 if it has none."""
     waiting: Annotated[tuple[Waiting, ...], msgspec.Meta(max_length=WAITING_LIMIT)] = ()
@@ -321,7 +325,7 @@ class Wait(Worded, frozen=True, array_like=True):
     taken into a run in progress), `earlier-run` (for the members of a run that was started before), `members` (of a run
     in progress, which are not heard) or `quorum` (too few of them are heard)."""
     text: Text
-    """The same in words."""
+    """The cause as a sentence."""
     program: Text = ""
     size: int | None = None
     min_size: int = 0
@@ -342,7 +346,7 @@ class Wait(Worded, frozen=True, array_like=True):
 
 
 class Trouble(Worded, frozen=True, array_like=True):
-    """An address or node with a problem, and what it is."""
+    """An address or node, and its problem."""
 
     where: Text
     why: Text
@@ -352,11 +356,11 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     """A node that has the secret and waits for the owner's approval."""
 
     id: NodeId
-    """Of its machine."""
+    """The id of its machine."""
     name: Name
     host_name: Name
     ip: Ip
-    """Where it came from."""
+    """The address from which it connected."""
 
 
 class PeerReport(Worded, frozen=True, array_like=True):
@@ -367,19 +371,20 @@ class PeerReport(Worded, frozen=True, array_like=True):
     lane: Name
     """The kind of lane between them."""
     local: Text
-    """The address used on the teller's side, and its interface."""
+    """The address that the sender uses, and its interface."""
     remote: Text
     interface: Text
     round_trip: Seconds
     """Negative if not measured."""
     clock_offset: Seconds
-    """How far the peer's clock is ahead of the teller's."""
+    """How far the peer's clock is ahead of the sender's."""
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True, tag=20):
     """Asks the receiver to connect to these addresses of the sender, and to report the results.
 
-    Those are tried from which the sender has come: by its link, or by a probe that was bound to `token`.
+    The receiver tries only addresses from which the sender has connected: with its link, or with a probe that was bound
+    to `token`.
     """
 
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=ADDRESSES_LIMIT)]
@@ -403,7 +408,7 @@ class NewSecret(msgspec.Struct, frozen=True, array_like=True, tag=22):
     grace: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     """Seconds for which the old secret stays valid."""
     signature: Bytes
-    """The owner's, of `owner.rotation_words` for this receiver."""
+    """The owner's signature of `owner.rotation_words` for this receiver."""
 
     def __repr__(self) -> str:
         return f"NewSecret({self.serial})"
@@ -413,7 +418,7 @@ class SecretKept(Worded, frozen=True, array_like=True, tag=23):
     """Answer to NewSecret."""
 
     problem: Text
-    """Empty, or why it was not kept."""
+    """Why the secret was not stored; empty if it was."""
 
 
 class Agreeing(msgspec.Struct, frozen=True, array_like=True, tag=24):
@@ -445,7 +450,7 @@ class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
     origin: Bytes = b""
     """The lineage of the whole run, from its founding on."""
     tie_breaker: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0
-    """A rank: half of the members, this one among them, may continue."""
+    """A rank: half of the members may continue if this rank is among them."""
 
 
 def surviving(founded: Founded) -> Founded:
@@ -471,7 +476,7 @@ class Posting(msgspec.Struct, frozen=True, array_like=True, tag=27):
 
     store: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-    """Of the question, among those of whoever asks."""
+    """The number of the question; the process that asks counts its questions."""
     body: bytes
 
 
@@ -481,11 +486,11 @@ class Ended(Worded, frozen=True, array_like=True, tag=28):
     run: Text
     lineage: Bytes
     is_finished: bool
-    """Whether it ended because a program had ended."""
+    """Whether the run ended because a program had ended."""
 
 
 class Calls(msgspec.Struct, frozen=True, array_like=True, tag=29):
-    """The sender's last calls in a group that it closes, for comparison with those of other ranks."""
+    """The sender's last calls in a group that it closes, for comparison with the calls of other ranks."""
 
     group: int
     runs: Annotated[tuple[CallRun, ...], msgspec.Meta(max_length=64)]
@@ -511,9 +516,9 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, tag=30):
     """The name of the owner's machine, where charters are made."""
     denied: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=CHARTER_LIMIT)]
     allowed: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=CHARTER_LIMIT)] | None
-    """The only nodes that may be in the cluster; None: all that have the secret and are not denied."""
+    """The only nodes that may be in the cluster. None: all nodes that have the secret and are not denied."""
     signature: Bytes = b""
-    """The owner's, of `owner.charter_words`."""
+    """The owner's signature of `owner.charter_words`."""
 
 
 class Failing(Worded, frozen=True, array_like=True, tag=31):
@@ -523,7 +528,7 @@ class Failing(Worded, frozen=True, array_like=True, tag=31):
     """The class of the error and the first line of its message."""
 
 
-Greeting = Hello | Welcome | Refusal
+HandshakeMessage = Hello | Welcome | Refusal
 Question = Ask | Reach | NewSecret
 Answer = Tell | Reached | SecretKept
 Control = (
@@ -558,17 +563,17 @@ Control = (
 )
 
 _cards: msgspec.msgpack.Decoder[tuple[Card, ...]] = msgspec.msgpack.Decoder(tuple[Card, ...])
-_greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
+_handshakes: msgspec.msgpack.Decoder[HandshakeMessage] = msgspec.msgpack.Decoder(HandshakeMessage)
 _controls: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode_greeting(data: bytes) -> Greeting:
+def decode_handshake(data: bytes) -> HandshakeMessage:
     """Decode a message of the handshake; raise RemoteProtocolError for anything else."""
     try:
-        return _greetings.decode(data)
+        return _handshakes.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a greeting: {error}") from error
+        raise RemoteProtocolError(f"not a message of the handshake: {error}") from error
 
 
 def decode_control(data: bytes) -> Control:

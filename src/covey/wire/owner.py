@@ -43,7 +43,7 @@ def charter_words(cluster: str, charter: Charter) -> bytes:
 
 
 def is_signed(owner: bytes, words: bytes, signature: bytes) -> bool:
-    """Tell whether the holder of the private half of `owner` signed these words."""
+    """Tell whether these words were signed with the private half of `owner`."""
     if len(owner) != OWNER_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     try:

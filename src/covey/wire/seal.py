@@ -7,7 +7,8 @@ records. The tag also covers lane, stream, direction, counter and length, so a r
 out, reordered or moved to another stream does not open.
 
 The highest bit of the length marks a record that begins the next key. The sealer decides when: after REKEY_RECORDS, or
-when its owner says so. The next key follows from the last one by a one-way function, so neither end asks the other.
+when its owner calls `renew`. The next key is derived from the last one by a one-way function, so the ends need not
+exchange anything.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ RECORD_LIMIT: Final = 1 << 21
 """The most plaintext in one record: large, because fewer calls and wake-ups outweigh the cache, and a multiple of every
 element's size. A reader needs no more memory than this, whatever a length field says."""
 REKEY_RECORDS: Final = 1 << 24
-"""Records under one key: 2^45 bytes at most, where GCM has a wide margin left."""
+"""Records under one key: 2^45 bytes at most, far below the limit of GCM."""
 REKEY_SECONDS: Final = 900.0
-"""How long the owner of a sealer uses one key. A key that leaks from memory opens no older records."""
+"""How long the owner of a sealer uses one key. A key that leaks from memory does not open older records."""
 NEXT_KEY: Final = 1 << 31
 """A bit in the length of a record: it is the first under the next key."""
 
@@ -50,7 +51,7 @@ _NEXT_KEY_BYTE: Final = NEXT_KEY >> 24
 
 
 class ForgedError(RemoteProtocolError):
-    """Bytes of a sealed stream are not those that the other end sent, or not in the order in which it sent them."""
+    """Bytes of a sealed stream are not what the other end sent, or not in the order in which it sent them."""
 
 
 def lane_keys(secret: bytes, lane: bytes, stream: int) -> tuple[bytes, bytes]:
@@ -133,8 +134,8 @@ class Opener(_Keyed):
         """Decrypt a whole record to `into`, which has the length of its plaintext.
 
         Raises:
-            ForgedError: this is not the record that was sealed next. What `into` holds then means nothing, and the
-                stream is of no further use.
+            ForgedError: this is not the record that was sealed next. The contents of `into` are then undefined, and the
+                stream cannot be used any more.
         """
         if record[3] & _NEXT_KEY_BYTE:
             self._rekey()

@@ -2,12 +2,12 @@
 
 A join code is `covey1-` and then, in Crockford's base32 in groups of five:
 
-    length, length XOR 0x5A     of all that follows, in bytes; twice, so that a slip here is not taken for a missing end
+    length, length XOR 0x5A     of all that follows, in bytes; twice, so that a typing error differs from a missing end
     name length, name           of the cluster
     key                         32 bytes
     owner                       1, 32 bytes: the owner's public key; nothing, if the cluster has no owner
     seeds                       each 4, four bytes, port; or 6, sixteen bytes, port
-    checksum                    the first 5 bytes of SHA-256 over all the above but the first two bytes
+    checksum                    the first 5 bytes of SHA-256 over all of the above except the first two bytes
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def from_passphrase(name: str, passphrase: str, *, random: Callable[[int], bytes
     """Return the secret that a passphrase gives for a cluster. Takes half a second of computation.
 
     Raises:
-        ConfigError: it is easy to guess. The message offers a good one, made of `random` bytes.
+        ConfigError: it is easy to guess. The message suggests a good one, made of `random` bytes.
     """
     text = " ".join(unicodedata.normalize("NFKC", passphrase).split())
     if is_weak(text):
@@ -87,7 +87,7 @@ def from_passphrase(name: str, passphrase: str, *, random: Callable[[int], bytes
             "this passphrase is too easy to guess: take five or more different words, or twenty or more "
             f"characters that do not repeat; for example: {new_passphrase(random)}"
         )
-    # An attacker who has seen an announcement or a connection can try guesses offline, so each must be expensive.
+    # With a recorded announcement or connection, an attacker can try guesses offline, so each must be expensive.
     salt = f"covey/1/passphrase/{check_cluster_name(name)}".encode()
     key = hashlib.scrypt(text.encode(), salt=salt, n=2**17, r=8, p=1, maxmem=2**28, dklen=KEY_BYTES)
     return ClusterSecret(name, key)
@@ -141,7 +141,7 @@ def decode_join_code(text: str) -> JoinCode:
         raise ConfigError(f"this join code is incomplete: {expected - len(letters)} letters are missing; {_COMPARE}")
     body = _from_base32(letters)[2:]
     content, checksum = body[:-_CHECKSUM_BYTES], body[-_CHECKSUM_BYTES:]
-    # The bits that fill up the last letter must be zero, so that each code has one form.
+    # The bits that pad the last letter must be zero, so that each code has one form.
     if _to_base32(header[:2] + body) != letters or _checksum(content) != checksum:
         raise ConfigError(f"this join code has a typing error; {_COMPARE}")
     return _unpack(content)

@@ -1,6 +1,6 @@
 """Questions to a key-value store and their answers: entries and queues that one process owns for its run.
 
-An asker numbers its questions; the answer has the same number. Tags and fields are only ever added, at the end.
+The process that asks numbers its questions; the answer has the same number. Tags and fields are only added, at the end.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Pop(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
     key: Key
     waits: bool
-    """Wait until there is one; otherwise the answer of an empty queue has no value."""
+    """Whether to wait until there is one. If not, the answer of an empty queue has no value."""
 
 
 class Length(msgspec.Struct, frozen=True, array_like=True, tag=13):
@@ -110,7 +110,7 @@ class Length(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """The asker does not wait for the answer to the question of this number any more."""
+    """The sender no longer waits for the answer to the question of this number."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=15):

@@ -1,12 +1,12 @@
 """Load pickles that name only what the receiver has listed.
 
-A pickle is a program: it imports, calls and sets what it likes. Here it may name the listed classes and functions, and
-what numpy arrays and values of the standard library are made with; call only these; and set attributes only of objects
-that it made itself. The standard library's unpickler in Python is used, because its steps can be overridden; the one in
+A pickle is a program: it can import, call and set anything. Here it may name the listed classes and functions, and the
+ones that make numpy arrays and values of the standard library; call only these; and set attributes only of objects that
+it made itself. The standard library's unpickler in Python is used, because its steps can be overridden; the one in
 C lets a pickle set attributes of classes. That is slow for many small objects, but not for large arrays.
 
-A pickle takes memory in proportion to its length: nothing is made larger than what fills it, and what a pickle holds is
-copied only a few times. numpy does not count the objects that fill an array, so they are counted here.
+A pickle uses memory in proportion to its length: no value is larger than the contents that the pickle has for it, and
+values are copied only a few times. numpy does not count the objects that fill an array, so they are counted here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CALLED: Final = _full_names(
         "numpy": "dtype",
         "numpy._core.multiarray": "_reconstruct scalar",
         "numpy._core.numeric": "_frombuffer",
-        "numpy.core.multiarray": "_reconstruct scalar",  # as numpy 1 calls them
+        "numpy.core.multiarray": "_reconstruct scalar",  # their names in numpy 1
         "numpy.core.numeric": "_frombuffer",
     }
 )
@@ -71,7 +71,7 @@ def load(data: bytes | memoryview, allowed: AllowPickle) -> Any:
     """Return the value of a pickle that names only what is allowed.
 
     Raises:
-        MismatchError: it names or does something else; says what.
+        MismatchError: it names or does something else; the message says what.
         Exception: it is no pickle, or what it calls raises.
     """
     if isinstance(allowed, bool):
@@ -151,10 +151,10 @@ class _Unpickler(pickle._Unpickler):
         parts = args if isinstance(args, tuple) else (args,)
         self._may_copy -= sum(len(part) for part in parts if isinstance(part, _SIZED))
         if self._may_copy < 0:
-            _refuse("it copies what it has again and again")
+            _refuse("it copies its values too often")
 
     def _load_old(self) -> NoReturn:
-        _refuse("it calls by a step that only old protocols have")
+        _refuse("it calls with an opcode that only old protocols have")
 
     def _check_called(self, what: Any) -> None:
         if id(what) not in self._callable:

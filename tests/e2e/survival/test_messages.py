@@ -185,7 +185,7 @@ def talk_over_broken_connections(on_loss: str, sizes: list[int], cuts: int, cuts
             messenger = engine_of(group).routing.messenger()
             for _ in range(cuts):
                 enough.wait(0.02)
-                for lane in list(messenger._lanes.values()):
+                for lane in list(messenger._lanes.by_rank.values()):
                     with contextlib.suppress(OSError):
                         lane.sock.shutdown(2)
         else:

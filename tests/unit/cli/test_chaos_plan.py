@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from covey.base.errors import ConfigError
-from covey.cli.chaos.faults import KINDS, LONG_STOP, RETURN_SECONDS, SHORT_STOP, Chaos, Fault, plan
+from covey.cli.chaos.faults import KINDS, LONG_STOP, RETURN_SECONDS, SHORT_STOP, Chaos, PlannedFault, plan
 
 chaos = st.builds(
     Chaos,
@@ -81,8 +81,8 @@ def test_no_fault_is_later_than_the_duration_and_a_plan_without_joins_ends() -> 
 
 
 def test_faults_read_as_orders() -> None:
-    assert str(Fault(0, 1.0, "stop", 2, seconds=1.25)) == "stop rank 2 for 1.25 s"
-    assert str(Fault(0, 1.0, "cut", 0, 2)) == "cut ranks 0 and 2"
+    assert str(PlannedFault(0, 1.0, "stop", 2, seconds=1.25)) == "stop rank 2 for 1.25 s"
+    assert str(PlannedFault(0, 1.0, "cut", 0, 2)) == "cut ranks 0 and 2"
 
 
 @pytest.mark.parametrize(

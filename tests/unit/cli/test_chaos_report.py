@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from covey.cli.chaos.faults import Chaos, Fault
+from covey.cli.chaos.faults import Chaos, PlannedFault
 from covey.cli.chaos.processes import Told, Worker
 from covey.cli.chaos.report import as_json, outcomes, recoveries, view
 from covey.cli.chaos.trial import OUT_OF_TIME, Ending, Injected, Story
@@ -28,7 +28,9 @@ def lost(pid: int, at: float, view: int, *ranks: int, generation: int = 0, kind:
 
 def injected(kind: str, at: float, who: Worker | None, **fault: Any) -> Injected:
     rank = who.rank if who is not None else 9
-    return Injected(Fault(0, at, kind, rank, **fault), BEGAN + at, who, note="" if who is not None else "it is gone")
+    return Injected(
+        PlannedFault(0, at, kind, rank, **fault), BEGAN + at, who, note="" if who is not None else "it is gone"
+    )
 
 
 def test_a_recovery_ends_when_the_last_of_the_survivors_goes_on() -> None:
@@ -78,10 +80,10 @@ def test_every_fault_gets_what_it_led_to() -> None:
     )
     found, unexplained = outcomes(story)
     assert [outcome.text for outcome in found] == [
-        "the others went on after 80 ms",
+        "the others continued after 80 ms",
         "left in good order after 250 ms",
-        "all went on after 50 ms",
-        "the others went on after 630 ms",
+        "all continued after 50 ms",
+        "the others continued after 630 ms",
         "no rank was lost",
         "a member after 500 ms",
         "it failed with exit code 1",

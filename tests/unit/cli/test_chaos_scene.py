@@ -15,7 +15,7 @@ from tests.unit.cli.test_chaos_checker import FORGERIES, right_history
 
 from covey.base.errors import ConfigError
 from covey.cli.chaos.checked import orders
-from covey.cli.chaos.checked.campaign import Campaign, judge_kept
+from covey.cli.chaos.checked.campaign import Campaign, check_records
 from covey.cli.chaos.checked.checked_run import CIRCUMSTANCES
 from covey.cli.chaos.checked.checker import Circumstances
 from covey.cli.chaos.checked.hosts import require_hosts
@@ -104,14 +104,14 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_an_order_is_taken_by_whom_it_fits_in_its_moment(folder: str) -> None:
-    for number, whom in enumerate(("fresh", "old", "first", "any")):
-        orders.give(folder, number, Order("restore", whom, 9, 0.1))
+def test_an_order_is_taken_by_a_process_that_it_fits_in_its_moment(folder: str) -> None:
+    for number, target in enumerate(("fresh", "old", "first", "any")):
+        orders.give(folder, number, Order("restore", target, 9, 0.1))
     assert orders.take(folder, "split", rank=1, is_fresh=False) is None
 
     def taken(rank: int, *, is_fresh: bool) -> str:
         order = orders.take(folder, "restore", rank=rank, is_fresh=is_fresh)
-        return order.whom if order is not None else "none"
+        return order.target if order is not None else "none"
 
     assert taken(2, is_fresh=True) == "fresh"
     assert taken(2, is_fresh=True) == "any"
@@ -157,14 +157,14 @@ def write(folder: Path, history: dict[str, Any]) -> None:
 
 def test_records_are_checked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, right_history())
-    assert judge_kept(str(tmp_path), as_json=False) == 0
-    assert capsys.readouterr().out.startswith("right: 17 operations")
+    assert check_records(str(tmp_path), as_json=False) == 0
+    assert capsys.readouterr().out.startswith("passed: 17 operations")
     history = right_history()
     FORGERIES["a wrong bit"][0](history)
     write(tmp_path, history)
-    assert judge_kept(str(tmp_path), as_json=False) == 1
+    assert check_records(str(tmp_path), as_json=False) == 1
     assert "WRONG RESULT on b" in capsys.readouterr().out
-    assert judge_kept(str(tmp_path), as_json=True) == 1
+    assert check_records(str(tmp_path), as_json=True) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["right"] is False
     assert told["runs"][0]["figures"]["operations"] == 17
@@ -172,6 +172,6 @@ def test_records_are_checked_again(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a checked run"):
-        judge_kept(str(tmp_path), as_json=False)
+        check_records(str(tmp_path), as_json=False)
     with pytest.raises(ConfigError, match="there is no folder"):
-        judge_kept(str(tmp_path / "nowhere"), as_json=False)
+        check_records(str(tmp_path / "nowhere"), as_json=False)

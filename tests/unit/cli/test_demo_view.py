@@ -186,10 +186,10 @@ def test_ranks_of_a_later_generation_are_taken_for_the_right_nodes() -> None:
 def test_the_story_tells_of_the_loss_the_recovery_and_the_return_in_order() -> None:
     assert disturbed().story == [
         "step    80 node 1 (pid 7001) is killed: SIGKILL",
-        "step    81 2 go on without node 1: the step took 61 ms, normally 4",
+        "step    81 2 continue without node 1: the step took 61 ms, normally 4",
         "           detect 0 → freeze 2 → agree 9 → reconnect 30 → redo 52 ms",
         "step   100 node 1 is started again (pid 8001)",
-        "step   120 node 1 waits to be let in",
+        "step   120 node 1 waits to join",
         "step   160 node 1 is back as rank 2, with 1.0 MB of state from 2 nodes in 31 ms",
     ]
     assert trained(3, 2).story == []

@@ -261,15 +261,15 @@ def test_without_any_interface_that_can_do_multicast_seeds_are_advised() -> None
 def test_if_we_reach_it_and_it_not_us_our_firewall_is_to_be_opened() -> None:
     finding = only(with_beta(ways_back=(BACK_CLOSED,)))
     assert (finding.weight, finding.code) == ("warning", "one-way-firewall")
-    assert "we reach beta-x7a2, but it does not reach us" in finding.text
-    assert "open 47700-47731/tcp in the firewall of this machine:" in finding.remedy
+    assert "this machine reaches beta-x7a2, but not vice versa" in finding.text
+    assert "allow 47700-47731/tcp in the firewall of this machine:" in finding.remedy
 
 
 def test_if_it_reaches_us_and_we_not_it_its_firewall_is_to_be_opened() -> None:
     finding = only(with_beta(ways_there=(CLOSED, CLOSED)))
     assert (finding.weight, finding.code) == ("warning", "one-way-firewall")
-    assert "beta-x7a2 reaches us, but we do not reach it" in finding.text
-    assert "open 47700-47731/tcp in the firewall of beta-x7a2 (10.0.0.2):" in finding.remedy
+    assert "beta-x7a2 reaches this machine, but not vice versa" in finding.text
+    assert "allow 47700-47731/tcp in the firewall of beta-x7a2 (10.0.0.2):" in finding.remedy
 
 
 def test_no_firewall_is_blamed_while_one_side_has_not_said_whether_it_reaches_the_other() -> None:
@@ -303,7 +303,7 @@ def test_a_clock_far_off_is_a_note_that_says_it_is_harmless(offset: float, words
     finding = only(with_beta(clock_offset=offset))
     assert (finding.weight, finding.code) == ("note", "clock")
     assert words in finding.text
-    assert "covey does not mind" in finding.text
+    assert "covey works, but logs are hard to compare" in finding.text
 
 
 def test_a_clock_a_little_off_is_no_finding() -> None:
@@ -376,6 +376,5 @@ def test_a_flood_of_multicast_is_noticed_and_a_few_packets_too_many_are_not() ->
 def test_a_flood_at_the_door_of_a_node_is_told_with_its_numbers() -> None:
     flooded = only(with_beta(turned_away=123_456, too_many=120_000))
     assert (flooded.weight, flooded.code) == ("warning", "door-flood")
-    assert "120,000 connections" in flooded.text
-    assert "of 123,456 in all" in flooded.text
+    assert "123,456 connections, 120,000 of them" in flooded.text
     assert found(with_beta(turned_away=500, too_many=49)) == []

@@ -50,7 +50,7 @@ def test_a_run_that_simply_waits_is_a_note_with_how_long_and_for_what() -> None:
     [
         ("10.0.0.9:47700: Connection refused", "no covey node listens there"),
         ("10.0.0.9:47700: no answer in time", "firewall lets 47700-47731/tcp in"),
-        ("10.0.0.9:47700: Network is unreachable", "knows no way to"),
+        ("10.0.0.9:47700: Network is unreachable", "has no route to"),
         ("nowhere: Name or service not known; write a numeric address", "numeric address"),
         ("seed 'x:y' is not host:port", "HOST:PORT"),
         ("10.0.0.9:47700: Something new", UNKNOWN_CURE),

@@ -11,7 +11,7 @@ import typer.main
 
 from covey.base.errors import ConfigError
 from covey.cli.run import app, command_line, is_run_name, share_of_run
-from covey.net.keys import clusters
+from covey.net.keys import secret_sources
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in list(os.environ):
         if name.startswith("COVEY_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(clusters, "_environment_secret", None)
+    monkeypatch.setattr(secret_sources, "_environment_secret", None)
     monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")

@@ -38,6 +38,7 @@ RETIRED = frozenset(
         "gathering",
         "greet",
         "greeting",
+        "kept",
         "history",
         "kept",
         "knock",
@@ -72,8 +73,6 @@ EXCEPTIONS = {
     "__post_init__": "Python's own name",
     "_watch": "the option --watch of covey status and covey doctor; an observer in testing/proxy.py",
     "watch": "torch and asyncio say so: a thread that watches a value; the method of a launcher's handler",
-    "judge_kept": "whether a guarantee was kept",
-    "may_lose_its_place": "a joiner's place in the order of admission, as the guides say",
     "_letters_for": "letters of the alphabet, in join codes",
     "_place": "the verb: to place an item",
     "_places": "positions in a sequence of bytes or names",
@@ -82,22 +81,10 @@ EXCEPTIONS = {
 
 REMAINING = frozenset(
     [
-        "Candidacy",
         "Forming",
-        "Ledger",
         "SecretKept",
         "_check_place",
-        "_perform_candidacy",
-        "_post",
-        "by_place",
-        "candidacy",
-        "decode_greeting",
-        "greeting",
         "kept",
-        "ledger",
-        "places",
-        "post_recv",
-        "post_send",
         "watch_closely",
     ]
 )
@@ -158,13 +145,8 @@ SHARED = {
 REMAINING_CLASSES = frozenset(
     [
         "Arrival",
-        "Channel",
         "Ended",
         "Entry",
-        "Fault",
-        "Follower",
-        "Outlet",
-        "Switch",
     ]
 )
 """Class names that still mean two things."""

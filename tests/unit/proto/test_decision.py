@@ -26,11 +26,11 @@ class Vote:
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
-        everybody = members(chance.randint(2, 5))
-        self.decisions = [Decision(b"p" * 16, everybody, rank, Answer.ACCEPTED) for rank in range(len(everybody))]
-        self.living = set(range(len(everybody)))
+        all_members = members(chance.randint(2, 5))
+        self.decisions = [Decision(b"p" * 16, all_members, rank, Answer.ACCEPTED) for rank in range(len(all_members))]
+        self.living = set(range(len(all_members)))
         self.ended: set[tuple[int, int]] = set()
-        """Who has met a later life of whom."""
+        """Pairs of members: the first has met a later life of the second."""
         self.under_way: list[tuple[int, int, Standing]] = []
 
     def perform(self) -> None:
@@ -80,7 +80,7 @@ class Vote:
                 self.arrive(source, target, self.decisions[source].standing(), all_here=False)
             self.check()
         assert all(self.decisions[rank].outcome is not Outcome.OPEN for rank in self.living), (
-            "somebody is left in doubt"
+            "a member is left in doubt"
         )
 
     def check(self) -> None:

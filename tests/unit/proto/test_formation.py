@@ -34,7 +34,7 @@ def id_of(name: str) -> bytes:
 
 
 class Stage:
-    """Candidates in a fast and faultless world."""
+    """Joiners in a fast and faultless world."""
 
     def __init__(self, *names: str, terms: Terms = OPEN) -> None:
         self.world = World(1, delay=0.01)
@@ -56,7 +56,7 @@ class Stage:
         self.world.run(self.world.now + seconds)
 
     def views(self) -> dict[str, str]:
-        """Return the view of each candidate that has one, as its members' names."""
+        """Return the view of each joiner that has one, as its members' names."""
         return {
             name: "".join(one.name for one in core.formed.view)
             for name, core in self.cores.items()
@@ -81,7 +81,7 @@ def founded(*names: str) -> Here:
     return Here(OPEN, member(names[0]), (member("x").life,), Phase.FORMED, names, LINEAGE, 3)
 
 
-def test_a_candidate_that_knows_of_a_run_proposes_nothing_accepts_nothing_and_says_so() -> None:
+def test_a_joiner_that_knows_of_a_run_proposes_nothing_accepts_nothing_and_says_so() -> None:
     lineages = Lineages()
     lineages.learn(LINEAGE, ["n", "s"])
     core = Formation(member("b"), OPEN, random.Random(1), 0.0, lineages=lineages)
@@ -96,7 +96,7 @@ def test_a_candidate_that_knows_of_a_run_proposes_nothing_accepts_nothing_and_sa
     assert lineages.ending(OTHER) == Ending(OTHER, False), "a founding that was refused came to nothing"
 
 
-def test_of_several_runs_a_candidate_waits_for_the_oldest() -> None:
+def test_of_several_runs_a_joiner_waits_for_the_oldest() -> None:
     core = Formation(member("x"), OPEN, random.Random(1), 0.0)
     for name, lineage in (("a", OTHER), ("b", LINEAGE)):
         core.link_up(id_of(name), member(name).life, 0.0)
@@ -240,7 +240,7 @@ def test_fewer_than_size_are_never_a_view() -> None:
     assert stage.cores["b"].report().waiting == "2 of 3 nodes so far"
 
 
-def test_candidates_on_other_terms_are_refused_with_the_reason_on_both_sides() -> None:
+def test_joiners_on_other_terms_are_refused_with_the_reason_on_both_sides() -> None:
     stage = Stage("a", "b")
     stage.enter("c", Terms("a run", "eval.py", None, 2, None, "1", "auto"))
     stage.run(3.0)
@@ -266,7 +266,7 @@ def test_two_that_do_not_hear_each_other_are_named_and_are_not_in_one_view() -> 
     assert stage.views() == dict.fromkeys("abc", "abc")
 
 
-def test_a_smallest_candidate_that_hears_too_few_does_not_hold_up_the_others() -> None:
+def test_a_smallest_joiner_that_hears_too_few_does_not_hold_up_the_others() -> None:
     stage = Stage("a", "b", "c", "d", terms=Terms("a run", "train.py", 3, 2, None, "1", "auto"))
     for other in "cd":
         stage.separate("a", other)
@@ -447,7 +447,7 @@ def test_proposals_with_nodes_that_nobody_has_met_are_bounded() -> None:
     for number in range(3 * REMEMBERED):
         proposal = Propose(number.to_bytes(16, "big"), (member("a"), member("b"), member("c")))
         core.received(id_of("a"), proposal, 0.1)
-    assert 0 < len(core._held) <= REMEMBERED
+    assert 0 < len(core._deciding._held) <= REMEMBERED
 
 
 def test_lives_of_a_node_that_starts_anew_again_and_again_are_bounded() -> None:
@@ -455,5 +455,5 @@ def test_lives_of_a_node_that_starts_anew_again_and_again_are_bounded() -> None:
     for number in range(MOST_PAST_LIVES + 100):
         core.link_up(id_of("a"), number.to_bytes(16, "big"), 0.0)
         core.link_down(id_of("a"), 0.0)
-    assert len(core._past_lives) == MOST_PAST_LIVES
+    assert len(core._links._past_lives) == MOST_PAST_LIVES
     assert not core.link_up(id_of("a"), (MOST_PAST_LIVES + 98).to_bytes(16, "big"), 0.0)

@@ -55,7 +55,7 @@ def test_a_person_gives_up_what_may_be_going_on() -> None:
     known.learn(lineage(5), ["a"])
     assert known.current == b""
     assert known.is_abandoned(lineage(5))
-    assert known.latest_endings() == (), "nobody else is told that it is over"
+    assert known.latest_endings() == (), "no other node is told that it is over"
     known.learn(lineage(6), ["a"])
     assert known.current == lineage(6)
 

@@ -337,7 +337,7 @@ def test_messages_that_are_complete_outlive_their_sender() -> None:
     assert from_other not in world.over
     assert payload(matcher.receive(ANY, ANY)) == b"complete"
     assert matcher.receive(0, 1).error is lost
-    assert matcher.receive(ANY, 3).error is None  # who waited for anyone has heard of the loss
+    assert matcher.receive(ANY, 3).error is None  # a receive from any rank has reported the loss
     assert world.send(b"", 2, 0, tag=1).error is lost
     world.send(b"alive", 1, 2, tag=9)
     world.pairs = [(1, 2), (2, 1)]
@@ -364,7 +364,7 @@ def test_a_receive_from_anyone_hears_of_each_loss_once_and_then_that_no_rank_is_
     assert [rank_of(receive) for receive in waiting] == [3, 3]
     for _ in range(3):
         assert rank_of(matcher.receive(ANY, 7)) == -1
-    assert rank_of(matcher.receive(2, 7)) == 2  # who asks for one rank hears of that rank
+    assert rank_of(matcher.receive(2, 7)) == 2  # a receive from one rank reports that rank
 
 
 def test_losses_that_no_receive_waited_for_are_told_before_that_no_rank_is_left() -> None:

@@ -466,7 +466,7 @@ def test_who_gave_up_is_not_in_the_next_view_but_helps_to_find_it() -> None:
     stage.run(1)
     stage.crash("c")
     stage.run(3)
-    stage.cores["b"]._patience = 60.0
+    stage.cores["b"]._need.patience = 60.0
     stage.run(5)
     assert stage.ends.keys() == {"a"}
     stage.world.heal()
@@ -838,7 +838,7 @@ def test_an_excluded_member_can_claim_nothing() -> None:
 
 def test_an_echo_of_a_claim_that_is_yet_to_come_makes_no_leader() -> None:
     core = lone("a", record=first_record(map(seat, "abc"), LINEAGE, anchor=1))
-    core._promise_to(core._next_ballot(), 1.0)
+    core._leading.promise(core._position.next_ballot(), 1.0)
     core.tick(1.0)
     for stamp in (math.inf, 1e300, math.nan):
         for name in "bc":
@@ -879,15 +879,15 @@ def test_the_news_of_a_fork_is_not_answered_with_the_same_news() -> None:
     core.received(seat("a").id, fork, 1.1)
     assert core.effects() == []
     core.received(seat("a").id, Prepare(LINEAGE, 1, 8), 1.1)
-    assert core.effects() == [Send(seat("a").id, fork)], "only who has not heard of it is told"
+    assert core.effects() == [Send(seat("a").id, fork)], "only a member that has not heard of it is told"
 
 
 # The rules.
 
 
 def test_a_lease_lasts_from_the_claim_that_a_quorum_echoed_and_begins_when_any_other_is_over() -> None:
-    def has_one_more(places: Collection[int]) -> bool:
-        return len(places) >= 1
+    def has_one_more(ranks: Collection[int]) -> bool:
+        return len(ranks) >= 1
 
     lease = Lease()
     lease.echoed(1, 10.0, has_one_more, 10.1)
@@ -931,10 +931,10 @@ def test_a_company_of_a_hundred_in_two_halves_is_found_quickly_with_the_tie_brea
 
 def test_the_company_of_the_most_members_that_there_may_be_is_found_at_once() -> None:
     """A keeper looks for it after every answer, while all members wait."""
-    everybody = range(MAX_MEMBERS)
-    hears = {rank: tuple(other for other in everybody if other not in (rank, 5, 50)) for rank in everybody}
+    all_ranks = range(MAX_MEMBERS)
+    hears = {rank: tuple(other for other in all_ranks if other not in (rank, 5, 50)) for rank in all_ranks}
     began = time.process_time()
-    for _ in everybody:
+    for _ in all_ranks:
         largest_clique(hears, 0)
     assert time.process_time() - began < 2.0
 

@@ -12,9 +12,10 @@ import pytest
 
 from covey.base.dtypes import dtype_code
 from covey.base.errors import PeerLostError, RemoteProtocolError
-from covey.proto import matching, message_stream
+from covey.proto import message_link, message_stream
 from covey.proto.matching import ANY, Matcher
 from covey.proto.message import HEADER_COST
+from covey.proto.message_link import MessageLink
 from covey.proto.message_stream import Inlet, Outlet
 from covey.wire import message_header as wire
 from covey.wire.message_header import Header
@@ -37,12 +38,12 @@ TAGS = 3
 @pytest.fixture(autouse=True)
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of a few hundred bytes go through all that otherwise takes megabytes."""
-    for module in (matching, message_stream):
+    for module in (message_link, message_stream):
         monkeypatch.setattr(module, "EAGER_BYTES", EAGER)
     monkeypatch.setattr(message_stream, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(matching, "CREDIT_BYTES", CREDIT)
-    monkeypatch.setattr(matching, "CREDIT_BATCH", CREDIT // 16)
-    monkeypatch.setattr(matching, "ACK_BATCH", ACK_BATCH)
+    monkeypatch.setattr(message_link, "CREDIT_BYTES", CREDIT)
+    monkeypatch.setattr(message_link, "CREDIT_BATCH", CREDIT // 16)
+    monkeypatch.setattr(message_link, "ACK_BATCH", ACK_BATCH)
 
 
 class Connection:
@@ -344,15 +345,15 @@ def ends_a_send_that_has_only_left(advance: Any) -> Any:
 
 
 def acknowledges_nothing_small(begin: Any) -> Any:
-    def mutant(self: Matcher, peer: int, header: Header) -> Any:
-        self._link(peer).unacknowledged = -(2**40)
-        return begin(self, peer, header)
+    def mutant(self: MessageLink, header: Header) -> Any:
+        self._unacknowledged = -(2**40)
+        return begin(self, header)
 
     return mutant
 
 
 def acknowledges_nothing_large(_landed: Any) -> Any:
-    def mutant(self: Matcher, landing: Any) -> None:
+    def mutant(self: MessageLink, landing: Any) -> None:
         acknowledge, self._acknowledge = self._acknowledge, lambda *_: None  # type: ignore[method-assign]
         try:
             _landed(self, landing)
@@ -381,8 +382,8 @@ MUTANTS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (Inlet, "lane_opened", forgets_half_a_header),
     (Inlet, "lane_opened", forgets_half_a_payload),
     (Outlet, "advance", ends_a_send_that_has_only_left),
-    (Matcher, "_begin", acknowledges_nothing_small),
-    (Matcher, "_landed", acknowledges_nothing_large),
+    (MessageLink, "_begin", acknowledges_nothing_small),
+    (MessageLink, "_landed", acknowledges_nothing_large),
     (Inlet, "advance", counts_what_has_not_come),
 ]
 

@@ -25,7 +25,7 @@ def manifest(*, is_fresh: bool = False, is_writable: bool = True, **arrays: obje
 
 
 def votes(letters: str) -> dict[int, Manifest]:
-    """Make a rank of each letter: equal letters are equal states, capitals are fresh, a dot is nobody."""
+    """Make a rank of each letter: equal letters are equal states, capitals are fresh, a dot is a lost rank."""
     return {
         rank: manifest(w=[ord(letter.lower())] * 3, is_fresh=letter.isupper())
         for rank, letter in enumerate(letters)

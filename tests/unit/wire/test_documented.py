@@ -20,19 +20,19 @@ from covey.proto import health, matching, message, message_stream, views
 from covey.proto import membership as agreement
 from covey.runtime.collectives import attempt as attempt
 from covey.runtime.links import handshake
-from covey.runtime.members import lanes
+from covey.runtime.members import lane_dialler
 from covey.runtime.members import store as stores
 from covey.wire import (
     beacon,
     door,
     formation,
     frame,
-    greeting,
     header,
     lineage,
     membership,
     messages,
     owner,
+    proofs,
     seal,
     store,
 )  # fmt: skip
@@ -87,7 +87,7 @@ def tags_of(rows: list[list[str]]) -> dict[str, int]:
 
 
 def test_every_message_of_a_link_is_listed_with_its_tag() -> None:
-    known = by_name(messages.Greeting) | by_name(messages.Control)
+    known = by_name(messages.HandshakeMessage) | by_name(messages.Control)
     assert tags_of(table("Links", "tag")) == {name: kind.__struct_config__.tag for name, kind in known.items()}
 
 
@@ -200,8 +200,8 @@ NUMBERS = (
     "purpose (" + ", ".join(f"{int(purpose)} {purpose.name.lower()}" for purpose in door.Purpose) + ")",
     f"{door.BOUND_BYTES} bytes B",
     f'"{door._LABEL.decode()}" C purpose B',
-    f"both are limited to {frame.GREETING_LIMIT} bytes",
-    f"A greeting has {handshake.HANDSHAKE_SECONDS:.0f} s",
+    f"both are limited to {frame.HANDSHAKE_LIMIT} bytes",
+    f"The handshake has {handshake.HANDSHAKE_SECONDS:.0f} s",
     f"A frame is a length ({frame.LENGTH.size} bytes) and a msgpack message (at most {frame.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",
@@ -218,7 +218,7 @@ NUMBERS = (
     f"A ballot more than 2^{agreement.MOST_AHEAD.bit_length() - 1} above",
     f"Keys have up to {store.KEY_LIMIT} characters, values {store.VALUE_LIMIT >> 10} KiB, a message "
     f"{store.KEYS_LIMIT} keys and 1 MiB",
-    f"carries a random id ({lanes.LANE_BYTES} bytes) and a random secret ({lanes.SECRET_BYTES} bytes)",
+    f"carries a random id ({lane_dialler.LANE_BYTES} bytes) and a random secret ({lane_dialler.SECRET_BYTES} bytes)",
     f"a token ({meeting.TOKEN_BYTES} random bytes that never travel)",
     f"small frames in lots of {matching.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
@@ -245,10 +245,10 @@ def test_labels_of_proofs_are_as_written() -> None:
         return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
     token, said, nonce, lane = b"t" * 32, b"d" * 64, b"n" * 32, b"l" * 16
-    assert greeting.dial_proof(token, said, b"hello") == mac(token, b"covey/1/dial", said, b"hello")
-    assert greeting.accept_proof(token, said, nonce, b"answer") == mac(token, b"covey/1/accept", said, nonce, b"answer")
+    assert proofs.dial_proof(token, said, b"hello") == mac(token, b"covey/1/dial", said, b"hello")
+    assert proofs.accept_proof(token, said, nonce, b"answer") == mac(token, b"covey/1/accept", said, nonce, b"answer")
     for side in (b"dial", b"accept"):
-        assert greeting.lane_proof(token, side, lane, 3) == mac(token, b"covey/1/lane/", side, lane, b"\x03")
+        assert proofs.lane_proof(token, side, lane, 3) == mac(token, b"covey/1/lane/", side, lane, b"\x03")
         assert f'"covey/1/lane/{side.decode()}" id stream' in WORDS
     bound = door.bind(b"client hello")
     assert bound == hashlib.sha256(b"client hello").digest()[:15]

@@ -26,7 +26,7 @@ def test_the_holder_of_the_key_gets_in_for_the_purpose_it_names(
 
 @given(challenges, purposes, salts)
 def test_another_key_opens_nothing(challenge: bytes, purpose: door.Purpose, salt: bytes) -> None:
-    with pytest.raises(AuthError, match="does not hold this cluster's key"):
+    with pytest.raises(AuthError, match="does not have this cluster's key"):
         door.check(KEY, challenge, door.answer(OTHER_KEY, challenge, purpose, salt))
 
 

@@ -92,5 +92,5 @@ def test_a_record_comes_back_as_it_was_and_a_damaged_one_is_refused() -> None:
     data = wire.encode_bound(Bound(3, record, RUN, 1))
     assert wire.decode_bound(data) == Bound(3, record, RUN, 1)
     for damaged in (data[:-1], data + b"\0", b""):
-        with pytest.raises(ValueError, match="not what a member writes down"):
+        with pytest.raises(ValueError, match="not a record of a member"):
             wire.decode_bound(damaged)

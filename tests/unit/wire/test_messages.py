@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
 from covey.wire import messages
-from covey.wire.frame import CONTROL_LIMIT, GREETING_LIMIT
+from covey.wire.frame import CONTROL_LIMIT, HANDSHAKE_LIMIT
 
 ADDRESSES = (messages.Address("10.0.0.7", 47700, "eth0"), messages.Address("fe80::7", 47700, "eth0"))
 CONTACT = messages.Contact("boot:net:0", ADDRESSES, "/run/3")
@@ -62,7 +62,7 @@ CONTROLS: list[Any] = [
 
 @pytest.mark.parametrize("message", GREETINGS, ids=lambda message: type(message).__name__)
 def test_greetings_come_back_as_they_were(message: Any) -> None:
-    assert messages.decode_greeting(messages.encode(message)) == message
+    assert messages.decode_handshake(messages.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", CONTROLS, ids=lambda message: type(message).__name__)
@@ -77,7 +77,9 @@ def test_every_message_has_a_number_of_its_own_that_never_changes() -> None:
                      "Ping": 15, "Pong": 16, "Forming": 17, "Ask": 18, "Tell": 19, "Reach": 20, "Reached": 21,
                      "NewSecret": 22, "SecretKept": 23, "Agreeing": 24, "Vouch": 25, "Founded": 26,
                      "Posting": 27, "Ended": 28, "Calls": 29, "Charter": 30, "Failing": 31}  # fmt: skip
-    assert set(names) == {kind.__name__ for union in (messages.Greeting, messages.Control) for kind in get_args(union)}
+    assert set(names) == {
+        kind.__name__ for union in (messages.HandshakeMessage, messages.Control) for kind in get_args(union)
+    }
 
 
 def test_a_node_that_moved_is_the_same_at_other_addresses() -> None:
@@ -89,17 +91,17 @@ def test_a_node_that_moved_is_the_same_at_other_addresses() -> None:
 
 def test_a_message_of_a_later_version_with_more_fields_is_still_understood() -> None:
     raw = msgspec.msgpack.decode(messages.encode(HELLO))
-    assert messages.decode_greeting(msgspec.msgpack.encode([*raw, "new"])) == HELLO
+    assert messages.decode_handshake(msgspec.msgpack.encode([*raw, "new"])) == HELLO
     *start, card, on_loss, charter = raw
-    assert messages.decode_greeting(msgspec.msgpack.encode([*start, [*card, "new"], on_loss, charter])) == HELLO
+    assert messages.decode_handshake(msgspec.msgpack.encode([*start, [*card, "new"], on_loss, charter])) == HELLO
     older = msgspec.structs.replace(HELLO, card=msgspec.structs.replace(HELLO.card, version=""))
-    assert messages.decode_greeting(msgspec.msgpack.encode([*start, card[:6]])) == older
+    assert messages.decode_handshake(msgspec.msgpack.encode([*start, card[:6]])) == older
 
 
 def test_a_stranger_cannot_say_what_only_members_may_and_the_other_way_round() -> None:
     for message in CONTROLS:
         with pytest.raises(RemoteProtocolError):
-            messages.decode_greeting(messages.encode(message))
+            messages.decode_handshake(messages.encode(message))
     for message in GREETINGS:
         with pytest.raises(RemoteProtocolError):
             messages.decode_control(messages.encode(message))
@@ -107,7 +109,7 @@ def test_a_stranger_cannot_say_what_only_members_may_and_the_other_way_round() -
 
 @given(st.one_of(st.binary(max_size=300), st.binary(max_size=20).map(lambda tail: b"\x95\x01" + tail)))
 def test_any_bytes_give_a_message_or_a_protocol_error(data: bytes) -> None:
-    for decode in (messages.decode_greeting, messages.decode_control):
+    for decode in (messages.decode_handshake, messages.decode_control):
         with contextlib.suppress(RemoteProtocolError):
             decode(data)
 
@@ -122,7 +124,7 @@ def test_any_bytes_give_a_message_or_a_protocol_error(data: bytes) -> None:
 )
 def test_well_formed_data_that_is_no_message_is_a_protocol_error(value: Any) -> None:
     data = msgspec.msgpack.encode(value)
-    for decode in (messages.decode_greeting, messages.decode_control):
+    for decode in (messages.decode_handshake, messages.decode_control):
         try:
             message = decode(data)
         except RemoteProtocolError:
@@ -140,7 +142,7 @@ def test_messages_fit_into_their_frames() -> None:
     addresses = tuple(messages.Address(f"2001:db8:85a3:8d3:1319:8a2e:370:{i:04x}", 65535, "e" * 15) for i in range(20))
     contact = messages.Contact("boot-id:4026531840:1000" * 2, addresses, path)
     card = msgspec.structs.replace(CARD, contact=contact, name="n" * 45, host_name="h" * 64, version="1.2.3.dev4")
-    assert len(messages.encode(msgspec.structs.replace(HELLO, card=card, run="r" * 256))) <= GREETING_LIMIT
+    assert len(messages.encode(msgspec.structs.replace(HELLO, card=card, run="r" * 256))) <= HANDSHAKE_LIMIT
     one, two = (messages.Contact(contact.host, addresses[:count], path) for count in (1, 2))
     assert len(messages.encode(messages.Roster((one,) * 1024))) <= CONTROL_LIMIT
     assert len(messages.encode(messages.Known((msgspec.structs.replace(card, contact=two),) * 400))) <= CONTROL_LIMIT

@@ -1,10 +1,10 @@
-"""`covey bench`: how fast the collectives are here, alone or side by side with gloo and Open MPI."""
+"""`covey bench`: measures the collectives on this machine, alone or side by side with gloo and Open MPI."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # The ranks import this package too, and must not pay for the command line's libraries.
+    # The ranks import this package too, and need not load the libraries of the command line.
     if name == "app":
         from covey.cli.bench.command import app
 

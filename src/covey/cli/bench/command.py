@@ -85,10 +85,10 @@ def recovery(
     kills: Annotated[int, typer.Option(help="Ranks that are killed, one after another.")] = 20,
     lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "shm",
     size: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.")] = "64M",
-    seed: Annotated[int, typer.Option(help="Decides which rank, and when in the operation.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides which rank is killed, and when in the operation.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")] = False,
 ) -> None:
-    """Kill ranks in the middle of all_reduce, again and again: how soon do the others have the exact result?"""
+    """Kill ranks in the middle of all_reduce, and measure how soon the others have the exact result."""
     from covey.cli.bench import recovery as drills
 
     (nbytes,) = sizes if len(sizes := parse_sizes(size)) == 1 else (0,)
@@ -120,12 +120,12 @@ def recovery(
 @app.command()
 def ddp(
     ranks: Annotated[int, typer.Option("-n", metavar="N", help="Ranks.")] = 2,
-    parameters: Annotated[int, typer.Option(help="Of the model, in millions.")] = 25,
+    parameters: Annotated[int, typer.Option(help="Size of the model, in millions of parameters.")] = 25,
     rounds: Annotated[int, typer.Option(help="Turns of each side, three steps each.")] = 7,
     lanes: Annotated[str, typer.Option(help="One of shm, unix, tcp, secure.")] = "shm",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Train with PyTorch's DistributedDataParallel on covey and on gloo, in turns: how long does a step take?"""
+    """Measure the step time of PyTorch's DistributedDataParallel, on covey and on gloo in turns."""
     from covey.cli.bench import ddp as trials
 
     require_torch("covey bench ddp")
@@ -141,7 +141,7 @@ def ddp(
 
 
 def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[str, str]]:
-    """Measure everything, show it as it comes, and return it with the versions of the libraries that took part."""
+    """Measure everything and show results as they arrive; return them with the versions of the libraries used."""
     measurements: list[Measurement] = []
     versions: dict[str, str] = {}
     unprinted: list[Measurement] = []
@@ -174,7 +174,7 @@ def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[s
 
 @contextmanager
 def progress(sweep: Sweep, console: Console) -> Iterator[Callable[[str, int], None]]:
-    """Yield a way to say what is being measured and how many more rounds are over; silent away from a terminal."""
+    """Yield a function that shows what is measured and adds finished rounds; it does nothing without a terminal."""
     if not is_lively(console):
         yield lambda text, rounds: None
         return
@@ -194,13 +194,13 @@ def cleaning_up_on(*signums: signal.Signals) -> Iterator[None]:
 
     with ExitStack() as stack:
         for signum in signums:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # nohup's wish is respected
+            if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
                 stack.callback(signal.signal, signum, signal.signal(signum, leave))
         yield
 
 
 def headline(facts: dict[str, Any], sweep: Sweep) -> str:
-    """Say in one line where and when this was measured."""
+    """Return one line that says where and when this was measured."""
     busy = ", one busy thread a rank" if sweep.busy else ""
     busy += ", covey through torch.distributed" if sweep.through_torch else ""
     when = str(facts["date"])[:16].replace("T", " ")

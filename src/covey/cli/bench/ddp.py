@@ -1,6 +1,6 @@
-"""`covey bench ddp`: how long a step of DistributedDataParallel takes on covey and on gloo, in turns in one process.
+"""`covey bench ddp`: measures a step of DistributedDataParallel on covey and on gloo, in turns in one process.
 
-Both train the same model on the same samples, and must come to the same parameters.
+Both train the same model on the same samples, and must end with the same parameters.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 LAYERS: Final = 8
 BATCH: Final = 8
 STEPS: Final = 3
-"""Of one backend before the other has its turn."""
+"""Steps of one backend before the turn of the other."""
 TOLERANCE: Final = 1e-4
-"""How far parameters may be apart after all steps: the backends add up in different orders."""
+"""How much parameters may differ after all steps: the backends add in different orders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +53,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a contender came to."""
+    """What was measured of one contender."""
 
     name: str
     seconds: list[float]
-    """Of every step, on the rank that took longest."""
+    """Of every step, on the slowest rank."""
 
 
 def measure(trial: Trial) -> list[Outcome]:
     """Return how long steps take without communication, on covey, and on gloo.
 
     Raises:
-        ArithmeticError: the backends came to different parameters.
+        ArithmeticError: the backends ended with different parameters.
     """
     os.environ["COVEY_LANES"] = trial.lanes  # the ranks inherit it
     with tempfile.TemporaryDirectory(prefix="covey-ddp-") as folder:
@@ -76,7 +76,7 @@ def measure(trial: Trial) -> list[Outcome]:
 
 
 def train(group: Group, folder: str, trial: Trial) -> dict[str, list[float]]:
-    """Be one rank of both contenders; return how long each step took."""
+    """Train as one rank of both contenders; return how long each step took."""
     import torch
     import torch.distributed as dist
 
@@ -123,12 +123,12 @@ def train(group: Group, folder: str, trial: Trial) -> dict[str, list[float]]:
     off = max((ours - theirs).detach().abs().max().item() for ours, theirs in pairs)
     dist.destroy_process_group()
     if off > TOLERANCE:
-        raise ArithmeticError(f"covey and gloo came to parameters that are {off:g} apart")
+        raise ArithmeticError(f"covey and gloo ended with parameters that differ by {off:g}")
     return times
 
 
 def table(outcomes: Sequence[Outcome]) -> Fitted:
-    """Return what was measured, to be read."""
+    """Return what was measured as a table."""
     rows: list[tuple[str, str, str, str]] = []
     gloo = next(statistics.median(each.seconds) for each in outcomes if each.name == "gloo")
     for each in outcomes:
@@ -141,5 +141,5 @@ def table(outcomes: Sequence[Outcome]) -> Fitted:
 
 
 def as_json(trial: Trial, outcomes: Sequence[Outcome], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return everything, for machines."""
+    """Return everything as plain values."""
     return {"machine": facts, "trial": asdict(trial), "seconds": {each.name: each.seconds for each in outcomes}}

@@ -1,4 +1,4 @@
-"""The libraries under test behind one face: bind an operation to buffers, get a call that runs it once."""
+"""One interface to the libraries under test: bind an operation to buffers, get a call that runs it once."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Engine(Protocol):
     def barrier(self) -> None: ...
 
     def lanes(self) -> str:
-        """Name the kinds of lane in use, or nothing where the library does not tell."""
+        """Return the kinds of lane in use; empty if the library does not report them."""
 
     def close(self) -> None: ...
 
 
 def open_engine(name: str, *, rank: int, size: int, folder: str) -> Engine:
-    """Join the other ranks; `rank` and `size` count only where no launcher says them, `folder` is private."""
+    """Join the other ranks. `rank` and `size` are used if no launcher sets them; `folder` is private."""
     match name:
         case "covey":
             return CoveyEngine()
@@ -158,7 +158,7 @@ class MpiEngine:
     def __init__(self) -> None:
         import mpi4py
 
-        # Full thread support takes locks in every call; they are not needed here, so Open MPI runs at its best.
+        # Full thread support takes locks in every call; without it Open MPI runs at its best.
         mpi4py.rc.thread_level = "funneled"
         from mpi4py import MPI
 
@@ -202,12 +202,12 @@ class MpiEngine:
 
 
 def partner(rank: int, size: int) -> int:
-    """Return the partner for point-to-point: 0 with 1, 2 with 3; the last of an odd number stays alone."""
+    """Return the partner for point-to-point: 0 with 1, 2 with 3; the last of an odd number has none."""
     return rank ^ 1 if rank ^ 1 < size else rank
 
 
 def there_and_back(rank: int, peer: int, send: Step, recv: Step) -> Step:
-    """Return the even rank's or the odd rank's half of a ping-pong; a rank alone has nothing to do."""
+    """Return this rank's half of a ping-pong; a rank without a partner does nothing."""
     if peer == rank:
         return lambda: None
     first, second = (send, recv) if rank < peer else (recv, send)

@@ -1,4 +1,4 @@
-"""Facts about this machine that a benchmark's reader needs."""
+"""Facts about this machine that the reader of a benchmark needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the processor's name as the kernel tells it, or what Python knows."""
+    """Return the processor's name from the kernel, or else from Python."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for text in info.read_text(errors="replace").splitlines():

@@ -35,7 +35,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """So many more rounds of `case` are over: 0 when it begins, then 1 at a time."""
+    """`rounds` more rounds of `case` are over: 0 when it begins, then 1 at a time."""
 
     case: Case
     rounds: int
@@ -97,7 +97,7 @@ def _measure_case(sweep: Sweep, case: Case, started: Sequence[RankProcesses], rn
 
 
 def _warm_up(processes: RankProcesses, case: Case, round_seconds: float) -> int:
-    """Return the iterations of a round, from a first guess (cold) and a second (warm, over a quarter of a round)."""
+    """Return how many iterations fill a round, by a cold try and then a warm one of a quarter of a round."""
     iterations = 2
     for budget in (round_seconds / 4, round_seconds):
         seconds = statistics.median(_as_round(processes.run(case, iterations)).seconds)

@@ -1,4 +1,4 @@
-"""What the front process and its ranks say to each other: JSON lines over a unix socket."""
+"""Messages between the front process and its ranks: JSON lines over a unix socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Meet the other ranks, then time so many iterations."""
+    """Wait for the other ranks, then time this many iterations."""
 
     iterations: int
 
@@ -37,13 +37,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The operation gave the right values; `lanes` says by which way, where the engine can tell."""
+    """The operation gave the right values; `lanes` names the kinds of lane, if the engine reports them."""
 
     lanes: str
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """One round as one rank saw it."""
+    """One round, measured by one rank."""
 
     nanoseconds: list[int]
     cpu_seconds: float
@@ -63,8 +63,8 @@ LINE_BYTES: Final = 1 << 20
 """Longer than any message: a round has at most a thousand numbers."""
 
 
-class Channel:
-    """One end of the connection; reads are cut into messages wherever the bytes happen to arrive."""
+class RankChannel:
+    """One end of the connection. Splits what it reads into messages."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -74,13 +74,13 @@ class Channel:
         self.sock.sendall(msgspec.json.encode(message) + b"\n")
 
     def orders(self) -> Iterator[Order]:
-        """Yield what the front asks for, until it hangs up."""
+        """Yield the orders of the front, until it closes the connection."""
         self.sock.settimeout(None)  # the front's death closes the socket, so this wait always ends
         while line := self._line():
             yield msgspec.json.decode(line, type=Order)
 
     def answer(self, deadline: float) -> Answer | None:
-        """Return the rank's next message, or None when it hung up; TimeoutError at `deadline`."""
+        """Return the rank's next message, or None if it closed the connection; TimeoutError at `deadline`."""
         line = self._line(deadline)
         return msgspec.json.decode(line, type=Answer) if line else None
 

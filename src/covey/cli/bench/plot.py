@@ -1,4 +1,4 @@
-"""A benchmark as one SVG: latency and bandwidth against size, a line per contender. Pure; no plotting library.
+"""Draws a benchmark as one SVG: latency and bandwidth by size, a line per contender. Pure; no plotting library.
 
 The picture carries its own light and dark colours and follows the reader's setting.
 """
@@ -100,7 +100,7 @@ def draw(measurements: Sequence[Measurement], subtitle: str) -> str:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Return 1, 2 or 5 times powers of ten within low..high; only powers of ten when those would crowd the axis."""
+    """Return 1, 2 or 5 times powers of ten within low..high; only powers of ten if there would be too many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 2, 5), (1, 3), (1,)):
         ticks = [step * 10.0**power for power in powers for step in steps]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from covey.base.errors import ConfigError, CoveyError, DeadlineError, RankFailedError
-from covey.cli.bench.messages import Answer, Channel, Failed, Hello, Measured, Order, Prepare, Ready, Run
+from covey.cli.bench.messages import Answer, Failed, Hello, Measured, Order, Prepare, RankChannel, Ready, Run
 from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.processes import describe_end
 
@@ -68,7 +68,7 @@ class RankProcesses:
         self.versions: dict[str, str] = {}
         self.lanes = ""
         """The lanes of the last prepared operation, over all ranks; empty for contenders that do not report them."""
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, RankChannel] = {}
         self._handles: dict[int, int] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._cleanup = ExitStack()
@@ -106,7 +106,7 @@ class RankProcesses:
         while len(self._channels) < self.size:
             self._listener.settimeout(0.1)
             try:
-                channel = Channel(self._listener.accept()[0])
+                channel = RankChannel(self._listener.accept()[0])
             except TimeoutError:
                 self._check_start(deadline)
                 continue
@@ -156,10 +156,10 @@ class RankProcesses:
             raise DeadlineError(what + self._last_output(late[0]), late=late)
         return [answers[rank] for rank in range(self.size)]
 
-    def _answer(self, channel: Channel, deadline: float) -> Answer | None:
+    def _answer(self, channel: RankChannel, deadline: float) -> Answer | None:
         try:
             return channel.answer(deadline)
-        except TimeoutError:  # half a message, and then nothing
+        except TimeoutError:  # only part of a message arrived
             return None
 
     def _check_start(self, deadline: float) -> None:
@@ -172,7 +172,7 @@ class RankProcesses:
             raise DeadlineError(what + self._last_output(late[0]), late=late)
 
     def _failure(self, when: str, trouble: dict[int, str]) -> CoveyError:
-        """Return the error for failed ranks: a rank that died without a report is the likely cause, and comes first."""
+        """Return the error for failed ranks. A rank that died without a report is the likely cause and comes first."""
         rank = min(trouble, key=lambda rank: (bool(trouble[rank]), rank))
         if trouble[rank]:
             return RankFailedError(
@@ -210,7 +210,7 @@ class RankProcesses:
         env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         if self.contender.engine in ("covey", "covey-torch"):
             env["COVEY_LANES"] = self.contender.lane
-        if self.contender.engine == "gloo":  # else it looks up the host's name, which may not resolve to this host
+        if self.contender.engine == "gloo":  # or else it looks up the host's name, which may not resolve to this host
             env["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         return env
 

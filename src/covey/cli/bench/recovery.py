@@ -69,8 +69,8 @@ class Kill:
     victim: int
     survivors: int
     in_operation: bool
-    """Whether, at the kill, all survivors were in the operation that they finished without the victim. If not, the
-    victim had contributed to that one, and was missing in the next."""
+    """Whether the kill hit the operation that all survivors were in, so that they finished it without the victim. If
+    not, the victim had contributed to that operation, and was missing in the next."""
     total_ms: float
     """From the kill until that operation had returned on all survivors."""
     phases_ms: dict[str, float]
@@ -83,7 +83,7 @@ def measure(drill: Drill) -> Generator[Kill, None, None]:
     """Yield a recovery for every kill. Close the generator to end the ranks early.
 
     Raises:
-        RankFailedError: a rank ended that was not killed; the message ends with its last output.
+        RankFailedError: a rank that was not killed ended; the message ends with its last output.
         DeadlineError: the ranks did not work together, or did not recover, in time.
     """
     reports = _WorkerReports()
@@ -99,7 +99,7 @@ def measure(drill: Drill) -> Generator[Kill, None, None]:
                 yield scene.kill(victim, moment)
                 job.start(victim)
         finally:
-            job.run.signal(signal.SIGKILL)  # they hold nothing that an orderly end would save
+            job.run.signal(signal.SIGKILL)  # an orderly end would save nothing
 
 
 class _WorkerReports:
@@ -202,7 +202,7 @@ class _Scene:
         return all(len(self._lengths(worker.pid)) >= WARM_UP for worker in running)
 
     def _lengths(self, pid: int) -> list[float]:
-        """Return how long the operations of the present generation took."""
+        """Return how long the operations of the current generation took."""
         generation = self.reports.begun[pid].generation
         return [each.at - each.began for each in self.reports.returned.get(pid, ()) if each.generation == generation]
 
@@ -224,7 +224,7 @@ class _Scene:
 
 
 def summary(kills: Sequence[Kill]) -> dict[str, dict[str, float]]:
-    """Return the median, the 95th percentile and the most of the whole and of each phase, in milliseconds."""
+    """Return the median, 95th percentile and maximum of the total and of each phase, in milliseconds."""
     rows = {"total": [kill.total_ms for kill in kills]}
     rows |= {name: [kill.phases_ms[name] for kill in kills if name in kill.phases_ms] for name in PHASES}
     return {

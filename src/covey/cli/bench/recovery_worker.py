@@ -1,6 +1,6 @@
 """One rank of `covey bench recovery`: `python -m covey.cli.bench.recovery_worker`, started once per rank.
 
-It sums arrays of whole numbers, on and on, and says of each sum whether it is right to the last bit.
+It sums arrays of whole numbers until it is ended, and reports for each sum whether it is right to the last bit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Begins(msgspec.Struct, frozen=True, tag="begins"):
     rank: int
     step: int
     at: float
-    """By the monotonic clock, which processes of one machine share."""
+    """By the monotonic clock, which all processes of one machine share."""
 
 
 class Returns(msgspec.Struct, frozen=True, tag="returns"):
-    """It has returned."""
+    """The operation has returned on this rank."""
 
     generation: int
     step: int
@@ -51,7 +51,7 @@ def decode(line: bytes) -> Report:
 
 
 def main() -> None:
-    """Take part in the run that the environment describes until the end comes from outside."""
+    """Take part in the run that the environment describes, until a signal ends this process."""
     parser = argparse.ArgumentParser(prog="covey.cli.bench.recovery_worker", description=__doc__)
     parser.add_argument("--elements", type=int, required=True, help="of float32, in every sum")
     pattern = (np.arange(parser.parse_args().elements) % PERIOD + 1).astype(np.float32)

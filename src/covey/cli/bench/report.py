@@ -1,4 +1,4 @@
-"""From raw rounds to numbers people compare: statistics, ratios, tables, JSON. Pure."""
+"""Derives statistics, ratios, tables and JSON from raw rounds. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn of one contender, as all its ranks measured it."""
+    """One round of one contender, measured by all its ranks."""
 
     nanoseconds: tuple[tuple[int, ...], ...]
     """By rank, then by iteration."""
@@ -31,7 +31,7 @@ class Round:
 
     @property
     def seconds(self) -> list[float]:
-        """Each iteration's latency: an operation is over when its slowest rank is."""
+        """The latency of each iteration: that of its slowest rank."""
         return [max(taken) / 1e9 for taken in zip(*self.nanoseconds, strict=True)]
 
 
@@ -43,7 +43,7 @@ class Measurement:
     contender: Contender
     rounds: tuple[Round, ...]
     lanes: str = ""
-    """How bytes travelled, where the library tells."""
+    """The kinds of lane used, if the library reports them."""
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -86,7 +86,7 @@ class Ratio:
 
 
 def ratios(measurements: Iterable[Measurement]) -> list[Ratio]:
-    """Compare every covey lane with the opponents it is held against, case by case."""
+    """Compare every covey lane with its opponents (COMPARED_LANES), case by case."""
     measurements = list(measurements)
     return [
         Ratio(ours.case, ours.contender, theirs.contender, theirs.p50 / ours.p50)
@@ -101,7 +101,7 @@ def ratios(measurements: Iterable[Measurement]) -> list[Ratio]:
 def table(measurements: Sequence[Measurement], width: int | None) -> Text:
     """Lay out the measurements of one operation and one number of ranks, sizes in order.
 
-    Where `width` letters are too few, numbers that follow from others are left out first; JSON has them all.
+    If `width` characters are too few, columns that follow from others are left out first; JSON has them all.
     """
     case = measurements[0].case
     found = {(r.case, r.contender, r.opponent.name): r.value for r in ratios(measurements)}
@@ -138,7 +138,7 @@ def _size(case: Case) -> str:
 
 
 def line(case: Case, measurements: Sequence[Measurement]) -> str:
-    """Say a case's medians in one line of plain text."""
+    """Return the medians of a case in one line of plain text."""
     return f"{case}: " + ", ".join(f"{row.contender.name} {format_seconds(row.p50)}" for row in measurements)
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark runs: operations, sizes, contenders, and how long each is looked at. Pure."""
+"""What a benchmark measures: operations, sizes, contenders, and how long each. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LANES: Final = ("shm", "unix", "tcp", "secure")
 OPPONENTS: Final = ("gloo", "mpi", "mpi-tcp")
 
 COMPARED_LANES: Final = {"gloo": LANES, "mpi": ("shm", "unix"), "mpi-tcp": ("tcp", "secure")}
-"""The covey lanes each opponent is held against: like with like. gloo has only TCP, so every lane is a fair choice."""
+"""The covey lanes that each opponent is compared with: those of the same kind; for gloo, which has only TCP, all."""
 
 DTYPES: Final = {
     dtype.name: dtype
@@ -65,7 +65,7 @@ OPERATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One implementation under test, by one way of moving bytes."""
+    """One implementation under test, with one transport."""
 
     name: str
     engine: str
@@ -76,7 +76,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One cell of the sweep: an operation on so many bytes among so many ranks."""
+    """One cell of the sweep: an operation, its size in bytes, and the number of ranks."""
 
     operation: Operation
     size_bytes: int

@@ -1,4 +1,4 @@
-"""Values that differ by rank and position, and what each operation must make of them. Pure.
+"""Inputs that differ by rank and position, and the exact result of each operation. Pure.
 
 They are small whole numbers, so every dtype holds their sums exactly and the order of additions does not matter.
 """
@@ -19,7 +19,7 @@ PIECE: Final = 1 << 18
 
 
 def pattern(rank: int, start: int, stop: int) -> NDArray[np.int64]:
-    """Return elements start..stop of `rank`'s input: 0..7, hashed, so that neither a shift nor a swap goes unseen."""
+    """Return elements start..stop of `rank`'s input: 0..7, hashed, so that shifted or swapped elements are noticed."""
     mixed = np.arange(start, stop, dtype=np.uint64) + np.uint64((rank + 1) << 40)
     for _ in range(2):
         mixed *= np.uint64(0x9E3779B97F4A7C15)
@@ -35,7 +35,7 @@ def fill(x: NDArray[Any], rank: int) -> None:
 
 
 def expected(operation: str, rank: int, size: int, start: int, stop: int, part: int) -> NDArray[np.int64] | None:
-    """Return elements start..stop of the result on `rank`; None where the operation leaves it open.
+    """Return elements start..stop of the result on `rank`; None if the operation does not define it.
 
     `part` is the length of one rank's share, for operations that cut or join buffers; a range never crosses a share.
     """

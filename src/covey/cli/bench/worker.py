@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.cli.bench.engines import Engine, Step, open_engine
-from covey.cli.bench.messages import Channel, Failed, Hello, Measured, Prepare, Ready, Run
+from covey.cli.bench.messages import Failed, Hello, Measured, Prepare, RankChannel, Ready, Run
 from covey.cli.bench.sweep import DTYPES, OPERATIONS
 from covey.cli.bench.values import fill, first_wrong
 
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
 
 FAILURE_CHARACTERS = 8000
 FAREWELL_SECONDS = 3.0
-"""What the library has for closing in good order once the front is gone."""
+"""How long the library may take to close in good order after the front has ended."""
 
 
 def main(arguments: list[str]) -> None:
-    """Open the engine, say hello, and serve the front until it hangs up."""
+    """Open the engine, send Hello, and serve the front until it closes the connection."""
     engine_name, address, rank, size, folder, *flags = arguments
     busy = BusyThread() if flags == ["--busy"] else None
     engine = open_engine(engine_name, rank=int(rank), size=int(size), folder=folder)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
         end_with(sock)
-        channel = Channel(sock)
+        channel = RankChannel(sock)
         channel.send(Hello(engine.rank, os.getpid(), engine.versions))
         try:
             serve(engine, channel, busy)
         except Exception:
             channel.send(Failed(traceback.format_exc()[-FAILURE_CHARACTERS:]))
-            # The peers may be stuck in a collective with this rank; an orderly farewell could wait for them.
+            # The peers may be stuck in a collective with this rank; an orderly close could wait for them.
             os._exit(1)
         engine.close()
 
 
 def end_with(front: socket.socket) -> None:
-    """End this process soon after the front hung up, whatever it does: a library may wait for a dead rank for ever."""
+    """End this process soon after the front closed the connection: a library may wait for a dead rank for ever."""
     poll = select.poll()
     poll.register(front, getattr(select, "POLLRDHUP", select.POLLHUP))
 
@@ -65,8 +65,8 @@ def end_with(front: socket.socket) -> None:
     threading.Thread(target=watch, name="front-watch", daemon=True).start()
 
 
-def serve(engine: Engine, channel: Channel, busy: BusyThread | None) -> None:
-    """Do what the front orders, one answer for each order."""
+def serve(engine: Engine, channel: RankChannel, busy: BusyThread | None) -> None:
+    """Carry out the orders of the front, with one answer for each."""
     round_of: Callable[[int], Measured] | None = None
     for order in channel.orders():
         match order:
@@ -107,7 +107,7 @@ def prepare(engine: Engine, order: Prepare, busy: BusyThread | None) -> Callable
 
 
 def check(engine: Engine, operation: str, step: Step, landed: NDArray[Any] | None, part: int) -> None:
-    """Run the operation once; ArithmeticError if its result is wrong, for speed without truth is worth nothing."""
+    """Run the operation once; ArithmeticError if its result is wrong, so that no wrong operation is timed."""
     engine.barrier()
     returned = step()
     result = landed if landed is not None else returned
@@ -135,11 +135,11 @@ def cpu_seconds() -> float:
 
 
 class BusyThread:
-    """A user's pure-Python thread that wants the interpreter all the time, while a round runs and only then."""
+    """A pure-Python thread that competes for the interpreter while a round runs, as a user's thread might."""
 
     def __init__(self) -> None:
         self.cpu_seconds = 0.0
-        """What the thread itself has used, to be left off the contender's bill."""
+        """Processor seconds of the thread itself, which do not count for the contender."""
         self._running = threading.Event()
         threading.Thread(target=self._count, name="busy", daemon=True).start()
 

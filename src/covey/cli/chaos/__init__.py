@@ -1,6 +1,6 @@
-"""`covey chaos`: runs a job, does to its processes what happens to processes, and tells what survived.
+"""`covey chaos`: runs a job, breaks its processes and connections, and reports what survived.
 
-`app` is the command. It is imported when asked for: `covey bench recovery` uses the parts without it.
+`app` is the command. It is imported on first use, because `covey bench recovery` needs only the other parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `covey chaos` command: options in, a job with faults, a report out."""
+"""The `covey chaos` command: runs a job with faults and prints a report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from covey.cli.chaos.trial import Trial
 from covey.cli.run import Lanes, OnLoss, command_line
 
 PLAIN_WIDTH: Final = 140
-"""Columns where there is no terminal to ask."""
+"""Line width without a terminal."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -46,7 +46,7 @@ def chaos(
         bool,
         typer.Option(
             "--check",
-            help="Instead of a command, run a workload whose every operation is checked against its exact result.",
+            help="Instead of a command, run a workload that checks every operation against its exact result.",
         ),
     ] = False,
     hosts: Annotated[
@@ -64,7 +64,7 @@ def chaos(
         str | None,
         typer.Option(
             metavar="A,B",
-            help=f"Of {', '.join(KINDS)}; with --check, of those in the guide.",
+            help=f"Kinds of faults: {', '.join(KINDS)}; with --check, those listed in the guide.",
             show_default="all that work here",
         ),
     ] = None,
@@ -73,14 +73,14 @@ def chaos(
         int | None, typer.Option(min=0, help="Faults at most.", show_default="10; with --check, 7")
     ] = None,
     duration: Annotated[
-        float | None, typer.Option(metavar="S", help="None later than this; the job then ends in peace.")
+        float | None, typer.Option(metavar="S", help="No fault later than this; the job then finishes undisturbed.")
     ] = None,
     restarts: Annotated[int, typer.Option(min=0, metavar="N", help="Restart a failed process up to N times.")] = 0,
-    min_alive: Annotated[int, typer.Option(metavar="N", help="Leave at least N members alone at any time.")] = 1,
+    min_alive: Annotated[int, typer.Option(metavar="N", help="Leave at least N members undisturbed at any time.")] = 1,
     timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Give the job up after this.", show_default="never")
+        float | None, typer.Option(metavar="S", help="End the job after this long.", show_default="never")
     ] = None,
-    lanes: Annotated[Lanes | None, typer.Option(help="Carry all bytes between ranks this way.")] = None,
+    lanes: Annotated[Lanes | None, typer.Option(help="Use this kind of lane between all ranks.")] = None,
     on_loss: Annotated[
         OnLoss | None, typer.Option(help="What the job does about losses.", show_default="what it says")
     ] = None,
@@ -88,16 +88,16 @@ def chaos(
         bool, typer.Option("--json", help="Print a JSON object at the end; what the job prints goes to stderr.")
     ] = False,
 ) -> None:
-    """Run a job on this machine, break its processes and connections, and tell what survived.
+    """Run a job on this machine, break its processes and connections, and report what survived.
 
-    Processes are killed, stopped, slowed down, asked to leave, cut off from each other, and join, at moments that a
-    seed decides. Moments count from when the job has formed its group.
+    Processes are killed, stopped, slowed down, asked to leave, disconnected from each other, and added, at times that
+    a seed decides. Times count from when the job has formed its group.
 
-    Exits with 0 if the job ends with 0: a process finished it, and no untouched process failed.
+    Exits with 0 if the job ends with 0: at least one process finished it, and no untouched process failed.
 
-    With --check the job is a workload of covey's own. Each process writes down what every operation came to, and all of
-    them are checked afterwards: exact results, the same end on all ranks, no gaps, one history. Exits with 0 if all is
-    right.
+    With --check the job is a workload of covey's own. Each process records the outcome of every operation, and the
+    records are checked afterwards: exact results, the same outcome on all ranks, no gaps, one sequence of generations.
+    Exits with 0 if every check passes.
     """
     if records is not None or check:
         if command or (check and records is not None):
@@ -160,10 +160,10 @@ def _checked(
     as_json: bool,
 ) -> int:
     """Perform checked runs, or check one again; return the exit code."""
-    from covey.cli.chaos.checked.campaign import Campaign, judge_kept
+    from covey.cli.chaos.checked.campaign import Campaign, check_records
 
     if records is not None:
-        return judge_kept(records, as_json=as_json)
+        return check_records(records, as_json=as_json)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _interrupt)
@@ -185,7 +185,7 @@ def _checked(
 
 
 def _kinds(text: str | None) -> tuple[str, ...]:
-    """Return the kinds of faults that were asked for, or all that can be done here."""
+    """Return the requested kinds of faults, or all that are possible here."""
     if text is None:
         try:
             require_cutting()
@@ -199,5 +199,5 @@ def _kinds(text: str | None) -> tuple[str, ...]:
 
 
 def _interrupt(signum: int, _: object) -> None:
-    """End as Ctrl-C does, so that the processes go, too."""
+    """End as Ctrl-C does, so that the processes end, too."""
     raise KeyboardInterrupt(signum)

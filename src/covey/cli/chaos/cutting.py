@@ -1,8 +1,8 @@
-"""Breaking the connections between two processes of ours for real, without their help and without being root.
+"""Breaks the connections between two child processes, without their cooperation and without root.
 
-The kernel gives a parent duplicates of its children's sockets (pidfd_getfd, Linux 5.6). A connection that is shut down
-by one of them is shut down for all processes that have it open: both ends see what they would see after a router
-forgot the connection.
+The kernel gives a parent duplicates of its children's sockets (pidfd_getfd, Linux 5.6). Shutting a duplicate down shuts
+the connection down for all processes that have it open: both ends see what they would see after a router forgot the
+connection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def require_cutting() -> None:
-    """Raise ConfigError where connections of other processes cannot be broken, and say why."""
+    """Raise ConfigError, with the reason, if connections of other processes cannot be broken here."""
     why = _obstacle()
     if why:
         raise ConfigError(f"connections cannot be cut here: {why}. Leave `cut` out of --faults")
@@ -42,7 +42,7 @@ def cut(one: int, other: int) -> int:
         for sock in [held.enter_context(sock) for pid in ours for sock in _sockets(pid)]:
             is_between = _peer(sock) in theirs if sock.family == socket.AF_UNIX else _ends(sock) in far
             if is_between:
-                with contextlib.suppress(OSError):  # it has ended meanwhile
+                with contextlib.suppress(OSError):  # the connection has ended meanwhile
                     sock.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
@@ -52,7 +52,7 @@ def cut(one: int, other: int) -> int:
 def _obstacle() -> str:
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return "only Linux lends the sockets of one process to another"
-    # A child of the same user is what we will ask about; we are as close to ourselves as to it, but for Yama.
+    # Later calls are about children of the same user. Except for Yama, the kernel permits the same for this process.
     with contextlib.suppress(OSError), open("/proc/sys/kernel/yama/ptrace_scope") as file:
         if int(file.read()) > (2 if os.geteuid() == 0 else 1):
             return "kernel.yama.ptrace_scope forbids it"
@@ -130,7 +130,7 @@ def _peer(sock: socket.socket) -> int:
 
 
 def _ends(sock: socket.socket) -> tuple[object, object]:
-    """Return where a connection starts and ends, as this end sees it; nothing of one that has ended."""
+    """Return the two addresses of a connection, as this end sees them; empty ones if it has ended."""
     try:
         return sock.getsockname(), sock.getpeername()
     except OSError:

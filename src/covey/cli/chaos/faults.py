@@ -1,4 +1,4 @@
-"""What is done to a job, and when: a plan drawn from a seed before the job begins. Pure.
+"""Plans the faults of a job, from a seed, before the job begins. Pure.
 
 The plan follows a model of the job, so that it is feasible: no process is killed twice without a restart in between,
 and enough members are left to continue. The trial checks each fault against the real processes.
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 KINDS: Final = {
     "kill": "a process is killed",
-    "stop": "a process stands still for a while, as under a debugger or on a laptop that sleeps",
-    "slow": "a process only gets on in fits and starts",
+    "stop": "a process is stopped for a while, as under a debugger or on a laptop that sleeps",
+    "slow": "a process is stopped many times for a moment",
     "leave": "a process is asked to leave (SIGTERM)",
-    "join": "one that is gone is started again, or one more",
+    "join": "a process that ended is started again, or one is added",
     "cut": "all connections between two processes break",
 }
 
 SHORT_STOP: Final = (0.05, 0.25)
-"""Seconds, well below those after which a stopped process is excluded: no member may be lost."""
+"""Seconds, well below the time after which a stopped process is excluded: no member may be lost."""
 LONG_STOP: Final = (0.9, 1.8)
-"""And well above: the others go on without it."""
+"""Seconds, well above that time: the others continue without it."""
 SLOW: Final = (0.5, 1.5)
 """Seconds for which a process is slow."""
 SLOW_PULSE: Final = (0.02, 0.05)
@@ -35,14 +35,14 @@ SLOW_PULSE: Final = (0.02, 0.05)
 EXTRA: Final = 2
 """Most processes that join beyond those that the job began with."""
 BARREN: Final = 20
-"""Times in a row that no fault is feasible before the plan ends: such as with one member and no newcomer."""
+"""The plan ends after this many draws in a row without a feasible fault, as with one member and no newcomer."""
 RETURN_SECONDS: Final = 1.5
-"""About how long a process that is started again takes to be a member."""
+"""Roughly how long a restarted process takes to become a member."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that is done to the job."""
+class PlannedFault:
+    """One fault: what is done to which process, and when."""
 
     number: int
     at: float
@@ -59,7 +59,7 @@ class Fault:
 
     @property
     def is_loss(self) -> bool:
-        """Whether the members have to go on without the process."""
+        """Whether the members have to continue without the process."""
         return self.kind in ("kill", "leave") or (self.kind == "stop" and self.seconds >= LONG_STOP[0])
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chaos:
-    """How much is done to a job; checked when built."""
+    """The settings of a plan of faults; checked when built."""
 
     size: int
     seed: int
@@ -82,9 +82,9 @@ class Chaos:
     duration: float | None = None
     """No fault comes later than this after the work began."""
     restarts: int = 0
-    """How often a process that fails is started again by itself."""
+    """How often a process that fails is restarted automatically."""
     min_alive: int = 1
-    """Members that are left alone at any time."""
+    """Members that are undisturbed at any time."""
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
@@ -107,13 +107,13 @@ class Chaos:
         return self.size + (EXTRA if "join" in self.kinds else 0)
 
 
-def plan(chaos: Chaos) -> list[Fault]:
-    """Return what is done, in order; the same for the same arguments."""
+def plan(chaos: Chaos) -> list[PlannedFault]:
+    """Return the faults in order; the same arguments give the same faults."""
     return _Planner(chaos).faults()
 
 
 class _Planner:
-    """Draws faults one after another, and keeps book of what they do to the job."""
+    """Draws faults one after another, and models their effect on the job."""
 
     def __init__(self, chaos: Chaos) -> None:
         self._chaos = chaos
@@ -121,9 +121,9 @@ class _Planner:
         self._now = 0.0
         self._slots = chaos.size
         self._back_at = {rank: 0.0 for rank in range(chaos.size)}
-        """When each slot's process is a member that runs, by this model; those that are gone for good are missing."""
+        """By slot: when its process is a running member, by this model. Processes that never return are missing."""
         self._restarts = dict.fromkeys(range(chaos.most), chaos.restarts)
-        self._draw: dict[str, Callable[[int], Fault | None]] = {
+        self._draw: dict[str, Callable[[int], PlannedFault | None]] = {
             "kill": self._kill,
             "stop": self._stop,
             "slow": self._slow,
@@ -132,8 +132,8 @@ class _Planner:
             "cut": self._cut,
         }
 
-    def faults(self) -> list[Fault]:
-        chaos, faults = self._chaos, list[Fault]()
+    def faults(self) -> list[PlannedFault]:
+        chaos, faults = self._chaos, list[PlannedFault]()
         bag: list[str] = []
         barren = 0
         while len(faults) < chaos.count and barren < BARREN:
@@ -141,7 +141,7 @@ class _Planner:
             if chaos.duration is not None and self._now > chaos.duration:
                 break
             fault = self._next(len(faults), bag)
-            if fault is None:  # every kind has its turn, and those that could not be done keep theirs
+            if fault is None:  # the kinds take turns; an infeasible kind stays due
                 bag += self._random.sample(chaos.kinds, len(chaos.kinds))
                 fault = self._next(len(faults), bag)
             if fault is not None:
@@ -149,8 +149,8 @@ class _Planner:
             barren = 0 if fault is not None else barren + 1
         return faults
 
-    def _next(self, number: int, bag: list[str]) -> Fault | None:
-        """Draw the first that can be done of the kinds that are due, if any can."""
+    def _next(self, number: int, bag: list[str]) -> PlannedFault | None:
+        """Draw the first feasible fault of the kinds that are due; None if there is none."""
         for kind in list(dict.fromkeys(bag)):
             if (fault := self._draw[kind](number)) is not None:
                 bag.remove(kind)
@@ -165,7 +165,7 @@ class _Planner:
         running = self._running()
         return self._random.choice(running) if len(running) > self._chaos.min_alive else None
 
-    def _kill(self, number: int) -> Fault | None:
+    def _kill(self, number: int) -> PlannedFault | None:
         rank = self._victim()
         if rank is None:
             return None
@@ -173,33 +173,33 @@ class _Planner:
         if self._restarts[rank]:
             self._restarts[rank] -= 1
             self._back_at[rank] = self._now + RETURN_SECONDS
-        return Fault(number, self._now, "kill", rank)
+        return PlannedFault(number, self._now, "kill", rank)
 
-    def _leave(self, number: int) -> Fault | None:
+    def _leave(self, number: int) -> PlannedFault | None:
         rank = self._victim()
         if rank is None:
             return None
         del self._back_at[rank]
-        return Fault(number, self._now, "leave", rank)
+        return PlannedFault(number, self._now, "leave", rank)
 
-    def _stop(self, number: int) -> Fault | None:
+    def _stop(self, number: int) -> PlannedFault | None:
         rank = self._victim()
         if rank is None:
             return None
         is_long = self._random.random() < 0.5
         seconds = round(self._random.uniform(*(LONG_STOP if is_long else SHORT_STOP)), 3)
         self._back_at[rank] = self._now + seconds + (RETURN_SECONDS if is_long else 0.0)
-        return Fault(number, self._now, "stop", rank, seconds=seconds)
+        return PlannedFault(number, self._now, "stop", rank, seconds=seconds)
 
-    def _slow(self, number: int) -> Fault | None:
+    def _slow(self, number: int) -> PlannedFault | None:
         rank = self._victim()
         if rank is None:
             return None
         seconds, pulse = (round(self._random.uniform(*span), 3) for span in (SLOW, SLOW_PULSE))
         self._back_at[rank] = self._now + seconds
-        return Fault(number, self._now, "slow", rank, seconds=seconds, pulse=pulse)
+        return PlannedFault(number, self._now, "slow", rank, seconds=seconds, pulse=pulse)
 
-    def _join(self, number: int) -> Fault | None:
+    def _join(self, number: int) -> PlannedFault | None:
         gone: Sequence[int] = [rank for rank in range(self._slots) if rank not in self._back_at]
         if gone:
             rank = self._random.choice(gone)
@@ -209,11 +209,11 @@ class _Planner:
         else:
             return None
         self._back_at[rank] = self._now + RETURN_SECONDS
-        return Fault(number, self._now, "join", rank)
+        return PlannedFault(number, self._now, "join", rank)
 
-    def _cut(self, number: int) -> Fault | None:
+    def _cut(self, number: int) -> PlannedFault | None:
         running = self._running()
         if len(running) < 2:
             return None
         rank, other = sorted(self._random.sample(running, 2))
-        return Fault(number, self._now, "cut", rank, other)
+        return PlannedFault(number, self._now, "cut", rank, other)

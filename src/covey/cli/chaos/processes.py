@@ -1,7 +1,7 @@
 """The processes of an observed job: starts them, reads what they print and the events of their run.
 
-For tools that disturb processes and observe the effect: `covey chaos` and `covey bench recovery`. It has no thread: its
-owner calls `turn` again and again.
+For tools that disturb processes and observe the effect: `covey chaos` and `covey bench recovery`. It has no thread; its
+owner calls `turn` repeatedly.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Worker:
     """One process of the job."""
 
     rank: int
-    """Its number in the job; a process that replaces another has the same."""
+    """Its number in the job; a process that replaces another has the same number."""
     process: subprocess.Popen[bytes]
     started_at: float
     """In seconds since 1970, like all times that are compared with events."""
@@ -93,10 +93,10 @@ class Listener(Protocol):
     """Receives what the processes print."""
 
     def heard(self, worker: Worker, target: int, data: bytes) -> None:
-        """Called with output; `target` is 1 or 2. No data: the process has closed it."""
+        """Called with output; `target` is 1 or 2. Empty data means that the process has closed it."""
 
     def tick(self, now: float) -> float:
-        """Called when all output up to `now`, by the monotonic clock, was passed on; returns when to call it next."""
+        """Called when all output up to `now` (monotonic clock) was passed on; returns when to call it next."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class JobProcesses:
         return signal_group(worker.pid, signum, reaped=worker.process.poll() is not None)
 
     def turn(self, until: float) -> Turn:
-        """Pass on output, and return what happened, at `until` by the monotonic clock at the latest."""
+        """Pass on output, and return what happened, no later than `until` (monotonic clock)."""
         now = time.monotonic()  # `tick` may act on silence only after all output up to now was read
         wait = min(until, self._tick_at, now + POLL_SECONDS)
         for key, _ in self._selector.select(max(0.0, wait - now)):

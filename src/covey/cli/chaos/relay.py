@@ -1,4 +1,4 @@
-"""What the processes of a job print, on its way to the terminal, and what we say in between."""
+"""Passes the output of a job's processes to the terminal, with lines of `covey chaos` in between."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Relay:
             self._streams[key] = shown, OutputStream(worker.rank, self._cursors[target], coloured=coloured)
         shown, stream = self._streams[key]
         if data:
-            _write(shown, stream.hear(data, now=time.monotonic()))
+            _write(shown, stream.feed(data, now=time.monotonic()))
         else:
             _write(shown, stream.end())
             del self._streams[key]
@@ -41,13 +41,13 @@ class Relay:
     def tick(self, now: float) -> float:
         for shown, stream in self._streams.values():
             if stream.show_at is not None and stream.show_at <= now:
-                _write(shown, stream.hush())
+                _write(shown, stream.flush())
         return min(
             (stream.show_at for _, stream in self._streams.values() if stream.show_at is not None), default=math.inf
         )
 
     def say(self, text: str) -> None:
-        """Say something ourselves, on standard error."""
+        """Print a line of `covey chaos` itself, on standard error."""
         _write(2, self._cursors[2].make_room() + f"covey: {text}\n".encode())
 
 

@@ -1,7 +1,8 @@
-"""What became of each fault, for people and for machines.
+"""Reports the outcome of each fault, as text and as JSON.
 
-The job's own events tell: a view without a lost member, a view of the same members, a newcomer's first generation.
-They say when operations went on, not which fault they are about; they are given to faults in the order of both.
+Outcomes come from the job's own events: a view without a lost member, a view of the same members, a newcomer's first
+generation. An event says when operations continued, not which fault caused it, so events and faults are matched in
+order.
 """
 
 from __future__ import annotations
@@ -26,41 +27,41 @@ if TYPE_CHECKING:
     from covey.cli.chaos.trial import Ending, Injected, Story
 
 SLACK: Final = 0.05
-"""Seconds by which a sign may seem to come before its cause: a fault's time is taken before it is done."""
+"""Tolerance in seconds when a recovery is matched with an earlier fault."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """One view that the members agreed on in the middle of a generation, as all of them told of it."""
+    """One view that the members agreed on during a generation, from the events of all of them."""
 
     kind: str
     generation: int
     view: int
     lost: int
-    """How many it is without."""
+    """How many members it excludes."""
     began: float
-    """When the first of them saw a sign, in seconds since 1970."""
+    """When the first member noticed the loss, in seconds since 1970."""
     ended: float
-    """When the last of them went on."""
+    """When the last member continued."""
     pids: tuple[int, ...]
 
 
 @dataclass
 class Outcome:
-    """What became of one fault."""
+    """The outcome of one fault."""
 
     injected: Injected
     text: str = ""
     view: str = ""
     """The kind of view that should follow from it, if any should."""
     recovered_ms: float | None = None
-    """From the fault to the moment when the last of the others, or the newcomer, was at work."""
+    """From the fault until the last of the other members, or the newcomer, worked again."""
     is_bad: bool = False
-    """It should have become something else."""
+    """Whether the outcome is a failure of covey or of the job."""
 
 
 def recoveries(told: Sequence[Told]) -> list[Recovery]:
-    """Put together what the members told of each view, in the order of time."""
+    """Combine the events of all members into one recovery per view, in order of time."""
     views: dict[tuple[int, int], list[Told]] = {}
     newest: dict[int, int] = {}
     for event in told:
@@ -84,7 +85,7 @@ def recoveries(told: Sequence[Told]) -> list[Recovery]:
 
 
 def outcomes(story: Story) -> tuple[list[Outcome], list[Recovery]]:
-    """Return what became of every fault, and the losses that none of them explains."""
+    """Return the outcome of every fault, and the recoveries that no fault explains."""
     found = [Outcome(injected) for injected in story.injected]
     endings = {ending.worker.pid: ending for ending in story.endings}
     for outcome in found:
@@ -102,24 +103,24 @@ def outcomes(story: Story) -> tuple[list[Outcome], list[Recovery]]:
         ]
         for outcome in wanted[: max(1, recovery.lost)]:
             passed_ms = max(0.0, 1e3 * (recovery.ended - outcome.injected.at))
-            if not story.survives:  # a group that ends with its first loss: its members agree on that, and raise
+            if not story.survives:  # the group ends with its first loss: its members agree on that, and raise
                 outcome.text = outcome.text or f"the group ended with an error after {passed_ms:.0f} ms"
                 continue
             outcome.recovered_ms = passed_ms
             subject = "all" if recovery.kind == "view" else "the others"
             if not outcome.text or recovery.kind == "view":
-                outcome.text = f"{subject} went on after {passed_ms:.0f} ms"
+                outcome.text = f"{subject} continued after {passed_ms:.0f} ms"
         if recovery.kind == "lost" and recovery.lost > len(wanted):
             unexplained.append(recovery)
     have_failed = any(ending.how == "failed" for ending in story.endings)
-    untold = "the other processes failed" if have_failed and not story.survives else "no recovery was told of"
+    untold = "the other processes failed" if have_failed and not story.survives else "no recovery was reported"
     for outcome in found:
         outcome.text = outcome.text or untold
     return found, unexplained
 
 
 def _by_itself(outcome: Outcome, endings: dict[int, Ending], told: Sequence[Told]) -> None:
-    """Say what can be said from what the process itself did."""
+    """Fill in what follows from the process's own behaviour."""
     injected, fault = outcome.injected, outcome.injected.fault
     if injected.worker is None:
         outcome.text = f"not done: {injected.note}"
@@ -128,7 +129,7 @@ def _by_itself(outcome: Outcome, endings: dict[int, Ending], told: Sequence[Told
     ending = endings.get(pid)
     if fault.kind == "join":
         came = [event.time for event in told if event.pid == pid and event.kind in ("generation", "joined")]
-        outcome.text = "the job was over before it was let in"
+        outcome.text = "the job was over before it could join"
         if came:
             outcome.recovered_ms = 1e3 * (came[0] - injected.at)
             outcome.text = f"a member after {outcome.recovered_ms:.0f} ms"
@@ -151,7 +152,7 @@ def _by_itself(outcome: Outcome, endings: dict[int, Ending], told: Sequence[Told
 
 
 def as_json(chaos: Chaos, story: Story) -> dict[str, Any]:
-    """Return everything, for machines."""
+    """Return everything as plain values."""
     found, unexplained = outcomes(story)
     return {
         "chaos": asdict(chaos),
@@ -179,7 +180,7 @@ def as_json(chaos: Chaos, story: Story) -> dict[str, Any]:
 
 
 def view(chaos: Chaos, story: Story) -> RenderableType:
-    """Return the report to be read."""
+    """Return the report as text for a terminal."""
     found, unexplained = outcomes(story)
     injected = [outcome.injected for outcome in found]
     styles = ["red" if each.is_bad else "yellow" if not each.injected.was_done else "" for each in found]
@@ -203,9 +204,10 @@ def view(chaos: Chaos, story: Story) -> RenderableType:
     if not story.began:
         lines.append("the job never joined a group, so nothing was done to it")
     elif len(found) < chaos.count and chaos.duration is None:
-        lines.append(f"the job was over before {chaos.count - len(found)} more")
+        lines.append(f"the job was over before {chaos.count - len(found)} more faults")
     if unexplained:
-        lines.append(f"{sum(recovery.lost for recovery in unexplained)} members were lost to none of these faults")
+        count = sum(recovery.lost for recovery in unexplained)
+        lines.append(f"{count} members were lost for other reasons than these faults")
     if not story.survives and done:
         lines.append('the job does not survive losses: join with on_loss="continue", or use covey.generations')
     ends = Counter(ending.how for ending in story.endings)

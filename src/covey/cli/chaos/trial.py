@@ -1,4 +1,4 @@
-"""One job under chaos, from its first process to its last: faults are done at their times, what happens is noted."""
+"""Runs one job under chaos, from its first process to its last: injects the faults and records what happens."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PA
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from covey.cli.chaos.faults import Chaos, Fault
+    from covey.cli.chaos.faults import Chaos, PlannedFault
     from covey.cli.chaos.processes import JobProcesses, Told, Worker
 
 HOLD_SECONDS: Final = 30.0
-"""How long a fault waits for the process that it is meant for, and for enough others, to be members."""
+"""How long a fault waits until its target, and enough other processes, are members."""
 STRAY_SECONDS: Final = 1.0
-"""How long processes that wait for a seat have after the last member has ended."""
+"""How long processes that wait to join may live after the last member has ended."""
 OUT_OF_TIME: Final = 124
-"""The exit code of a job that did not end in time, as of timeout(1)."""
+"""The exit code of a job that did not end in time, the same as that of timeout(1)."""
 
 
 @dataclass
 class Injected:
-    """A fault, and when and to which process it was done."""
+    """A fault that was injected: when, and into which process."""
 
-    fault: Fault
+    fault: PlannedFault
     at: float
     """In seconds since 1970."""
     worker: Worker | None = None
@@ -50,7 +50,7 @@ class Ending:
     at: float
     """In seconds since 1970."""
     how: str
-    """`finished`, `left`, `lost` to a fault, `failed`, or `stray`: it waited for a seat when the job was over."""
+    """`finished`, `left`, `lost` to a fault, `failed`, or `stray`: it waited to join when the job was over."""
 
 
 @dataclass
@@ -58,14 +58,14 @@ class Story:
     """All that happened."""
 
     began: float = 0.0
-    """When the work began, in seconds since 1970; 0: it never did."""
+    """When the work began, in seconds since 1970; 0 if it never did."""
     injected: list[Injected] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
     forgiven: set[int] = field(default_factory=set)
     """Processes that failed and were started again."""
     survives: bool = False
-    """Whether the job said that it goes on without those that it loses."""
+    """Whether the job continues without lost members, by its own events."""
     is_out_of_time: bool = False
     ended: float = 0.0
 
@@ -77,7 +77,7 @@ class Story:
         failed = [ending.worker for ending in self.endings if ending.how == "failed"]
         unforgiven = [worker for worker in failed if worker.pid not in self.forgiven]
         if unforgiven:
-            # One death makes others fail; of all, a process that was killed is the first cause.
+            # One death makes other processes fail; a process that was killed is the likely first cause.
             return min(unforgiven, key=lambda worker: worker.code or 0).status
         if any(ending.how in ("finished", "left") for ending in self.endings):
             return 0
@@ -92,7 +92,7 @@ class Trial:
         self,
         job: JobProcesses,
         chaos: Chaos,
-        faults: Sequence[Fault],
+        faults: Sequence[PlannedFault],
         say: Callable[[str], None],
         timeout: float | None,
     ) -> None:
@@ -104,16 +104,16 @@ class Trial:
         """The moment that faults count from, by the monotonic clock."""
         self._order = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        """What else is due, and when: processes to let go on, to stop again, to start again."""
+        """Other actions, and when they are due: processes to continue, to stop again, to restart."""
         self._disturbed: set[int] = set()
         """Processes that are stopped, slow or asked to leave now."""
-        self._injured: dict[int, Fault] = {}
+        self._injured: dict[int, PlannedFault] = {}
         """By process: the fault that it was lost to."""
         self._restarts: dict[int, int] = {}
         self._coming: set[int] = set()
         """Ranks whose process is about to be restarted."""
         self._is_stopping = False
-        self._deeds: dict[str, Callable[[Fault, Worker, Injected], None]] = {
+        self._actions: dict[str, Callable[[PlannedFault, Worker, Injected], None]] = {
             "kill": self._kill,
             "stop": self._stop,
             "slow": self._slow,
@@ -122,7 +122,7 @@ class Trial:
         }
 
     def run(self) -> Story:
-        """Return what happened, when the last process has ended. Ctrl-C gets through: `story` has what there is."""
+        """Run the job to its end and return what happened. After Ctrl-C, `story` has what happened until then."""
         self._job.start_all()
         while self._job.running() or self._coming:
             turn = self._job.turn(self._next_at())
@@ -175,7 +175,7 @@ class Trial:
         if worker.code == 0 or self._is_stopping:
             return
         if not story.survives:
-            self._faults.clear()  # it is hit well enough
+            self._faults.clear()  # a failed job gets no more faults
             if self._job.running():
                 self._say(f"rank {worker.rank} {worker.end}; stopping the others")
                 self._later(FAILURE_GRACE, self._stop_all)
@@ -197,7 +197,7 @@ class Trial:
             self._job.start(rank)
 
     def _look_for_strays(self) -> None:
-        """End the processes that wait for a seat, when the job is over for all its members."""
+        """End the processes that wait to join, when all members have ended."""
         if self._is_stopping or not self.story.began or not any(e.how == "finished" for e in self.story.endings):
             return
         if not any(worker.is_member for worker in self._job.running()):
@@ -217,10 +217,10 @@ class Trial:
         if worker.is_running:
             self._job.signal(worker, signal.SIGKILL)
 
-    # What is done to it
+    # Faults
 
-    def _try(self, fault: Fault, now: float) -> None:
-        """Perform a fault, unless its victim, or the members that must be left alone, are not there yet."""
+    def _try(self, fault: PlannedFault, now: float) -> None:
+        """Inject a fault; or postpone it while its target, or enough undisturbed members, are missing."""
         obstacle = self._obstacle(fault)
         late = now - self._began_at - fault.at
         if obstacle and late < HOLD_SECONDS:
@@ -233,12 +233,12 @@ class Trial:
         else:
             self._inject(fault)
 
-    def _obstacle(self, fault: Fault) -> str:
-        """Return why a fault cannot be done now, or nothing."""
+    def _obstacle(self, fault: PlannedFault) -> str:
+        """Return why a fault is not possible now; empty if it is."""
         worker = self._job.workers.get(fault.rank)
         if fault.kind == "join":
             is_there = (worker is not None and worker.is_running) or fault.rank in self._coming
-            return f"rank {fault.rank} is there" if is_there else ""
+            return f"rank {fault.rank} runs already" if is_there else ""
         calm = {each.rank for each in self._job.running() if each.is_member and each.pid not in self._disturbed}
         for rank in (fault.rank, fault.other):
             if rank >= 0 and rank not in calm:
@@ -247,7 +247,7 @@ class Trial:
             return "too few others are in the run"
         return ""
 
-    def _inject(self, fault: Fault) -> None:
+    def _inject(self, fault: PlannedFault) -> None:
         worker = self._job.workers.get(fault.rank)
         done = Injected(fault, time.time(), worker)
         self.story.injected.append(done)
@@ -255,7 +255,7 @@ class Trial:
             done.worker = self._job.start(fault.rank)
         else:
             assert worker is not None
-            self._deeds[fault.kind](fault, worker, done)
+            self._actions[fault.kind](fault, worker, done)
         assert done.worker is not None
         note = f": {done.note}" if done.note else ""
         self._say(f"{self._clock()} {fault} (pid {done.worker.pid}){note}")
@@ -263,17 +263,17 @@ class Trial:
     def _clock(self) -> str:
         return f"{time.time() - self.story.began:7.3f} s "
 
-    def _kill(self, fault: Fault, worker: Worker, _: Injected) -> None:
+    def _kill(self, fault: PlannedFault, worker: Worker, _: Injected) -> None:
         self._injured[worker.pid] = fault
         worker.is_member = False
         self._job.signal(worker, signal.SIGKILL)
 
-    def _leave(self, fault: Fault, worker: Worker, _: Injected) -> None:
+    def _leave(self, fault: PlannedFault, worker: Worker, _: Injected) -> None:
         self._injured[worker.pid] = fault
         self._disturbed.add(worker.pid)
         self._job.signal(worker, signal.SIGTERM)
 
-    def _stop(self, fault: Fault, worker: Worker, _: Injected) -> None:
+    def _stop(self, fault: PlannedFault, worker: Worker, _: Injected) -> None:
         self._disturbed.add(worker.pid)
         self._job.signal(worker, signal.SIGSTOP)
 
@@ -281,12 +281,12 @@ class Trial:
             self._disturbed.discard(worker.pid)
             if fault.is_loss:
                 self._injured[worker.pid] = fault
-                worker.is_member = False  # until it tells that it is back
+                worker.is_member = False  # until its events say that it is back
             self._job.signal(worker, signal.SIGCONT)
 
         self._later(fault.seconds, let_go)
 
-    def _slow(self, fault: Fault, worker: Worker, _: Injected) -> None:
+    def _slow(self, fault: PlannedFault, worker: Worker, _: Injected) -> None:
         self._disturbed.add(worker.pid)
         until = time.monotonic() + fault.seconds
 
@@ -303,6 +303,6 @@ class Trial:
 
         stop()
 
-    def _cut(self, fault: Fault, worker: Worker, done: Injected) -> None:
+    def _cut(self, fault: PlannedFault, worker: Worker, done: Injected) -> None:
         count = cut(worker.pid, self._job.workers[fault.other].pid)
         done.note = f"{count} connection{'' if count == 1 else 's'}"

@@ -1,7 +1,7 @@
-"""`covey demo`: a few local processes train one small model together, and you watch.
+"""`covey demo`: a few local processes train one small model together, shown live.
 
-`app` is the command. It is imported when asked for, because every rank imports this package to get at its worker and
-has no use for a terminal view.
+`app` is the command. It is imported on first use, because every rank imports this package for its worker and needs no
+terminal view.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from covey.cli.demo.summary import as_data, checks, summary
 from covey.cli.terminal import is_lively
 
 ALONE_PATIENCE = 1.5
-"""How many times the team's `--seconds` one node alone gets for the same samples."""
+"""The single node gets this many times `--seconds` for the same samples."""
 PAINT_EVERY = 0.1
 SAY_EVERY = 1.0
 
@@ -36,20 +36,22 @@ def demo(
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Stop training after this long, whatever --steps says.")
     ] = 12.0,
-    seed: Annotated[int, typer.Option(min=0, help="Where parameters and batches come from.")] = 0,
-    no_loss: Annotated[bool, typer.Option("--no-loss", help="Kill no process on the way.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial parameters and the batches.")] = 0,
+    no_loss: Annotated[bool, typer.Option("--no-loss", help="Do not kill a process during training.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines of text instead of a live view.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")] = False,
 ) -> None:
-    """Watch a few processes on this machine train one model together, lose one and get it back.
+    """Show a few processes on this machine that train one model together, lose one of them and get it back.
 
-    They learn to write from a book, a character at a time: each takes its own
-    batches, covey averages the gradients, and all of them keep the same
-    parameters to the last bit. On the way one is killed: the others finish
-    the step they are in and go on, and when it is started again they give it
-    their state. Kill others yourself, if you like. Then one node alone takes
-    the batches of all, undisturbed, to see where the loss should be.
-    Exits with 1 if anything is not as it should be.
+    They train a model that writes text character by character, from a book. Each process takes its own batches, covey
+    averages the gradients, and the parameters stay equal on all of them, bit by bit.
+
+    During the training one process is killed. The others finish the current step and continue. When the process is
+    restarted, it gets its state from them. You can kill further processes yourself.
+
+    Afterwards a single node trains on the batches of all, undisturbed, for comparison of the loss.
+
+    Exits with 1 if a check at the end fails.
     """
     console = Console(stderr=as_json)
     show = _Show(console, live=is_lively(console) and not plain, silent=as_json and not console.is_terminal)
@@ -96,7 +98,7 @@ def _train(plan: processes.Plan, progress: Progress, show: _Show) -> None:
 
 
 class _Show:
-    """Tells what goes on while it goes on: a live view, or a line a second, or nothing."""
+    """Shows progress: as a live view, as a line a second, or not at all."""
 
     def __init__(self, console: Console, *, live: bool, silent: bool) -> None:
         book = text.load()
@@ -107,7 +109,7 @@ class _Show:
         self._due_at = 0.0
         self._said: Point | None = None
         self._sentences = 0
-        """How much of the story was said."""
+        """How many lines of the story were printed."""
 
     def __enter__(self) -> _Show:
         if self._live:
@@ -119,7 +121,7 @@ class _Show:
             self._live.stop()
 
     def begin(self, team: Progress, alone: Progress | None) -> None:
-        """Turn to the run of one node alone, or to the team's while there is no other."""
+        """Show the run of the single node, or that of the team if `alone` is None."""
         self._team, self._alone = team, alone
         if alone is None:
             self._say(f"{team.name} read {self._title}")
@@ -128,7 +130,7 @@ class _Show:
         self.refresh(now=self._live is not None)
 
     def refresh(self, *, now: bool = False) -> None:
-        """Show how things stand, unless they were shown a moment ago."""
+        """Show the current state, unless it was shown a moment ago."""
         if self._live is None:
             for words in self._team.story[self._sentences :]:
                 self._say(words)
@@ -154,7 +156,7 @@ class _Show:
 
 
 def _leave(signum: int, _: object) -> None:
-    """End as Ctrl-C does, so that the ranks and their folder go, too."""
+    """End as Ctrl-C does, so that the ranks end and their folder is removed."""
     raise SystemExit(128 + signum)
 
 

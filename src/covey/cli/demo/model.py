@@ -82,7 +82,7 @@ class Adam:
 
     @property
     def state(self) -> Arrays:
-        """All that it remembers, by name."""
+        """All arrays that it keeps between steps, by name."""
         means = {f"mean {name}": array for name, array in self._mean.items()}
         return means | {f"square {name}": array for name, array in self._square.items()}
 

@@ -1,6 +1,6 @@
 """The demo's processes: starts one worker for each node, kills one of them, and restarts those that a signal ended.
 
-Reports are yielded as they arrive: those of the nodes, and those about what is done to them.
+Reports are yielded as they arrive: those of the nodes, and those about starts and kills.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Nodes:
                 self._due[worker.node] = time.monotonic() + ABSENCE
             else:
                 failures.append(failure)
-        # One failure may cause others; of those seen together, a node that was killed is the first cause.
+        # One failure may cause others; of those seen together, a node that was killed is the likely first cause.
         if failures:
             raise min(failures, key=lambda failure: failure.exit_code or 0)
 

@@ -1,4 +1,4 @@
-"""What is known so far of one training run."""
+"""The state of one training run, built from its reports."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The held-out loss after so many steps, samples of all nodes, and seconds of training."""
+    """The held-out loss after a number of steps, of samples of all nodes, and of seconds of training."""
 
     step: int
     samples: int
     seconds: float
-    """Time in steps and on new generations alone: starting, judging and reporting are off this clock."""
+    """Seconds spent in steps and on new generations; starting, evaluating and reporting do not count."""
     loss: float
 
 
@@ -58,17 +58,17 @@ class Recovery:
 
     @property
     def first(self) -> Recovered:
-        """What the first of them told."""
+        """The report that arrived first."""
         return next(iter(self.reports.values()))
 
     @property
     def milliseconds(self) -> float:
-        """How long that took in which it happened, on the slowest."""
+        """How long the interrupted operation took, on the slowest node."""
         return 1e3 * max(report.seconds for report in self.reports.values())
 
     @property
     def phases(self) -> dict[str, float]:
-        """The timeline of the one that saw it first: its phases ended latest after the first sign."""
+        """The timeline of the node that noticed the loss first: its phases end latest after the first sign."""
         return max((report.phases for report in self.reports.values()), key=lambda phases: phases.get("redo", 0.0))
 
 
@@ -85,27 +85,27 @@ class Return:
 
     @property
     def gift(self) -> str:
-        """What it was given, in words."""
+        """The state that it received, in words."""
         donors = f"{len(self.donors)} node{'s' if len(self.donors) > 1 else ''}"
         return f"{self.bytes / 1e6:.1f} MB of state from {donors} in {1e3 * self.seconds:.0f} ms"
 
 
 @dataclass(slots=True)
 class Progress:
-    """A training run of `size` nodes that is to do `steps` steps; `record` brings it up to date."""
+    """A training run of `size` nodes and `steps` steps; `record` updates it."""
 
     size: int
     steps: int
     rows: list[Row] = field(init=False)
     curve: list[Point] = field(default_factory=list)
-    """One point per round, from the first node that told of it; the first one is from before training."""
+    """One point per round, from the first node that reported it; the first point is from before training."""
     recoveries: dict[tuple[int, tuple[int, ...]], Recovery] = field(default_factory=dict)
     """By generation and the ranks that were lost."""
     returns: list[Return] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
     """What happened to the members, in sentences."""
     reached: int = 0
-    """The latest step that is known of."""
+    """The latest step that was reported."""
     lane: str = ""
     gradient_bytes: int = 0
     writing: str = ""
@@ -162,7 +162,7 @@ class Progress:
             self.curve.append(Point(0, 0, 0.0, report.held_out))
 
     def _survive(self, node: int, report: Recovered) -> None:
-        """Note a remaining node's report of a loss, and when it came."""
+        """Record a remaining node's report of a loss."""
         seats = {(report.generation, rank) for rank in report.lost}
         lost = tuple(other for other, row in enumerate(self.rows) if row.seat in seats)
         recovery = self.recoveries.setdefault((report.generation, report.lost), Recovery(lost, {}))
@@ -203,11 +203,11 @@ class Progress:
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """Return seconds of compute and of sync in a step, averaged over the nodes that have told of a round."""
+        """Return seconds of compute and of sync in a step, averaged over the nodes that have reported a round."""
         rows = [row for row in self.rows if row.loss is not None and row.state not in ("lost", "killed")]
         count = len(rows) or 1
         return sum(row.compute for row in rows) / count, sum(row.sync for row in rows) / count
 
     def at_step(self, step: int) -> Point | None:
-        """Return the point after exactly `step` steps, or None if the run did not judge itself there."""
+        """Return the point after exactly `step` steps, or None if there was no evaluation."""
         return next((point for point in self.curve if point.step == step), None)

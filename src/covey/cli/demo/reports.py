@@ -1,4 +1,4 @@
-"""Reports about the nodes of the demo: their own, as JSON with one report a line, and those of the front process."""
+"""Reports about the nodes of the demo: their own, as one JSON object a line, and those of the front process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROUND = 20
 
 
 class Waiting(msgspec.Struct, tag="waiting"):
-    """The node is ready and waits: to be let in, or at the end for those that were lost."""
+    """The node is ready and waits: to join, or at the end for nodes that were lost."""
 
 
 class Joined(msgspec.Struct, tag="joined"):
@@ -18,9 +18,9 @@ class Joined(msgspec.Struct, tag="joined"):
     generation: int
     rank: int
     step: int
-    """Steps that were done before this generation."""
+    """Steps before this generation."""
     lane: str
-    """The kinds of lane to the other ranks, as in "shm"; empty where there is no other rank."""
+    """The kinds of lane to the other ranks, as in "shm"; empty if there is no other rank."""
     batch: int
     """Samples that this node takes in one step."""
     gradient_bytes: int
@@ -28,26 +28,26 @@ class Joined(msgspec.Struct, tag="joined"):
     held_out: float
     """Held-out loss of these parameters."""
     donors: tuple[int, ...] = ()
-    """The ranks from which all nodes have their state now."""
+    """The ranks that gave their state to the others."""
     received_bytes: int = 0
-    """How much of it came to this node."""
+    """How much state this node received."""
     restore_seconds: float = 0.0
 
 
 class Recovered(msgspec.Struct, tag="recovered"):
-    """Some were lost, and this node finished what it was in without them."""
+    """Ranks were lost, and this node finished its operation without them."""
 
     step: int
-    """The step that was being done, or that came last."""
+    """The current step, or the last one."""
     during: str
-    """What was finished without them: "step", "evaluation" or "wait"."""
+    """The operation that was finished without them: "step", "evaluation" or "wait"."""
     generation: int
     lost: tuple[int, ...]
     """Their ranks."""
     left: int
-    """How many go on."""
+    """How many ranks remain."""
     seconds: float
-    """How long that took."""
+    """How long the operation took."""
     phases: dict[str, float]
     """Milliseconds from the first sign of the loss to the end of each phase of the recovery."""
 
@@ -57,9 +57,9 @@ class Round(msgspec.Struct, tag="round"):
 
     step: int
     steps: int
-    """Steps that this node did in the round: all but for one that came in the middle."""
+    """Steps of this node in the round: all of them, unless it joined during the round."""
     samples: int
-    """Samples of all that contributed, in those steps."""
+    """Samples of all contributors in those steps."""
     batch_loss: float
     """Mean loss of this node's own batches in the round."""
     held_out: float
@@ -67,7 +67,7 @@ class Round(msgspec.Struct, tag="round"):
     compute: float
     """Seconds of the round spent on the model."""
     sync: float
-    """Seconds of the round spent in `sync_gradients`, waiting for slower ranks included, and on new generations."""
+    """Seconds of the round in `sync_gradients`, including the wait for slower ranks, and on new generations."""
 
 
 class Finished(msgspec.Struct, tag="finished"):
@@ -78,7 +78,7 @@ class Finished(msgspec.Struct, tag="finished"):
     identical: bool
     """Whether all ranks gathered the same digest from all ranks."""
     writing: str
-    """What the model writes after being shown PROMPT; only rank 0 writes."""
+    """The model's continuation of PROMPT; only rank 0 writes one."""
 
 
 class Started(msgspec.Struct, tag="started"):
@@ -94,7 +94,7 @@ class Killed(msgspec.Struct, tag="killed"):
 
 
 Told = Waiting | Joined | Recovered | Round | Finished
-"""What nodes tell."""
+"""Reports of nodes."""
 Report = Told | Started | Killed
 
 PROMPT = "The Rabbit said to Alice, "

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sentences(run: Progress, node: int, report: Report) -> list[str]:
-    """Return what there is to say about a report that `run` has just recorded."""
+    """Return sentences about a report that `run` has just recorded; none for most."""
     row = run.rows[node]
     match report:
         case Killed():
@@ -23,7 +23,7 @@ def sentences(run: Progress, node: int, report: Report) -> list[str]:
         case Started() if row.losses:
             return [_at(run.reached, f"node {node} is started again (pid {report.pid})")]
         case Waiting() if run.is_away(node):
-            return [_at(run.reached, f"node {node} waits to be let in")]
+            return [_at(run.reached, f"node {node} waits to join")]
         case Joined() if run.returns and (run.returns[-1].node, run.returns[-1].rank) == (node, report.rank):
             return [_at(report.step, f"node {node} is back as rank {report.rank}, with {run.returns[-1].gift}")]
     return []
@@ -34,7 +34,7 @@ def _survived(run: Progress, report: Recovered) -> list[str]:
     if len(recovery.reports) < report.left:
         return []
     usual = f", normally {1e3 * sum(run.step_seconds):.0f}" if report.during == "step" else ""
-    others = f"{report.left} go on" if report.left > 1 else "1 goes on"
+    others = f"{report.left} continue" if report.left > 1 else "1 continues"
     words = f"{others} without {named('node', recovery.nodes)}: the {report.during} took {recovery.milliseconds:.0f} ms"
     told = [_at(report.step, words + usual)]
     if recovery.phases:

@@ -1,4 +1,4 @@
-"""What the demo says at the end: the run against one undisturbed node, in numbers that can be checked."""
+"""The closing page of the demo: compares the run with one undisturbed node, in numbers that can be checked."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from covey.cli.demo.progress import Point, Progress
 
 ROUNDING = 0.001
-"""How far apart, in nats, the losses of several nodes and of one may be on the same samples: sums are rounded in
-another order, no more."""
+"""How much, in nats, the losses of several nodes and of one may differ on the same samples: only the order of
+rounding differs."""
 NOISE, PRICE = 0.02, 0.4
-"""The same where samples were lost with a node: what another seed makes, too, and so much for the share of all samples
-that was lost. At most 0.3 a share was seen, in runs that lost 5 to 30 % of them."""
+"""How much they may differ if samples were lost with a node: NOISE, which another seed causes as well, plus PRICE times
+the lost share of all samples. At most 0.3 times the share was measured, in runs that lost 5 to 30 % of the samples."""
 
 
 class Check(NamedTuple):
-    """Something that has to be so at the end, and whether it is."""
+    """A condition that must hold at the end, and whether it does."""
 
     words: str
     holds: bool
 
 
 def checks(team: Progress, alone: Progress | None, *, victim: int | None) -> list[Check]:
-    """Return what the outcome has to keep."""
+    """Return the conditions on the outcome."""
     found = [Check("parameters bit-identical on all nodes", bool(team.digest))]
     if victim is not None:
         found.append(Check(f"node {victim} was lost and came back", _is_back(team, victim)))
     if team.losses:
         lost = sum(len(recovery.first.lost) for recovery in team.recoveries.values())
-        found.append(Check("the others finished what they were in", lost == team.losses))
+        found.append(Check("the others finished the operation in which the node was lost", lost == team.losses))
     if alone:
         gap, limit = difference(team, alone), tolerance(team, alone)
         baseline = "of an undisturbed run" if team.losses else "of one node"
@@ -49,13 +49,13 @@ def checks(team: Progress, alone: Progress | None, *, victim: int | None) -> lis
 
 
 def difference(team: Progress, alone: Progress) -> float:
-    """Return how far the two losses are apart at the last step that both have done."""
+    """Return the difference of the two losses after the last step that both runs did."""
     mine, other = _last_points(team, alone)
     return abs(mine.loss - other.loss)
 
 
 def tolerance(team: Progress, alone: Progress) -> float:
-    """Return how far apart they may be there."""
+    """Return how large that difference may be."""
     mine, other = _last_points(team, alone)
     share = 1 - mine.samples / other.samples
     return NOISE + PRICE * share if share else ROUNDING
@@ -65,12 +65,12 @@ def _last_points(team: Progress, alone: Progress) -> tuple[Point, Point]:
     step = min(team.last.step, alone.last.step)
     mine, other = team.at_step(step), alone.at_step(step)
     assert mine is not None
-    assert other is not None, "all runs judge themselves at the same steps"
+    assert other is not None, "all runs are evaluated at the same steps"
     return mine, other
 
 
 def summary(team: Progress, alone: Progress | None, *, victim: int | None, mark: float, cores: int) -> RenderableType:
-    """Return the closing page: a comparison, what it means, what was lost, what was checked, a piece of writing."""
+    """Return the closing page: a comparison and what it means, the losses, the checks, and a sample of text."""
     scale = f"loss in nats a character: {team.curve[0].loss:.2f} is blind guessing, {mark:.2f} knows letter pairs"
     parts: list[RenderableType] = [_comparison(team, alone), Text(scale, style="dim"), Text()]
     if alone:
@@ -92,12 +92,12 @@ def summary(team: Progress, alone: Progress | None, *, victim: int | None, mark:
 
 
 def meaning(team: Progress, alone: Progress, *, cores: int) -> str:
-    """Say in a sentence or two what several nodes bought on this machine."""
+    """Return one or two sentences on what several nodes gained on this machine."""
     ratio = team.samples_per_second / alone.samples_per_second
     where = f"{team.size} nodes on {cores} core{'s' if cores > 1 else ''}"
     bound = f"; with fewer cores than nodes, {team.size}x is out of reach" if cores < team.size else ""
     missed = alone.last.samples - team.last.samples if alone.last.step == team.last.step else 0
-    lost = f" But for the {missed:,} samples that were lost with a node, they" if missed > 0 else " They"
+    lost = f" Except for the {missed:,} samples that were lost with a node, they" if missed > 0 else " They"
     return (
         f"{where} took {ratio:.1f}x as many samples a second as one{bound}."
         f"{lost} learned from the same batches as one node that takes them all."
@@ -105,7 +105,7 @@ def meaning(team: Progress, alone: Progress, *, cores: int) -> str:
 
 
 def written(writing: str) -> Text:
-    """Return the prompt and what the model made of it, cut after the last whole word."""
+    """Return the prompt and the model's continuation, cut after the last whole word."""
     words = writing.rpartition(" ")[0] or writing
     return Text.assemble((PROMPT, "dim"), (" ".join(words.split()), "italic"), (" ...", "dim"))
 

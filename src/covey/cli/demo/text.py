@@ -1,4 +1,4 @@
-"""The bundled text as numbers: a part to learn from and a held-out part to be judged on."""
+"""The bundled text as numbers: a part for training and a held-out part for evaluation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def examples(tokens: Tokens) -> tuple[Tokens, Tokens]:
 
 
 def pair_loss(training: Tokens, held_out: Tokens, vocabulary: int) -> float:
-    """Return the held-out loss of a table that knows only which character follows which: the mark to beat."""
+    """Return the held-out loss of a table of character pairs, which a useful model must beat."""
     counts = np.full((vocabulary, vocabulary), 0.1)
     np.add.at(counts, (training[:-1], training[1:]), 1)
     odds = counts / counts.sum(1, keepdims=True)

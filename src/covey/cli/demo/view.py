@@ -1,4 +1,4 @@
-"""What the demo looks like on a terminal: loss and members as a picture, the step in numbers, one row per node."""
+"""The live view of the demo on a terminal: charts of loss and members, the step in numbers, one row per node."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ STORY_LINES = 5
 NODE_COLUMNS = ("node", "pid", "rank", "loss", "samples/s", "compute", "sync", "ms a step", "state")
 ONLY_IF_WIDE = frozenset({"compute", "sync"})
 WIDE_TABLE = 78
-"""Columns of a terminal that all columns of the table of nodes fit into."""
+"""Terminal width from which the table of nodes shows all its columns."""
 
 STRIPS = {"training": ("━", "green"), "done": ("━", "green"), "waiting": ("┄", "yellow"), "starting": ("·", "yellow")}
-"""How a node's strip goes on in a state; one that is lost leaves a gap."""
+"""How a node's strip is drawn in each state; a lost node leaves a gap."""
 LOST, BACK = ("✕", "bold red"), ("◆", "bold magenta")
 
 
@@ -48,7 +48,7 @@ class Axis(NamedTuple):
 def screen(
     team: Progress, alone: Progress | None, *, mark: float, ceiling: float, width: int, height: int
 ) -> RenderableType:
-    """Return the whole view, made for a terminal of that size; `alone` is the one-node run once it has begun."""
+    """Return the whole view for a terminal of that size; `alone` is the one-node run once it has begun."""
     now = alone or team
     steps = max(team.steps if alone is None else team.last.step, 1)
     losses = [point.loss for run in (team, alone) if run for point in run.curve]
@@ -77,7 +77,7 @@ def line(run: Progress) -> str:
 
 
 def chart(team: Sequence[Point], alone: Sequence[Point], axis: Axis, *, width: int, height: int) -> Text:
-    """Draw the loss over steps: the team's as an area, that of one node alone as dots, the mark as a line."""
+    """Draw the loss over steps: the team's as an area, the single node's as dots, the mark as a line."""
     cells = [[(" ", "")] * width for _ in range(height)]  # row 0 is the bottom
     mark_row = int(_level(axis.mark, axis) * height)
     cells[mark_row] = [("┄", "dim")] * width
@@ -99,7 +99,7 @@ def chart(team: Sequence[Point], alone: Sequence[Point], axis: Axis, *, width: i
 
 
 def strips(run: Progress, steps: int, *, width: int) -> Text:
-    """Draw under the chart, on the same axis, when each node was there, lost, on its way, and back."""
+    """Draw under the chart, on the same axis, when each node was training, lost, joining, and back."""
     lines = []
     for node, row in enumerate(run.rows):
         cells = _strip(row, steps, reached=run.reached, width=width)
@@ -158,7 +158,7 @@ def _legend(team: Progress, alone: Progress | None) -> Text:
 def _story_line(words: str) -> Text:
     text = Text(words, no_wrap=True, overflow="ellipsis")
     text.highlight_words(["is killed"], "bold red")
-    text.highlight_words([" go on without ", " goes on without "], "bold green")
+    text.highlight_words([" continue without ", " continues without "], "bold green")
     text.highlight_words(["is back"], "bold magenta")
     if words.startswith("step"):
         text.stylize("dim", 0, 10)
@@ -177,7 +177,7 @@ def _progress_line(run: Progress, label: str, width: int) -> RenderableType:
 
 def _step_line(run: Progress) -> Text:
     if not run.last.step:
-        return Text("processes start and find each other", style="dim")
+        return Text("processes start and connect", style="dim")
     compute, sync = run.step_seconds
     return Text.assemble(
         f"a step {1e3 * (compute + sync):5.1f} ms = ",

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 BATCH = 256
 HELD_OUT_STRIDE = 2
-"""Judging by every second held-out character is as telling as by all of them, and takes half the time."""
+"""Evaluating every second held-out character is as accurate as all of them, and takes half the time."""
 RETURN_SECONDS = 30.0
-"""How long nodes that are done wait for those that were lost."""
+"""How long nodes that are done wait for nodes that were lost."""
 POLL_SECONDS = 0.02
 
 
 class Task(NamedTuple):
-    """What one node has to do."""
+    """The task of one node."""
 
     lots: tuple[int, ...]
-    """The batches it takes in every step, of those with these numbers."""
+    """The numbers of the batches that it takes in every step."""
     nodes: int
-    """How many must be there at the end."""
+    """How many nodes must be present at the end."""
     changes: int
-    """How many generations must have gone before."""
+    """How many changes of generation must have happened before the end."""
     rounds: int
     seconds: float
     seed: int
@@ -76,7 +76,7 @@ def train(task: Task, tell: Callable[[Told], None]) -> None:
 
 
 class _Node:
-    """A copy of the model, with all that is needed to train it."""
+    """A copy of the model, with everything needed to train it."""
 
     def __init__(self, task: Task, tell: Callable[[Told], None]) -> None:
         self._task, self._tell = task, tell
@@ -90,17 +90,17 @@ class _Node:
             **{f"parameter {name}": array for name, array in self._parameters.items()},
             **self._optimizer.state,
         }
-        """All that a newcomer has to be given."""
+        """The state that a newcomer gets."""
         self._stop_at = 0.0
         self._give_up_at = 0.0
         self._left_at = 0.0
         """When the last generation was left."""
         self._there: tuple[int, ...] = ()
-        """The ranks that are left in this generation."""
+        """The ranks that remain in this generation."""
         self._begin_round()
 
     def enter(self, group: Group) -> None:
-        """Begin a generation: take the state of the others, or give it."""
+        """Begin a generation: receive the state from other ranks, or send it."""
         restored = group.restore(self.state)
         self._there = tuple(range(group.size))
         self._stop_at = self._stop_at or time.monotonic() + self._task.seconds
@@ -157,7 +157,7 @@ class _Node:
         self._notice(group, "wait", time.perf_counter() - began)
 
     def finish(self, group: Group) -> None:
-        """Compare parameters with the others, and show what the model has learned."""
+        """Compare parameters with the other ranks, and report a sample of the model's text."""
         digest = hashlib.sha256(b"".join(array.tobytes() for array in self._parameters.values())).hexdigest()
         identical = set(group.all_gather_object(digest, type=str)) == {digest}
         writing = (
@@ -170,7 +170,7 @@ class _Node:
         self._losses = self._compute = self._sync = 0.0
 
     def _judge(self, group: Group) -> float:
-        """Return the held-out loss, to which each rank adds its share; note if any rank says that time is over."""
+        """Return the held-out loss, to which each rank adds its share; note if the time of any rank is over."""
         contexts, targets = (part[::HELD_OUT_STRIDE] for part in text.examples(self._book.held_out))
         mine = slice(self._there.index(group.rank), None, len(self._there))
         share = model.loss(self._parameters, contexts[mine], targets[mine]) * len(targets[mine])
@@ -181,7 +181,7 @@ class _Node:
         self._notice(group, "evaluation", time.perf_counter() - began)
         if votes:
             self.state["steps"] = self.state["step"]
-        return float(total / count)  # without the share of a node that is lost during this
+        return float(total / count)  # without the share of a node that is lost meanwhile
 
     def _notice(self, group: Group, during: str, seconds: float) -> None:
         """Report a loss that the last operation survived."""

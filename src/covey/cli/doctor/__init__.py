@@ -1,4 +1,4 @@
-"""`covey doctor`: why a run waits, or why machines do not find or reach each other."""
+"""`covey doctor`: explains why a run waits, or why machines do not find or reach each other."""
 
 from covey.cli.doctor.command import app
 

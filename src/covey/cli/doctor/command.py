@@ -1,4 +1,4 @@
-"""The command: collects facts, derives findings and prints them; ends within ten seconds in any case."""
+"""The `covey doctor` command: collects facts, derives findings, prints both. Always ends within ten seconds."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def doctor(
         str | None, typer.Option(metavar="PATTERN", help="Use these interfaces: eth*,!docker*,10.0.0.0/8")
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Look for nodes at these addresses, too: host:port")
+        str | None, typer.Option(metavar="A,B", help="Also look for nodes at these addresses: host:port")
     ] = None,
 ) -> None:
-    """Explain why a run waits, or why machines do not find each other: run it on two of them at the same time.
+    """Explain why a run waits, or why machines do not find each other. Run it on two of them at the same time.
 
-    Exits with 0 if there is no problem, with 1 if there is one, and with 2 if a setting makes no sense.
+    Exits with 0 if it finds no problem, with 1 if it finds one, and with 2 if a setting is invalid.
     """
     began = time.monotonic()
     with _Guard(began + DEADLINE_SECONDS):
@@ -81,7 +81,7 @@ def _print(text: RenderableType) -> None:
 
 
 def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None) -> Facts:
-    logging.getLogger("covey").addHandler(logging.NullHandler())  # its warnings become findings
+    logging.getLogger("covey").addHandler(logging.NullHandler())  # covey's warnings become findings
     env = dict(os.environ)
     config = group_config(known_part(env), interfaces=interfaces)
     parse_pattern(config.interfaces)
@@ -93,7 +93,7 @@ def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None
 
 
 def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
-    from covey.cli.doctor.network import look_at_interfaces  # imports all that clusters need
+    from covey.cli.doctor.network import look_at_interfaces  # here, because it imports all that clusters need
 
     facts = replace(facts, interfaces=look_at_interfaces(config.interfaces))
     try:
@@ -116,7 +116,7 @@ def _look_around(facts: Facts, cluster: Cluster, config: GroupConfig, tell: Call
         search.run()
     except TimeoutError as error:
         raise DeadlineError(
-            "the examination did not end before its timeout ended: this machine is too busy to tell"
+            "the examination did not end before its timeout ended, because this machine is too busy; try again later"
         ) from error
     except (ConfigError, OSError) as error:  # such as no folder for files, or no free port
         return replace(facts, search_problem=str(error).rstrip("."))

@@ -1,4 +1,4 @@
-"""What a connection error means, and what to do about it, judged by the error alone. Pure."""
+"""Maps the text of a connection error to its cause and its cure. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Obstacle(enum.Enum):
     MALFORMED = enum.auto()
     SECRET = enum.auto()
     CLOCK_HERE = enum.auto()
-    """By the clock of this machine, certificates are not valid yet."""
+    """The clock of this machine is so early that certificates are not valid yet."""
     CLOCK_THERE = enum.auto()
     """The other side holds the secret and rejects a certificate made with it: its clock must be wrong."""
     IDENTITY = enum.auto()
@@ -63,24 +63,24 @@ def obstacle(problem: str) -> Obstacle:
 def cure(problem: str, where: str, cluster: str = "") -> str:
     """Return what to do about a failed connection to `where`."""
     return {
-        Obstacle.REFUSED: f"The machine at {where} answers, and no covey node listens there. Start covey run on it, or "
-        f"wait until it is started. If it runs there already, covey status on that machine shows its port (the first "
-        f"node takes {PORTS[0]}).",
-        Obstacle.SILENCE: f"Nothing came back from {where}. Look on that machine whether it is on, whether this is "
-        f"still its address (ip address), and whether its firewall lets {PORT_RANGE} in: {OPEN_PORTS}",
-        Obstacle.NO_ROUTE: f"This machine knows no way to {where}. Check that both are on one network and that the "
+        Obstacle.REFUSED: f"The machine at {where} answers, but no covey node listens there. Start covey run on that "
+        f"machine. If it already runs there, covey status on that machine shows its port (the first node takes "
+        f"{PORTS[0]}).",
+        Obstacle.SILENCE: f"Nothing came back from {where}. Check on that machine that it is on, that this is "
+        f"still its address (ip address), and that its firewall lets {PORT_RANGE} in: {OPEN_PORTS}",
+        Obstacle.NO_ROUTE: f"This machine has no route to {where}. Check that both are on one network and that the "
         "address is right: ip address, ip route",
         Obstacle.NO_NAME: f"The name in {where} cannot be looked up. Write a numeric address, or correct the name.",
         Obstacle.MALFORMED: f"Write it as HOST or HOST:PORT, for example 192.0.2.10:{PORTS[0]}",
         Obstacle.SECRET: f"Enroll one of the two machines with the join code of the other: covey init --show {cluster} "
-        "there, covey enroll here. After covey secret rotate, programs must be started anew.",
+        "there, covey enroll here. After covey secret rotate, restart programs that still use the old secret.",
         Obstacle.CLOCK_HERE: "Set the clock of this machine: timedatectl set-ntp true",
         Obstacle.CLOCK_THERE: f"The node at {where} holds the same secret and rejects this node's certificate, so its "
         "clock is wrong. Set the clock of that machine: timedatectl set-ntp true",
         Obstacle.IDENTITY: "Two machines have one identity: was a home folder copied? Remove the `identities` "
-        "folder in the copy, and a new one is made.",
-        Obstacle.DENIED: "If that was not meant, let it in again on the machine that denies it: covey deny --undo "
-        "NODE, or covey allow NODE where the owner approves nodes.",
+        "folder in the copy; covey then makes a new identity.",
+        Obstacle.DENIED: "If that is a mistake, let it in again on the machine that denies it: covey deny --undo "
+        "NODE. If the owner approves nodes: covey allow NODE, on the owner's machine.",
         Obstacle.VERSION: "Install the same version of covey on both machines.",
         Obstacle.UNKNOWN: UNKNOWN_CURE,
     }[obstacle(problem)]

@@ -45,7 +45,7 @@ class Folder:
     variable: str
     """The variable that selects another folder."""
     problem: str = ""
-    """Why nothing can be written there, as the system says it."""
+    """Why nothing can be written there, in the system's words."""
     free_bytes: int = -1
     """Free space for this user; negative if unknown."""
 
@@ -65,7 +65,7 @@ class Machine:
     default_cluster: str = ""
     settings: tuple[Setting, ...] = ()
     unknown_variables: dict[str, str] = field(default_factory=dict)
-    """Unknown COVEY_ variables, each with the one that may be meant."""
+    """Unknown COVEY_ variables, each with the known one that is most like it."""
     folders: tuple[Folder, ...] = ()
     clock: float = 0.0
     """Seconds since 1970, by this machine's clock; 0 if it was not read."""
@@ -78,7 +78,7 @@ class Network:
     name: str
     kind: str
     is_up: bool
-    """Switched on, and connected by a cable or a Wi-Fi."""
+    """Switched on, and connected by cable or Wi-Fi."""
     is_on: bool = True
     """Switched on."""
     addresses: tuple[str, ...]
@@ -92,7 +92,7 @@ class Network:
     sent: int = 0
     """Packets that covey sent by multicast."""
     came_back: int = 0
-    """This machine's own packets that came back: multicast works on this machine."""
+    """This machine's own packets that came back. If above 0, multicast works on this machine."""
     heard: int = 0
     """Packets of other machines, about covey or not."""
     dropped: int = 0
@@ -113,7 +113,7 @@ class Way:
     interface: str
     """The name of its interface there."""
     local: str = ""
-    """The address of the side that dialled, and its interface; empty where it cannot be known."""
+    """The address of the side that dialled, and its interface; empty if unknown."""
     local_interface: str = ""
     round_trip: float = -1.0
     """Seconds; negative if it failed."""
@@ -127,7 +127,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What a node waits for, by its own report: its terms, and its problems."""
+    """What a node waits for, by its own report, with its settings and its problems."""
 
     cause: str
     """As in `wire.messages.Wait`."""
@@ -142,7 +142,7 @@ class Wait:
     here: tuple[str, ...] = ()
     """Nodes that could be in the run, the reporting node included."""
     missing: tuple[str, ...] = ()
-    """Members that are waited for, where they are known."""
+    """Members that are waited for, if they are known."""
     seeds: dict[str, str] = field(default_factory=dict)
     """Its seeds at which no node was found, and why."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class MetNode:
     pid: int
     version: str
     purpose: str
-    """`candidate` (has joined or waits for a run) or `visitor` (another doctor, for example)."""
+    """`candidate` (in a run, or waits for one) or `visitor` (another doctor, for example)."""
     run: str = ""
     state: str = ""
     since: float = 0.0
@@ -174,13 +174,13 @@ class MetNode:
     """`same host`, `multicast`, `seed`, or `others`: another node named it."""
     addresses: tuple[str, ...]
     ways_there: tuple[Way, ...] = ()
-    """From here to each of its addresses."""
+    """Attempts from here to each of its addresses."""
     ways_back: tuple[Way, ...] = ()
-    """From there to each address of this machine, by its own report."""
+    """Attempts from there to each address of this machine, by its own report."""
     ways_back_problem: str = ""
-    """Why it did not report that."""
+    """Why it reported no attempts."""
     chosen_way: str = ""
-    """The address that lanes would use, and this machine's interface for it."""
+    """The address that lanes would use, and this machine's interface to it."""
     chosen_interface: str = ""
     round_trip: float = -1.0
     bytes_per_second: float = 0.0
@@ -218,16 +218,16 @@ class Facts:
     """Why no interface can be used."""
     multicast_problem: str = ""
     host_problem: str = ""
-    """Why nodes of this machine do not find each other."""
+    """Why nodes on this machine do not find each other."""
     search_problem: str = ""
-    """Why there was no search for others."""
+    """Why no search for other nodes was possible."""
     looked: bool = False
-    """Whether there was a search for others."""
+    """Whether other nodes were searched for."""
     nodes: tuple[MetNode, ...] = ()
     other_processes: tuple[int, ...] = ()
     """Processes of this user on this machine that are nodes of other clusters."""
     unreachable: dict[str, str] = field(default_factory=dict)
-    """Addresses that multicast or other nodes named, and that cannot be reached; and why."""
+    """Addresses from multicast or other nodes that cannot be reached, and why."""
     seeds: tuple[Seed, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
     """Nodes that were refused, and why."""

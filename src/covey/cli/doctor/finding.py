@@ -1,4 +1,4 @@
-"""One finding of `covey doctor`: what is the case, and what to do about it. Pure."""
+"""One finding of `covey doctor`: what was found, and what to do about it. Pure."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Finding:
 
 
 def parted(message: str, otherwise: str) -> tuple[str, str]:
-    """Return what an error of covey says, and what it says to do, which follows a semicolon; or else `otherwise`."""
+    """Split an error message of covey at its semicolon: what happened, and the remedy (`otherwise` if it has none)."""
     what, semicolon, remedy = message.rpartition("; ")
     return (what, f"{remedy[:1].upper()}{remedy[1:]}.") if semicolon else (message, otherwise)
 
 
 def some(names: Sequence[str], most: int = 4) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first `most` names, and how many more there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

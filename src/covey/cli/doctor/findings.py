@@ -1,4 +1,4 @@
-"""From facts to advice: what is wrong in plain words, and what to do about it. Pure."""
+"""Derives findings from facts: what is wrong, in plain words, and what to do about it. Pure."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 CLOCK_SECONDS: Final = 5.0
 MOST_DROPPED: Final = 50
-"""Packets that are not looked at without a flood: many nodes that start at once on one machine, say."""
+"""Up to this many dropped packets are normal, for example when many nodes start at once on one machine."""
 MOST_TOO_MANY: Final = 50
-"""Connections that a door refuses for coming too often without a flood: a machine with very many processes, say."""
+"""Up to this many connections refused as too frequent are normal, for example from a machine with many processes."""
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Return what applies, the gravest first; in equal weight, causes before what may follow from them."""
+    """Return the findings that apply: problems first, then warnings and notes; causes before their likely effects."""
     found = [finding for check in _CHECKS for finding in check(facts)]
     return sorted(found, key=lambda finding: WEIGHTS.index(finding.weight))
 
 
-# Nodes that are linked, and nodes that are not
+# Which nodes are found and linked
 
 
 def _search(facts: Facts) -> Iterator[Finding]:
-    """Say what kept this command itself from looking, unless something that was found explains it."""
+    """Report why this command itself could not search, unless another finding explains it."""
     if bad_folders(facts):
         return
     if facts.search_problem:
@@ -44,7 +44,7 @@ def _search(facts: Facts) -> Iterator[Finding]:
         yield Finding("problem", "this-host", f"Nodes on this machine do not find each other: {what}.", remedy)
 
 
-def _nobody(facts: Facts) -> Iterator[Finding]:
+def _no_node(facts: Facts) -> Iterator[Finding]:
     if not facts.looked or facts.nodes or is_before_certificates(facts):
         return
     if not any(each.is_used for each in facts.interfaces) and physical_and_down(facts):
@@ -55,14 +55,14 @@ def _nobody(facts: Facts) -> Iterator[Finding]:
         "problem",
         "nobody",
         f"No node of cluster {facts.cluster!r} was found{silence}.",
-        "Start covey run here or on another machine. If it runs there already, run covey doctor there at the same "
-        "time: the two look for each other. If they do not meet, name an address of the other one: covey doctor "
+        "Start covey run here or on another machine. If it already runs there, run covey doctor there at the same "
+        "time: the two look for each other. If they do not meet, give one the address of the other: covey doctor "
         f"--seeds IP:{PORTS[-1]}",
     )
 
 
 def _other_clusters(facts: Facts) -> Iterator[Finding]:
-    """Point to nodes of another cluster here, where none of this one is: it may be the one that is meant."""
+    """If no node of this cluster was found, name nodes of other clusters on this machine: they may be meant."""
     if facts.other_processes and not any(node.is_here for node in facts.nodes):
         processes = some([str(pid) for pid in facts.other_processes])
         what = "Process {} is a node" if len(facts.other_processes) == 1 else "Processes {} are nodes"
@@ -85,16 +85,16 @@ def _unreachable(facts: Facts) -> Iterator[Finding]:
                 "problem",
                 "unreachable",
                 f"Nodes announce themselves at {some(places)}, but no connection gets through, in either direction.",
-                "Packets by multicast come through and connections do not, so a firewall is in between: open "
-                f"{PORT_RANGE} on this machine or on that one ({OPEN_PORTS}). On a guest Wi-Fi it may be the access "
-                "point that keeps its clients apart.",
+                "Multicast packets come through and connections do not, so a firewall is in between: open "
+                f"{PORT_RANGE} on this machine or on that one ({OPEN_PORTS}). On a guest Wi-Fi, the access point may "
+                "keep its clients apart.",
             )
         elif kind is Obstacle.REFUSED:
             yield Finding(
                 "note",
                 "gone",
                 f"A node was announced at {some(places)}, and connections to it are refused.",
-                "Most likely it has just ended. If covey run still waits there, start it again.",
+                "The node has probably just ended. If covey run still waits there, restart it.",
             )
         else:
             text = f"Nodes announce themselves at {some(places)}, but cannot be reached: {why}."
@@ -107,7 +107,7 @@ def _seeds(facts: Facts) -> Iterator[Finding]:
     silent: dict[Obstacle, list[Seed]] = {}
     for seed in facts.seeds:
         if seed.hung_up:
-            text = f"The node at seed {seed.text} hangs up on us at the door: it has another secret."
+            text = f"The node at seed {seed.text} closed the connection at the door: it has another secret."
             remedy = cure("did not accept this cluster's secret", seed.text, facts.cluster)
             yield Finding("problem", "wrong-secret-at-seed", text, remedy)
         elif seed.problem and not seed.answered and seed.text not in told:
@@ -143,7 +143,7 @@ def _refused(facts: Facts) -> Iterator[Finding]:
         yield Finding("problem", "refused", f"{some(places)}: {reason}.", cure(reason, first, facts.cluster))
 
 
-# How well we reach each other
+# How well nodes reach each other
 
 
 def _multicast(facts: Facts) -> Iterator[Finding]:
@@ -153,12 +153,12 @@ def _multicast(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "no-multicast",
-            "No interface in use can do multicast, so nodes do not find each other by themselves.",
-            "Name one node to the others: covey run --seeds IP ..., or COVEY_SEEDS.",
+            "No interface in use supports multicast, so nodes do not find each other by themselves.",
+            "Give the other nodes the address of one node: covey run --seeds IP ..., or COVEY_SEEDS.",
         )
     for each in capable if facts.looked else ():
         if each.errors or not each.came_back:
-            why = "; ".join(each.errors) or "packets sent do not even come back to this machine"
+            why = "; ".join(each.errors) or "packets that this machine sends do not come back to it"
             cause = (
                 "covey does not know the cause" if each.errors else "If a firewall runs here, let 5353/udp through it"
             )
@@ -166,11 +166,12 @@ def _multicast(facts: Facts) -> Iterator[Finding]:
                 "warning",
                 "multicast-broken",
                 f"Multicast does not work on {each.name}: {why}.",
-                f"{cause}. Without multicast, name one node to the others: --seeds or COVEY_SEEDS.",
+                f"{cause}. Without multicast, give the other nodes the address of one: --seeds or COVEY_SEEDS.",
             )
     if facts.multicast_problem:
         text = f"Multicast did not start: {facts.multicast_problem}."
-        yield Finding("warning", "multicast-broken", text, "Name one node to the others: --seeds or COVEY_SEEDS.")
+        remedy = "Give the other nodes the address of one node: --seeds or COVEY_SEEDS."
+        yield Finding("warning", "multicast-broken", text, remedy)
     unheard = [
         node.name
         for node in facts.nodes
@@ -180,9 +181,9 @@ def _multicast(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "multicast-blocked",
-            f"Multicast is blocked between here and {some(unheard)}: on one network, and yet nothing was heard of "
-            "each other that way.",
-            "It works with seeds, as now. To do without them, allow 5353/udp in the firewalls of both, and switch off "
+            f"Multicast is blocked between here and {some(unheard)}: both are on one network, but no multicast packet "
+            "arrives.",
+            "Seeds work, as they do now. To do without them, allow 5353/udp in the firewalls of both, and switch off "
             "client isolation and IGMP snooping in the access point or switch.",
         )
 
@@ -193,10 +194,10 @@ def _flood(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "multicast-flood",
-                f"{each.dropped} packets about covey were not looked at on {each.name}: more than nodes send, "
-                "so a machine there repeats or invents them. Nodes may be slow to find each other.",
-                f"Find that machine (tcpdump -ni {each.name} udp port 5353) and stop it. Until then, name one node "
-                "to the others: --seeds or COVEY_SEEDS.",
+                f"{each.dropped} packets about covey were dropped on {each.name}. That is more than nodes send, so a "
+                "machine there repeats or invents them. Nodes may be slow to find each other.",
+                f"Find that machine (tcpdump -ni {each.name} udp port 5353) and stop it. Until then, give the other "
+                "nodes the address of one node: --seeds or COVEY_SEEDS.",
             )
 
 
@@ -206,10 +207,10 @@ def _crowded_door(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "door-flood",
-                f"{node.name} has turned {node.too_many:,} connections away that came too often from one source, "
-                f"of {node.turned_away:,} in all.",
-                "A machine without the cluster's secret keeps connecting: find it in the log of that node (covey audit "
-                f"there), and keep it away from {PORT_RANGE} by a firewall. Members have an allowance of their own.",
+                f"{node.name} has refused {node.turned_away:,} connections, {node.too_many:,} of them because one "
+                "source connects too often.",
+                "A machine without the cluster's secret keeps connecting. Find it in the log of that node (covey audit "
+                f"there), and block it from {PORT_RANGE} with a firewall. The limit does not affect members.",
             )
 
 
@@ -226,24 +227,24 @@ def _one_way(facts: Facts) -> Iterator[Finding]:
             text = (
                 f"{node.name} can be reached in one direction only. From {source} to {target}: {some(sorted(failed))}."
             )
-            remedy = f"It works, as one direction is enough. {cure(sorted(failed)[0], target, facts.cluster)}"
+            remedy = f"One direction is enough, so runs work. {cure(sorted(failed)[0], target, facts.cluster)}"
             yield Finding("warning", "one-way", text, remedy)
             continue
         told, closed, caller = (
             (
-                f"we reach {node.name}, but it does not reach us",
+                f"this machine reaches {node.name}, but not vice versa",
                 "this machine",
                 f"{node.name} ({node.addresses[0]})",
             )
             if there
-            else (f"{node.name} reaches us, but we do not reach it", f"{node.name} ({node.addresses[0]})", "here")
+            else (f"{node.name} reaches this machine, but not vice versa", f"{node.name} ({node.addresses[0]})", "here")
         )
         yield Finding(
             "warning",
             "one-way-firewall",
             f"One-way firewall: {told}. Connections from {caller} to {closed} are dropped.",
-            f"It works, as one direction is enough. To mend it, open {PORT_RANGE} in the firewall of {closed}: "
-            f"{OPEN_PORTS}",
+            f"One direction is enough, so runs work. To open the other, allow {PORT_RANGE} in the firewall of "
+            f"{closed}: {OPEN_PORTS}",
         )
 
 
@@ -257,9 +258,9 @@ def _wireless(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "wireless-used",
-                f"The way to {node.name} goes by Wi-Fi ({used.name}), although there is a cable ({cable.name}) that "
-                "leads there, too.",
-                f"Leave the Wi-Fi out: COVEY_INTERFACES='!{used.name}', or --interfaces '!{used.name}'",
+                f"Traffic to {node.name} uses Wi-Fi ({used.name}), although the cable ({cable.name}) leads there "
+                "as well.",
+                f"Exclude the Wi-Fi: COVEY_INTERFACES='!{used.name}', or --interfaces '!{used.name}'",
             )
 
 
@@ -278,14 +279,14 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "note",
                 "clock",
-                f"The clock of {node.name} is {abs(node.clock_offset):,.0f} s {direction} ours. covey does not "
-                "mind, but logs are hard to compare.",
+                f"The clock of {node.name} is {abs(node.clock_offset):,.0f} s {direction} this machine's. covey "
+                "works, but logs are hard to compare.",
                 "timedatectl set-ntp true, on the machine whose clock is wrong.",
             )
 
 
 def _shared(networks: Iterable[Network], addresses: Iterable[str]) -> Network | None:
-    """Return the first of our interfaces that is on a network with one of their addresses."""
+    """Return the first of these interfaces whose network contains one of `addresses`."""
     ips = [ip for ip in map(ipaddress.ip_address, addresses) if not ip.is_link_local]
     for each in networks:
         for network in map(ipaddress.ip_interface, each.networks):
@@ -297,6 +298,6 @@ def _shared(networks: Iterable[Network], addresses: Iterable[str]) -> Network | 
 _CHECKS: Final = (
     *(waiting_runs, silent_members),
     *MACHINE_CHECKS,
-    *(_search, _unreachable, _seeds, _refused, _foreign, _nobody, _other_clusters),
+    *(_search, _unreachable, _seeds, _refused, _foreign, _no_node, _other_clusters),
     *(_one_way, _multicast, _flood, _crowded_door, _wireless, _versions, _clocks),
 )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MOST_PATHS: Final = 1000
 WRITTEN_BYTES: Final = 1 << 16
-"""What is written into a folder to see whether it can be."""
+"""How much is written into a folder to test whether it is writable."""
 SECRETS: Final = ("COVEY_SECRET", "COVEY_SECRET_FD", "COVEY_TOKEN_FD")
 DEFAULTS: Final = {
     "COVEY_RUN_MIN_SIZE": f"{DEFAULT_MIN_SIZE}",
@@ -39,7 +39,7 @@ DEFAULTS: Final = {
     "COVEY_PORT": f"first free of {settings.PORTS[0]}-{settings.PORTS[-1]}",
     "COVEY_DEBUG": "0",
 }
-"""Defaults of variables that are no fields of `GroupConfig`; others have none."""
+"""Defaults of variables that are not fields of `GroupConfig`. Variables not listed have no default."""
 GROUP_VARIABLES: Final = tuple(f"COVEY_{field.name.upper()}" for field in fields(GroupConfig))
 KNOWN_VARIABLES: Final = (
     *GROUP_VARIABLES,
@@ -56,7 +56,10 @@ def known_part(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def examine_machine(env: Mapping[str, str], arguments: Mapping[str, str | None], config: GroupConfig) -> Machine:
-    """Look at this machine. `env` as the process got it; `arguments` by the variables that they replace."""
+    """Return the facts about this machine.
+
+    `env` is the environment of the process; `arguments` has command-line values, by the variables that they override.
+    """
     home = home_path(env)
     names, default = _clusters()
     return Machine(
@@ -80,7 +83,7 @@ def examine_machine(env: Mapping[str, str], arguments: Mapping[str, str | None],
 
 
 def home_path(env: Mapping[str, str]) -> Path:
-    """Return where the configuration folder is or would be, whatever its state."""
+    """Return the path of the configuration folder, which need not exist."""
     if env.get("COVEY_HOME"):
         return Path(env["COVEY_HOME"]).absolute()
     above = env.get("XDG_CONFIG_HOME", "")
@@ -98,17 +101,17 @@ def _versions() -> dict[str, str]:
 def _clusters() -> tuple[tuple[str, ...], str]:
     try:
         return tuple(cluster.name for cluster in clusters.list_clusters()), clusters.default_name() or ""
-    except ConfigError:  # what is wrong with the files shows in their permissions, or when the cluster is looked up
+    except ConfigError:  # their permissions, or looking up the cluster, will show the reason
         return (), ""
 
 
 def _private_paths(home: Path, secret_file: str) -> Iterator[PrivatePath]:
-    """Yield the configuration folder and all that is in it, as far as it can be seen, and the file with the secret."""
+    """Yield the configuration folder, everything in it that can be listed, and the file with the secret."""
     inside = (Path(folder, name) for folder, _, files in sorted(os.walk(home)) for name in ("", *sorted(files)))
     for path in itertools.chain([Path(secret_file)] if secret_file else [], itertools.islice(inside, MOST_PATHS)):
         try:
             status = path.stat()
-        except OSError:  # it has gone since, or leads nowhere
+        except OSError:  # removed meanwhile, or a broken link
             continue
         is_folder, mode = stat.S_ISDIR(status.st_mode), stat.S_IMODE(status.st_mode)
         yield PrivatePath(
@@ -122,7 +125,7 @@ def _private_paths(home: Path, secret_file: str) -> Iterator[PrivatePath]:
 
 
 def _folders(env: Mapping[str, str], home: Path) -> Iterator[Folder]:
-    """Yield the folders in which covey writes, each with what came of writing a file there that has no name."""
+    """Yield the folders in which covey writes, each with the result of writing an unnamed file there."""
     yield _folder("configuration", home, "COVEY_HOME")
     temporary = {"TMPDIR": env.get("TMPDIR", "") or "/tmp", "XDG_RUNTIME_DIR": env.get("XDG_RUNTIME_DIR", "")}
     for variable, path in temporary.items():
@@ -133,7 +136,7 @@ def _folders(env: Mapping[str, str], home: Path) -> Iterator[Folder]:
 def _folder(role: str, path: Path, variable: str) -> Folder:
     problem, free = "", -1
     there = path
-    if role == "configuration":  # it is made when it is needed
+    if role == "configuration":  # created on first use
         there = next((each for each in (path, *path.parents) if each.exists()), path)
     try:
         status = os.statvfs(there)
@@ -154,7 +157,7 @@ def _user(uid: int) -> str:
 
 
 def _identities(home: Path) -> Iterator[str]:
-    """Yield the names of this user's identities. Only the public half of each file is looked at."""
+    """Yield the names of this user's identities. Only the public half of each file is read."""
     for path in sorted((home / "identities").glob("*.key"), key=lambda path: (len(path.name), path.name)):
         try:
             yield node_name(socket.gethostname(), bytes.fromhex(path.read_text().split()[1]))
@@ -169,7 +172,7 @@ def _settings(
     computed = {key: f"{value:g}" if isinstance(value, float) else f"{value}" for key, value in values.items()}
     for variable in KNOWN_VARIABLES:
         is_launchers = variable in settings.LAUNCHER_VARIABLES
-        if is_launchers and variable not in env:  # not for people to set
+        if is_launchers and variable not in env:  # set by launchers, not by users
             continue
         name = variable.removeprefix("COVEY_").lower()
         if arguments.get(variable) is not None:

@@ -1,6 +1,6 @@
 """Counts multicast DNS packets on this machine: its own packets that come back, and those of other machines.
 
-It sends nothing. Bound to the group's address, it takes no packet from another program.
+It sends nothing. It binds to the group's address, so it takes no packets away from other programs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Heard:
     """Packets that arrived on one interface."""
 
     own: int = 0
-    """Packets of this machine, those of this process included."""
+    """Packets of this machine, including those of this process."""
     others: int = 0
     speakers: dict[str, bool] = field(default_factory=dict)
-    """Other machines that sent packets about covey, and whether one was an answer: an announced node."""
+    """Other machines that sent packets about covey; True if one packet was an answer, which announces a node."""
 
 
 class MulticastListener(asyncio.DatagramProtocol):
-    """Counts packets of multicast DNS, by interface. On the control loop."""
+    """Counts packets of multicast DNS by interface. Runs on the control loop."""
 
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._interfaces = interfaces
@@ -45,7 +45,7 @@ class MulticastListener(asyncio.DatagramProtocol):
         self._transports: list[asyncio.BaseTransport] = []
 
     async def open(self) -> None:
-        """Start to listen, with each address family that works."""
+        """Start to listen, on each address family that works."""
         loop = asyncio.get_running_loop()
         for sock in (_listen4(self._interfaces), *map(_listen6, self._interfaces)):
             if sock is not None:
@@ -82,7 +82,7 @@ class MulticastListener(asyncio.DatagramProtocol):
 
 
 def _listen4(interfaces: Sequence[Interface]) -> socket.socket | None:
-    """Return one socket for all interfaces: each of several would receive the packets of all."""
+    """Return one socket for all interfaces, because each of several sockets would receive the packets of all."""
     own = [next((net.ip.packed for net in each.networks if net.version == 4), b"") for each in interfaces]
     groups = [socket.inet_aton(GROUP4) + ip for ip in own if ip]
     return _join(socket.AF_INET, (GROUP4, PORT), socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, groups)
@@ -99,7 +99,7 @@ def _listen6(interface: Interface) -> socket.socket | None:
 def _join(
     family: int, address: tuple[Any, ...], level: int, option: int, groups: Sequence[bytes]
 ) -> socket.socket | None:
-    """Return a socket in the groups that can be joined, or None if there is none: the search reports why."""
+    """Return a socket that is in all groups that can be joined; None if there are none (the search reports why)."""
     try:
         sock = socket.socket(family, socket.SOCK_DGRAM)
     except OSError:  # the system has no such family

@@ -1,4 +1,4 @@
-"""Facts about the network: interfaces, the nodes that a visitor finds, and how they reach each other."""
+"""Facts about the network: the interfaces, the nodes that a visitor finds, and the connections between them."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.visit import Visit
 
 SEARCH_SECONDS: Final = 2.5
-"""How long to look for others: multicast DNS asks twice more within the first second, and answers take one at most."""
+"""How long to search. Multicast DNS repeats its question twice in the first second; answers take at most one more."""
 ANSWER_SECONDS: Final = 4.0
-"""How long others have to tell what they know of us."""
+"""How long other nodes have to answer."""
 ENOUGH_SECONDS: Final = 8.0
-"""When to begin nothing more."""
+"""No measurement starts later than this."""
 POLITE_SECONDS: Final = 1.5
-"""How long to stay for another doctor, which may have come later and is not done with us."""
+"""How long to stay connected for another doctor, which may have started later and still be examining this one."""
 FLOW_SECONDS: Final = 0.5
 LONG_FLOW_SECONDS: Final = 1.0
 LONG_ROUND_TRIP: Final = 0.01
-"""A way with a longer one takes more time to show what it can carry."""
+"""Above this, throughput is measured for LONG_FLOW_SECONDS: a long round trip takes longer to reach full speed."""
 FLOW_BYTES: Final = 128 << 20
 NO_WAY: Final = "cannot be reached"
-"""How the text begins with which a mesh reports an address that does not answer."""
+"""A mesh reports an unreachable address with a text that begins like this."""
 MOST_EXAMINED: Final = 32
-MOST_KNOCKS: Final = 4
-"""Ports that a silent machine is tried at."""
+MOST_PORTS: Final = 4
+"""How many ports of a silent machine are tried."""
 MOST_SILENT: Final = 16
-"""Silent machines that are tried: their packets can be invented."""
+"""How many silent machines are tried. It is limited because their packets may be forged."""
 LATE_SECONDS: Final = 1.0
-"""How much later than planned the control loop may be."""
+"""How late the control loop may be before the examination is given up."""
 
 
 class Search:
-    """Looks for others of a cluster, as a visitor, and examines the ways to them and back."""
+    """Searches for the nodes of a cluster, as a visitor, and tries connections in both directions."""
 
     def __init__(self, cluster: Cluster, config: GroupConfig, tell: Callable[[str], None]) -> None:
-        """`tell` gets a word on what is being done, now and then.
+        """Prepare a search; `tell` is called with a short text at the start of each phase.
 
         Raises:
             ConfigError: no interface can be used.
@@ -73,7 +73,7 @@ class Search:
         self._cluster = replace(cluster, seeds=tuple(dict.fromkeys((*cluster.seeds, *_doctors_at(cluster.seeds)))))
         self._own = usable_interfaces(config.interfaces)
         self._token = secrets.token_bytes(16)
-        """Shows the others that our probes are ours."""
+        """Shows other nodes that the probes come from this process."""
         self._until = time.monotonic() + ENOUGH_SECONDS
         self.interfaces: tuple[Network, ...] = ()
         self.nodes: tuple[MetNode, ...] = ()
@@ -89,42 +89,42 @@ class Search:
         try:
             control.run(listener.open(), LATE_SECONDS)
             with visiting(self._cluster, self._config) as visit:
-                self._tell("looking for others")
+                self._tell("looking for other nodes")
                 visit.look(SEARCH_SECONDS)
-                self._tell("trying all ways there and back")
+                self._tell("trying connections in both directions")
                 self._examine(visit, listener)
                 if any(node.purpose == "visitor" for node in self.nodes):
-                    self._tell("waiting for the other visitor")
+                    self._tell("waiting for the other doctor")
                     left = min(POLITE_SECONDS, self._until - time.monotonic())
-                    visit.look(left, until=lambda visit: len(visit.members()) == len(visit.everyone()))
+                    visit.look(left, until=lambda visit: len(visit.members()) == len(visit.cards()))
         finally:
             control.soon(listener.close)
 
     def _examine(self, visit: Visit, listener: MulticastListener) -> None:
         mesh = visit.mesh
         observations = mesh.search.beacon.observed()
-        knocking = control.start(self._dial_announced(mesh, listener, observations))
+        dialling = control.start(self._dial_announced(mesh, listener, observations))
         trying_seeds = control.start(self._try_seeds(mesh))
-        cards = visit.everyone()[:MOST_EXAMINED]
+        cards = visit.cards()[:MOST_EXAMINED]
         trying = [control.start(self._try_ways(mesh, card)) for card in cards]
         stories = visit.ask_all(cards, messages.Ask(), PROBE_SECONDS)
         ours = mesh.card.contact
-        for attempt in trying:  # they try what they have seen us come from
+        for attempt in trying:  # they try the addresses that connections from here came from
             attempt.result(PROBE_SECONDS + LATE_SECONDS)
-        elsewhere = [card for card in cards if card.contact.host != ours.host]  # on this machine all of them work
+        elsewhere = [card for card in cards if card.contact.host != ours.host]  # on this machine every address works
         replies = visit.ask_all(elsewhere, messages.Reach(ours.addresses, self._token), ANSWER_SECONDS)
         answers = {card.id: answer for card, answer in zip(elsewhere, replies, strict=True)}
         nodes = []
         for card, attempt, story in zip(cards, trying, stories, strict=True):
             remote = mesh.met.get(card.id)
-            if remote is not None and remote.link is not None:  # or it has gone meanwhile
+            if remote is not None and remote.link is not None:  # else it has left meanwhile
                 soundings = attempt.result()
                 node = self._describe(remote, mesh, soundings, self._found_by(card, mesh, listener))
                 node = _with_ways_back(node, ours.addresses, answers[card.id]) if card.id in answers else node
                 nodes.append((_with_story(node, story), remote.way or _quickest(soundings)))
         self._tell("measuring throughput")
         self.nodes = tuple(self._measure(mesh, node, way) for node, way in nodes)
-        closed = knocking.result(PROBE_SECONDS + LATE_SECONDS)
+        closed = dialling.result(PROBE_SECONDS + LATE_SECONDS)
         self.interfaces = look_at_interfaces(self._config.interfaces, observations, listener)
         problems, hung_up = control.run(_problems(mesh), LATE_SECONDS)
         self.multicast_problem = problems.pop("multicast", "")
@@ -146,7 +146,7 @@ class Search:
         self.unreachable = {where: why for where, why in others.items() if where not in self.refusals} | closed
 
     async def _try_seeds(self, mesh: Mesh) -> dict[str, str]:
-        """Return why no node answers at each seed, or "": a visitor that has met a node tries its seeds no more."""
+        """Return why no node answers, by seed; "" if one does. (A visitor that met a node tries no further seeds.)"""
 
         async def try_one(seed: str) -> str:
             try:
@@ -202,7 +202,7 @@ class Search:
         )
 
     def _measure(self, mesh: Mesh, node: MetNode, way: Where | None) -> MetNode:
-        """Measure one way at a time, while the others are idle, as long as there is time."""
+        """Measure the throughput to one node while no other is measured, if there is time left."""
         seconds = LONG_FLOW_SECONDS if node.round_trip > LONG_ROUND_TRIP else FLOW_SECONDS
         if way is None or self._until - time.monotonic() < seconds:
             return node
@@ -212,9 +212,9 @@ class Search:
     async def _dial_announced(
         self, mesh: Mesh, listener: MulticastListener, observations: Iterable[Observation]
     ) -> dict[str, str]:
-        """Return the machines that announce nodes, ours as far as we know, and whose ports give no sign of life.
+        """Dial machines that announce nodes of this cluster; return those that do not respond at all, and why.
 
-        The search itself waits longer for those than we have time.
+        The search itself would wait longer for them than there is time.
         """
         known = {address.ip for remote in mesh.met.values() for address in remote.card.contact.addresses}
         known |= {address.ip for each in observations for address in each.foreign}
@@ -225,7 +225,7 @@ class Search:
             for ip, announces in heard.speakers.items()
             if announces and ip not in known
         }
-        ports = (*PORTS[:MOST_KNOCKS], PORTS[-1])
+        ports = (*PORTS[:MOST_PORTS], PORTS[-1])
         dials = {
             ip: [sound((ip, port, 0, index) if ":" in ip else (ip, port), mesh.endpoint.credentials) for port in ports]
             for ip, index in itertools.islice(silent.items(), MOST_SILENT)
@@ -317,12 +317,12 @@ def _with_ways_back(node: MetNode, ours: tuple[messages.Address, ...], answer: m
     if not isinstance(answer, messages.Reached):
         return replace(node, ways_back_problem=str(answer))
     if not len(ours) == len(answer.round_trips) == len(answer.problems):
-        return replace(node, ways_back_problem="it answered something else")
+        return replace(node, ways_back_problem="it sent an unexpected answer")
     said = zip(ours, answer.round_trips, answer.problems, strict=True)
     tried = [(address, Sounding(taken, why)) for address, taken, why in said if why not in (NOT_TRIED, TOO_OFTEN)]
     if not tried:
         why = answer.problems[0].removeprefix("not tried: ") if answer.problems else NOT_TRIED
-        return replace(node, ways_back_problem=f"it tried none of our addresses: {why}")
+        return replace(node, ways_back_problem=f"it tried no address of this machine: {why}")
     return replace(node, ways_back=tuple(_way(address, sounding, {}) for address, sounding in tried))
 
 
@@ -341,7 +341,7 @@ def _with_story(node: MetNode, story: messages.Answer | CoveyError) -> MetNode:
 
 
 def _as_fact(wait: messages.Wait) -> Wait:
-    def by_place(troubles: tuple[messages.Trouble, ...]) -> dict[str, str]:
+    def by_where(troubles: tuple[messages.Trouble, ...]) -> dict[str, str]:
         return {trouble.where: trouble.why for trouble in troubles}
 
     return Wait(
@@ -356,20 +356,20 @@ def _as_fact(wait: messages.Wait) -> Wait:
         on_loss=wait.on_loss,
         here=wait.here,
         missing=wait.missing,
-        seeds=by_place(wait.seeds),
-        refused=by_place(wait.refused),
-        problems=by_place(wait.problems),
+        seeds=by_where(wait.seeds),
+        refused=by_where(wait.refused),
+        problems=by_where(wait.problems),
     )
 
 
 def _is_at(seed: str, addresses: Iterable[str]) -> bool:
-    """Tell whether a seed is one of these addresses; a host name is not looked up again for that."""
+    """Tell whether a seed is one of these addresses; host names are not looked up again."""
     host = seed.rpartition(":")[0] if _has_port(seed) else seed
     return host.strip("[]") in addresses
 
 
 def _answers_at(seed: str, node: MetNode) -> bool:
-    """Tell whether a node that was met is the one at a seed; another doctor on that machine is as good."""
+    """Tell whether `node` answers at a seed; another doctor on the same machine counts, too."""
     if not _is_at(seed, node.addresses):
         return False
     port = seed.rpartition(":")[2] if _has_port(seed) else str(PORTS[0])
@@ -381,7 +381,7 @@ def _has_port(seed: str) -> bool:
 
 
 def _doctors_at(seeds: tuple[str, ...]) -> Iterator[str]:
-    """Yield where a doctor would be on the machines of seeds: visitors listen at the last port."""
+    """Yield the addresses at which a doctor would listen on the machines of seeds: visitors use the last port."""
     for seed in seeds:
         if seed.endswith(f":{PORTS[0]}"):
             yield seed.removesuffix(str(PORTS[0])) + str(PORTS[-1])

@@ -1,4 +1,4 @@
-"""What is wrong with this machine itself: its files and folders, settings, clock and interfaces. Pure."""
+"""Findings about this machine itself: its files and folders, settings, clock and interfaces. Pure."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "problem",
                 "permissions",
-                f"{path.path} holds keys, and {what} (mode {path.mode}). covey does not use it like that.",
-                f"chmod {mode} {where}   If strangers can log in here, then change the secret: covey secret rotate",
+                f"{path.path} holds keys, and {what} (mode {path.mode}). covey refuses to use it.",
+                f"chmod {mode} {where}   If other people can log in here, also change the secret: covey secret rotate",
             )
 
 
@@ -76,7 +76,7 @@ def _folders(facts: Facts) -> Iterator[Finding]:
             text, first = f"{what} cannot be written: {folder.problem}.", "Make it writable for this user"
         has_another = folder.role == "temporary" and not (is_full or facts.search_problem or facts.host_problem)
         if has_another:
-            text += " covey uses another one, in which it may not find processes that use this one."
+            text += " covey uses another folder, and may not find processes that use this one."
         remedy = f"{first}, or set {folder.variable} to a folder that can be written."
         yield Finding("warning" if has_another else "problem", f"{folder.role}-folder", text, remedy)
 
@@ -140,7 +140,7 @@ def connecting(interface: Network) -> str:
 
 
 def _interface_down(facts: Facts) -> Iterator[Finding]:
-    """Say which interface is down, where that may be why others are not met."""
+    """Report interfaces that are down, if that may be why other nodes are not found."""
     down, is_alone = physical_and_down(facts), is_on_no_network(facts)
     missed = [seed.text for seed in facts.seeds if not seed.answered]
     has_met = any(not node.is_here for node in facts.nodes)
@@ -165,15 +165,15 @@ def _no_interface(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "problem",
             "interfaces-excluded",
-            f"The pattern for interfaces leaves none to use: {facts.interfaces_problem}.",
-            f"Change {where} so that it matches one that is up, or leave it out to use all.",
+            f"The interface pattern matches no usable interface: {facts.interfaces_problem}.",
+            f"Change {where} so that it matches an interface that is up, or remove it to use all.",
         )
     elif is_on_no_network(facts) and not physical_and_down(facts):
         yield Finding(
             "warning" if facts.nodes else "problem",
             "only-loopback",
             "This machine is on no network: nothing but loopback is up.",
-            "Plug in a cable or join a Wi-Fi. Nodes on this one machine find each other without.",
+            "Plug in a cable or join a Wi-Fi. Nodes on this machine find each other without a network.",
         )
 
 
@@ -186,7 +186,7 @@ def _only_ipv6(facts: Facts) -> Iterator[Finding]:
             "only-ipv6",
             "This machine has no IPv4 address"
             + (", and link-local IPv6 addresses reach no further than the next router." if local else "."),
-            "Give the other machines IPv6 too: one with IPv4 alone cannot be reached from here.",
+            "Give the other machines IPv6 as well: a machine with IPv4 alone cannot be reached from here.",
         )
 
 

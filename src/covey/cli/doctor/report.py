@@ -1,4 +1,4 @@
-"""How facts and findings look: for people on a terminal or in a log, and as JSON for programs. Pure."""
+"""Formats facts and findings: as text for a terminal or a log, and as JSON for programs. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STYLES: Final[dict[Weight, str]] = {"problem": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 ROOMY: Final = 84
-"""Columns that tables with all their columns need."""
+"""Terminal width from which tables show all their columns."""
 MOST_NODES: Final = 20
 MOST_SOURCES: Final = 3
 
@@ -35,7 +35,7 @@ def as_json(facts: Facts, found: Sequence[Finding]) -> dict[str, Any]:
 
 
 def as_text(facts: Facts, found: Sequence[Finding]) -> RenderableType:
-    """Return everything, to be printed as wide as the terminal is."""
+    """Return everything as text that adapts to the width of the terminal."""
     parts: list[RenderableType] = [_heading("Findings"), _indent(_findings(found))]
     parts += [_heading("This machine"), _indent(_machine(facts.machine))]
     parts += [_heading("Settings"), _indent(_settings(facts.machine))]
@@ -50,7 +50,7 @@ def as_text(facts: Facts, found: Sequence[Finding]) -> RenderableType:
 
 @dataclass(frozen=True)
 class ByWidth:
-    """Looks one way where there is room, and another way on a narrow terminal."""
+    """Renders as one thing on a wide terminal, and as another on a narrow one."""
 
     wide: RenderableType
     narrow: RenderableType
@@ -68,7 +68,7 @@ def _indent(inner: RenderableType) -> Padding:
 
 
 def _grid(*widths: int) -> Table:
-    """Return a table without lines, whose first columns have these widths at least."""
+    """Return a table without lines, whose first columns have at least these widths."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for width in widths:
         grid.add_column(min_width=width, no_wrap=True)
@@ -99,7 +99,7 @@ def _machine(machine: Machine) -> Table:
 
 
 def _settings(machine: Machine) -> RenderableType:
-    """Put what was set into a table, and the rest into a few lines."""
+    """Return a table of the settings that were given, and a few lines with the rest."""
     given = [each for each in machine.settings if each.source != "default"]
     rest = [each for each in machine.settings if each.source == "default"]
     lines = [
@@ -136,7 +136,7 @@ def _interfaces(interfaces: Sequence[Network]) -> RenderableType:
         numbers = ", ".join(map(" ".join, zip(counts, ("sent", "back", "heard"), strict=True)))
         head = Text.assemble(name, f"  {each.kind}, MTU {each.mtu}", f", {numbers}" if each.is_used else "")
         narrow += [head, _indent(_story(each))]
-    legend = Text("packets of multicast DNS: sent, come back here, heard from other machines", style="dim")
+    legend = Text("packets of multicast DNS: sent, returned to this machine, heard from other machines", style="dim")
     return Group(ByWidth(wide, Group(*narrow)), legend)
 
 
@@ -151,7 +151,7 @@ def _story(each: Network) -> Text:
     if each.foreign:
         story.append(f"\nanother secret at {_some(each.foreign)}", style="yellow")
     if each.dropped:
-        story.append(f"\n{each.dropped} packets about covey were not looked at", style="yellow")
+        story.append(f"\n{each.dropped} packets about covey were dropped", style="yellow")
     for error in each.errors:
         story.append(f"\n{error}", style="yellow")
     return story
@@ -171,7 +171,12 @@ def _node(node: MetNode, cluster: str) -> RenderableType:
     where = "this machine" if node.is_here else node.host_name
     head.append(f"  {doing}; process {node.pid} on {where}, covey {node.version}", style="not bold")
     grid = _grid(7)
-    found = {"same host": "on this machine", "multicast": "by multicast", "seed": "by a seed", "others": "others told"}
+    found = {
+        "same host": "on this machine",
+        "multicast": "by multicast",
+        "seed": "by a seed",
+        "others": "by other nodes",
+    }
     if node.wait is not None:
         wait = node.wait
         grid.add_row("waits", Text(f"{duration(node.since)}: {wait.text}"))
@@ -179,7 +184,7 @@ def _node(node: MetNode, cluster: str) -> RenderableType:
             grid.add_row("", Text(f"{where}: {why}", style="yellow"))
     grid.add_row("found", ", ".join(found[each] for each in node.found_by))
     _add_ways(grid, "to it", node.ways_there, "", chosen=node.chosen_way)
-    _add_ways(grid, "to us", node.ways_back, node.ways_back_problem)
+    _add_ways(grid, "from it", node.ways_back, node.ways_back_problem)
     measured = [f"round trip {_milliseconds(node.round_trip)}"] if node.round_trip >= 0 else []
     measured += [f"throughput {_rate(node.bytes_per_second)}"] if node.bytes_per_second else []
     measured += [f"path MTU {node.path_mtu}"] if node.path_mtu else []
@@ -234,7 +239,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _rate(bytes_per_second: float) -> str:
-    """Write a throughput as networks are sold: in bits."""
+    """Return a throughput in bits per second, the unit of network speeds."""
     bits = bytes_per_second * 8
     for unit, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= scale:

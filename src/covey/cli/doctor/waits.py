@@ -1,4 +1,4 @@
-"""Runs that wait, and why: the first thing that `covey doctor` explains. Pure."""
+"""Findings about runs that wait, and why; `covey doctor` prints these first. Pure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from covey.cli.doctor.facts import Facts, MetNode, Wait
 
 NEAR: Final = 0.75
-"""Names that are so much alike are probably meant to be the same."""
+"""Run names with at least this similarity are probably meant to be the same."""
 SAME_SETTINGS: Final = (
     "Start both with the same settings and the same version of covey: the message names what differs."
 )
 HAS_LEFT: Final = "(it has left)"
-"""How a node ends the reason for which it refused another one that is not there any more."""
+"""A node appends this to the reason for a refusal when the refused node has left since."""
 START_THERE: Final = (
-    "Start the same command on the other machines. If it runs there already, run covey doctor here and there at the "
+    "Start the same command on the other machines. If it already runs there, run covey doctor here and there at the "
     "same time: the two look for each other."
 )
 
 
 def waiting_runs(facts: Facts) -> Iterator[Finding]:
-    """Yield why runs wait, those on this machine first."""
+    """Yield why runs wait; runs on this machine first."""
     runs: dict[str, list[MetNode]] = {}
     for node in sorted(facts.nodes, key=lambda node: not node.is_here):
         if node.wait is not None and node.state == "joining":
@@ -50,7 +50,7 @@ def waiting_runs(facts: Facts) -> Iterator[Finding]:
 
 
 def silent_members(facts: Facts) -> Iterator[Finding]:
-    """Yield which members of runs that go on are not heard by the others."""
+    """Yield which members of running runs the other members do not hear."""
     told: set[tuple[str, tuple[str, ...]]] = set()
     for node in facts.nodes:
         wait = node.wait
@@ -61,12 +61,12 @@ def silent_members(facts: Facts) -> Iterator[Finding]:
             "problem" if wait.cause == "quorum" else "warning",
             "no-quorum" if wait.cause == "quorum" else "member-unheard",
             f"Run {node.run!r}, as {node.name} sees it: {wait.text}.",
-            f"Look whether the machine of {some(wait.missing)} is on and connected, and run covey doctor there.",
+            f"Check that the machine of {some(wait.missing)} is on and connected, and run covey doctor there.",
         )
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it."""
+    """Return a duration in words, such as `5 min`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = int(seconds // 60)
@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def _headline(run: str, nodes: list[MetNode]) -> str:
-    places = list(dict.fromkeys(map(_place, nodes)))
+    places = list(dict.fromkeys(map(_host_of, nodes)))
     wait = nodes[0].wait
     assert wait is not None
     return f"Run {run!r} has waited {duration(max(each.since for each in nodes))} on {_and(places)}: {wait.text}."
@@ -84,12 +84,12 @@ def _and(places: list[str]) -> str:
     return " and ".join(places) if len(places) == 2 else some(places)
 
 
-def _place(node: MetNode) -> str:
+def _host_of(node: MetNode) -> str:
     return "this machine" if node.is_here else node.host_name or node.name
 
 
 def _reasons(run: str, nodes: list[MetNode], facts: Facts, twin: MetNode | None) -> Iterator[Finding]:
-    """Yield what keeps a run waiting; the texts follow a headline."""
+    """Yield what keeps a run waiting. The first text is printed after the headline."""
     first, wait = nodes[0], nodes[0].wait
     assert wait is not None
     differing = {node.name: list(_differences(first, node)) for node in nodes[1:]}
@@ -113,7 +113,7 @@ def _differences(one: MetNode, other: MetNode) -> Iterator[Finding]:
     here, there = one.wait, other.wait
     assert here is not None
     assert there is not None
-    both = (_place(one), _place(other)) if _place(one) != _place(other) else (one.name, other.name)
+    both = (_host_of(one), _host_of(other)) if _host_of(one) != _host_of(other) else (one.name, other.name)
 
     def finding(what: str, mine: str, theirs: str, remedy: str) -> Finding:
         text = f"These cannot be in one run: {both[0]} {what} {mine} and {both[1]} {what} {theirs}."
@@ -124,7 +124,7 @@ def _differences(one: MetNode, other: MetNode) -> Iterator[Finding]:
         yield finding("was started with", _sizes(here), _sizes(there), remedy)
     if here.program != there.program:
         remedy = (
-            "Start the same script on all machines. If these are two runs, give each its name: covey run NAME SCRIPT"
+            "Start the same script on all machines. If these are two runs, name each of them: covey run NAME SCRIPT"
         )
         yield finding("runs", repr(here.program), repr(there.program), remedy)
     if here.on_loss != there.on_loss:
@@ -161,20 +161,20 @@ def _other_name(one: MetNode, twin: MetNode) -> Finding:
     return Finding(
         "problem",
         "waiting-names",
-        f"Another run {what} waits on {_place(twin)}: {twin.run!r}. Runs of different names do not meet.",
+        f"Another run {what} waits on {_host_of(twin)}: {twin.run!r}. Runs of different names do not meet.",
         f"If they are meant to be one run, start both under one name: {command}",
     )
 
 
 def _refusals(wait: Wait, explained: set[str]) -> Iterator[Finding]:
-    """Yield which nodes were refused, but for those of other runs and those of which the difference was found."""
+    """Yield the nodes that were refused, except those in `explained`."""
     for name, why in wait.refused.items():
         if name not in explained:
             yield Finding("problem", "waiting-refused", f"{name} cannot be in it: {why}.", SAME_SETTINGS)
 
 
 def _unanswered_seeds(wait: Wait, cluster: str) -> Iterator[Finding]:
-    """Yield the seeds that lead nowhere, where they matter: a node that has met others needs none."""
+    """Yield the seeds at which no node answers, unless the node has met others and needs no seed."""
     if len(wait.here) > 1 or wait.cause != "nodes":
         return
     by_obstacle = itertools.groupby(sorted(wait.seeds.items(), key=lambda each: obstacle(each[1]).value),
@@ -188,7 +188,7 @@ def _unanswered_seeds(wait: Wait, cluster: str) -> Iterator[Finding]:
 
 
 def _other_problems(wait: Wait, cluster: str) -> Iterator[Finding]:
-    """Yield what the node says of others that it heard of and has no link with."""
+    """Yield what the node reports about nodes that it knows of and has no link with."""
     for where, why in wait.problems.items():
         kind = obstacle(why)
         if where in ("multicast", "this host") or kind in (Obstacle.REFUSED, Obstacle.SILENCE):
@@ -201,20 +201,20 @@ def _other_problems(wait: Wait, cluster: str) -> Iterator[Finding]:
 
 
 def _by_cause(wait: Wait) -> Finding:
-    """Return what a node waits for where nothing is known to be wrong."""
+    """Return the finding for a wait without a known problem."""
     if wait.cause == "links":
         remedy = "Run covey doctor at the same time on the machines that have no link."
         return Finding("problem", "waiting-links", "", remedy)
     if wait.cause == "earlier-run":
         remedy = (
-            f"Start {some(wait.missing) or 'the nodes of that run'} again to go on with it, or give it up on all "
+            f"Start {some(wait.missing) or 'the nodes of that run'} again to continue it, or give it up on all "
             "machines: covey run --new ..."
         )
         return Finding("warning", "waiting-earlier-run", "", remedy)
     if wait.cause == "run":
         remedy = (
-            "It is taken in when the members begin their next generation, which programs with covey.generations or "
-            "Elastic do. Other programs take in no newcomers: wait until they end, or use another run name."
+            "It joins when the members begin their next generation. Only programs with covey.generations or Elastic "
+            "have further generations: for others, wait until they end, or use another run name."
         )
         return Finding("note", "waiting-for-run", "", remedy)
     if wait.cause == "agreement":

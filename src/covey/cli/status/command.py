@@ -1,4 +1,4 @@
-"""The `covey status` command: look for nodes, ask them how things stand, show it."""
+"""The `covey status` command: finds nodes, asks each for its state, and shows the answers."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def status(
 
 
 def look_around(visit: Visit, seconds: float | None = None) -> None:
-    """Wait until the nodes that run now were met: for `seconds`, or as long as it mostly takes."""
+    """Search for running nodes for `seconds`; by default, SEARCH_SECONDS, or PATIENCE_SECONDS while none is found."""
     visit.look(SEARCH_SECONDS if seconds is None else seconds)
     if seconds is None and not visit.members():
         visit.look(PATIENCE_SECONDS - SEARCH_SECONDS, until=lambda visit: bool(visit.members()))
 
 
 def take(visit: Visit) -> Picture:
-    """Ask every node how things stand, and put it together."""
+    """Ask every node for its state, and combine the answers."""
     seen = visit.members()
     answers = visit.ask_all([state.card for state in seen], messages.Ask(), ANSWER_SECONDS)
     mesh = visit.mesh
@@ -92,7 +92,7 @@ def take(visit: Visit) -> Picture:
 
 
 def _watch(visit: Visit, console: Console, *, as_json: bool) -> None:
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # leave in good order then, too
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # SIGTERM, too, ends in good order
     live = Live(console=console, screen=False, auto_refresh=False) if is_lively(console) and not as_json else None
     with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
         while True:

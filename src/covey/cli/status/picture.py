@@ -1,4 +1,4 @@
-"""What nodes told about themselves and each other, put together into one picture of the cluster."""
+"""Combines what nodes report about themselves and each other into one picture of the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Node:
     host: str
     pid: int
     address: str
-    """The best of those that it can be reached at."""
+    """The best of its addresses."""
     interface: str
     version: str
     state: str
-    """`joining` or `running`; `silent` if others know it and it does not answer here; `refused` if it waits for a run
-    whose other nodes it does not fit."""
+    """`joining` or `running`; `silent` if other nodes know it and it did not answer; `refused` if it waits for a run
+    and its settings differ from those of the other nodes."""
     since: float | None
     """Seconds in this state."""
     clock_offset: float | None
-    """Seconds that its clock is ahead of the one here."""
+    """Seconds that its clock is ahead of this machine's."""
     is_leader: bool
     is_tie_breaker: bool
     peers: tuple[Way, ...]
@@ -66,7 +66,7 @@ class Run:
     since: float
     nodes: tuple[Node, ...]
     waits: tuple[str, ...] = ()
-    """What its nodes wait for, and what is in their way."""
+    """What its nodes wait for, and the problems that they report."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Picture:
     cluster: str
     runs: tuple[Run, ...]
     silent: tuple[str, ...]
-    """Nodes that were met and gave no answer, in words."""
+    """One sentence for each node that was found and did not answer."""
     refused: Mapping[str, str]
     """Nodes that were refused here, and why."""
 
@@ -88,7 +88,7 @@ class Picture:
 def picture(
     cluster: str, seen: Sequence[PeerReport], answers: Sequence[Answer | CoveyError], refused: Mapping[str, str]
 ) -> Picture:
-    """Put together how nodes are `seen` from here and what each of them answered to Ask."""
+    """Combine how nodes are `seen` from here with what each of them answered to Ask."""
     told: dict[str, list[tuple[PeerReport, Tell]]] = {}
     silent = []
     for state, answer in zip(seen, answers, strict=True):
@@ -146,14 +146,14 @@ def _run(name: str, told: list[tuple[PeerReport, Tell]]) -> Run:
 
 
 def _refused(told: list[tuple[PeerReport, Tell]]) -> set[str]:
-    """Return the names of nodes that others refuse, and that are not in the largest set that could be one run."""
+    """Return the names of refused nodes that are not in the largest set of nodes that could form the run."""
     waits = [tell.wait for _, tell in told if tell.wait is not None]
     largest = max(sorted(wait.here for wait in waits), key=len, default=())
     return {trouble.where for wait in waits for trouble in wait.refused} - set(largest)
 
 
 def _waits(by_node: Mapping[str, Wait]) -> tuple[str, ...]:
-    """Return what nodes wait for, line by line; where they do not say the same, with their names."""
+    """Return what nodes wait for, as lines; with node names, if the nodes report different things."""
     said = {name: tuple(_lines(wait)) for name, wait in by_node.items()}
     if len(set(said.values())) <= 1:
         return next(iter(said.values()), ())
@@ -167,7 +167,7 @@ def _lines(wait: Wait) -> Iterator[str]:
 
 
 def _ranks(told: list[tuple[PeerReport, Tell]]) -> dict[bytes, int]:
-    """Return the ranks by node id, as the nodes tell of themselves and of their peers."""
+    """Return the ranks by node id; what a node reports about itself overrides what its peers report."""
     ranks = {peer.card.id: peer.rank for _, tell in told for peer in tell.peers if peer.rank >= 0}
     return ranks | {state.card.id: tell.rank for state, tell in told if tell.rank >= 0}
 
@@ -183,5 +183,5 @@ def _spell(ip: str, port: int) -> str:
 
 
 def as_json(drawn: Picture) -> dict[str, Any]:
-    """Return the picture as JSON has it."""
+    """Return the picture as plain values for JSON."""
     return asdict(drawn)

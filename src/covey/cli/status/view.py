@@ -1,4 +1,4 @@
-"""The picture of a cluster as lines that fit a terminal: for each run a table of its nodes and one of their links."""
+"""Formats the picture of a cluster for a terminal: for each run, a table of its nodes and one of their links."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from covey.cli.status.picture import Node, Picture, Run, Way
 
 MOST_IN_TABLE: Final = 6
-"""Nodes of a run whose links to each other are shown one by one."""
+"""Up to this many nodes, every link is shown; beyond, a summary."""
 MOST_REASONS: Final = 8
-"""Things that a run waits for; `covey doctor` tells more."""
+"""How many reasons for a wait are shown; `covey doctor` shows all."""
 CLOCK_SECONDS: Final = 1.0
-"""A clock that is off by more than this is worth a word."""
+"""A clock that differs by more than this is noted."""
 
 
 def view(picture: Picture, width: int | None) -> Text:
@@ -42,12 +42,12 @@ def _apart(blocks: list[list[Text]]) -> Iterable[list[Text]]:
 
 
 def nothing_found(cluster: str) -> str:
-    """Return what to say if there is no node."""
-    return f"no node of cluster {cluster!r} is running or answering; `covey doctor` looks for reasons"
+    """Return the message for a cluster without nodes."""
+    return f"no node of cluster {cluster!r} is running or answering; `covey doctor` looks for the cause"
 
 
 def _headline(cluster: str, run: Run, width: int | None) -> list[Text]:
-    """Say how a run stands: its nodes are neither those that wait to be taken in nor those that it refuses."""
+    """Return the state of a run and its number of nodes; waiting and refused nodes are counted apart."""
     members = _members(run)
     refused = sum(node.state == "refused" for node in run.nodes)
     counts = [plural(len(members), "node")]
@@ -71,7 +71,7 @@ def _members(run: Run) -> list[Node]:
 
 
 def _waits(run: Run, width: int | None) -> list[Text]:
-    """Return what a run waits for, one thing a line."""
+    """Return what a run waits for, one reason a line."""
     reasons = [f"  {'waits: ' * (number == 0)}{reason}" for number, reason in enumerate(run.waits[:MOST_REASONS])]
     return [Text(line, "yellow") for reason in reasons for line in _wrapped(reason, width)]
 
@@ -113,7 +113,7 @@ def _notes(node: Node, run: Run) -> tuple[str, str]:
 
 
 def _links(run: Run, width: int | None) -> list[Text]:
-    """Return how the nodes reach each other: one by one; the kinds and times, if they are many or there is no room."""
+    """Return a table with every link; a summary by kind of lane, if there are many nodes or too few columns."""
     members = _members(run)
     told = [node for node in members if node.peers]
     if len(members) < 2 or not told:
@@ -167,7 +167,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it."""
+    """Return a duration in words, such as `5 min`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = int(seconds // 60)

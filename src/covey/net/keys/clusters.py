@@ -1,17 +1,11 @@
-"""The clusters that this machine is in: one private file each; and secrets from other sources.
-
-An explicit secret beats COVEY_SECRET_FILE, which beats COVEY_SECRET, which beats the files.
-"""
+"""The clusters that this machine is in: one private file each, with the secret, and the nodes that were seen."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-import secrets
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -22,48 +16,41 @@ from covey.net.keys.identity import ID_BYTES
 from covey.net.locks import only_one
 from covey.wire.messages import WAITING_LIMIT, Charter, decode_control, encode
 from covey.wire.owner import OWNER_BYTES, charter_words, files_tag, is_signed
-from covey.wire.secret import (
-    CLUSTER_NAME,
-    KEY_BYTES,
-    ClusterSecret,
-    check_cluster_name,
-    decode_join_code,
-    from_passphrase,
-    looks_like_join_code,
-)
+from covey.wire.secret import CLUSTER_NAME, ClusterSecret, check_cluster_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, MutableMapping
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 MAX_KNOWN: Final = 1000
 GRACE: Final = 600
-"""Seconds for which the previous secret stays good, so that nodes without the new one can still be reached."""
+"""Seconds for which the previous secret stays valid, so that nodes without the new one can still be reached."""
 MAX_GRACE: Final = 7 * 24 * 3600
 NO_CLUSTER: Final = "this machine is in no cluster: run `covey init` here, or `covey enroll` with the join code of one"
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What a node must know to be in a cluster."""
+    """What a node needs to be in a cluster."""
 
     secret: ClusterSecret
     seeds: tuple[str, ...] = ()
-    """Addresses `host:port` where members may be found, besides by multicast."""
+    """Addresses `host:port` to dial in addition to those found by multicast."""
     denied: frozenset[bytes] = frozenset()
-    """Ids of nodes with the secret that this machine refuses."""
+    """Ids of nodes that this machine refuses although they have the secret."""
     owner: bytes = b""
-    """The public key that must sign changes of the cluster; empty: no change is accepted."""
+    """The public key that must sign changes of the cluster. If it is empty, no change is accepted."""
     serial: int = 0
     """The number of the last change of the secret that the owner signed."""
     previous: ClusterSecret | None = None
-    """The secret before that change, which is good until `previous_until`."""
+    """The secret before that change, which is valid until `previous_until`."""
     previous_until: float = 0.0
     """In seconds since 1970, by the clock of this machine."""
     charter: Charter | None = None
     """The owner's list of nodes that may be in the cluster."""
 
     def earlier(self, now: float) -> ClusterSecret | None:
-        """Return the secret before the last change, if it is still good; `now` is in seconds since 1970."""
+        """Return the secret before the last change, if it is still valid; `now` is in seconds since 1970."""
         return self.previous if 0 < self.previous_until - now <= MAX_GRACE else None  # else the clock was set back
 
     @property
@@ -122,36 +109,6 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
         return charter
 
 
-def find(name: str | None, env: MutableMapping[str, str], secret: bytes | str | None = None) -> Cluster:
-    """Return the cluster to join: from an explicit secret, from the environment, or from the files of this machine.
-
-    A secret is 32 bytes, 64 hexadecimal digits, a join code or a passphrase. COVEY_SECRET is removed
-    from `env`, so that child processes do not inherit it, and is remembered.
-
-    Raises:
-        ConfigError: a secret cannot be used, or there is none and no such cluster here.
-    """
-    take_secret(env)
-    if name is not None:
-        check_cluster_name(name)
-    if secret is not None:
-        return _given("secret=", name, secret)
-    if "COVEY_SECRET_FILE" in env:
-        return _given("COVEY_SECRET_FILE", name, _read_secret_file(env["COVEY_SECRET_FILE"]))
-    if _environment_secret is not None:
-        return _given("COVEY_SECRET", name, _environment_secret)
-    return find_saved(name)
-
-
-def take_secret(env: MutableMapping[str, str]) -> None:
-    """Remove COVEY_SECRET from `env`, so that child processes do not inherit it, and remember it."""
-    global _environment_secret
-    _environment_secret = env.pop("COVEY_SECRET", _environment_secret)
-
-
-_environment_secret: str | None = None
-
-
 def find_saved(name: str | None) -> Cluster:
     """Return the cluster of that name, or the default one, from the files of this machine."""
     name = default_name() if name is None else name
@@ -199,7 +156,7 @@ def remove(name: str) -> None:
 
 
 def list_clusters() -> list[Cluster]:
-    """Return the names of the clusters that this machine is in."""
+    """Return the clusters that this machine is in, by name."""
     return [load(name) for name in _names()]
 
 
@@ -222,7 +179,7 @@ def next_serial(last: int) -> int:
 
 
 def with_secret(cluster: Cluster, secret: ClusterSecret, serial: int, grace: int) -> Cluster:
-    """Return the cluster with another secret; the present one stays good for `grace` seconds."""
+    """Return the cluster with another secret; the current one stays valid for `grace` seconds."""
     until = time.time() + min(grace, MAX_GRACE)
     return replace(cluster, secret=secret, serial=serial, previous=cluster.secret, previous_until=until)
 
@@ -245,7 +202,7 @@ def waiting(name: str) -> dict[bytes, str]:
 def remember(cluster_name: str, node_id: bytes, node_name: str, machine: bytes = b"") -> None:
     """Store the name of a node for commands; does nothing if it cannot be written.
 
-    `machine` is the first key of its machine. The latest 1000 are kept. Writes to disk: not for the event loop.
+    `machine` is the first key of its machine. The latest 1000 are stored. Writes to disk: not for the event loop.
     """
     node, other = node_id.hex(), machine.hex() if machine != node_id else ""
     with contextlib.suppress(ConfigError):
@@ -266,7 +223,7 @@ def remember(cluster_name: str, node_id: bytes, node_name: str, machine: bytes =
 
 
 def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
-    """Store a machine that waits for approval; the latest 64 are kept. Writes to disk: not for the event loop."""
+    """Store a machine that waits for approval; the latest 64 are stored. Writes to disk: not for the event loop."""
     if cluster_path(cluster_name).exists():
         with only_one(made_folder() / ".lock"):
             file = _read(cluster_name)
@@ -278,60 +235,12 @@ def remember_waiting(cluster_name: str, machine: bytes, node_name: str) -> None:
 
 
 def forget_waiting(cluster_name: str, answered: Iterable[bytes]) -> None:
-    """Remove machines from those that wait for approval."""
+    """Remove machines from the ones that wait for approval."""
     with only_one(made_folder() / ".lock"):
         file = _read(cluster_name)
         for machine in answered:
             file.waiting.pop(machine.hex(), None)
         _put(file)
-
-
-def parse_secret(secret: bytes | str, name: str | None = None) -> Cluster:
-    """Return the cluster of a secret in any form; `name` is for forms that contain no name."""
-    if isinstance(secret, bytes):
-        return Cluster(ClusterSecret(name or "default", secret))
-    text = secret.strip()
-    if not text:
-        raise ConfigError("the secret is empty; give a join code, 64 hexadecimal digits or a passphrase")
-    if looks_like_join_code(text):
-        code = decode_join_code(text)
-        if name not in (None, code.secret.name):
-            raise ConfigError(f"this join code is for the cluster {code.secret.name!r}, not for {name!r}")
-        return Cluster(code.secret, code.seeds, owner=code.owner)
-    if re.fullmatch(r"[0-9a-fA-F]{32,}", text):  # a key with a digit missing must not be taken for a passphrase
-        if len(text) != 2 * KEY_BYTES:
-            raise ConfigError(f"a key in hexadecimal has {2 * KEY_BYTES} digits, not {len(text)}")
-        return Cluster(ClusterSecret(name or "default", bytes.fromhex(text)))
-    return Cluster(from_passphrase(name or "default", text, random=secrets.token_bytes))
-
-
-def _given(source: str, name: str | None, secret: bytes | str) -> Cluster:
-    try:
-        cluster = parse_secret(secret, name)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-    try:
-        is_saved = cluster_path(cluster.name).exists()
-    except ConfigError:  # no folder for files; a secret from the program needs none
-        is_saved = False
-    if not is_saved:
-        return cluster
-    saved = load(cluster.name)
-    cluster = replace(cluster, denied=saved.denied)  # the denied nodes apply whatever the source of the secret
-    if saved.secret == cluster.secret and cluster.owner in (b"", saved.owner):
-        return replace(saved, seeds=tuple(dict.fromkeys((*cluster.seeds, *saved.seeds))))
-    return cluster
-
-
-def _read_secret_file(path: str) -> str:
-    try:
-        return read_private(Path(path)).decode()
-    except FileNotFoundError:
-        raise ConfigError(f"COVEY_SECRET_FILE: there is no file {path}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"COVEY_SECRET_FILE: {path} is not text; write a join code, 64 hexadecimal digits or a passphrase into it"
-        ) from None
 
 
 def cluster_path(name: str) -> Path:
@@ -413,6 +322,6 @@ def _unknown(name: str) -> str:
 
 def _several(names: list[str]) -> str:
     return (
-        f"this machine is in several clusters: {', '.join(names)}; say which with --cluster NAME or cluster=, or "
-        "choose one for good with `covey clusters --default NAME`"
+        f"this machine is in several clusters: {', '.join(names)}; choose one with --cluster NAME or cluster=, or "
+        "set the default with `covey clusters --default NAME`"
     )

@@ -1,7 +1,7 @@
-"""TLS between the nodes of a cluster: only a holder of the secret can make an accepted certificate.
+"""TLS between the nodes of a cluster: only a node that has the secret can make an accepted certificate.
 
-The certificate authority follows from the cluster's secret and is the same, byte for byte, on every node. Each node
-signs a certificate over its own Ed25519 key, and is known by that key: names in certificates mean nothing.
+The certificate authority is derived from the cluster's secret and is the same, byte for byte, on every node. Each node
+signs a certificate over its own Ed25519 key, which identifies it: names in certificates have no meaning.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _UNTIL: Final = datetime.datetime(9999, 12, 31)
 
 
 class Credentials:
-    """What a node shows to others, and what it wants to see: one context for dialling and one for accepting."""
+    """The certificate of a node and the authority that it accepts: one context for dialling, one for accepting."""
 
     def __init__(self, authority_seed: bytes, private: Ed25519PrivateKey) -> None:
-        """`authority_seed` is 32 bytes derived from the cluster's secret for this very purpose."""
+        """`authority_seed` is 32 bytes derived from the cluster's secret for this purpose only."""
         authority = Ed25519PrivateKey.from_private_bytes(authority_seed)
         root = _certificate(authority, authority.public_key(), "covey authority", is_authority=True)
         leaf = _certificate(authority, private.public_key(), "covey node", is_authority=False)
@@ -56,16 +56,16 @@ def hello_bytes(header: bytes) -> int:
     """Return how many bytes follow the header of the record that holds a ClientHello.
 
     Raises:
-        AuthError: there is no such record.
+        AuthError: it is the header of something else.
     """
     length = int.from_bytes(header[3:RECORD_HEADER_BYTES], "big")
     if header[0] != _HANDSHAKE or not 0 < length <= _HELLO_LIMIT_BYTES:
-        raise AuthError("the door was followed by something else than TLS")
+        raise AuthError("the answer at the door was not followed by TLS")
     return length
 
 
 class Channel:
-    """One end of a TLS connection, without the connection: bytes go in and come out."""
+    """One end of a TLS connection, without a socket: it takes and returns the bytes of the connection."""
 
     def __init__(self, credentials: Credentials, *, dialled: bool) -> None:
         context = credentials.dialling if dialled else credentials.accepting
@@ -76,10 +76,10 @@ class Channel:
         """Whether the handshake is over."""
 
     def shake(self, data: bytes = b"") -> bytes:
-        """Take what the other side sent, and return what to send: until `is_done`, and once more after that.
+        """Take what the other side sent, and return what to send. Called until `is_done`, and once more after that.
 
         Raises:
-            AuthError: the other side is not of this cluster. `farewell` says so to it.
+            AuthError: the other side is not in this cluster. `farewell` returns what tells it so.
         """
         self._arrived.write(data)
         try:
@@ -90,16 +90,16 @@ class Channel:
         except ssl.SSLError as error:
             raise AuthError(f"the TLS handshake failed: {_reason(error)}") from error
         flight = self._leaving.read()
-        # A second ClientHello could be another dialler's than the first, which the door has bound this connection to.
+        # The door has bound this connection to the first ClientHello. A second one could come from another dialler.
         if not self._dialled and flight[_RANDOM_AT : _RANDOM_AT + len(_RETRY)] == _RETRY:
-            raise AuthError("the two ends have no key exchange in common: are both of one version of OpenSSL?")
+            raise AuthError("the two ends have no key exchange in common: do both have the same version of OpenSSL?")
         return flight
 
     def peer_id(self) -> bytes:
         """Return the node id at the other end of a finished handshake: its public key.
 
         Raises:
-            AuthError: it speaks something else than covey, or showed no Ed25519 certificate.
+            AuthError: it uses another protocol, or has no Ed25519 certificate.
         """
         return peer_id(self._connection)
 
@@ -112,7 +112,7 @@ class Channel:
         """Take what arrived, and return the plain bytes that are complete.
 
         Raises:
-            AuthError: it was altered on the way, or the other side says that it does not accept us.
+            AuthError: the bytes were altered, or the other side reports that it rejects this node.
         """
         self._arrived.write(data)
         plain = bytearray()
@@ -126,14 +126,14 @@ class Channel:
         return bytes(plain)
 
     def farewell(self) -> bytes:
-        """Return what tells the other side that nothing follows, or why it was turned away."""
+        """Return the bytes that tell the other side that the connection ends, or why it is rejected."""
         with contextlib.suppress(ssl.SSLError):
             self._connection.unwrap()
         return self._leaving.read()
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """Return what OpenSSL says, and for a certificate what is wrong with it: "certificate is not yet valid"."""
+    """Return the reason that OpenSSL gives; for a certificate with details, such as "certificate is not yet valid"."""
     reason = error.reason or str(error)
     return f"{reason}: {error.verify_message}" if isinstance(error, ssl.SSLCertVerificationError) else reason
 
@@ -142,7 +142,7 @@ def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
     """Return the node id at the other end of a finished handshake: its public key.
 
     Raises:
-        AuthError: it speaks something else than covey, or showed no Ed25519 certificate.
+        AuthError: it uses another protocol, or has no Ed25519 certificate.
     """
     if connection.selected_alpn_protocol() != PROTOCOL:
         raise AuthError("the other side has an incompatible version of covey, or is another program")
@@ -152,16 +152,16 @@ def peer_id(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
     except (ValueError, UnsupportedAlgorithm) as error:  # OpenSSL is less strict
         raise AuthError(f"the other side's certificate cannot be read: {error}") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise AuthError("the other side showed no Ed25519 certificate")
+        raise AuthError("the other side has no Ed25519 certificate")
     return key.public_bytes_raw()
 
 
 def _certificate(
     authority: Ed25519PrivateKey, key: Ed25519PublicKey, name: str, *, is_authority: bool
 ) -> x509.Certificate:
-    """Sign a certificate that is the same each time it is made: Ed25519 needs no randomness.
+    """Sign a certificate. It is the same each time: Ed25519 needs no randomness.
 
-    It names no key but its own. A key identifier of the authority would tell which nodes are of one cluster.
+    It has no key identifier of the authority, because that would reveal which nodes are in the same cluster.
     """
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "covey authority")])
     return (
@@ -198,7 +198,7 @@ def _context(
 ) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # peers are known by their keys
+    context.check_hostname = False  # peers are identified by their keys
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_alpn_protocols([PROTOCOL])
     context.load_verify_locations(cadata=root.public_bytes(serialization.Encoding.DER))
@@ -212,7 +212,7 @@ def _context(
 
 @contextlib.contextmanager
 def _readable_once(data: bytes) -> Iterator[str]:
-    """Give `data` a path, because `ssl` takes keys only from files; in memory where there is a way."""
+    """Give `data` a path, because `ssl` reads keys only from files; in memory if the system has memfd."""
     if hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd"):
         descriptor = os.memfd_create("covey-key", os.MFD_CLOEXEC)
         try:

@@ -1,8 +1,8 @@
 """The interface of a lane: a byte pipe between two ranks, used by one executor at a time.
 
-A lane moves *transfers*: a 64-byte header and a payload whose length both ends know. It never blocks: `transmit`
-and `receive` move what can be moved now. When nothing moves, the executor asks each lane it waits for to `park`,
-polls their descriptors, and `unpark`s them.
+A lane moves *transfers*: a 64-byte header and a payload whose length both ends know. No method blocks: `transmit` and
+`receive` move as many bytes as they can. When nothing moves, the executor calls `park` on each lane that it waits for,
+polls their descriptors, and calls `unpark`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 SMALL_BYTES = 2048
-"""A payload up to this goes out together with its header, as one string of bytes: copying costs less than a call."""
+"""A payload up to this size is sent together with its header, as one bytes object: copying costs less than a call."""
 PIECE_BYTES = 1 << 20
-"""Payloads move in pieces of at most this, so that a piece is still in cache when it is reduced or copied on."""
+"""The largest piece that is moved at once, so that it is still in the cache when it is reduced or copied."""
 
 
 class LaneClosedError(Exception):
-    """The other end is gone and nothing more will come. Never leaves covey: it becomes a PeerLostError."""
+    """The lane has ended, and all that arrived was received. Never leaves covey: it becomes a PeerLostError."""
 
 
 class Outgoing:
-    """A transfer on its way out."""
+    """A transfer that is being sent."""
 
     __slots__ = ("data", "header", "nbytes", "sent")
 
@@ -39,11 +39,11 @@ class Outgoing:
         """The payload as contiguous uint8."""
         self.nbytes = data.nbytes
         self.sent = -HEADER_BYTES
-        """Payload bytes sent; negative while the header is on its way."""
+        """Payload bytes sent; negative until the header is sent."""
 
 
 class Incoming:
-    """A transfer on its way in: into `dest`, or, where that is None, piece by piece through `absorb`."""
+    """A transfer that is being received: into `dest` or, if that is None, piece by piece by `absorb`."""
 
     __slots__ = ("dest", "dtype", "expected", "got", "nbytes", "peer", "wrong_header")
 
@@ -56,7 +56,7 @@ class Incoming:
         dest: memoryview | None,
         dtype: np.dtype[Any],
     ) -> None:
-        """`wrong_header(peer, expected, header)` is called when another header than `expected` arrives, and raises."""
+        """`wrong_header(peer, expected, header)` is called if a header other than `expected` arrives, and raises."""
         self.expected = expected
         self.nbytes = nbytes
         self.wrong_header = wrong_header
@@ -64,9 +64,9 @@ class Incoming:
         self.dest = dest
         """Contiguous bytes."""
         self.dtype = dtype
-        """Of the pieces that `absorb` gets."""
+        """The dtype of the pieces that `absorb` gets."""
         self.got = -HEADER_BYTES
-        """Payload bytes received; negative while the header is on its way."""
+        """Payload bytes received; negative until the header is received."""
 
     def absorb(self, offset: int, piece: Array) -> None:
         """Take whole elements that start `offset` bytes into the payload; `piece` is valid during the call only."""
@@ -77,39 +77,39 @@ class Lane(Protocol):
     """A byte pipe to one peer."""
 
     kind: str
-    """What `group.lanes()` shows: shm, unix, tcp, secure or memory."""
+    """shm, unix, tcp, secure or memory, as `group.lanes()` shows it."""
 
     def transmit(self, out: Outgoing) -> bool:
-        """Move what can be moved; tell whether anything did. Done when `out.sent == out.nbytes`."""
+        """Send what can be sent now; return whether anything moved. Done when `out.sent == out.nbytes`."""
 
     def receive(self, incoming: Incoming) -> bool:
-        """Move what is there; tell whether anything did. Done when `incoming.got == incoming.nbytes`.
+        """Receive what has arrived; return whether anything moved. Done when `incoming.got == incoming.nbytes`.
 
         Raises:
-            LaneClosedError: the peer is gone and all it sent was received.
+            LaneClosedError: the lane has ended, and all that arrived was received.
         """
 
     def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
-        """Try for some microseconds; tell whether one of the transfers may move now, or did.
+        """Poll without sleeping for some microseconds; return whether one of the transfers may move now, or did.
 
         Raises:
-            LaneClosedError: as `receive`.
+            LaneClosedError: as for `receive`.
         """
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""
 
     def park(self, *, sending: bool, receiving: bool) -> int:
-        """Announce that the executor is about to sleep; return the events to poll for, or 0 to try again at once."""
+        """Prepare for the executor to sleep; return the events to poll for, or 0 to try again at once."""
 
     def unpark(self) -> None:
-        """The sleep is over."""
+        """Resume after a sleep."""
 
     def is_stuck(self) -> bool:
-        """Tell whether what was sent gets nowhere, although the peer may be well: the path is dead."""
+        """Tell whether the network path is dead: what was sent is not acknowledged, although the peer may be alive."""
 
     def peek(self) -> bytes:
-        """Return the next 64 bytes that have arrived, or fewer; the lane may not be received from afterwards."""
+        """Return the next 64 bytes that have arrived, or fewer. `receive` may not be called afterwards."""
 
     def shutdown(self, how: int) -> None:
         """End the connection, as `socket.shutdown` does; what has arrived can still be received. On any thread."""

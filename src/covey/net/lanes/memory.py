@@ -10,7 +10,7 @@ _lock = threading.Lock()
 
 
 def offer(nbytes: int) -> tuple[str, bytearray]:
-    """Make memory that another rank of this process can `take` by the name returned."""
+    """Allocate memory that another rank of this process can `take`; return its name and the memory."""
     name, memory = secrets.token_hex(16), bytearray(nbytes)
     with _lock:
         _offered[name] = memory
@@ -18,6 +18,6 @@ def offer(nbytes: int) -> tuple[str, bytearray]:
 
 
 def take(name: str) -> bytearray | None:
-    """Return the memory offered under `name`, once; None if there is none."""
+    """Return the memory that was offered under `name`, and forget the name; None if there is none."""
     with _lock:
         return _offered.pop(name, None)

@@ -1,13 +1,13 @@
-"""A lane through memory that both ends can see: one ring of bytes in each direction.
+"""A lane through memory that both ends share: one ring of bytes in each direction.
 
-Nothing here locks, so a killed peer leaves nothing locked. Each control word has one writer: the writer of a ring
-moves `head`, its reader moves `tail`, and each end marks itself asleep in a word of its own. x86-64 makes stores
-visible in order, so a moved `head` means that the bytes before it are there; machines with weaker order must not
-use this lane (see `shm.usable`).
+There are no locks, so a killed peer leaves none locked. Each control word has one writer: the writer of a ring moves
+`head`, its reader moves `tail`, and each end marks itself asleep in a word of its own. x86-64 makes stores visible in
+order, so once `head` has moved, the bytes before it are visible; machines with a weaker order must not use this lane
+(see `shm.usable`).
 
-An end that finds nothing to do marks itself asleep, looks once more, and polls the doorbell socket. The other end
-looks at the mark after every move and rings. Both do "store mine, then load theirs", which even x86 may reorder,
-so a fence stands in between.
+An end that has nothing to do marks itself asleep, checks once more, and polls the doorbell socket. The other end checks
+the mark after every move, and rings. Both store a word of their own and then load one of the other end; even x86 may
+reorder these, so there is a fence between them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 ALIGN: Final = 64
 CONTROL_BYTES: Final = 1024
-"""Room for both rings' control words, a cache line each."""
+"""Space for the control words of both rings, one cache line each."""
 _HEAD, _TAIL, _WRITER_ASLEEP, _READER_ASLEEP = 0, 8, 16, 24
 _WORDS_PER_RING: Final = 32
 SPINS: Final = range(300)
-"""Looks at a word before going to sleep: some 25 microseconds, about what falling asleep and being woken costs."""
+"""How often a word is read before the thread sleeps: for about 25 microseconds, as long as sleeping and waking take."""
 
 
 def memory_bytes(capacity: int) -> int:
@@ -60,18 +60,18 @@ class RingLane:
         out, self._in = rings if first else rings[::-1]
         self._out_view, self._in_view = memoryview(out), memoryview(self._in)
         self._in_typed: np.ndarray[Any, np.dtype[Any]] = self._in
-        """The incoming ring, seen as elements of the dtype that was reduced last."""
+        """The incoming ring, viewed as elements of the dtype that was reduced last."""
         out_base, in_base = (0, _WORDS_PER_RING) if first else (_WORDS_PER_RING, 0)
         self._out_head, self._out_tail = out_base + _HEAD, out_base + _TAIL
         self._out_reader_asleep, self._out_writer_asleep = out_base + _READER_ASLEEP, out_base + _WRITER_ASLEEP
         self._in_head, self._in_tail = in_base + _HEAD, in_base + _TAIL
         self._in_reader_asleep, self._in_writer_asleep = in_base + _READER_ASLEEP, in_base + _WRITER_ASLEEP
-        self._head = 0  # our own positions; the peer never writes these words, so they need not be read back
+        self._head = 0  # copies of the positions that this end writes; only this end changes them
         self._tail = 0
         lock = threading.Lock()
         self._fence: Callable[[], object] = lock.release
         self._next_fence: Callable[[], object] = lock.acquire
-        """Acquiring and releasing a private lock are each a fence; so the two take turns."""
+        """Acquiring and releasing a private lock are each a fence, so the two alternate."""
         self._parked_for = (False, False)
         self._peer_gone = False
 
@@ -103,8 +103,8 @@ class RingLane:
             if step < left:
                 step -= step % ALIGN
             if step:
-                # Through a memoryview, which keeps the interpreter's lock: a copy takes a tenth of a millisecond, and
-                # winning the lock back from a busy thread takes five.
+                # A memoryview keeps the interpreter's lock during the copy, which takes a tenth of a millisecond.
+                # Getting the lock back from a busy thread takes five.
                 self._out_view[at : at + step] = out.data[sent : sent + step]
                 sent += step
                 head += step + -step % ALIGN
@@ -160,7 +160,7 @@ class RingLane:
     def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
         words, head, tail = self._words, self._in_head, self._tail
         if out is None:
-            for _ in SPINS:  # noqa: SIM110  (any() would take twice as long a look)
+            for _ in SPINS:  # noqa: SIM110  (any() takes twice as long)
                 if words[head] != tail:
                     return True
             return False
@@ -189,7 +189,7 @@ class RingLane:
         return 0 if self._peer_gone else select.POLLIN
 
     def is_stuck(self) -> bool:
-        return False  # memory has no path that could die
+        return False  # memory has no network path
 
     def unpark(self) -> None:
         sending, receiving = self._parked_for
@@ -210,13 +210,13 @@ class RingLane:
             self._peer_gone = True
 
     def _refuse_if_gone(self) -> bool:
-        """Nothing moved: say so, or raise if nothing ever will."""
+        """Return False, or raise if the peer is gone: then nothing will ever move."""
         if self._peer_gone:
             raise LaneClosedError("the peer closed its doorbell")
         return False
 
     def _ring(self) -> None:
-        # A full doorbell has rung already; a closed one is found when its owner is needed.
+        # If the doorbell is full, it has rung already. If it is closed, `unpark` notices.
         with contextlib.suppress(OSError):
             self._doorbell.send(b"\0")
 

@@ -1,4 +1,4 @@
-"""Memory shared with another process of this host: anonymous, sealed, and there before it is used."""
+"""Memory shared with another process of this host: anonymous, of fixed size, and allocated before it is used."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SEALS: Final = (
 
 
 def usable() -> bool:
-    """Tell whether this machine can run ring lanes over shared memory: Linux, and stores seen in order."""
+    """Tell whether this machine can run ring lanes: it has Linux, and a processor that keeps stores in order."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
 def create(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make a segment and map it; returns its descriptor, to be passed on and closed, and the mapping.
+    """Make a segment and map it; return its descriptor, which the caller passes on and closes, and the mapping.
 
-    Every page is allocated here, so that a full memory is an OSError now and not a SIGBUS in mid-operation.
+    Every page is allocated here, so that a lack of memory is an OSError now and not a SIGBUS during an operation.
     """
     descriptor = os.memfd_create("covey", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -42,12 +42,12 @@ def attach(descriptor: int, nbytes: int) -> mmap.mmap:
     """Map a segment that another process made, and close the descriptor.
 
     Raises:
-        RemoteProtocolError: it has another size, or its maker could still shrink it under our feet.
+        RemoteProtocolError: it has another size, or the process that made it could still shrink it.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)  # type: ignore[attr-defined,unused-ignore]
         if os.fstat(descriptor).st_size != nbytes or seals & _SEALS != _SEALS:
-            raise RemoteProtocolError(f"a shared segment of {nbytes} bytes was announced, another one came")
+            raise RemoteProtocolError(f"a shared segment of {nbytes} bytes was announced, but another one arrived")
         return mmap.mmap(descriptor, nbytes)
     finally:
         os.close(descriptor)

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SEND_BYTES = 1 << 20
-"""Bytes handed to the kernel at once. Much more leaves the cache before the peer reads it."""
+"""Bytes given to the kernel at once. Much more would leave the cache before the peer reads it."""
 RECEIVE_BYTES = 1 << 19
-"""Bytes taken from the kernel at once for a reduction, which then finds them in the cache."""
+"""Bytes read from the kernel at once for a reduction, so that they are still in the cache."""
 
 SPINS = range(16)
-"""Looks at a socket before going to sleep: some 25 microseconds."""
+"""How often a socket is read before the thread sleeps: for about 25 microseconds."""
 SPIN_BYTES = 1 << 17
-"""Larger transfers take so long that sleeping costs little."""
+"""For transfers larger than this, sleeping costs little in comparison."""
 
 
 class SocketLane:
-    """What lanes over sockets share: how to wait for a moment, and that waking up needs nothing."""
+    """The common part of lanes over sockets: spinning, and noticing a dead path."""
 
     def receive(self, incoming: Incoming) -> bool:
         raise NotImplementedError
@@ -37,7 +37,7 @@ class SocketLane:
     def spin(self, out: Outgoing | None, incoming: Incoming | None) -> bool:
         if out is not None or incoming is None or incoming.nbytes > SPIN_BYTES:
             return False
-        for _ in SPINS:  # noqa: SIM110  (any() would take longer)
+        for _ in SPINS:  # noqa: SIM110  (any() takes longer)
             if self.receive(incoming):
                 return True
         return False
@@ -64,7 +64,7 @@ class StreamLane(SocketLane):
         self._scratch = np.empty(HEADER_BYTES + RECEIVE_BYTES, np.uint8)
         self._scratch_view = memoryview(self._scratch)
         self._typed: np.ndarray[Any, np.dtype[Any]] = self._scratch[HEADER_BYTES:]
-        """The scratch payload, seen as elements of the dtype that was reduced last."""
+        """The scratch payload, viewed as elements of the dtype that was reduced last."""
         self._carry = 0  # bytes of an element that arrived in part, at the front of the scratch payload
 
     def sockets(self) -> Sequence[socket.socket]:
@@ -83,7 +83,7 @@ class StreamLane(SocketLane):
                 taken = self._sock.send(out.data[sent : sent + SEND_BYTES])
         except BlockingIOError:
             return False
-        except OSError as error:  # reset, timed out, unreachable: nothing more will come
+        except OSError as error:  # reset, timed out, unreachable: the lane cannot be used any more
             raise LaneClosedError(str(error)) from error
         out.sent = sent + taken
         return True
@@ -103,7 +103,7 @@ class StreamLane(SocketLane):
                 self._absorb(incoming, self._carry + taken)
         except BlockingIOError:
             return False
-        except OSError as error:  # reset, timed out, unreachable: nothing more will come
+        except OSError as error:  # reset, timed out, unreachable: the lane cannot be used any more
             raise LaneClosedError(str(error)) from error
         if taken == 0:
             raise LaneClosedError("end of stream")
@@ -132,7 +132,7 @@ class StreamLane(SocketLane):
         return True
 
     def _absorb(self, incoming: Incoming, available: int) -> None:
-        """Hand the whole elements among `available` scratch bytes over and keep the rest of a split one."""
+        """Pass on the whole elements among `available` scratch bytes, and keep the bytes of an incomplete one."""
         if self._typed.dtype is not incoming.dtype:
             self._typed = self._scratch[HEADER_BYTES:].view(incoming.dtype)
         size = self._typed.itemsize
@@ -163,7 +163,7 @@ class StreamLane(SocketLane):
         self._sock.shutdown(how)
 
     def close(self) -> None:
-        # Unread bytes would turn the close into a reset that can overtake what we sent.
+        # Closing with unread bytes resets the connection, and the reset can overtake what was sent.
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
             while self._sock.recv_into(self._scratch_view):

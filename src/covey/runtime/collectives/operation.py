@@ -68,7 +68,7 @@ class CurrentOperation(EnginePart):
         if not self.is_announced and now >= since + ANNOUNCE_SECONDS:
             self.is_announced = True
             stalls.announce(self.sequence)
-            if self.warn_at:  # this process itself stood still: the others need time to answer
+            if self.warn_at:  # this process itself was stopped: the others need time to answer
                 self.warn_at = max(self.warn_at, now + ANSWER_SECONDS)
         if not self.warn_at:
             self.warn_at = now + WARN_SECONDS

@@ -60,10 +60,10 @@ class Exchange:
     def send(self, contents: Bytes, peer: int, number: int) -> None:
         """Start a send; `contents` must not change until `next` returns it."""
         tag = self._tag | number
-        self._post(
+        self._start(
             peer,
             number,
-            lambda: self._messenger.post_send(
+            lambda: self._messenger.start_send(
                 contents.data, peer, tag, _BYTE, contents.shape, is_object=False, deadline=self._deadline
             ),
         )
@@ -78,7 +78,9 @@ class Exchange:
         """
         tag, memory = self._tag | number, None if out is None else out.data
         expect = None if out is None else (_BYTE, out.shape)
-        self._post(peer, number, lambda: self._messenger.post_recv(peer, tag, memory, expect, self._deadline, then))
+        self._start(
+            peer, number, lambda: self._messenger.start_receive(peer, tag, memory, expect, self._deadline, then)
+        )
 
     def next(self, late: Sequence[int]) -> ExchangedMessage:
         """Return the next message that ended.
@@ -106,7 +108,7 @@ class Exchange:
             return ExchangedMessage(peer, number, None, error)
         raise error
 
-    def _post(self, peer: int, number: int, start: Callable[[], Work[Any]]) -> None:
+    def _start(self, peer: int, number: int, start: Callable[[], Work[Any]]) -> None:
         self._waiting += 1
         try:
             work = start()

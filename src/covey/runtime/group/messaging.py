@@ -119,7 +119,7 @@ class Messages(Issuer):
     ) -> Any:
         dst, tag = whole_number("dst", dst), whole_number("tag", tag)
         messenger, deadline = self._messages(timeout)
-        work = messenger.post_send(memoryview(data), dst, tag, code, shape, is_object, deadline)
+        work = messenger.start_send(memoryview(data), dst, tag, code, shape, is_object, deadline)
         return self._finish_message(work, deadline, async_op)
 
     def _recv(
@@ -135,7 +135,7 @@ class Messages(Issuer):
         messenger, deadline = self._messages(timeout)
         out = None if target is None else memoryview(target.flat.view(np.uint8))
         expect = None if target is None else (target.code, target.shape)
-        work = messenger.post_recv(src, tag, out, expect, deadline, finish)
+        work = messenger.start_receive(src, tag, out, expect, deadline, finish)
         return self._finish_message(work, deadline, async_op)
 
     def _finish_message(self, work: Work[Any], deadline: float, async_op: bool) -> Any:

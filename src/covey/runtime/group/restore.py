@@ -1,61 +1,35 @@
 """Give newcomers and drifted ranks the state of the others, over the group's point-to-point lanes.
 
 All ranks tag the chunks of their states and exchange manifests. From these each rank computes which ranks are donors
-and which are receivers. A receiver asks donors for the chunks it lacks, many at a time, and checks each as it arrives
-in its final memory. Donors answer until every receiver is done or lost. If a restore fails, received chunks stay, and
-the next restore does not transfer them again.
+and which are receivers; then `state_transfer` moves the chunks. If a restore fails, received chunks stay, and the next
+restore does not transfer them again.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import logging
 import secrets
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from covey.base.config import check_timeout
-from covey.base.dtypes import DTYPES, dtype_code
-from covey.base.errors import (
-    ConfigError,
-    CoveyError,
-    DeadlineError,
-    MismatchError,
-    PeerLostError,
-    RemoteProtocolError,
-)
+from covey.base.errors import ConfigError, CoveyError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.base.text import printable
-from covey.proto.transferring import WINDOW_CHUNKS, Election, Fetch, Orders, differing, elect, listed, objection
-from covey.runtime.buffers import as_array, readable
+from covey.proto.transferring import Election, differing, elect, listed, objection
 from covey.runtime.group.exchange import Exchange
 from covey.runtime.group.internals import engine_of
-from covey.runtime.group.movements import PHYSICAL_BYTES
-from covey.wire import objects
-from covey.wire.manifest import MANIFEST_BYTES, Entry, Manifest, Tagger
+from covey.runtime.group.state_memory import StateMemory
+from covey.runtime.group.state_transfer import StateTransfer
+from covey.wire.manifest import MANIFEST_BYTES, Manifest, Tagger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
-    from covey.proto.message import Received
-    from covey.runtime.buffers import Operand
     from covey.runtime.group.group import Group
-    from covey.wire.manifest import Bytes, Chunk
 
-logger = logging.getLogger("covey")
-
-REQUEST: Final = (1 << 32) - 1
-"""The message number of requests. Messages with chunks have the numbers of the chunks."""
 ON_DRIFT: Final = ("repair", "raise")
 NONCE_BYTES: Final = 16
 TEXT_LIMIT: Final = 1000
-PROGRESS_SECONDS: Final = 1.0
-"""A restore that takes longer shows a progress bar."""
-_BYTE: Final = dtype_code(np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +53,7 @@ class RestoreReport:
 
 @dataclass(frozen=True)
 class _Terms:
-    """What each rank sends first: a random part of the tags' key, and its `on_drift`."""
+    """The first message of each rank: a random part of the tags' key, and its `on_drift`."""
 
     nonce: bytes
     on_drift: str
@@ -90,13 +64,13 @@ class _Outcome:
     """How a restore ended on one rank."""
 
     digest: bytes
-    """Of its state."""
+    """The digest of its state."""
     lost: int
     """The lost rank because of which it failed, or -1."""
     text: str
     """Why it failed; empty if it did not."""
     is_broken: bool
-    """A rank broke the protocol."""
+    """Whether a rank broke the protocol."""
 
 
 def restore(
@@ -140,11 +114,12 @@ def restore(
     received = sent = 0
     if election.receivers:
         with Exchange(group, call.tagger.number, call.deadline) as exchange:
+            transfer = StateTransfer(group.rank, call.memory, call.tagger, election, exchange, call.deadline)
             if group.rank in election.receivers:
-                received = call.receive(exchange, manifests[group.rank], election, progress)
+                received = transfer.receive(manifests[group.rank], progress)
             else:
-                sent = call.serve(exchange, election)
-        call.conclude(election)
+                sent = transfer.serve()
+        call.conclude(election, transfer.failure)
     return RestoreReport(
         bytes_received=received,
         bytes_sent=sent,
@@ -173,14 +148,9 @@ class _Restore:
     """One call of `restore` on one rank of several."""
 
     def __init__(self, group: Group, state: MutableMapping[str, Any], deadline: float) -> None:
-        self.group, self.state, self.deadline = group, state, deadline
+        self.group, self.deadline = group, deadline
+        self.memory = StateMemory(state)
         self.tagger: Tagger
-        self._operands: dict[str, Operand] = {}
-        """The arrays of the state."""
-        self._contents: dict[str, Bytes] = {}
-        """The memory of each name: an array's own, or a value's encoded form."""
-        self._failure: CoveyError | None = None
-        """Why this rank could not get what it lacks."""
 
     def compare(self, fresh: bool, on_drift: str) -> dict[int, Manifest]:
         """Exchange manifests with all ranks and return them by rank."""
@@ -194,7 +164,7 @@ class _Restore:
         self.tagger = Tagger(said.nonce for said in terms.values())
         failure: Exception | None = None
         try:
-            manifest = Manifest(is_fresh=fresh, entries=tuple(self._survey()))
+            manifest = Manifest(is_fresh=fresh, entries=tuple(self.memory.survey(self.tagger)))
             manifest.check()
         except (TypeError, RemoteProtocolError) as error:  # the other ranks must learn of it before this one raises
             failure, manifest = error, Manifest(is_fresh=fresh, failure=_shown(str(error)))
@@ -212,190 +182,12 @@ class _Restore:
             raise MismatchError(f"restore: a state cannot be sent: {'; '.join(failed)}")
         return manifests
 
-    def _survey(self) -> Iterable[Entry]:
-        """Yield an entry for each name of the state, in the order of names."""
-        if not all(isinstance(name, str) for name in self.state):
-            raise TypeError("a state whose names are not all strings")
-        for name in sorted(self.state):
-            value = self.state[name]
-            is_writable = True
-            try:
-                if is_array := _is_array(value):
-                    operand = self._operands[name] = readable(value)
-                    is_writable = as_array(value).flags.writeable
-                    code, shape, contents = operand.code, operand.shape, operand.load().view(np.uint8)
-                else:
-                    contents = np.frombuffer(objects.encode(value), np.uint8)
-                    code, shape = _BYTE, contents.shape
-            except TypeError as error:
-                raise TypeError(f"{name!r}: {error}") from error
-            self._contents[name] = contents
-            tags = self.tagger.tags(contents)
-            yield Entry(name=name, is_array=is_array, dtype_code=code, shape=shape, tags=tags, is_writable=is_writable)
-
-    # Receiving
-
-    def receive(self, exchange: Exchange, mine: Manifest, election: Election, progress: bool | None) -> int:
-        """Fetch what this rank lacks; return the bytes received. `conclude` raises what goes wrong."""
-        rank, winner = self.group.rank, election.winner
-        if rank in election.drifted:
-            logger.warning(
-                "restore: rank %d has drifted from the state of rank %s in %s; its state is replaced",
-                *(rank, ", ".join(map(str, election.donors)), listed(differing(mine, winner))),
-            )
-        try:
-            replaced = self._make_room(mine, winner)
-        except MemoryError:
-            named = ", ".join(map(str, election.donors))
-            self._failure = MismatchError(
-                f"there is no memory for the {winner.nbytes} bytes that rank {named} announced"
-            )
-            self._part_with(exchange, election)
-            return 0
-        chunks = winner.chunks()
-        missing = {i: chunk.stop - chunk.start for i, chunk in enumerate(chunks) if mine.lacks(chunk, winner)}
-        fetch = Fetch(missing, election.donors, election.receivers.index(rank))
-        bar = _Bar(sum(missing.values()), progress)
-        try:
-            received = self._fetch(exchange, fetch, chunks, bar)
-        finally:
-            bar.close()
-            for name in {chunks[i].name for i in missing} & self._operands.keys():
-                self._operands[name].store()
-        self._part_with(exchange, election)
-        if self._failure is None:
-            self._settle(mine, winner, replaced)
-        return received
-
-    def _part_with(self, exchange: Exchange, election: Election) -> None:
-        """Tell the donors that this rank is done, and wait until all pending messages end."""
-        for donor in election.donors:
-            exchange.send(_numbers(()), donor, REQUEST)
-        while exchange.is_waiting:
-            exchange.next(election.donors)
-
-    def _make_room(self, mine: Manifest, winner: Manifest) -> list[str]:
-        """Allocate what is missing, and add missing arrays to the mapping; return the names of the values to replace.
-
-        Added arrays are zeroed: if the restore fails, they must not show old memory of this process.
-
-        Raises:
-            MemoryError: there is not enough memory; nothing was added.
-            DeadlineError: the deadline has passed.
-        """
-        own = mine.by_name
-        added = [entry for entry in winner.entries if entry.is_array and entry.name not in own]
-        replaced = [
-            entry
-            for entry in winner.entries
-            if not entry.is_array and not (entry.name in own and own[entry.name].is_same(entry))
-        ]
-        if sum(entry.nbytes for entry in added + replaced) > PHYSICAL_BYTES:
-            raise MemoryError  # the kernel would grant it and fail later
-        arrays, contents = {}, {}
-        for entry in added:
-            if time.monotonic() > self.deadline:
-                raise DeadlineError("restore: the timeout ended while memory was being allocated")
-            arrays[entry.name] = array = np.zeros(entry.shape, DTYPES[entry.dtype_code])
-            contents[entry.name] = array.reshape(-1).view(np.uint8)
-        for entry in replaced:
-            contents[entry.name] = np.empty(entry.nbytes, np.uint8)
-        for name, array in arrays.items():
-            self.state[name] = array
-        self._contents.update(contents)
-        return [entry.name for entry in replaced]
-
-    def _fetch(self, exchange: Exchange, fetch: Fetch, chunks: list[Chunk], bar: _Bar) -> int:
-        received = 0
-        while not fetch.is_complete and not fetch.is_stuck:
-            requests = sorted(fetch.ask(), key=lambda request: request[0])
-            for donor, group in itertools.groupby(requests, key=lambda request: request[0]):
-                indices = [index for _, index in group]
-                for index in indices:
-                    memory = self._memory(chunks[index])
-                    exchange.receive(donor, index, memory, then=functools.partial(self._tag_landed, memory))
-                exchange.send(_numbers(indices), donor, REQUEST)
-            done = exchange.next(fetch.waits_for())
-            if done.number == REQUEST:
-                continue  # a request was sent; if it failed, the receives of its chunks fail, too
-            if done.error is not None:
-                self._failure = done.error
-                fetch.failed(done.peer, done.number)
-                continue
-            chunk = chunks[done.number]
-            is_right = done.result == chunk.tag
-            fetch.arrived(done.peer, done.number, is_right=is_right)
-            received += chunk.stop - chunk.start
-            if is_right:
-                bar.show(chunk.stop - chunk.start)
-                continue
-            span = f"bytes {chunk.start} to {chunk.stop} of {chunk.name!r}"
-            self._failure = MismatchError(f"rank {done.peer} sent {span} that differ from those it announced")
-            logger.warning("restore: %s; they are fetched from another rank", self._failure)
-        if fetch.is_complete:
-            self._failure = None
-        return received
-
-    def _tag_landed(self, memory: Bytes, _: Received) -> bytes:
-        return self.tagger.tag(memory)  # at once: much of it is still in the cache
-
-    def _settle(self, mine: Manifest, winner: Manifest, replaced: list[str]) -> None:
-        """Replace values, and remove names that the winner does not have."""
-        try:
-            values = {name: objects.decode(self._contents[name].data) for name in replaced}
-        except (RemoteProtocolError, TypeError) as error:  # the bytes are right: the donors have the same
-            self._failure = MismatchError(f"a value that the others have cannot be decoded: {error}")
-            return
-        for name, value in values.items():
-            self.state[name] = value
-        if extra := sorted(mine.by_name.keys() - winner.by_name.keys()):
-            logger.warning(
-                "restore: rank %d removes names that the others do not have: %s", self.group.rank, listed(extra)
-            )
-            for name in extra:
-                del self.state[name]
-
-    # Sending
-
-    def serve(self, exchange: Exchange, election: Election) -> int:
-        """Send every receiver the chunks it asks for, until it is done or lost; return the bytes sent."""
-        chunks = election.winner.chunks()
-        orders, asked_before = Orders(election.receivers), dict.fromkeys(election.receivers, 0)
-        sent = 0
-        for receiver in election.receivers:
-            exchange.receive(receiver, REQUEST)
-        while exchange.is_waiting:
-            done = exchange.next(election.receivers)
-            if done.error is not None:
-                continue  # this receiver is lost; the group reports it
-            if done.number != REQUEST:
-                sent += chunks[done.number].stop - chunks[done.number].start
-                due = orders.sent(done.peer)
-            elif done.result.size:
-                asked = _asked_for(done.result, len(chunks))
-                asked_before[done.peer] += 0 if asked is None else len(asked)
-                if asked is None or asked_before[done.peer] > len(chunks):
-                    # This receiver gets nothing more; the others do, and `conclude` tells all ranks.
-                    self._failure = RemoteProtocolError(
-                        f"rank {done.peer} asked for chunks that do not exist, or for too many"
-                    )
-                    continue
-                due = orders.asked(done.peer, asked)
-                exchange.receive(done.peer, REQUEST)
-            else:
-                continue  # the receiver is done
-            for index in due:
-                exchange.send(self._memory(chunks[index]), done.peer, index)
-        return sent
-
-    # The end
-
-    def conclude(self, election: Election) -> None:
-        """Raise the same error on all ranks unless all have the winner's state."""
-        failure, digest = self._failure, election.winner.digest
-        if failure is None and self.group.rank in election.receivers and self._shares_memory():
+    def conclude(self, election: Election, failure: CoveyError | None) -> None:
+        """Exchange how the restore ended; raise the same error on all ranks unless all have the winner's state."""
+        digest = election.winner.digest
+        if failure is None and self.group.rank in election.receivers and self.memory.has_overlaps():
             # A chunk that arrived later may have overwritten one that was checked before.
-            digest = Manifest(is_fresh=False, entries=tuple(self._survey())).digest
+            digest = Manifest(is_fresh=False, entries=tuple(self.memory.survey(self.tagger))).digest
         lost = failure.rank if isinstance(failure, PeerLostError) else -1
         is_broken = isinstance(failure, RemoteProtocolError)
         mine = _Outcome(digest, lost, "" if failure is None else _shown(str(failure)), is_broken)
@@ -415,16 +207,6 @@ class _Restore:
                 "them meanwhile, or do arrays share memory on some ranks only?"
             )
 
-    def _shares_memory(self) -> bool:
-        arrays = [as_array(value) for value in self.state.values() if _is_array(value)]
-        spans = sorted(np.lib.array_utils.byte_bounds(array) for array in arrays if array.size)
-        return any(start < end for (_, end), (start, _) in itertools.pairwise(spans))
-
-    # Helpers
-
-    def _memory(self, chunk: Chunk) -> Bytes:
-        return self._contents[chunk.name][chunk.start : chunk.stop]
-
     def _gather(self, value: Any, type: Any) -> dict[int, Any]:
         """Return what every live rank passed, by rank. A value larger than a manifest may be ends the group."""
         left = max(self.deadline - time.monotonic(), 0.001)
@@ -432,52 +214,6 @@ class _Restore:
         return {rank: each for rank, each in enumerate(values) if each is not None}
 
 
-class _Bar:
-    """The progress bar of a receiver. It costs nothing where it is not shown."""
-
-    def __init__(self, total: int, wanted: bool | None) -> None:
-        self._total, self._done = total, 0
-        self._is_wanted = sys.stderr.isatty() if wanted is None else wanted
-        self._show_at = time.monotonic() + (0.0 if wanted else PROGRESS_SECONDS)
-        self._progress: Any = None
-
-    def show(self, nbytes: int) -> None:
-        """Count `nbytes` more."""
-        self._done += nbytes
-        if not self._is_wanted or time.monotonic() < self._show_at:
-            return
-        if self._progress is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-            columns = ("restoring", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True))
-            self._progress.add_task("restoring", total=self._total)
-            self._progress.start()
-        self._progress.update(self._progress.task_ids[0], completed=self._done)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
-def _is_array(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
-
-
-def _asked_for(request: Bytes, count: int) -> list[int] | None:
-    """Return the numbers of the chunks that a receiver asks for; None if the request is invalid."""
-    if request.dtype != np.uint8 or request.size % 4 or request.size > 4 * WINDOW_CHUNKS:
-        return None
-    numbers: list[int] = request.view(np.uint32).tolist()
-    return numbers if max(numbers) < count else None
-
-
 def _shown(text: str) -> str:
     """Return a text for other ranks or from them, shortened and without control characters."""
     return printable(text)[:TEXT_LIMIT]
-
-
-def _numbers(indices: Iterable[int]) -> Bytes:
-    return np.fromiter(indices, np.uint32).view(np.uint8)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 OPEN_SECONDS: Final = 60.0
-"""How long the control loop may take to make a store; it takes far less, unless the machine stands still."""
+"""How long the control loop may take to make a store; it takes far less, unless the machine is suspended."""
 
 
 def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:

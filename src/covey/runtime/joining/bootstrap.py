@@ -156,9 +156,9 @@ def _join(target: JoinTarget) -> Group:
 def _take_secret() -> None:
     """Take the cluster's secret out of the environment, so that programs which this process starts do not get it."""
     if "COVEY_SECRET" in os.environ:
-        from covey.net.keys import clusters
+        from covey.net.keys import secret_sources
 
-        clusters.take_secret(os.environ)
+        secret_sources.take_secret(os.environ)
 
 
 def joined() -> Group | None:

@@ -45,7 +45,7 @@ FAREWELL_SECONDS: Final = 1.0
 REFOUND_SECONDS: Final = 2.0
 """How long waiting processes may link, before they found the run anew because no member is left."""
 REFOUND_OLD_SECONDS: Final = 10.0
-"""The same while all waiting processes were in the run before: a restarted one may be on its way."""
+"""The same while all waiting processes were in the run before: a restarted one may be about to link."""
 
 
 class _Generation:

@@ -26,15 +26,16 @@ class Cursor:
     """The position of an output: at the start of a line, or in an unfinished line of one stream."""
 
     def __init__(self) -> None:
-        self.speaker: OutputStream | None = None
+        self.writer: OutputStream | None = None
+        """The stream whose line is unfinished."""
         self.returned = False
         """Whether the unfinished line ended with a carriage return: what follows overwrites it."""
 
-    def make_room(self, speaker: OutputStream | None = None) -> bytes:
-        """Return what must be written before `speaker` may write: the end of another stream's line."""
-        if self.speaker in (None, speaker):
+    def make_room(self, writer: OutputStream | None = None) -> bytes:
+        """Return what must be written before `writer` may write: the end of another stream's line."""
+        if self.writer in (None, writer):
             return b""
-        self.speaker, self.returned = None, False
+        self.writer, self.returned = None, False
         return b"\n"
 
 
@@ -44,13 +45,13 @@ class OutputStream:
     def __init__(self, number: int, cursor: Cursor, *, coloured: bool, label: Callable[[], str] | None = None) -> None:
         """Choose the colour by `number`, which is also the prefix, unless `label` returns another one."""
         self.show_at: float | None = None
-        """When to show an unfinished line with `hush`, unless more output comes first."""
+        """When to show an unfinished line with `flush`, unless more output comes first."""
         self._cursor = cursor
         self._held = bytearray()
         self._label = label or functools.partial(str, number)
         self._form = f"\x1b[{COLOURS[number % len(COLOURS)]}m[%s]\x1b[0m " if coloured else "[%s] "
 
-    def hear(self, data: bytes, *, now: float) -> bytes:
+    def feed(self, data: bytes, *, now: float) -> bytes:
         """Take output of the rank, and return what to write now."""
         self._held += data
         cut = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
@@ -61,8 +62,8 @@ class OutputStream:
         self.show_at = now + SILENCE if self._held else None
         return self._compose(text)
 
-    def hush(self) -> bytes:
-        """Return the unfinished line."""
+    def flush(self) -> bytes:
+        """Return the unfinished line, to be shown now."""
         text = bytes(self._held)
         self._held.clear()
         self.show_at = None
@@ -70,16 +71,16 @@ class OutputStream:
 
     def end(self) -> bytes:
         """Return the rest as a finished line."""
-        rest = self.hush()
-        return rest + (self._cursor.make_room() if self._cursor.speaker is self else b"")
+        rest = self.flush()
+        return rest + (self._cursor.make_room() if self._cursor.writer is self else b"")
 
     def _compose(self, text: bytes) -> bytes:
         if not text:
             return b""
         cursor = self._cursor
         room = cursor.make_room(self)
-        at_start = cursor.speaker is None or (cursor.returned and not text.startswith(b"\n"))
-        cursor.speaker = None if text.endswith(b"\n") else self
+        at_start = cursor.writer is None or (cursor.returned and not text.startswith(b"\n"))
+        cursor.writer = None if text.endswith(b"\n") else self
         cursor.returned = text.endswith(b"\r")
         prefix = (self._form % self._label()).encode()
         shown = text[:-1].replace(b"\n", b"\n" + prefix) + text[-1:]

@@ -18,8 +18,8 @@ import time
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTART_PAUSE, RESTART_PAUSE_MOST, TERM_GRACE
-from covey.runtime.keeper.outlet import Outlet
 from covey.runtime.keeper.output import LINE_LIMIT_BYTES, Cursor, OutputStream
+from covey.runtime.keeper.output_descriptor import OutputDescriptor
 from covey.runtime.processes import describe_end, drain, exit_status, register_output
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class _Supervisor:
         """The signal that asked this process to end."""
         self._killed = False
         """Whether the ranks were killed because of it."""
-        self._outlets = {target: Outlet(target) for target in (1, 2)}
+        self._descriptors = {target: OutputDescriptor(target) for target in (1, 2)}
 
     def run_to_end(self) -> int:
         """Start all ranks, supervise them until the last has ended, and return the exit code of the run."""
@@ -116,13 +116,13 @@ class _Supervisor:
             self._start(rank)
         while self._alive or self._waiting or self._failed:
             now = time.monotonic()  # a pause in the output counts only after all output up to now was read
-            for key, _ in self._selector.select(self._patience(*self._waiting.values(), *self._hush_times())):
+            for key, _ in self._selector.select(self._patience(*self._waiting.values(), *self._flush_times())):
                 if key.data is not None:
                     self._relay(key.data)
             self._react()
             for pipe in self._pipes():
                 if pipe.stream.show_at is not None and pipe.stream.show_at <= now:
-                    self._write(pipe.target, pipe.stream.hush())
+                    self._write(pipe.target, pipe.stream.flush())
             for rank in [rank for rank, at in self._waiting.items() if at <= now]:
                 self._start_again(rank)
         self._run.stop()
@@ -170,7 +170,7 @@ class _Supervisor:
     def _pipes(self) -> list[_Pipe]:
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
-    def _hush_times(self) -> list[float]:
+    def _flush_times(self) -> list[float]:
         return [pipe.stream.show_at for pipe in self._pipes() if pipe.stream.show_at is not None]
 
     def _patience(self, *times: float) -> float | None:
@@ -184,7 +184,7 @@ class _Supervisor:
         """Read once and write it; False at the end of the pipe."""
         data = os.read(pipe.source.fileno(), LINE_LIMIT_BYTES)
         if data:
-            self._write(pipe.target, pipe.stream.hear(data, now=time.monotonic()))
+            self._write(pipe.target, pipe.stream.feed(data, now=time.monotonic()))
         else:
             self._selector.unregister(pipe.source)
             self._write(pipe.target, pipe.stream.end())
@@ -311,31 +311,31 @@ class _Supervisor:
     def _write(self, target: int, data: bytes) -> None:
         # If a pager does not read, this process must still pass signals on, and must be able to end. Output that cannot
         # be written at all does not end a run.
-        rest, outlet = memoryview(data), self._outlets[target]
-        while rest and outlet.is_open():
-            had_failed = bool(outlet.failure)
+        rest, descriptor = memoryview(data), self._descriptors[target]
+        while rest and descriptor.is_open():
+            had_failed = bool(descriptor.failure)
             patience = (
                 0.0 if self._killed else self._patience()
             )  # output is written in order, so that no other output is due
             try:
                 has_room = bool(select.select([self._wake], [target], [], patience)[1])
             except OSError as error:  # closed
-                outlet.fail(error)
+                descriptor.fail(error)
                 has_room = False
             if has_room:
-                rest = rest[outlet.write(rest) :]
-            if outlet.failure and not had_failed:
-                self._tell_of_failure(target, outlet.failure)
+                rest = rest[descriptor.write(rest) :]
+            if descriptor.failure and not had_failed:
+                self._tell_of_failure(target, descriptor.failure)
             elif not has_room and self._killed:
                 return
             elif not has_room:
                 self._react()
-        outlet.drop(rest)
+        descriptor.drop(rest)
 
     def _tell_of_failure(self, target: int, reason: str) -> None:
         """Report once, on the other output stream, that one has failed."""
         other = 3 - target
-        if not self._outlets[other].failure and not _same_file(1, 2):
+        if not self._descriptors[other].failure and not _same_file(1, 2):
             name = "output" if target == 1 else "standard error"
             room = (self._err if other == 2 else self._out).make_room()
             text = f"covey: {name} cannot be written ({reason}); the run goes on without it\n"

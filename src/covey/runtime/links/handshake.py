@@ -15,30 +15,25 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import AuthError, ConnectError, RemoteProtocolError
 from covey.base.text import printable
 from covey.net.descriptors import explain, is_exhausted, is_scarce, track
 from covey.runtime.links.link import HANDSHAKE_SECONDS, Link
-from covey.wire import door, greeting, messages
-from covey.wire.frame import GREETING_LIMIT, LENGTH, frame, frame_length
+from covey.wire import door, messages, proofs
+from covey.wire.frame import HANDSHAKE_LIMIT, LENGTH, frame, frame_length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from covey.net.keys.tls import Credentials
-    from covey.runtime.links.dial_limits import DialLimits
-
-HEAD_START: Final = 0.15
-"""Seconds between the dial of an address and the dial of the next, worse one."""
 
 SILENCE: Final = "no answer in time"
 """The problem of an address that sends nothing back, not even a refusal."""
 
 Where = str | tuple[Any, ...]
 """The path of a unix socket, or a TCP address as `socket` takes it."""
-T = TypeVar("T")
 
 
 class RefusedError(Exception):
@@ -201,7 +196,7 @@ async def _dial(
                 answer, peer = await _prove(sock, credentials.token, said, hello, where), b""
                 is_ours = False
                 link = await Link.plain(sock)
-        match messages.decode_greeting(answer):
+        match messages.decode_handshake(answer):
             case messages.Welcome() as welcome:
                 if welcome.card.id != peer:
                     raise AuthError(f"{spell(where)} poses as a node whose key it does not have")
@@ -222,100 +217,15 @@ async def _dial(
 
 async def _prove(sock: socket.socket, token: bytes, said: bytes, hello: messages.Hello, where: Where) -> bytes:
     body = messages.encode(hello)
-    await asyncio.get_running_loop().sock_sendall(sock, greeting.dial_proof(token, said, body) + frame(body))
+    await asyncio.get_running_loop().sock_sendall(sock, proofs.dial_proof(token, said, body) + frame(body))
     try:
-        proof = await receive_exactly(sock, greeting.PROOF_BYTES)
+        proof = await receive_exactly(sock, proofs.PROOF_BYTES)
     except ConnectionError as error:
         raise HungUpError(f"the rank at {spell(where)} did not accept this run's token") from error
     answer = await _receive_frame(sock)
-    if not greeting.proofs_equal(proof, greeting.accept_proof(token, said, hello.nonce, answer)):
+    if not proofs.proofs_equal(proof, proofs.accept_proof(token, said, hello.nonce, answer)):
         raise AuthError(f"the rank at {spell(where)} does not know this run's token")
     return answer
-
-
-async def dial_any(
-    wheres: list[Where],
-    credentials: LinkCredentials,
-    hello: messages.Hello,
-    allowance: DialLimits | None = None,
-    within: float = HANDSHAKE_SECONDS,
-) -> tuple[Link, messages.Welcome, bytes, Where]:
-    """Open a link to the first address that works; each has a short head start before the next.
-
-    With an `allowance`, each dial waits for its turn and spares descriptors. `within` is as for `connect`.
-
-    Raises:
-        What `dial` raises: the most informative error of all addresses.
-    """
-    opened, where = await _first_of(
-        wheres,
-        lambda where: _dial_in_turn(where, credentials, hello, allowance, within),
-        lambda opened: opened[0].abort(),
-    )
-    return *opened, where
-
-
-async def connect_any(wheres: list[Where], credentials: LinkCredentials, purpose: door.Purpose) -> socket.socket:
-    """Connect to the first address that works, and pass the door; each has a short head start before the next.
-
-    Raises:
-        ConnectError: no address works.
-    """
-    opened, _ = await _first_of(
-        wheres, lambda where: connect(where, credentials, purpose), lambda opened: opened[0].close()
-    )
-    return opened[0]
-
-
-async def _first_of(
-    wheres: list[Where], open_one: Callable[[Where], Coroutine[Any, Any, T]], drop: Callable[[T], object]
-) -> tuple[T, Where]:
-    """Try addresses, each with a short head start; return the result of the first that works, and the address.
-
-    Results of the others are dropped. If none works, the most informative error is raised.
-    """
-    if not wheres:
-        raise ConnectError("the peer has no address that can be dialled from here")
-    remaining, tasks, errors = list(wheres), list[asyncio.Future[T]](), list[BaseException]()
-    won: asyncio.Future[T] | None = None
-
-    def drop_late(task: asyncio.Future[T]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            drop(task.result())
-
-    try:
-        while won is None and (remaining or len(errors) < len(tasks)):
-            if remaining:
-                tasks.append(asyncio.ensure_future(open_one(remaining.pop(0))))
-            running = [task for task in tasks if not task.done()]
-            if running:
-                await asyncio.wait(
-                    running, timeout=HEAD_START if remaining else None, return_when=asyncio.FIRST_COMPLETED
-                )
-            errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-            won = next((task for task in tasks if task.done() and task.exception() is None), None)
-    finally:
-        for task in tasks:
-            if task is not won:
-                task.cancel()
-                task.add_done_callback(drop_late)
-    if won is None:
-        raise min(errors, key=_information)
-    return won.result(), wheres[tasks.index(won)]
-
-
-async def _dial_in_turn(
-    where: Where, credentials: LinkCredentials, hello: messages.Hello, allowance: DialLimits | None, within: float
-) -> tuple[Link, messages.Welcome, bytes]:
-    if allowance is None:
-        return await dial(where, credentials, hello, within=within)
-    async with allowance.turn(where):
-        return await dial(where, credentials, hello, spares=True, within=within)
-
-
-def _information(error: BaseException) -> int:
-    kinds = (RefusedError, AuthError, HungUpError, ScarceError, ConnectError)
-    return next((index for index, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
 
 
 async def admit(
@@ -376,20 +286,20 @@ async def _check(
     said: bytes,
     judge: Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal],
 ) -> tuple[messages.Hello, messages.Welcome | messages.Refusal]:
-    proof = await receive_exactly(sock, greeting.PROOF_BYTES)
+    proof = await receive_exactly(sock, proofs.PROOF_BYTES)
     body = await _receive_frame(sock)
-    if not greeting.proofs_equal(proof, greeting.dial_proof(token, said, body)):
+    if not proofs.proofs_equal(proof, proofs.dial_proof(token, said, body)):
         raise AuthError("a connection did not prove this run's token")
     hello = _as_hello(body)
     answer = _judge(judge, hello, b"")
     encoded = messages.encode(answer)
-    accepted = greeting.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
+    accepted = proofs.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
     await asyncio.get_running_loop().sock_sendall(sock, accepted)
     return hello, answer
 
 
 def _as_hello(body: bytes) -> messages.Hello:
-    hello = messages.decode_greeting(body)
+    hello = messages.decode_handshake(body)
     if not isinstance(hello, messages.Hello):
         raise RemoteProtocolError(f"a connection opened with {type(hello).__name__}")
     return hello
@@ -423,7 +333,7 @@ async def receive_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 async def _receive_frame(sock: socket.socket) -> bytes:
-    length = frame_length(await receive_exactly(sock, LENGTH.size), GREETING_LIMIT)
+    length = frame_length(await receive_exactly(sock, LENGTH.size), HANDSHAKE_LIMIT)
     return await receive_exactly(sock, length)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from covey.runtime.fault import Fault
     from covey.runtime.members.generation import Generation
-    from covey.runtime.members.lanes import LaneKey
+    from covey.runtime.members.lane_table import LaneKey
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Peer
 

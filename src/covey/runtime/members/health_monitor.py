@@ -1,4 +1,6 @@
-"""Drives `proto.health`: tells which peers should be given up, and shows suspicion in their state. On the control loop.
+"""Connects `proto.health` with the peers of a node: reports lost ones, and shows suspicion in their state.
+
+On the control loop.
 
 A pulled cable ends no connection, a stopped process answers nothing, a busy one answers late. What tells them apart:
 the kernel of another machine acknowledges what it receives while it runs and can be reached, and the keeper of a
@@ -14,6 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from covey.proto import health
+from covey.runtime.driver import CoreDriver
 from covey.runtime.members.peers import PeerEvent
 from covey.runtime.members.process_table import LOOK_CLOSELY_EVERY, LOOK_CLOSELY_SECONDS, ProcessStatus
 from covey.wire import messages
@@ -21,6 +24,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from covey.base.errors import ConfigError
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Peer
 
@@ -50,20 +54,16 @@ class HealthMonitor:
         """By seat: processes of this host, as the kernel reports them."""
         self._watched: set[int] = set()
         self._given_up: set[int] = set()
-        self._changed = asyncio.Event()
+        self._driver = CoreDriver(self._health, self, is_ticking=False)
 
     async def keep(self) -> None:
         """Judge all peers until cancelled."""
         for peer in self._node.peers.values():
             self.watch(peer)
-        while True:
-            self._changed.clear()
-            self._perform()
-            pause = self._health.next_deadline() - time.monotonic()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if pause == float("inf") else max(0.001, pause)):
-                    await self._changed.wait()
-            self._health.tick(time.monotonic())
+        try:
+            await self._driver.run()
+        finally:
+            self._driver.close()
 
     def watch(self, peer: Peer) -> None:
         """Begin to judge a peer, or trust it again in the next generation."""
@@ -78,19 +78,19 @@ class HealthMonitor:
             peer.note(PeerEvent.TRUSTED)
             if peer.link is not None:
                 self._health.link_up(_id(peer.rank), time.monotonic())
-            self._changed.set()
+            self._driver.settle_soon()
 
     def link_up(self, peer: Peer) -> None:
         """Note a new link with a peer."""
         self._health.link_up(_id(peer.rank), time.monotonic())
         self._show(peer)
-        self._changed.set()
+        self._driver.settle_soon()
 
     def link_lost(self, seat: int) -> None:
         """Note that the link with a peer ended; on this host, ask the kernel whether the process ended, too."""
         self._health.link_lost(_id(seat), time.monotonic())
         self._show(self._node.peers[seat])
-        self._changed.set()
+        self._driver.settle_soon()
         if seat in self._process_table:
             self._look(seat, time.monotonic() + LOOK_CLOSELY_SECONDS)
 
@@ -101,7 +101,7 @@ class HealthMonitor:
         process.look(now)
         if process.state is health.Vouch.EXITED:
             self._health.vouched(_id(seat), process.state, now)
-            self._changed.set()
+            self._driver.settle_soon()
         elif now < until:
             asyncio.get_running_loop().call_later(LOOK_CLOSELY_EVERY, self._look, seat, until)
 
@@ -109,13 +109,13 @@ class HealthMonitor:
         """Note that a peer sent a message of any kind."""
         self._health.heard(_id(seat), time.monotonic())
         if self._node.peers[seat].is_suspected or seat in self._given_up:
-            self._changed.set()
+            self._driver.settle_soon()
 
     def vouched(self, peer: Peer, value: int) -> None:
         """Take what the keeper of a peer reports about its process."""
         with contextlib.suppress(ValueError):  # a value of a later version
             self._health.vouched(_id(peer.rank), health.Vouch(value), time.monotonic())
-            self._changed.set()
+            self._driver.settle_soon()
 
     def answered(self, seat: int, number: int) -> None:
         """Take the answer to a ping."""
@@ -134,25 +134,34 @@ class HealthMonitor:
         self._watched.discard(seat)
         self._given_up.discard(seat)
 
-    def _perform(self) -> None:
-        for effect in self._health.effects():
-            seat = int.from_bytes(effect.peer, "big")
-            peer = self._node.peers[seat]
-            self._show(peer)
-            match effect:
-                case health.Ping():
-                    self._ping(peer)
-                case health.Dead(_, cause, reason):
-                    self._given_up.add(seat)
-                    reason = reason.replace(f"host {_host(peer)}", peer.host_name or "host")
-                    self._lost(seat, reason, cause)
-                case health.Unheard():
-                    self._unheard(seat)
-                case health.Trust() if seat in self._given_up:
-                    self._given_up.discard(seat)
-                    self._trusted(seat)
-                case health.Suspect() | health.Trust():
-                    pass  # shown as the state of the peer
+    # Effects
+
+    def perform(self, effect: health.Effect) -> None:
+        """Perform one effect of the core."""
+        seat = int.from_bytes(effect.peer, "big")
+        peer = self._node.peers[seat]
+        self._show(peer)
+        match effect:
+            case health.Ping():
+                self._ping(peer)
+            case health.Dead(_, cause, reason):
+                self._given_up.add(seat)
+                reason = reason.replace(f"host {_host(peer)}", peer.host_name or "host")
+                self._lost(seat, reason, cause)
+            case health.Unheard():
+                self._unheard(seat)
+            case health.Trust() if seat in self._given_up:
+                self._given_up.discard(seat)
+                self._trusted(seat)
+            case health.Suspect() | health.Trust():
+                pass  # shown as the state of the peer
+
+    def settled(self) -> None:
+        """All that follows from an effect is done by then."""
+
+    def failed(self, error: ConfigError) -> None:
+        """Raise: no effect of this core writes to disk."""
+        raise error
 
     def _show(self, peer: Peer) -> None:
         """Make the opinion of health the state of a peer."""

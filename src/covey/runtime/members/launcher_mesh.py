@@ -17,7 +17,8 @@ from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, 
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.early_messages import EarlyMessages
-from covey.runtime.links.handshake import HungUpError, RefusedError, admit, dial_any
+from covey.runtime.links.address_race import dial_any
+from covey.runtime.links.handshake import HungUpError, RefusedError, admit
 from covey.wire import messages
 
 if TYPE_CHECKING:

@@ -151,7 +151,7 @@ class Losses:
                 node.spawn(node.launcher_mesh.dial(peer))
             return
         node.events.phase("detect")
-        node.lanes.link_lost(seat)
+        node.lanes.dialler.link_lost(seat)
         node.stores.link_down(seat)
         if self._monitor is not None:
             self._monitor.link_lost(seat)

@@ -26,7 +26,8 @@ from covey.runtime.fault import Fault
 from covey.runtime.members.audit import SILENT, Auditor
 from covey.runtime.members.generation_table import GenerationTable
 from covey.runtime.members.group_registry import GroupRegistry
-from covey.runtime.members.lanes import Lanes, lane_key
+from covey.runtime.members.lane_table import lane_key
+from covey.runtime.members.lanes import Lanes
 from covey.runtime.members.launcher_mesh import LauncherMesh
 from covey.runtime.members.losses import Losses
 from covey.runtime.members.peers import Newcomers, Peer, PeerEvent
@@ -137,7 +138,7 @@ class Node:
         self.is_closing = False
         self._is_closed = threading.Event()
         self.launcher_mesh = None if links_come else LauncherMesh(self)
-        acceptor.on_lane = self.lanes.claim
+        acceptor.on_lane = self.lanes.acceptor.claim
         _nodes.add(self)
 
     # Links
@@ -175,7 +176,7 @@ class Node:
 
     def exchanged(self, seat: int) -> None:
         """Go on with a process whose link was replaced: what was said on the last one may be lost."""
-        self.lanes.link_lost(seat)
+        self.lanes.dialler.link_lost(seat)
         self.stores.link_down(seat)
         self.relinked(self.peers[seat])
 
@@ -240,13 +241,13 @@ class Node:
             case messages.Pong(number, _):
                 self.losses.answered(rank, number)
             case messages.Dial():
-                self.lanes.asked(rank, message)
+                self.lanes.dialler.asked(rank, message)
             case messages.Offer():
-                self.lanes.offered(rank, message)
+                self.lanes.acceptor.offered(rank, message)
             case messages.Expect(lane):
-                self.lanes.expected(rank, lane)
+                self.lanes.dialler.accepted(rank, lane)
             case messages.NoLane(group, purpose, reason, attempt):
-                self.lanes.refused(lane_key(group, rank, purpose, attempt), reason)
+                self.lanes.dialler.refused(lane_key(group, rank, purpose, attempt), reason)
             case messages.Posting():
                 self.stores.heard(rank, message)
             case messages.Announce() | messages.Position() | messages.Revoke() | messages.Calls():
@@ -348,7 +349,7 @@ class Node:
             link.send(messages.encode(messages.Goodbye()))
             link.close()
         await self._tasks.close()
-        self.lanes.stop_expecting()
+        self.lanes.acceptor.stop_expecting()
         self.stores.close()
         self.generation_table.close()
         for each in self._closes:

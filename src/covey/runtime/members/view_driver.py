@@ -1,26 +1,25 @@
-"""Drives `proto.membership` for one generation: messages in, effects out, timers and the record on disk.
+"""Connects `proto.membership` with one generation: its messages, its effects, and the record on disk.
 
 On the control loop only.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 import secrets
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from covey.base.errors import ConfigError
 from covey.proto import changes
 from covey.proto.membership import PATIENCE, Membership
+from covey.runtime.driver import CoreDriver
 from covey.wire import membership as wire
 from covey.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from covey.base.errors import CoveyError
+    from covey.base.errors import ConfigError, CoveyError
     from covey.wire.membership import Record, State, View
 
 
@@ -98,8 +97,7 @@ class ViewDriver:
         )
         if store is not None:
             store(record)  # so that a later life votes even if this one ends before its first promise
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_performing = self._is_closed = False
+        self._driver = CoreDriver(self._core, self)
 
     @property
     def view(self) -> View:
@@ -129,17 +127,17 @@ class ViewDriver:
     def link_up(self, rank: int, life: bytes) -> None:
         """Note a link with this life of a rank's node."""
         self._core.link_up(self._ids[rank], life, time.monotonic())
-        self._perform()
+        self._driver.settle()
 
     def link_down(self, rank: int) -> None:
         """Note that the link with a rank ended."""
         self._core.link_down(self._ids[rank], time.monotonic())
-        self._perform()
+        self._driver.settle()
 
     def judged(self, rank: int, *, is_dead: bool) -> None:
         """Note that health gave a member up, or trusts it again."""
         self._core.judged(self._ids[rank], time.monotonic(), is_dead=is_dead)
-        self._perform()
+        self._driver.settle()
 
     def vouched(self, rank: int) -> None:
         """Note that a keeper says that the process of a member is alive and not stopped."""
@@ -148,54 +146,38 @@ class ViewDriver:
     def disturbed(self, number: int) -> None:
         """Ask for a view because something in the attempt of this number failed, though perhaps no member is lost."""
         self._core.disturbed(number, time.monotonic())
-        self._perform()
+        self._driver.settle()
 
     def leave(self, *, is_finished: bool = False) -> None:
         """Ask for a view without this node; `ViewHost.excluded` is called when it is decided."""
         self._core.leave(time.monotonic(), is_finished=is_finished)
-        self._perform()
+        self._driver.settle()
 
     def succeed(self, successor: wire.Successor) -> None:
         """Ask for the view that ends this generation; `ViewHost.installed` is called when it is decided."""
         self._core.succeed(successor, time.monotonic())
-        self._perform()
+        self._driver.settle()
 
     def frozen(self, number: int, states: Iterable[State]) -> None:
         """Note that all operations have stopped, in these states."""
         self._core.frozen(number, states, time.monotonic())
-        self._perform()
+        self._driver.settle()
 
     def received(self, rank: int, body: bytes) -> None:
         """Take a message from a rank; RemoteProtocolError if it breaks the protocol."""
         message = wire.decode_membership(body)
         if not isinstance(message, wire.Seated):  # meant for nodes that do not know their seat
             self._core.received(self._ids[rank], message, time.monotonic())
-            self._perform()
+            self._driver.settle()
 
     def close(self) -> None:
         """Take no more part."""
-        self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._driver.close()
 
     # Effects
 
-    def _perform(self) -> None:
-        if self._is_performing or self._is_closed:
-            return  # effects of an effect are performed after it
-        self._is_performing = True
-        try:
-            while effects := self._core.effects():
-                for effect in effects:
-                    self._do(effect)
-        except ConfigError as error:
-            self.close()
-            self._view_host.failed(error)
-        finally:
-            self._is_performing = False
-        self._set_timer()
-
-    def _do(self, effect: changes.Effect) -> None:
+    def perform(self, effect: changes.Effect) -> None:
+        """Perform one effect of the core."""
         match effect:
             case changes.Send(peer, message):
                 body = wire.encode_membership(message)
@@ -214,19 +196,10 @@ class ViewDriver:
             case changes.QuorumLost():
                 self._view_host.quorum_lost(effect)
 
-    def _set_timer(self) -> None:
-        """Set the timer for the next deadline."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        at = self._core.next_deadline()
-        if at != float("inf") and not self._is_closed:
-            pause = max(0.001, at - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(pause, self._tick)
+    def settled(self) -> None:
+        """All that follows from an effect is done by then."""
 
-    def _tick(self) -> None:
-        self._timer = None
-        try:
-            self._core.tick(time.monotonic())
-        finally:
-            self._perform()  # and set the timer again, whatever happened
+    def failed(self, error: ConfigError) -> None:
+        """Take no more part: a promise could not be written to disk."""
+        self.close()
+        self._view_host.failed(error)

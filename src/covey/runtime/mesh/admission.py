@@ -64,16 +64,16 @@ class Admission:
     def judge(self, hello: messages.Hello, _id: bytes, *, source: str) -> messages.Welcome | messages.Refusal:
         """Return the answer to a node that dialled from address `source`."""
         if hello.version != messages.VERSION:
-            reason = f"it speaks version {hello.version} of covey's protocol, and we speak {messages.VERSION}"
+            reason = f"it speaks version {hello.version} of covey's protocol, and this node {messages.VERSION}"
             self._problems.refuse(hello.card, reason, source)
-            return messages.Refusal(f"you speak version {hello.version}, and we {messages.VERSION}", retry=False)
+            return messages.Refusal(f"you speak version {hello.version}, and this node {messages.VERSION}", retry=False)
         if self.is_this_process(hello.card):
             return messages.Welcome(-1, self._host.card, self._purpose)  # the dialling side notices
         self._heard_charter(hello)
         if reason := self._objection(hello.card, source):
             return messages.Refusal(reason, retry=False)
         if hello.purpose == "rank":
-            return messages.Refusal("nodes agree on their ranks here; a launcher has no say", retry=False)
+            return messages.Refusal("nodes of this run agree on their ranks; a launcher cannot set them", retry=False)
         return messages.Welcome(-1, self._host.card, self._purpose, self._rules.charter)
 
     def welcomed(self, welcome: messages.Welcome, source: str) -> bool:
@@ -81,9 +81,9 @@ class Admission:
         self._heard_charter(welcome)
         return not self._objection(welcome.card, source)
 
-    def _heard_charter(self, greeting: messages.Hello | messages.Welcome) -> None:
-        if greeting.charter is not None:
-            self._rules.heard(greeting.charter, greeting.card.name)
+    def _heard_charter(self, hello: messages.Hello | messages.Welcome) -> None:
+        if hello.charter is not None:
+            self._rules.heard(hello.charter, hello.card.name)
 
     def _objection(self, card: messages.Card, source: str) -> str:
         """Return why a node that holds the secret gets no link, or ""; note the refusal."""

@@ -32,7 +32,7 @@ class DialOutcome(enum.Enum):
     """This process can open no socket now; the hint may be good."""
 
 
-class Follower:
+class HintFollower:
     """The hints of one node, and those that are being dialled."""
 
     def __init__(

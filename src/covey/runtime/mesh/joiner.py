@@ -1,13 +1,12 @@
 """A node that wants to be in a run: it agrees with other nodes on the first view, or waits for a running generation.
 
-`proto.candidacy` decides; this module performs its effects in order, so that promises are on disk before they are sent.
+`proto.joining` decides; this module performs its effects in order, so that promises are on disk before they are sent.
 Once the node has a seat, a `RunMember` hands the links to its `Node`. On the control loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import secrets
 import time
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError, RemoteProtocolError
 from covey.base.text import printable
-from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say
+from covey.proto.joining import Agree, Bind, Joining, Remember, Say
+from covey.runtime.driver import CoreDriver
 from covey.runtime.mesh import waiting
 from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.mesh import Mesh
@@ -44,7 +44,7 @@ CHECK_SECONDS: Final = 0.2
 
 
 class Joiner(MeshListener):
-    """A node on its way into a run, and its part of the run's first view."""
+    """A node that wants to be in a run, and its part in agreeing on the run's first view."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Joiner(MeshListener):
         self.records = Records(cluster.tag, terms.run, card.id)
         me = forming.Member(card.id, card.life, card.name, card.contact.host, b"", card.breaks_ties)
         self._since = time.monotonic()
-        self._core = Candidacy(
+        self._core = Joining(
             me,
             terms,
             random.Random(secrets.randbits(64)),
@@ -85,6 +85,7 @@ class Joiner(MeshListener):
             wall=time.time,
             view_patience=config.patience,
         )
+        self._driver = CoreDriver(self._core, self, is_ticking=False)
         self._formation = self._core.formation
         self._situation = Situation(self.mesh, self._formation)
         loop = asyncio.get_running_loop()
@@ -92,7 +93,6 @@ class Joiner(MeshListener):
         """The first view, which this node is in."""
         self._founded: asyncio.Future[messages.Founded] = loop.create_future()
         """A later generation, which has a seat for this node."""
-        self._changed = asyncio.Event()
         self.member: RunMember | None = None
         """Set once this node has a seat."""
 
@@ -117,7 +117,7 @@ class Joiner(MeshListener):
             ClosedError: the run that this process waited for is over, because its work is done.
             AuthError: the secret or the identity of this node is not accepted.
         """
-        self.mesh.spawn(self._tick())
+        self.mesh.spawn(self._driver.run())
         self.mesh.spawn(self._situation.keep_logging(lambda: self._is_decided))
         self.mesh.spawn(self._notice_a_wrong_secret())
         until = time.monotonic() + within
@@ -158,8 +158,8 @@ class Joiner(MeshListener):
             since = [mesh.problems.hung_up.get(seed, now) for seed in seeds]
             if since and not mesh.met and now - max(since) > WRONG_SECRET_SECONDS:
                 self._fail(AuthError(
-                    f"{', '.join(seeds)} hung up at the door: the secret of cluster {mesh.cluster.name!r} is "
-                    "another one there. Enroll this machine with a join code from there."
+                    f"{', '.join(seeds)} closed the connection at the door: the secret of cluster "
+                    f"{mesh.cluster.name!r} differs there. Enroll this machine with a join code from there."
                 ))  # fmt: skip
 
     def _fail(self, error: AuthError | ConfigError) -> None:
@@ -183,7 +183,7 @@ class Joiner(MeshListener):
         `formed` is the first view, or the generation that the node enters.
         """
         self._since = time.monotonic()
-        member = self.member = RunMember(self.mesh, node, self._core, entered=self._enter, perform=self.perform)
+        member = self.member = RunMember(self.mesh, node, self._core, entered=self._enter, settle=self._driver.settle)
         member.take_links(by_seat, formed)
         if isinstance(formed, messages.Founded):
             record = self.record_of(formed)
@@ -193,7 +193,7 @@ class Joiner(MeshListener):
             tie_breaker = next((rank for rank, each in enumerate(formed.view) if each.breaks_ties), 0)
             node.begin(formed.lineage, tie_breaker)
         member.deliver_early(by_seat)
-        self.perform()
+        self._driver.settle()
 
     def record_of(self, founded: messages.Founded) -> membership.Record | None:
         """Return what this node promised in a generation before it knew of its seat there."""
@@ -205,27 +205,12 @@ class Joiner(MeshListener):
         """Note that this node is in a generation; this is on disk before any promise in the generation is made."""
         members = tuple(map(_as_member, founded.members))
         self._core.entered(members, founded.origin, founded.generation, time.monotonic())
-        self.perform()
+        self._driver.settle()
 
     # Effects of the core
 
-    def perform(self) -> None:
-        """Perform the effects of the core in their order, and note whether the run has formed."""
-        try:
-            for effect in self._core.effects():
-                self._do(effect)
-        except ConfigError as error:  # a promise cannot be written to disk, so nothing that rests on it may be sent
-            if self.member is not None:
-                self.member.fail(error)
-            self._fail(error)
-            return
-        if self._formation.formed is not None and not self._is_decided:
-            self._formed.set_result(self._formation.formed)
-        if self.member is not None:
-            self.member.update()
-        self._changed.set()
-
-    def _do(self, effect: Remember | Bind | Say | Agree) -> None:
+    def perform(self, effect: Remember | Bind | Say | Agree) -> None:
+        """Perform one effect of the core."""
         match effect:
             case Remember(remembered):
                 self.records.remember(remembered)
@@ -241,18 +226,18 @@ class Joiner(MeshListener):
         if remote is not None:
             remote.send(message)
 
-    async def _tick(self) -> None:
-        while True:
-            self._changed.clear()
-            now = time.monotonic()
-            if now >= self._core.next_deadline():
-                self._core.tick(now)
-                self.perform()
-                self._changed.clear()
-            pause = max(0.005, min(1.0, self._core.next_deadline() - time.monotonic()))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._changed.wait()
+    def settled(self) -> None:
+        """Note whether the run has formed."""
+        if self._formation.formed is not None and not self._is_decided:
+            self._formed.set_result(self._formation.formed)
+        if self.member is not None:
+            self.member.update()
+
+    def failed(self, error: ConfigError) -> None:
+        """Give up: a promise cannot be written to disk, so nothing that rests on it may be sent."""
+        if self.member is not None:
+            self.member.fail(error)
+        self._fail(error)
 
     # What the mesh reports
 
@@ -261,7 +246,7 @@ class Joiner(MeshListener):
             self.mesh.part(remote)  # a life that has ended
         elif self.member is not None:
             self.member.recognise(remote)
-        self.perform()
+        self._driver.settle()
 
     def lost(self, remote: RemoteNode) -> None:
         refusals = self.mesh.problems.refusals
@@ -271,7 +256,7 @@ class Joiner(MeshListener):
         self._core.link_down(remote.card.id, time.monotonic())
         if self.member is not None:
             self.member.lost(remote)
-        self.perform()
+        self._driver.settle()
 
     def may_change_link(self, remote: RemoteNode) -> bool:
         return remote.rank < 0 and not self._formation.is_deciding
@@ -309,7 +294,7 @@ class Joiner(MeshListener):
         match message:
             case messages.Forming(body):
                 self._core.heard(remote.card.id, forming.decode_formation(body), time.monotonic())
-                self.perform()
+                self._driver.settle()
             case messages.Founded():
                 self._heard_founded(remote, message)
             case messages.Ended(run, lineage, is_finished):
@@ -317,7 +302,7 @@ class Joiner(MeshListener):
                     # The keeper of this process passes on what members told it.
                     teller = self.card.id if remote.card.id == self.card.keeper else remote.card.id
                     self._core.ended(Ending(lineage, is_finished), time.monotonic(), teller)
-                    self.perform()
+                    self._driver.settle()
             case messages.Vouch():
                 if self.member is not None and remote.purpose == "keeper":
                     self.member.node.losses.vouched(remote.card.id, message.processes)
@@ -329,7 +314,7 @@ class Joiner(MeshListener):
                 vote = membership.decode_membership(message.body)
                 self._core.agreeing(remote.card.id, message.generation, vote, time.monotonic())
                 remote.keep_early(message)
-                self.perform()
+                self._driver.settle()
             case _:
                 remote.keep_early(message)
 

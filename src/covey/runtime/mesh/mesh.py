@@ -27,7 +27,7 @@ from covey.runtime.links.handshake import admit, spell
 from covey.runtime.loop import aside
 from covey.runtime.mesh.admission import Admission
 from covey.runtime.mesh.dialer import Dialer, has_loopback_ip
-from covey.runtime.mesh.follower import DialOutcome, Follower
+from covey.runtime.mesh.follower import DialOutcome, HintFollower
 from covey.runtime.mesh.hints import Hint, Origin
 from covey.runtime.mesh.listener import MeshListener
 from covey.runtime.mesh.node_links import NodeLinks
@@ -100,7 +100,7 @@ class Mesh:
             received=self._received,
             ended=self._ended,
         )
-        self.follower = Follower(self._dial_hint, self._is_linked, self.spawn)
+        self.follower = HintFollower(self._dial_hint, self._is_linked, self.spawn)
         assert endpoint.host_registry is not None
         self.search = Search(
             cluster,
@@ -124,7 +124,7 @@ class Mesh:
         return self.rules.cluster
 
     @property
-    def everyone(self) -> tuple[RemoteNode, ...]:
+    def all_linked(self) -> tuple[RemoteNode, ...]:
         """Every node that this one is linked with."""
         return (*self.met.values(), *self.visitors)
 
@@ -146,7 +146,7 @@ class Mesh:
 
     def report_problems(self) -> dict[str, str]:
         """Return which nodes and addresses this node knows of and is not linked with, and why."""
-        return {**self.problems.report(self.everyone), **self.search.problems}
+        return {**self.problems.report(self.all_linked), **self.search.problems}
 
     def identity_refused(self, error: AuthError) -> None:
         """Note that this node cannot be in the cluster, because another process uses its identity."""
@@ -174,7 +174,8 @@ class Mesh:
     def _is_linked(self, hint: Hint) -> bool:
         wanted, host = {(address.ip, address.port) for address in hint.addresses}, self.card.contact.host
         return any(
-            wanted & (each.listens_on_loopback(host) if hint.same_host else each.listens_at()) for each in self.everyone
+            wanted & (each.listens_on_loopback(host) if hint.same_host else each.listens_at())
+            for each in self.all_linked
         )
 
     def _is_on_this_host(self, card: messages.Card) -> bool:
@@ -223,7 +224,7 @@ class Mesh:
         if self.purpose == "candidate":  # a keeper is linked with the same nodes as its processes
             self.audit.note_paced("met", card.id, card, address=link.remote_ip, once=True)
         self._introduce_others_to(remote)
-        for each in self.everyone:
+        for each in self.all_linked:
             if each is not remote:
                 each.send(messages.Known((card,)))
         remote.ping()
@@ -276,7 +277,7 @@ class Mesh:
         if link not in remote.links:
             return
         if isinstance(link.error, CoveyError):
-            reason = f"it sent nonsense: {printable(str(link.error))}"
+            reason = f"it broke the protocol: {printable(str(link.error))}"
             self.problems.refuse(remote.card, reason, link.remote_ip)
         if not self._links.remove(remote, link):
             self.part(remote)
@@ -284,7 +285,7 @@ class Mesh:
     async def _ping_all(self) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
-            for remote in self.everyone:
+            for remote in self.all_linked:
                 remote.ping()
             for remote in self.visitors:  # a visitor may vanish without closing its link
                 if remote.unanswered_seconds() > VISITOR_SECONDS:
@@ -348,7 +349,7 @@ class Mesh:
 
     def _linked_from(self, id: bytes) -> set[str]:
         """Return the addresses from which a node's links come."""
-        return {link.remote_ip for each in self.everyone if each.card.id == id for link in each.links}
+        return {link.remote_ip for each in self.all_linked if each.card.id == id for link in each.links}
 
     # Which nodes may be in the cluster
 
@@ -356,12 +357,12 @@ class Mesh:
         """Apply a new secret; pass a new charter on; close links with nodes that may no longer be in the cluster."""
         if secrets_of(self.cluster) != secrets_of(before):
             self._secret_changes.apply()
-        everyone = self.everyone
+        linked = self.all_linked
         if (charter := self.rules.charter) is not None and charter != before.charter:
             self.audit.note("charter", reason=f"number {charter.serial}")
-            for remote in everyone:  # also to a node that the charter denies, so that it learns the reason
+            for remote in linked:  # also to a node that the charter denies, so that it learns the reason
                 remote.send(charter)
-        for remote in everyone:
+        for remote in linked:
             if reason := self.rules.objection(remote.card):
                 self.problems.refuse(remote.card, reason, remote.link.remote_ip if remote.link is not None else "")
                 self.part(remote, at_once=False)
@@ -384,7 +385,7 @@ class Mesh:
         self.audit.close()
         await self._tasks.close()
         await self.endpoint.acceptor.close()
-        links = [link for remote in self.everyone for link in remote.links]
+        links = [link for remote in self.all_linked for link in remote.links]
         for link in links:
             link.close()
         with contextlib.suppress(TimeoutError):

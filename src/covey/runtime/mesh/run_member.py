@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.errors import AuthError
-    from covey.proto.candidacy import Candidacy
     from covey.proto.formation import Formed
+    from covey.proto.joining import Joining
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Newcomer, Peer
     from covey.runtime.mesh.mesh import Mesh
@@ -35,14 +35,14 @@ class RunMember:
         self,
         mesh: Mesh,
         node: Node,
-        core: Candidacy,
+        core: Joining,
         *,
         entered: Callable[[messages.Founded], None],
-        perform: Callable[[], None],
+        settle: Callable[[], None],
     ) -> None:
-        """`entered` is called with each later generation; `perform` performs the effects of `core`."""
+        """`entered` is called with each later generation; `settle` performs the effects of `core`."""
         self._mesh, self.node, self._core, self._formation = mesh, node, core, core.formation
-        self._entered, self._perform = entered, perform
+        self._entered, self._settle = entered, settle
         self._rivals_logged: set[bytes] = set()
         self._redialled: set[RemoteNode] = set()
         """Linked members that are silent and are being dialled."""
@@ -242,7 +242,7 @@ class RunMember:
             peer = self.node.peers.get(member.seat)
             if peer is not None and peer.link is None:
                 self._redial_lost(peer)
-        self._perform()
+        self._settle()
 
     def tell_keeper(self, keeper: RemoteNode) -> None:
         """Tell the keeper of this process which generation the process is in."""
@@ -253,7 +253,7 @@ class RunMember:
     def _run_ended(self, lineage: bytes, is_finished: bool) -> None:
         """Tell waiting nodes and keepers that the members have decided that the run is over."""
         self._core.ended(Ending(lineage, is_finished), time.monotonic())
-        self._perform()
+        self._settle()
         for remote in (*self._mesh.met.values(), *self._mesh.keepers):
             remote.send(messages.Ended(self._mesh.run, lineage, is_finished))
 

@@ -71,7 +71,7 @@ class Visit:
         while not until(self) and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, POLL_SECONDS))
 
-    def everyone(self) -> list[messages.Card]:
+    def cards(self) -> list[messages.Card]:
         """Return the cards of all linked nodes, other visitors included, sorted by name."""
 
         async def look() -> list[messages.Card]:

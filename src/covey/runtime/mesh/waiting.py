@@ -58,7 +58,7 @@ def of_member(node: Node) -> Wait | None:
         return None
     said = ", ".join(f"rank {rank} ({names[seat]})" for rank, seat in unheard)
     has_quorum = node.generation_table.hears_quorum
-    needed = "" if has_quorum else "; the members that are heard are no quorum, so the run cannot go on without them"
+    needed = "" if has_quorum else "; the members that are heard are no quorum, so the run cannot continue without them"
     return Wait(
         cause="members" if has_quorum else "quorum",
         text=f"{said} cannot be heard{needed}",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
-    from covey.net.lanes.sealed import SealedSocket
+    from covey.net.lanes.sealed_socket import SealedSocket
     from covey.proto.matching import Matcher
 
 _CALLS_PER_TURN: Final = 4

@@ -1,9 +1,7 @@
 """Point-to-point messages of a group over stream sockets: the shell around `proto.matching`.
 
-One thread at a time drives: it polls all lanes and moves the messages of all threads. A thread that waits for a message
-drives, and hands over when its own message is done. If no thread waits and messages are pending, a background thread
-drives; it steps aside for waiting threads. One lock guards all state. It is held during socket calls, none of which
-blocks, but not while polling.
+One thread at a time drives (`driving_thread`): it polls all lanes (`lane_poll`) and moves the messages of all threads.
+One lock guards all state. It is held during socket calls, none of which blocks, but not while polling.
 
 A lane that ends is replaced until its peer is lost, and the matcher sends again what did not arrive. Meanwhile the
 messages with that peer wait, each until its own deadline.
@@ -12,42 +10,27 @@ messages with that peer wait, each until its own deadline.
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import math
-import select
 import socket
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import ClosedError, DeadlineError, PeerLostError, RemoteProtocolError
-from covey.net import tcp
-from covey.net.descriptors import track
+from covey.base.errors import ClosedError, DeadlineError, PeerLostError
 from covey.proto.matching import ANY, Matcher
-from covey.proto.message import Operation, Received, Send
-from covey.runtime.messages.message_lane import MessageLane
+from covey.proto.message import Operation, Send
+from covey.runtime.messages.driving_thread import DrivingThread
+from covey.runtime.messages.expiring_works import ExpiringWorks
+from covey.runtime.messages.lane_poll import LanePoll
 from covey.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STEP_ASIDE_SECONDS: Final = 5.0
-"""How long `close` waits for the driving thread to stop."""
-IDLE_SECONDS: Final = 10.0
-"""How long the idle background thread stays. While it does, a group that was dropped is not freed."""
-SPIN_SECONDS: Final = 100e-6
-"""How long a thread that waits for a message polls without sleeping."""
-FIRST_PAUSE_SECONDS: Final = 0.01
-MOST_PAUSE_SECONDS: Final = 2.0
-"""The longest pause before asking for a lane, when lanes break one after the other and carry nothing."""
+    from covey.proto.message import Received
+
 LOOK_SECONDS: Final = 0.003
 """How often `close` checks whether the kernel has delivered what it was given."""
-
-
-def _as_it_is(received: Received) -> Received:
-    return received
 
 
 class Messenger:
@@ -83,47 +66,24 @@ class Messenger:
             name: the group's name, for error messages.
             may_spin: whether there are enough cores for waiting threads to poll without sleeping.
         """
-        self._may_spin = may_spin
         self._rank, self._size, self._name = rank, size, name
         self._open_lane, self._renew_lane, self._give_up = open_lane, renew_lane, give_up
-        self._wake_fd, self._fault, self._lost, self._told = wake_fd, fault, lost, told
+        self._fault, self._lost, self._told = fault, lost, told
+        self._lock = threading.Lock()
         self._matcher = Matcher(rank, size)
-        self._lanes: dict[int, MessageLane] = {}
-        self._lanes_by_fd: dict[int, MessageLane] = {}
+        self._driving = DrivingThread(self._lock, name, may_spin=may_spin)
+        self._lanes = LanePoll(size, self._matcher, self._driving, wake_fd)
         self._opening = [threading.Lock() for _ in range(size)]
         self._pending: dict[Operation, Work[Any]] = {}
-        self._expiring: list[tuple[float, int, Work[Any]]] = []
-        """A heap of works that no thread waits for, by deadline. Only the driving thread removes from it."""
-        self._order = itertools.count()
-        self._ended: list[tuple[MessageLane, BaseException | None]] = []
-        """Lanes that ended and are not handled yet, with the error if this rank ended them."""
+        self._expiring = ExpiringWorks()
         self._departed: list[int] = []
         """Lost ranks without a lane that are not handled yet."""
         self._lost_ranks: set[int] = set()
         """Ranks whose lanes are no longer replaced."""
-        self._strikes, self._trouble = [0] * size, [""] * size
-        """By rank: how many lanes in a row broke without carrying anything, and how the last one broke."""
-        self._lock = threading.Lock()
-        self._freed = threading.Condition(self._lock)
-        """Notified for waiting threads: a work ended, or no thread drives."""
-        self._needed = threading.Condition(self._lock)
-        """Notified for the background thread: it may have to drive."""
-        self._driver: int | None = None
-        """The thread that drives, if one does."""
-        self._waiters = 0
-        """The number of threads that wait to drive, or for their work to end."""
-        self._thread: threading.Thread | None = None
-        self._is_closing = self._is_closed = False
-        """No operation may start any more; no lane may be added either."""
-        self._bell, self._bell_rope = (track(end) for end in socket.socketpair())
-        self._close_bell = weakref.finalize(self, _close_sockets, self._bell, self._bell_rope)
-        self._poll = select.poll()
-        for end in (self._bell, self._bell_rope):
-            end.setblocking(False)
-        for descriptor in (self._bell.fileno(), wake_fd):
-            self._poll.register(descriptor, select.POLLIN)
+        self._is_closed = False
+        """Whether no lane may be added any more. No operation may start once `_driving` is stopping."""
 
-    def post_send(
+    def start_send(
         self,
         view: memoryview,
         dst: int,
@@ -150,14 +110,14 @@ class Messenger:
             work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
         return self._started(work)
 
-    def post_recv(
+    def start_receive(
         self,
         src: int,
         tag: int,
         out: memoryview | None,
         expect: tuple[int, tuple[int, ...]] | None,
         deadline: float | None = None,
-        then: Callable[[Received], Any] = _as_it_is,
+        then: Callable[[Received], Any] | None = None,
     ) -> Work[Any]:
         """Start to receive the earliest message from `src` with `tag`; both may be ANY.
 
@@ -203,18 +163,18 @@ class Messenger:
         """Have the background thread move messages that no thread waits for; `work` fails at `deadline`."""
         with self._lock:
             if work is not None and not work.done() and deadline < math.inf:
-                heapq.heappush(self._expiring, (deadline, next(self._order), work))
-                self._ring()
-            self._call_background()
+                self._expiring.add(work, deadline)
+                self._driving.ring()
+            self._driving.call_background(self)
 
     def adopt(self, peer: int, sock: socket.socket) -> None:
         """Use `sock`, a connected, non-blocking stream socket, as the lane to `peer`, in place of an earlier one."""
         with self._lock:
-            lane = self._lanes.get(peer)
+            lane = self._lanes.by_rank.get(peer)
             if lane is not None and lane.sock is sock:
                 return
-            if lane is not None and not lane.is_ended:  # it broke at the other end, unnoticed here
-                self._end_lane(lane, None)
+            if lane is not None:
+                self._lanes.end(lane, None)  # it broke at the other end, unnoticed here
             self._add_lane(peer, sock)
 
     def unreachable(self, peer: int) -> None:
@@ -225,7 +185,7 @@ class Messenger:
     def peer_lost(self, peer: int) -> None:
         """Fail the messages with a lost rank, after delivering what it sent. The group continues."""
         with self._lock:
-            lane = self._lanes.get(peer)
+            lane = self._lanes.by_rank.get(peer)
             self._lost_ranks.add(peer)
             if lane is None or lane.is_ended:
                 self._depart(peer)
@@ -235,13 +195,13 @@ class Messenger:
 
     def _depart(self, peer: int) -> None:
         self._departed.append(peer)
-        self._ring()
-        self._call_background()
+        self._driving.ring()
+        self._driving.call_background(self)
 
     @property
     def is_driven_here(self) -> bool:
         """Whether the calling thread drives."""
-        return self._driver == threading.get_ident()
+        return self._driving.is_here
 
     def pending(self) -> list[Work[Any]]:
         """Return the works that have not ended."""
@@ -250,45 +210,29 @@ class Messenger:
     def close(self, flush_deadline: float) -> None:
         """Deliver what was sent, until `flush_deadline` at the latest; then end all works (ClosedError) and lanes."""
         with self._lock:
-            if self._is_closing:
+            if self._driving.is_stopping:
                 return
-            self._is_closing = True
-            self._needed.notify_all()
-            self._ring()
-            while self._driver not in (None, threading.get_ident()):
-                # The driving thread was woken and checks `is_closing` after each poll. If it takes longer, it is in a
-                # callback that does not return; when it does, it finds everything closed.
-                if not self._freed.wait(STEP_ASIDE_SECONDS):
-                    break
-            self._driver = threading.get_ident()
+            self._driving.stop()
             self._matcher.finish_lines()
         # While the kernel holds bytes, the connection may break, and then they must be sent again.
-        while self._is_undelivered() and self._fault() is None and (now := time.monotonic()) < flush_deadline:
-            self._turn(min(flush_deadline, now + LOOK_SECONDS))
+        while self._fault() is None and (now := time.monotonic()) < flush_deadline:
+            if not self._matcher.undelivered() and not self._lanes.has_undelivered():
+                break
+            self.turn(min(flush_deadline, now + LOOK_SECONDS))
         with self._lock:
             self._is_closed = True
             self._matcher.say_end()
-            self._flush_ready()
+            self._lanes.flush_ready()
             closed = ClosedError(f"{self._name}: the group was closed before the message was delivered")
             self._matcher.fail_all(self._fault() or closed)
         self._settle()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(STEP_ASIDE_SECONDS)
-        for lane in list(self._lanes.values()):
+        self._driving.join_background()
+        for lane in list(self._lanes.by_rank.values()):
             if not lane.is_ended:
                 lane.close(flush_deadline)
         with self._lock:
-            self._close_ended()
-            self._close_bell()
-            self._driver = None
-            self._freed.notify_all()
-
-    def _is_undelivered(self) -> bool:
-        if self._matcher.undelivered():
-            return True
-        lanes = (lane for lane in self._lanes.values() if not lane.is_ended)
-        return any(lane.undelivered_bytes() for lane in lanes if not self._matcher.has_parted(lane.peer))
+            self._lanes.take_ended()
+            self._driving.close()
 
     # Operations.
 
@@ -296,13 +240,13 @@ class Messenger:
         if (fault := self._fault()) is not None:
             self._told(fault)
             raise fault
-        if self._is_closing:
+        if self._driving.is_stopping:
             raise ClosedError(f"{self._name}: the group is closed")
 
     def _start(self, operation: Operation, description: str, then: Callable[[Any], Any] | None = None) -> Work[Any]:
         work: Work[Any] = Work(f"{self._name}: {description}", drive=self._drive, then=then)
         self._pending[operation] = work
-        self._flush_ready()
+        self._lanes.flush_ready()
         return work
 
     def _started(self, work: Work[Any]) -> Work[Any]:
@@ -313,15 +257,15 @@ class Messenger:
 
     def _settle(self) -> None:
         """End the works of completed operations, and handle lanes that ended. Without the lock: callbacks may run."""
-        while self._ended:
+        while self._lanes.ended:
             with self._lock:
-                ended = self._close_ended()
+                ended = self._lanes.take_ended()
             for lane, cause in ended:
                 peer = lane.peer
                 if cause is not None or peer in self._lost_ranks or self._matcher.has_parted(peer):
                     self._part_with(peer, cause)
-                elif self._lanes[peer] is lane and self._fault() is None:  # else it was replaced already
-                    self._renew(lane)
+                elif self._lanes.by_rank[peer] is lane and self._fault() is None:  # else it was replaced already
+                    self._renew_lane(peer, lane.sock, self._lanes.pause_after(lane))
         while self._departed:
             with self._lock:
                 departed, self._departed = self._departed, []
@@ -341,36 +285,21 @@ class Messenger:
                 works.append(work)
         for work in works:  # after all have ended: a callback may wait for another of them
             work.notify()
-        if self._waiters or self._driver not in (None, threading.get_ident()):
-            with self._lock:
-                self._freed.notify_all()
-                self._ring()  # the driving thread's own work may be among them
-
-    def _close_ended(self) -> list[tuple[MessageLane, BaseException | None]]:
-        ended, self._ended = self._ended, []
-        for lane, _ in ended:
-            lane.sock.close()
-        return ended
+        self._driving.works_ended()
 
     def _part_with(self, peer: int, cause: BaseException | None) -> None:
         """Fail all messages with a rank for good, with `cause` or the rank's loss."""
         if self._matcher.has_failed(peer):
             return
         self._give_up(peer)
-        error = cause or self._fault() or self._lost(peer) or self._peer_lost(peer)
+        text = f"{self._name}: rank {peer} closed its connection for messages"
+        error = cause or self._fault() or self._lost(peer) or PeerLostError(text, rank=peer, operation="send/recv")
         with self._lock:
             self._lost_ranks.add(peer)
-            if (lane := self._lanes.get(peer)) is not None:  # it was added just now
-                self._end_lane(lane, None)
-                self._close_ended()
+            if (lane := self._lanes.by_rank.get(peer)) is not None:  # it was added just now
+                self._lanes.end(lane, None)
+                self._lanes.take_ended()
             self._matcher.fail(peer, error)
-
-    def _renew(self, lane: MessageLane) -> None:
-        """Ask for a lane in place of one that ended; after a pause if that one carried nothing."""
-        strikes = 0 if lane.has_moved else self._strikes[lane.peer]
-        self._strikes[lane.peer] = strikes + 1
-        pause = 0.0 if not strikes else min(MOST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(strikes, 20))
-        self._renew_lane(lane.peer, lane.sock, pause)
 
     def _abandon(self, work: Work[Any], reason: BaseException | None) -> None:
         """Fail a work that is not done with `reason` or a DeadlineError; its memory is not touched afterwards."""
@@ -381,11 +310,7 @@ class Messenger:
                 del self._pending[operation]
                 late = [peer] if peer != ANY else [rank for rank in range(self._size) if rank != self._rank]
                 named = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
-                trouble = "".join(
-                    f". The connection with rank {rank} broke: {self._trouble[rank]}"
-                    for rank in late
-                    if self._trouble[rank] and (self._lanes[rank].is_ended or not self._lanes[rank].has_moved)
-                )
+                trouble = self._lanes.trouble_with(late)
                 error = reason or DeadlineError(
                     f"{work.description} was not done before its timeout ended; it waited for {named}{trouble}",
                     late=tuple(late),
@@ -395,35 +320,29 @@ class Messenger:
                         f"{self._name}: the lane to {named} is closed, because an earlier send to it was abandoned"
                     )
                     closed.__cause__ = error
-                    if not self._lanes[peer].is_ended:
-                        self._end_lane(self._lanes[peer], None)
+                    self._lanes.end(self._lanes.by_rank[peer], None)
                     self._lost_ranks.add(peer)
                     self._matcher.fail(peer, closed)
                     self._give_up(peer)
-                self._flush_ready()
+                self._lanes.flush_ready()
             else:
                 error = None
         if error is not None:
             work.fail(error)
         self._settle()
 
-    def _peer_lost(self, peer: int) -> PeerLostError:
-        return PeerLostError(
-            f"{self._name}: rank {peer} closed its connection for messages", rank=peer, operation="send/recv"
-        )
-
     # Lanes.
 
     def _open(self, peer: int, deadline: float | None) -> None:
-        if peer in self._lanes:
+        if peer in self._lanes.by_rank:
             return
         with self._opening[peer]:
-            if peer not in self._lanes:
+            if peer not in self._lanes.by_rank:
                 sock = self._open_lane(peer, deadline)
                 with self._lock:
-                    if self._is_closing:
+                    if self._driving.is_stopping:
                         self._raise_if_over()
-                    if peer not in self._lanes:  # else `adopt` was called meanwhile
+                    if peer not in self._lanes.by_rank:  # else `adopt` was called meanwhile
                         self._add_lane(peer, sock)
 
     def _open_to_receive(self, peer: int, deadline: float | None) -> None:
@@ -438,194 +357,43 @@ class Messenger:
         if self._is_closed or self._matcher.has_failed(peer):  # the lane arrived while the group was being closed
             sock.close()
             return
-        self._matcher.lane_opened(peer)
-        lane = self._lanes[peer] = self._lanes_by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher)
-        self._poll.register(sock, select.POLLIN)
-        self._flush(lane)  # the other end waits to hear how much has arrived, and no thread may be driving
-        self._ring()
-        self._hand_over()
-
-    def _end_lane(self, lane: MessageLane, cause: BaseException | None) -> None:
-        if not lane.is_ended:
-            lane.is_ended = True
-            self._matcher.lane_ended(lane.peer)
-            self._poll.unregister(lane.descriptor)
-            del self._lanes_by_fd[lane.descriptor]
-            self._ended.append((lane, cause))
-
-    def _end_stuck(self) -> None:
-        """End lanes whose network path is dead. The peer may be alive, and the next lane may use another path."""
-        for lane in list(self._lanes_by_fd.values()):
-            if tcp.is_stuck(lane.sock):
-                self._trouble[lane.peer] = "the other end does not acknowledge what is sent"
-                self._end_lane(lane, None)
-
-    def _flush_ready(self) -> None:
-        for peer in sorted(self._matcher.ready):
-            lane = self._lanes[peer]
-            if not lane.is_ended and not lane.is_blocked:
-                self._flush(lane)
-
-    def _flush(self, lane: MessageLane) -> None:
-        was_blocked = lane.is_blocked
-        try:
-            lane.flush()
-        except OSError as error:
-            self._trouble[lane.peer] = str(error)
-            self._read(lane, to_the_end=True)
-            self._end_lane(lane, None)
-            return
-        if lane.is_blocked != was_blocked:
-            self._poll.modify(lane.sock, select.POLLIN | (select.POLLOUT if lane.is_blocked else 0))
-            self._ring()
-
-    def _read(self, lane: MessageLane, *, to_the_end: bool = False) -> None:
-        try:
-            if to_the_end:
-                lane.read_rest()
-            elif not lane.read():
-                self._trouble[lane.peer] = "end of stream"
-                self._end_lane(lane, None)
-        except OSError as error:
-            self._trouble[lane.peer] = str(error)
-            self._end_lane(lane, None)
-        except RemoteProtocolError as error:
-            self._end_lane(lane, error)
+        self._lanes.add(peer, sock)
+        self._driving.hand_over(self)
 
     # Driving.
 
     def _drive(self, work: Work[Any], deadline: float | None) -> None:
-        """Make progress on this thread until `work` is done or the deadline has passed."""
-        this_thread = threading.get_ident()
-        while not work.done():
-            with self._lock:
-                self._waiters += 1
-                try:
-                    while not self._may_drive(this_thread) and not work.done():
-                        self._ring()  # so that the background thread steps aside
-                        if not self._freed.wait(_left(deadline)):
-                            break
-                finally:
-                    self._waiters -= 1
-                may_drive = self._may_drive(this_thread)
-                was_driving = self._driver == this_thread  # this is a callback that waits for another work
-                if may_drive:
-                    self._driver = this_thread
-            try:
-                while may_drive and not work.done() and not self._is_closing:
-                    self._turn(deadline, spins=self._may_spin)
-                    if _left(deadline) == 0:
-                        break
-            finally:
-                with self._lock:
-                    if may_drive and not was_driving:
-                        self._driver = None
-                    self._hand_over()
-            if _left(deadline) == 0:
-                return
+        self._driving.drive(self, work, deadline)
 
-    def _may_drive(self, thread: int) -> bool:
-        return self._driver in (None, thread) and not self._is_closing
-
-    def _hand_over(self) -> None:
-        if self._driver is None:
-            if self._waiters or self._is_closing:
-                self._freed.notify_all()
-            elif self._has_more():
-                self._call_background()
-
-    def _turn(self, deadline: float | None, *, spins: bool = False) -> None:
+    def turn(self, deadline: float | None, *, spins: bool = False) -> None:
         """Wait for events until the deadline, and handle them; with `spins`, poll for a moment before sleeping."""
-        with self._lock:
-            while self._expiring and self._expiring[0][2].done():
-                heapq.heappop(self._expiring)
-            expiry = self._expiring[0][0] if self._expiring else math.inf
-        left = max(0.0, min(math.inf if deadline is None else deadline, expiry) - time.monotonic())
-        events = self._look(min(left, SPIN_SECONDS)) if spins else []
-        if not events:
-            events = self._poll.poll(math.ceil(1000 * min(left, tcp.PATH_CHECK_SECONDS)))
-        has_fault = False
-        with self._lock:
-            if not events:
-                self._end_stuck()
-            for descriptor, event in events:
-                if lane := self._lanes_by_fd.get(descriptor):
-                    if event & ~select.POLLOUT:
-                        self._read(lane)
-                    if event & select.POLLOUT and not lane.is_ended:
-                        self._flush(lane)
-                elif descriptor == self._wake_fd:
-                    has_fault = True
-                elif descriptor == self._bell.fileno():  # else a lane that another thread ended meanwhile
-                    self._bell.recv(4096)
-            self._flush_ready()
-        if has_fault:
-            self._fail_all()
-        self._settle()
-        while True:
+        until = math.inf if deadline is None else deadline
+        if self._expiring:
             with self._lock:
-                if not self._expiring or self._expiring[0][0] > time.monotonic():
-                    return
-                work = heapq.heappop(self._expiring)[2]
+                until = min(until, self._expiring.next_deadline())
+        left = max(0.0, until - time.monotonic())
+        events = self._lanes.poll(left, spins=spins)
+        with self._lock:
+            has_fault = self._lanes.handle(events)
+        if has_fault and (fault := self._fault()) is not None:
+            with self._lock:
+                self._matcher.fail_all(fault)
+        elif has_fault:
+            time.sleep(0.001)  # the thread that made the descriptor readable is about to record the fault
+        self._settle()
+        while self._expiring:
+            with self._lock:
+                work = self._expiring.take_due()
+            if work is None:
+                return
             self._abandon(work, None)
 
-    def _look(self, seconds: float) -> list[tuple[int, int]]:
-        """Poll without sleeping, and return the events: waking from a sleep takes as long as a short message does."""
-        until = time.perf_counter() + seconds
-        while not (events := self._poll.poll(0)) and time.perf_counter() < until:
-            pass
-        return events
-
-    def _fail_all(self) -> None:
-        if (fault := self._fault()) is None:
-            time.sleep(0.001)  # the thread that made the descriptor readable is about to record the fault
-            return
-        with self._lock:
-            self._matcher.fail_all(fault)
-
-    def _call_background(self) -> None:
-        if self._thread is None and not self._is_closing:
-            self._thread = threading.Thread(target=self._run_background, name=f"{self._name} messages", daemon=True)
-            self._thread.start()
-        self._needed.notify()
-
-    def _run_background(self) -> None:
-        while True:
-            with self._lock:
-                while not self._is_closing and (self._driver is not None or self._waiters or not self._has_more()):
-                    if not self._needed.wait(IDLE_SECONDS) and not self._has_more():
-                        self._thread = None  # `_call_background` starts another
-                        return
-                if self._is_closing:
-                    return
-                self._driver = threading.get_ident()
-            try:
-                while self._has_more() and not self._waiters and not self._is_closing:
-                    self._turn(None)
-            except BaseException as error:  # no other thread would report it
-                with self._lock:
-                    self._matcher.fail_all(error)
-                self._settle()
-            finally:
-                with self._lock:
-                    self._driver = None
-                    self._freed.notify_all()
-
-    def _has_more(self) -> bool:
+    def has_more(self) -> bool:
+        """Tell whether a thread has to drive even if none waits."""
         return bool(self._pending or self._matcher.ready or self._matcher.resuming)
 
-    def _ring(self) -> None:
-        """Wake the driving thread from its poll, unless it is the caller."""
-        if self._driver not in (None, threading.get_ident()):
-            with contextlib.suppress(BlockingIOError):  # it has been woken already
-                self._bell_rope.send(b"!")
-
-
-def _close_sockets(*sockets: socket.socket) -> None:
-    for sock in sockets:
-        sock.close()
-
-
-def _left(deadline: float | None) -> float | None:
-    """Return the seconds until the deadline, not below 0; None if there is none."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    def fail_all(self, error: BaseException) -> None:
+        """Fail all messages."""
+        with self._lock:
+            self._matcher.fail_all(error)
+        self._settle()

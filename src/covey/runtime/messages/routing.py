@@ -115,7 +115,7 @@ class MessageRouting:
                 )
                 if group.node is not None:
                     for member, sock in group.node.lanes.arrived(group.id, "messages").items():
-                        if member in group.roster.rank_of:  # seats outside the group have no messages in it
+                        if member in group.roster.rank_of:  # a seat outside of the group has no messages in it
                             self._messenger.adopt(group.roster.rank_of[member], sock)
             return self._messenger
 

@@ -1,6 +1,6 @@
-"""`python -m covey.testing.fuzz` fuzzes everything that reads bytes of others; `make fuzz` calls it.
+"""`python -m covey.testing.fuzz` fuzzes everything that reads foreign bytes; `make fuzz` calls it.
 
-With atheris each target is guided by what its inputs reach. Without it, inputs are made by chance from other seeds.
+With atheris, inputs are guided by the code that they reach. Without it, they are random, with a new seed each time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.testing.fuzz.inputs import inputs
 from covey.testing.fuzz.targets import Target, all_targets
 
 INPUT_SECONDS = 10
-"""For one input, after which libFuzzer takes it for one that never ends."""
+"""Seconds for one input; libFuzzer reports a longer one as endless."""
 MEMORY_MIB = 2048
 MOST_BYTES = 1 << 16
 BATCH = 2000

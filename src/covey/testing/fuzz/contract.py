@@ -1,8 +1,8 @@
-"""What every reader of bytes must keep, whatever the bytes are; `BrokenContractError` if one does not.
+"""The contract of every reader of bytes, for any bytes; `BrokenContractError` if a reader breaks it.
 
-1. It returns a value or raises an error that it promises, and no other.
-2. It takes memory in proportion to the input, and little time.
-3. What it returned can be written, and is read as the same value.
+1. It returns a value, or raises an error that it documents.
+2. It uses memory in proportion to the input, and little time.
+3. A value that it returns can be written, and is read as the same value.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 MEMORY_FACTOR: Final = 128
 """Bytes of memory for each byte of input: an empty dict is one byte of msgpack, and some eighty in memory."""
 MEMORY_BASE: Final = 256 << 10
-"""Besides: errors with their texts, and what is made at the first use of a function."""
+"""Additional bytes, for errors with their texts and for objects made at the first use of a function."""
 SECONDS: Final = 1.0
-"""Of this thread's own work, so that a machine that stands still for a while does not count."""
+"""Processor time of this thread, so that a pause of the machine does not count."""
 SECONDS_PER_BYTE: Final = 1e-5
 
 
 class BrokenContractError(AssertionError):
-    """A reader of bytes did what it must not do."""
+    """A reader of bytes broke its contract."""
 
 
 def check(target: Target, data: bytes, *, is_measured: bool = False) -> bool:
-    """Read an input as a target does; return whether it was taken. `is_measured` looks at time and memory, too.
+    """Read an input as a target does; return whether it was accepted. `is_measured` also checks time and memory.
 
     The time includes what measuring the memory costs.
     """

@@ -1,6 +1,6 @@
-"""One target under atheris, which looks for inputs that reach new code. Started by `python -m covey.testing.fuzz`.
+"""Fuzzes one target with atheris, which searches for inputs that reach new code; see `python -m covey.testing.fuzz`.
 
-Half of the changes are of the structure of a message (`mutations`), half are those of libFuzzer.
+Half of the mutations change the structure of a message (`mutations`), half are those of libFuzzer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ with atheris.instrument_imports(include=["covey.wire", "covey.base", "covey.net"
     from covey.testing.fuzz.targets import all_targets
 
 MEASURED_EVERY: Final = 20
-"""Inputs: to measure memory takes longer than to read most of them."""
+"""Memory is measured for one in this many inputs: measuring takes longer than reading most of them."""
 
 
 def main() -> None:
-    """Fuzz one target: its name, a folder for what was found to reach new code, then options of libFuzzer."""
+    """Fuzz one target. Arguments: its name, a folder for inputs that reach new code, then options of libFuzzer."""
     name, folder, *options = sys.argv[1:]
     target, corpus = all_targets()[name], Path(folder)
     corpus.mkdir(parents=True, exist_ok=True)

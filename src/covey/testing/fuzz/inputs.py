@@ -1,4 +1,4 @@
-"""Inputs for a target, by chance but always the same for a seed: its valid ones first, then changed ones."""
+"""Random inputs for a target, reproducible by seed: its valid inputs first, then mutated ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from covey.testing.fuzz.targets import Target
 
 MOST_BYTES: Final = 1 << 14
-"""Of a valid input that is changed: larger ones would take all the time."""
+"""The largest valid input that is mutated: larger ones would take all the time."""
 
 
 def inputs(target: Target, count: int, seed: int | str = 0) -> Iterator[bytes]:
-    """Yield the valid inputs of a target, and `count` changed ones."""
+    """Yield the valid inputs of a target, and `count` mutated ones."""
     chance = random.Random(f"{target.name} {seed}")
     mutator, seeds = Mutator(chance), target.seeds()
     yield from seeds
@@ -27,5 +27,5 @@ def inputs(target: Target, count: int, seed: int | str = 0) -> Iterator[bytes]:
 
 
 def change(target: Target, mutator: Mutator, data: bytes, others: list[bytes]) -> bytes:
-    """Return an input of a target with some changes."""
+    """Return a mutated input of a target."""
     return mutator.bytes(data, others) if target.prefix < 0 else mutator.packed(data, others, target.prefix)

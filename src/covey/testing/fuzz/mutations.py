@@ -1,4 +1,4 @@
-"""Changes to valid messages: of their structure, so that they stay readable further in, and of their bytes."""
+"""Mutates valid messages: their structure, so that a decoder reads far into them, and their bytes."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ _RAW: Final = (
     b"\xdb\xff\xff\xff\xff",
     b"\xc1",
 )
-"""Lengths that promise gigabytes, and a byte that begins nothing."""
+"""Lengths that announce gigabytes, and a byte that is no valid start."""
 
 
 class Mutator:
-    """Changes values by chance, into others and into what fits no type."""
+    """Mutates values at random: into other values of their type, and into values of the wrong type."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._seen: dict[type, list[Any]] = {}
-        """Atoms of earlier values, by type: an id or a number of one message is likelier to mean something."""
+        """Atoms of earlier values, by type: an id of another message is more likely to mean something than noise."""
 
     def learn(self, plain: Any, most: int = 200) -> None:
         """Remember the atoms of a value, to use them in others."""
-        for place, key in _places([plain]):
+        for place, key in _parts([plain]):
             atom = place[key]
             if not isinstance(atom, list | dict):
                 known = self._seen.setdefault(type(atom), [])
@@ -93,31 +93,31 @@ class Mutator:
     def disguised(self, plain: Any) -> Any:
         """Return a copy of a value in which most atoms were seen in other values."""
         holder = [_copy(plain)]
-        for place, key in _places(holder):
+        for place, key in _parts(holder):
             seen = self._seen.get(type(place[key]))
             if seen and self._chance.random() < 0.7:
                 place[key] = self._chance.choice(seen)
         return holder[0]
 
     def _pick(self, holder: Any) -> tuple[Any, Any]:
-        """Return a place in a value: first one of its fields, then perhaps a part of that, and so on."""
+        """Return a random part of a value, at a random depth, as its holder and its key."""
         place, key = holder, 0
         while isinstance(value := place[key], list | dict) and value and self._chance.random() < 0.85:
             place, key = value, self._chance.choice(range(len(value)) if isinstance(value, list) else list(value))
         return place, key
 
     def packed(self, data: bytes, others: Sequence[bytes] = (), prefix: int = 0) -> bytes:
-        """Return a changed copy of a message of msgpack that begins after `prefix` bytes."""
+        """Return a mutated copy of a msgpack message that begins after `prefix` bytes."""
         if self._chance.random() < 0.7:
             try:
                 plain = msgspec.msgpack.decode(data[prefix:])
                 return data[:prefix] + msgspec.msgpack.encode(self.plain(plain))
             except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError):
-                pass  # bytes that are no msgpack, or a change that no msgpack can carry
+                pass  # not msgpack, or a mutation that msgpack cannot encode
         return self.bytes(data, others)
 
     def bytes(self, data: bytes, others: Sequence[bytes] = ()) -> bytes:
-        """Return a changed copy of any bytes."""
+        """Return a mutated copy of any bytes."""
         chance, changed = self._chance, bytearray(data)
         for _ in range(chance.choice([1, 1, 2, 4])):
             at = chance.randrange(len(changed) + 1)
@@ -159,7 +159,7 @@ class Mutator:
             case 6 if isinstance(value, list):
                 self._reorder(value)
             case 7 if isinstance(value, list) and value:
-                value[:] = value * chance.choice([2, 3, max(1, _MANY // len(_places(value)))])
+                value[:] = value * chance.choice([2, 3, max(1, _MANY // len(_parts(value)))])
             case 8 if isinstance(value, list):
                 del value[chance.randrange(len(value) + 1) :]
 
@@ -201,8 +201,8 @@ class Mutator:
         return atom
 
 
-def _places(holder: Any) -> list[tuple[Any, Any]]:
-    """Return where the parts of a value are: a list or dict, and an index or key of it."""
+def _parts(holder: Any) -> list[tuple[Any, Any]]:
+    """Return the parts of a value, each as its list or dict and its index or key."""
     found: list[tuple[Any, Any]] = []
     open_parts = [holder]
     while open_parts:

@@ -1,8 +1,8 @@
-"""Which lines and branches of Python functions were reached while something ran, and which were not.
+"""Records which lines and branches of Python functions were executed, and which were not.
 
-Every conditional jump of a function's bytecode has two ways to go. A way is named by its line and by whether the
-condition held; a part of a condition (`a or b`) is a jump of its own. Looked at are the functions that were entered: a
-function that was never entered is called from a branch that was not taken, and that branch is named.
+Every conditional jump of a function's bytecode has two branches. A branch is named by its line and by whether the
+condition held; each part of a condition (`a or b`) is a jump of its own. Only functions that were entered are reported:
+a function that was never entered is called from a branch that was not taken, and that branch is reported.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _UNMATCHED: Final = ("RERAISE", "COPY")
 
 
 class Missed(NamedTuple):
-    """Something of a function that was not reached."""
+    """A line or branch of a function that was not reached."""
 
     module: str
     function: str
     line: str
     """Its source."""
     way: str
-    """`never`, or which way of a jump was not taken: `true`, `false`, `loops`, `ends`."""
+    """`never`, or which branch of a jump was not taken: `true`, `false`, `loops`, `ends`."""
     number: int
-    """Of the line; not part of what it is."""
+    """The line number; not part of its identity."""
 
 
 class Reached:
     """What was executed, by code object."""
 
     def __init__(self, files: Collection[str]) -> None:
-        """Look at the functions of these files."""
+        """Record the functions of these files."""
         self._files = frozenset(files)
         self._ways: dict[CodeType, set[tuple[int, int]]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what this thread does."""
+        """Record what this thread executes during the block."""
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
@@ -59,7 +59,7 @@ class Reached:
         return {code.co_filename for code in self._ways}
 
     def missed(self) -> list[Missed]:
-        """Return what was not reached of the functions that were entered."""
+        """Return the lines and branches of entered functions that were not reached."""
         return sorted({missed for code, ways in self._ways.items() for missed in _missed(code, ways)})
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
@@ -88,7 +88,7 @@ def _missed(code: CodeType, ways: set[tuple[int, int]]) -> Iterator[Missed]:
     reached_lines: set[int] = set()
     all_lines: set[int] = set()
     possible: dict[tuple[int, int, str], set[str]] = {}
-    """By line, place in it and source: a condition may be compiled to several jumps, as that of a loop is."""
+    """By line, column and source: a condition may be compiled to several jumps, as that of a loop is."""
     taken: dict[tuple[int, int, str], set[str]] = {}
     for before, each in itertools.pairwise(instructions[start:]):
         line = each.positions.lineno if each.positions is not None else None
@@ -101,8 +101,8 @@ def _missed(code: CodeType, ways: set[tuple[int, int]]) -> Iterator[Missed]:
         if not any(name in each.opname for name in _CONDITIONAL):
             continue
         if before.opname == "CHECK_EXC_MATCH" and by_offset[each.argval].opname in _UNMATCHED:
-            continue  # another exception would go on to the caller, which is what must not happen
-        place = _place(code, each)
+            continue  # an exception that no handler matches would reach the caller, which must not happen
+        place = _condition(code, each)
         after = {offset for last, offset in ways if last == each.offset}
         if_jumps, if_falls = _names(each.opname)
         possible.setdefault(place, set()).update((if_jumps, if_falls))
@@ -118,8 +118,8 @@ def _missed(code: CodeType, ways: set[tuple[int, int]]) -> Iterator[Missed]:
         yield Missed(module, function, linecache.getline(code.co_filename, number).strip(), "never", number)
 
 
-def _place(code: CodeType, jump: dis.Instruction) -> tuple[int, int, str]:
-    """Return the line of a condition, where in it the condition begins, and its source."""
+def _condition(code: CodeType, jump: dis.Instruction) -> tuple[int, int, str]:
+    """Return the line and the column of a condition, and its source."""
     at = jump.positions
     assert at is not None
     line, column = at.lineno or code.co_firstlineno, at.col_offset or 0
@@ -129,7 +129,7 @@ def _place(code: CodeType, jump: dis.Instruction) -> tuple[int, int, str]:
 
 
 def _names(opname: str) -> tuple[str, str]:
-    """Return what it means that a jump is taken, and that it is not."""
+    """Return the names of the two branches of a jump: taken, and not taken."""
     if opname == "FOR_ITER":
         return "ends", "loops"
     if "NOT_NONE" in opname:

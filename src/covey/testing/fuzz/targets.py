@@ -1,4 +1,4 @@
-"""Everything that reads bytes of others, as one list: how to call it, what it may raise, and inputs to begin with.
+"""Lists everything that reads foreign bytes: how to call it, what it may raise, and inputs to begin with.
 
 Decoders of messages are found in `covey.wire`: a function `decode_...(data: bytes)` whose type says what it returns and
 whose docstring says what it raises "for anything else". The others are listed by hand.
@@ -35,13 +35,13 @@ from covey.wire import (
     beacon,
     door,
     frame,
-    greeting,
     header,
     machine,
     message_header,
     messages,
     objects,
     owner,
+    proofs,
     seal,
     secret,
 )
@@ -63,17 +63,17 @@ _VALUES_OF_EACH: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One reader of bytes. Other exceptions than `promised` break its contract, and so do values it cannot repeat."""
+    """One reader of bytes. It may raise only `promised` exceptions, and its values must survive being written."""
 
     name: str
     read: Callable[[bytes], Any]
     promised: tuple[type[Exception], ...]
     write: Callable[[Any], bytes] | None
-    """Makes bytes that are read as the same value; None where `read` itself compares."""
+    """Encodes a value to bytes that are read as the same value; None if `read` itself compares."""
     seeds: Callable[[], list[bytes]]
-    """Valid inputs, and some that are wrong in a way that chance would not find."""
+    """Valid inputs, and some invalid ones that random mutation would not find."""
     prefix: int = -1
-    """Bytes in front of a message of msgpack; -1: it is none."""
+    """Bytes in front of a msgpack message; -1 if the input is not msgpack."""
 
 
 def modules() -> Iterator[ModuleType]:
@@ -195,7 +195,7 @@ def _signature_seeds() -> list[bytes]:
 
 
 def _read_machine(data: bytes) -> list[bytes]:
-    """Look for which machine each of some cards speaks."""
+    """Return the machine of each card."""
     return [machine.machine_of(card) for card in messages.decode_cards(data)]
 
 
@@ -212,13 +212,13 @@ def _machine_seeds() -> list[bytes]:
 
 
 def _read_proof(data: bytes) -> bool:
-    proof, said = data[: greeting.PROOF_BYTES], data[greeting.PROOF_BYTES :]
+    proof, said = data[: proofs.PROOF_BYTES], data[proofs.PROOF_BYTES :]
     made = [
-        greeting.dial_proof(KEY, CHALLENGE, said),
-        greeting.accept_proof(KEY, CHALLENGE, LANE, said),
-        greeting.lane_proof(KEY, b"dial", LANE, 1),
+        proofs.dial_proof(KEY, CHALLENGE, said),
+        proofs.accept_proof(KEY, CHALLENGE, LANE, said),
+        proofs.lane_proof(KEY, b"dial", LANE, 1),
     ]
-    return any(greeting.proofs_equal(each, proof) for each in made)
+    return any(proofs.proofs_equal(each, proof) for each in made)
 
 
 def _open_records(data: bytes) -> list[bytes]:
@@ -368,11 +368,11 @@ OWN: Final = Manifest(
         Entry(name="f", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * TAG_BYTES),
     ),
 )
-"""What a state that is claimed is compared with."""
+"""The manifest that a claimed one is compared with."""
 
 
 def _read_manifest(data: bytes) -> Manifest:
-    """Decode a manifest, check it, and use it: what a member claims must not break who looks at it."""
+    """Decode a manifest, check it, and use it: no claim of a member may break a reader."""
     manifest: Manifest = objects.decode(data, type=Manifest)
     manifest.check()
     for chunk in manifest.chunks():
@@ -422,7 +422,7 @@ def _manifest_seeds() -> list[bytes]:
     return [b"\x01" + msgspec.msgpack.encode(each) for each in made]
 
 
-# What is heard by multicast, and what people type.
+# Multicast packets, and what people type.
 
 
 def _read_text_record(data: bytes) -> beacon.Announcement | None:
@@ -458,7 +458,7 @@ def _read_packet(data: bytes) -> None:
     is_response = sieve.is_response(data)
     if filtered.passes(data, "10.0.0.1", 0.0) and is_response:
         reader._read(data)
-    # One source has a burst, and all together have one; what is left out is counted.
+    # One source has a burst, and all together have one; dropped packets are counted.
     for count in range(int(sieve.TOTAL_BURST) + 1 if sieve._COVEY in data and len(data) < 60 else 0):
         filtered.passes(data, f"10.0.0.{count % 8}", 0.0)
     assert len(heard) <= sieve.MOST_RECORDS
@@ -544,7 +544,7 @@ BY_HAND: Final = (
         read=_read_proof,
         promised=(),
         write=None,
-        seeds=lambda: [greeting.dial_proof(KEY, CHALLENGE, b"hello") + b"hello"],
+        seeds=lambda: [proofs.dial_proof(KEY, CHALLENGE, b"hello") + b"hello"],
     ),
     Target(
         name="signatures",

@@ -1,4 +1,4 @@
-"""Values of a message type, made by walking the type. They have the form that msgpack carries: lists, dicts, atoms."""
+"""Makes values of a message type by walking the type, in the form that msgpack carries: lists, dicts, atoms."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TEXTS: Final = ("", "a", "run", "10.0.0.1", "fd00::1", "auto", "\x1b[31mred\nline", "né", "x" * 79, "train.py")
-"""Of a type with a pattern, those that match are used."""
+"""For a type with a pattern, only the texts that match are used."""
 NUMBERS: Final = (0, 0, 0, 1, 1, 2, 3, 5, 64, 127)
 _MOST_ITEMS: Final = 3
 _TRIES: Final = 1000
 
 
 class Maker:
-    """Makes values that fit a type, by chance: mostly small ones, sometimes those at the bounds of the type."""
+    """Makes random values of a type: mostly small ones, sometimes those at the bounds of the type."""
 
     def __init__(self, chance: random.Random, *, at_bounds: float = 0.05) -> None:
         """`at_bounds` is how often a number, a text or a list is as small or as large as its type allows."""
@@ -108,7 +108,7 @@ def variants(hint: Any) -> tuple[inspect.Type, ...]:
 
 
 def valid(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any]) -> bytes:
-    """Return the bytes of a value that `read` accepts: a type may have rules that are not written in its fields."""
+    """Return the bytes of a value that `read` accepts: a type may have rules that its fields do not express."""
     for _ in range(_TRIES):
         data = msgspec.msgpack.encode(maker.plain(kind))
         try:
@@ -120,7 +120,7 @@ def valid(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any]) -> byt
 
 
 def structs(kind: inspect.Type) -> set[type]:
-    """Return the classes of messages that a type consists of."""
+    """Return the message classes that a type contains."""
     found: set[type] = set()
     open_kinds: list[Any] = [kind]
     while open_kinds:
@@ -140,7 +140,7 @@ def structs(kind: inspect.Type) -> set[type]:
 
 
 def parts(value: Any) -> set[type]:
-    """Return the classes of messages that a value consists of."""
+    """Return the message classes that a value contains."""
     found: set[type] = set()
     open_values = [value]
     while open_values:
@@ -154,7 +154,7 @@ def parts(value: Any) -> set[type]:
 
 
 def examples(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any], count: int) -> list[bytes]:
-    """Return `count` valid values of a type, and more until they hold every message that is a part of it."""
+    """Return at least `count` valid values of a type, which together contain every message class of the type."""
     made = [valid(kind, maker, read) for _ in range(count)]
     missing = structs(kind).difference(*(parts(read(data)) for data in made))
     for _ in range(_TRIES):
@@ -168,5 +168,5 @@ def examples(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any], cou
 
 
 def return_type(read: Callable[..., Any]) -> Any:
-    """Return what a decoder says that it returns."""
+    """Return the annotated return type of a decoder."""
     return typing.get_type_hints(read, include_extras=True)["return"]

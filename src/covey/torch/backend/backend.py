@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import sys
-import threading
-from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from covey.base.errors import ConfigError
 from covey.proto.matching import ANY
+from covey.torch.backend.description import DescribedProcessGroup
 from covey.torch.backend.devices import (
-    EIGHT_BITS,
-    KINDS,
     blocks_of,
     operand_of,
     operands_of,
@@ -26,35 +21,18 @@ from covey.torch.backend.devices import (
     tensor_over,
     writing_to,
 )
-from covey.torch.backend.work import Notices, TorchWork
+from covey.torch.backend.issuing import TorchIssuer
+from covey.torch.backend.reduction_ops import reduction
+from covey.torch.backend.torch_callers import is_waited_for, keep_from_dynamo
+from covey.torch.backend.work import TorchWork
 from covey.torch.backend.world import World, close_world, world_of
-from covey.torch.entry import NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import FrameType
+    from collections.abc import Sequence
 
-    from covey.runtime.work import Work
     from covey.torch.backend.exchange import TensorGroup
 
     Tensors = list[torch.Tensor]
-
-_OPS: Final = (
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.AVG, "mean"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.PRODUCT, "prod"),
-    (dist.ReduceOp.BAND, "and"),
-    (dist.ReduceOp.BOR, "or"),
-    (dist.ReduceOp.BXOR, "xor"),
-)
-"""The most used first: they are compared in order, since torch's operators cannot be keys of a dict."""
-
-LENT_ELEMENTS: Final = 64
-LENT_WORKS: Final = 1024
-"""The last LENT_WORKS works on up to LENT_ELEMENTS elements are kept alive, and no large tensor with them."""
-_OF_FLAGS: Final = {"sum": "or", "prod": "and"}
 
 
 def create(options: Any) -> ProcessGroupCovey:
@@ -73,14 +51,12 @@ def create(options: Any) -> ProcessGroupCovey:
     )
 
 
-class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is not followed by the type checker
+class ProcessGroupCovey(DescribedProcessGroup):
     """A process group whose operations covey performs. Roots and peers are ranks of the group.
 
     An operation that torch waits for at once runs on the calling thread; others queue for the thread of the group. Any
     thread may call; the calls are issued one after the other.
     """
-
-    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
 
     def __init__(
         self,
@@ -94,17 +70,10 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         is_first: bool = False,
     ) -> None:
         """`ranks` are ranks of the world, in the order of the group's own. The world is closed with its first group."""
-        super().__init__(rank, len(ranks))
-        self._world, self._store, self._ranks, self._rank = world, store, ranks, rank
-        self._name, self._desc, self._seconds, self._is_first = name, "", timeout.total_seconds(), is_first
+        super().__init__(rank, len(ranks), name, store)
+        self._world, self._ranks, self._is_first = world, ranks, is_first
         self._group = world.group(name, ranks)
-        self._everyone = list(range(len(ranks)))
-        self._notices = Notices()
-        self._issuing = threading.Lock()
-        self._last: Work[Any] | None = None
-        """The last collective that was queued."""
-        self._lent: deque[TorchWork] = deque(maxlen=LENT_WORKS)
-        """Works that Python may have passed to C++ and dropped, as DDP's join does: C++ alone cannot wait for them."""
+        self._issuer = TorchIssuer(self._group, len(ranks), timeout.total_seconds())
         world.on_close(self._close)
 
     @property
@@ -112,59 +81,8 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         """The covey group that carries out the operations."""
         return self._group
 
-    # Description. torch keeps these in a C++ backend, which this group does not have.
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return NAME
-
-    def name(self) -> str:
-        return NAME
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return len(self._ranks)
-
-    getRank, getSize = rank, size  # noqa: N815
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-
-    def get_group_store(self) -> Any:
-        return self._store
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in KINDS if kind == "cpu" or torch.get_device_module(kind).is_available()]
-
-    def _get_backend(self, _device: torch.device) -> ProcessGroupCovey:
-        return self
-
-    def supports_tensor_alloc(self, _device: torch.device) -> bool:
-        return False
-
     def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
+        self._issuer.seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -172,20 +90,20 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         opts = c10d.AllreduceOptions() if opts is None else opts
-        op, factor = _reduction(opts.reduceOp, tensors[0].dtype)
+        op, factor = reduction(opts.reduceOp, tensors[0].dtype)
         if tensors[0].layout is torch.sparse_coo:
             return self._allreduce_sparse(tensors, op, opts)
         if factor is not None:
             for tensor in tensors:
                 tensor.mul_(factor)
         calls = [(operand, op) for tensor in tensors for operand in operands_of(tensor, self._cut([tensor]))]
-        return self._issue(opts, tensors, self._group.all_reduce, calls)
+        return self._issuer.issue(opts, tensors, self._group.all_reduce, calls)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         return self.allreduce(tensors, c10d.AllreduceCoalescedOptions() if opts is None else opts)
 
     def _allreduce_sparse(self, tensors: Tensors, op: str, opts: Any) -> TorchWork:
-        """Gather the entries of all ranks on every rank, and add those with equal indices."""
+        """Gather the entries of all ranks on every rank, and add the ones with equal indices."""
         if op != "sum":
             raise ConfigError(f"op={op!r} has no meaning for sparse tensors; they can be summed")
         calls = []
@@ -201,20 +119,20 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
 
             bounds = tuple(tensor.shape[: tensor.sparse_dim()])
             calls.append((operand_of(entries.indices()), operand_of(entries.values()), bounds, combine))
-        return self._issue(opts, tensors, self._group.gather_pairs, calls)
+        return self._issuer.issue(opts, tensors, self._group.gather_pairs, calls)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         opts = c10d.ReduceOptions() if opts is None else opts
         (tensor,) = tensors
-        op, factor = _reduction(opts.reduceOp, tensor.dtype)
+        op, factor = reduction(opts.reduceOp, tensor.dtype)
         if factor is not None:
             tensor = tensor.mul_(factor) if opts.rootRank == self._rank else tensor * factor
         calls = [(operand, opts.rootRank, op) for operand in operands_of(tensor, self._cut([tensor]))]
-        return self._issue(opts, tensors, self._group.reduce, calls)
+        return self._issuer.issue(opts, tensors, self._group.reduce, calls)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> TorchWork:
         opts = c10d.ReduceScatterOptions() if opts is None else opts
-        op, factor = _reduction(opts.reduceOp, outputs[0].dtype)
+        op, factor = reduction(opts.reduceOp, outputs[0].dtype)
         if factor is not None:
             inputs = [[part * factor for part in parts] for parts in inputs]
         return self._scatter_sums(outputs, inputs, op, opts)
@@ -224,7 +142,7 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
         opts = c10d.ReduceScatterOptions() if opts is None else opts
-        op, factor = _reduction(opts.reduceOp, outputs[0].dtype)
+        op, factor = reduction(opts.reduceOp, outputs[0].dtype)
         if factor is not None:
             inputs = [whole * factor for whole in inputs]
         return self._scatter_sums(outputs, [self._blocks(whole) for whole in inputs], op, opts)
@@ -240,7 +158,7 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
             targets = operands_of(output, length, is_read=False)
             shares = zip(*(operands_of(part, length, is_written=False) for part in parts), strict=True)
             calls += [(target, list(share), op) for target, share in zip(targets, shares, strict=True)]
-        return self._issue(opts, outputs, self._group.reduce_scatter_into, calls)
+        return self._issuer.issue(opts, outputs, self._group.reduce_scatter_into, calls)
 
     # Moving
 
@@ -252,7 +170,7 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
             for tensor in tensors
             for operand in operands_of(tensor, self._cut([tensor]), is_read=is_root, is_written=not is_root)
         ]
-        return self._issue(opts, tensors, self._group.broadcast, calls)
+        return self._issuer.issue(opts, tensors, self._group.broadcast, calls)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
         opts = c10d.AllgatherOptions() if opts is None else opts
@@ -279,21 +197,21 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
             length = self._cut([mine, *row])
             outs = zip(*(operands_of(out, length, is_read=False) for out in row), strict=True)
             own = operands_of(mine, length, is_written=False)
-            calls += [(list(places), x) for places, x in zip(outs, own, strict=True)]
-        return self._issue(opts, filled, self._group.all_gather_into, calls)
+            calls += [(list(targets), x) for targets, x in zip(outs, own, strict=True)]
+        return self._issuer.issue(opts, filled, self._group.all_gather_into, calls)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
         opts = c10d.GatherOptions() if opts is None else opts
         is_root = opts.rootRank == self._rank
         outs = [operand_of(out, is_read=False) for out in outputs[0]] if is_root else None
         call = (outs, operand_of(inputs[0]), opts.rootRank)
-        return self._issue(opts, outputs[0] if is_root else [], self._group.gather_into, [call])
+        return self._issuer.issue(opts, outputs[0] if is_root else [], self._group.gather_into, [call])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> TorchWork:
         opts = c10d.ScatterOptions() if opts is None else opts
         parts = [operand_of(part) for part in inputs[0]] if opts.rootRank == self._rank else None
         call = (operand_of(outputs[0], is_read=False), parts, opts.rootRank)
-        return self._issue(opts, outputs, self._group.scatter_into, [call])
+        return self._issuer.issue(opts, outputs, self._group.scatter_into, [call])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
         return self._exchange(outputs, inputs, outputs, opts)
@@ -316,33 +234,33 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
 
     def _exchange(self, outs: Sequence[Any], parts: Sequence[Any], filled: Tensors, opts: Any) -> TorchWork:
         opts = c10d.AllToAllOptions() if opts is None else opts
-        rooms = [operand_of(out, is_read=False) for out in outs]
-        return self._issue(opts, filled, self._group.all_to_all_into, [(rooms, list(map(operand_of, parts)))])
+        targets = [operand_of(out, is_read=False) for out in outs]
+        return self._issuer.issue(opts, filled, self._group.all_to_all_into, [(targets, list(map(operand_of, parts)))])
 
     def barrier(self, opts: Any = None) -> TorchWork:
-        return self._issue(c10d.BarrierOptions() if opts is None else opts, [], self._group.barrier, [()])
+        return self._issuer.issue(c10d.BarrierOptions() if opts is None else opts, [], self._group.barrier, [()])
 
     # Point to point
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
         (tensor,) = tensors
-        is_async = not _is_waited_for(sys._getframe())
-        work = self._group.send(operand_of(tensor), dst, tag, timeout=self._seconds, async_op=is_async)
-        return TorchWork([work] if is_async else [], tensors, self._notices)
+        is_async = not is_waited_for(sys._getframe())
+        work = self._group.send(operand_of(tensor), dst, tag, timeout=self._issuer.seconds, async_op=is_async)
+        return TorchWork([work] if is_async else [], tensors, self._issuer.notices)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
-        return self._receive(tensors, src, tag, is_async=not _is_waited_for(sys._getframe()))
+        return self._receive(tensors, src, tag, is_async=not is_waited_for(sys._getframe()))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
-        return self._receive(tensors, ANY, tag, is_async=not _is_waited_for(sys._getframe()))
+        return self._receive(tensors, ANY, tag, is_async=not is_waited_for(sys._getframe()))
 
     def _receive(self, tensors: Tensors, src: int, tag: int, *, is_async: bool) -> TorchWork:
         (tensor,) = tensors
         target = operand_of(tensor, is_read=False)
-        outcome = self._group.recv_into(target, src, tag, timeout=self._seconds, async_op=is_async)
+        outcome = self._group.recv_into(target, src, tag, timeout=self._issuer.seconds, async_op=is_async)
         if is_async:
-            return TorchWork([outcome], tensors, self._notices)
-        return TorchWork([], tensors, self._notices, source=outcome)
+            return TorchWork([outcome], tensors, self._issuer.notices)
+        return TorchWork([], tensors, self._issuer.notices, source=outcome)
 
     # Subgroups
 
@@ -364,7 +282,7 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
             [self._ranks[rank] for rank in ranks],
             ranks.index(self._rank),
             name=name,
-            timeout=timedelta(seconds=self._seconds) if timeout is None else timeout,
+            timeout=timedelta(seconds=self._issuer.seconds) if timeout is None else timeout,
         )
         made.setGroupDesc(group_desc or "")
         return made
@@ -394,10 +312,10 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
 
     def _close(self) -> None:
         self._group.close()  # ends pending operations, so that threads that wait for them wake up
-        self._notices.close()
+        self._issuer.notices.close()
         self._world.forget(self._close)
 
-    # Issuing
+    # Tensors as operands
 
     def _cut(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return the length of the pieces that tensors are cut into, if some rank has a device; 0 for no cutting.
@@ -405,32 +323,6 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         Tensors are not cut in a group that survives losses, where an operation is all or nothing.
         """
         return piece_length(tensors) if self._world.has_devices and self._group.on_loss == "raise" else 0
-
-    def _issue(
-        self, opts: Any, filled: Tensors, operation: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
-    ) -> TorchWork:
-        """Call `operation` with each of `calls`: now if torch waits at once and nothing is queued, else queue them."""
-        timeout = opts.timeout.total_seconds()
-        timeout = timeout if timeout > 0 else self._seconds
-        is_async = opts.asyncOp
-        works: list[Work[Any]] = []
-        contributors = self._everyone
-        with self._issuing:
-            if not is_async and (self._last is None or self._last.done()):
-                for args in calls:
-                    operation(*args, timeout=timeout)
-                    if len(self._group.contributors) < len(contributors):
-                        contributors = list(self._group.contributors)
-            else:
-                works = [operation(*args, timeout=timeout, async_op=True) for args in calls]
-                self._last = works[-1] if works else self._last
-        work = TorchWork(works, filled, self._notices, contributors)
-        if not is_async:
-            if works:
-                work.wait()
-        elif len(filled) == 1 and filled[0].numel() <= LENT_ELEMENTS:
-            self._lent.append(work)
-        return work
 
     def _blocks(self, whole: torch.Tensor, *, by_rows: bool = False) -> Sequence[Any]:
         """Return the equal shares of all ranks in a tensor, consecutive in its memory.
@@ -448,48 +340,4 @@ class ProcessGroupCovey(dist.ProcessGroup):  # type: ignore[misc]  # torch is no
         return blocks_of(whole, size)
 
 
-_WAITING: Final = frozenset(inspect.unwrap(each).__code__ for each in (dist.send, dist.recv))
-
-
-def _is_waited_for(called: FrameType) -> bool:
-    """Tell whether `dist.send` or `dist.recv` called a method: they wait at once, so the message can move before.
-
-    torch calls the same method for `isend`, whose message another thread has to move; that takes five times as long.
-    Any other caller gets a work, and only loses time.
-    """
-    frame = called.f_back
-    return frame is not None and frame.f_back is not None and frame.f_back.f_code in _WAITING
-
-
-def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, Any]:
-    """Return covey's name of torch's reduction, and the factor to multiply tensors with before it, or None."""
-    if dtype in EIGHT_BITS:
-        raise TypeError(f"covey can move {dtype} but not reduce it; reduce in bfloat16 or float32")
-    for known, name in _OPS:
-        if op == known:
-            # As in torch, True + True is True.
-            return _OF_FLAGS.get(name, name) if dtype is torch.bool else name, None
-    if op == dist.ReduceOp.PREMUL_SUM:
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise TypeError(f"PREMUL_SUM multiplies with a fraction, which {dtype} cannot hold; use float32")
-        factor = op.__getstate__()[1]
-        return "sum", factor
-    raise ConfigError(f"covey has no reduction {op}; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR")
-
-
-def _keep_from_dynamo(*classes: type) -> None:
-    """Keep torch.compile from tracing methods that torch calls while it traces, as DDP's reducer does.
-
-    `torch.compiler.disable` would do the same, but imports the compiler, which takes seconds. Versions of torch without
-    the functions used here trace the methods.
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        from torch._C._dynamo import eval_frame as frames
-
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        for value in (value for each in classes for value in vars(each).values()):
-            if code := getattr(value, "__code__", None):
-                frames.set_code_exec_strategy(code, skip)
-
-
-_keep_from_dynamo(ProcessGroupCovey, TorchWork)
+keep_from_dynamo(DescribedProcessGroup, ProcessGroupCovey, TorchIssuer, TorchWork)

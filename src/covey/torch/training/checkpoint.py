@@ -1,23 +1,14 @@
 """Checkpoints that are written atomically, on top of torch.distributed.checkpoint.
 
-    FOLDER/step-0000000200/
-        manifest.json        step, size and BLAKE2b of every file, and its own BLAKE2b
-        structure.pickle     everything but the tensors, and where these go
-        .metadata, __0_0.distcp ...   the tensors, as torch.distributed.checkpoint writes them
-
-A checkpoint is written under a name that starts with a dot, synced to disk, and then renamed. Its structure is a
-pickle: load only checkpoints that you trust.
+A checkpoint is written under a name that starts with a dot, synced to disk, and then renamed. `checkpoint_files` has
+the layout. Its structure is a pickle: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
-import json
-import os
 import pickle
-import re
 import shutil
 import threading
 import warnings
@@ -34,6 +25,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from covey.base.errors import ConfigError, CoveyError, DeadlineError, Remedy
+from covey.torch.training.checkpoint_files import (
+    STRUCTURE,
+    complete_in,
+    find,
+    fingerprint,
+    remove_old,
+    sync,
+    verify,
+    versions_in,
+    write_manifest,
+)
 from covey.torch.training.structure import (
     TensorKey,
     holder_of,
@@ -45,18 +47,15 @@ from covey.torch.training.structure import (
 )
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
 APART_SECONDS = 300.0
 """How long an asynchronous save waits for the other ranks."""
-MANIFEST, STRUCTURE = "manifest.json", "structure.pickle"
-NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
-"""A step, and the version of its checkpoint; the highest version is the current one."""
-
-
 EARLIER_TENSOR_KEYS = {("covey.torch.structure", "Slot"), ("covey.torch.training.structure", "Slot")}
+"""The names of `TensorKey` in checkpoints of earlier versions."""
 
 
 class CheckpointError(CoveyError):
@@ -177,9 +176,9 @@ def load(
         CheckpointError: files are damaged; the message names them.
     """
     ranks, home = _Ranks(process_group), Path(folder)
-    number, name = ranks.first(lambda: _find(home, step))
+    number, name = ranks.first(lambda: find(home, step))
     path = home / name
-    wrong = [line for found in ranks.each(lambda: _verify(path, ranks.rank, ranks.size)) for line in found]
+    wrong = [line for found in ranks.each(lambda: verify(path, ranks.rank, ranks.size)) for line in found]
     if wrong:
         others = [other for other in steps(home) if other != number]
         raise CheckpointError(
@@ -216,7 +215,7 @@ def load(
 
 def steps(folder: str | os.PathLike[str]) -> list[int]:
     """Return the steps of the complete checkpoints in `folder`, lowest first."""
-    return sorted(_complete(Path(folder)))
+    return sorted(complete_in(Path(folder)))
 
 
 def latest(folder: str | os.PathLike[str]) -> int | None:
@@ -245,7 +244,7 @@ def _pickled(structure: dict[str, Any]) -> bytes:
 
 
 class _StructureUnpickler(pickle.Unpickler):
-    """Reads structures, also those of earlier versions, in which `TensorKey` had other names."""
+    """Reads structures, including those that earlier versions wrote."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_old = (module, name) in EARLIER_TENSOR_KEYS
@@ -262,7 +261,7 @@ def _unpicklable_in(structure: dict[str, Any]) -> str:
 
 
 class _Ranks:
-    """The ranks that save or load together: those of a process group, or this process alone."""
+    """The ranks that save or load together: the ranks of a process group, or this process alone."""
 
     def __init__(self, group: Any) -> None:
         self._alone = not (dist.is_available() and dist.is_initialized())
@@ -314,7 +313,7 @@ class _Ranks:
     def as_torch_wants(self, failure: str) -> Iterator[dict[str, Any]]:
         """Yield torch's arguments for these ranks; turn its error into a CheckpointError with the reasons of all."""
         with warnings.catch_warnings() if self._alone else contextlib.nullcontext():
-            if self._alone:  # torch would warn about that
+            if self._alone:  # torch would warn that there is no process group
                 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             try:
                 yield {"process_group": self._group, "no_dist": self._alone}
@@ -351,10 +350,10 @@ def _write_hidden(
     def begin() -> str:
         if not folder.exists():
             folder.mkdir(parents=True)
-            _sync(folder.parent)
+            sync(folder.parent)
         for rest in folder.glob(".step-*"):  # left by an interrupted save or removal
             shutil.rmtree(rest)
-        version = max((v for s, v, _ in _names(folder) if s == step), default=-1) + 1
+        version = max((v for s, v, _ in versions_in(folder) if s == step), default=-1) + 1
         name = f"step-{step:010d}" + (f".{version}" if version else "")
         (folder / f".{name}").mkdir()
         (folder / f".{name}" / STRUCTURE).write_bytes(structure)
@@ -364,7 +363,7 @@ def _write_hidden(
         mine = f"__{ranks.rank}_"  # as torch names the files of a rank
         names = [file.name for file in hidden.iterdir()]
         return {
-            name: _fingerprint(hidden / name, sync=True)
+            name: fingerprint(hidden / name, is_synced=True)
             for name in sorted(names)
             if name.startswith(mine) or (ranks.rank == 0 and not name.startswith("__"))
         }
@@ -376,11 +375,11 @@ def _write_hidden(
                     f"{file} was written but is not in {hidden} here; give a folder that all ranks share, "
                     "such as one on a network file system"
                 )
-        _write_manifest(hidden, step, files)
-        _sync(hidden)
+        write_manifest(hidden, step, files)
+        sync(hidden)
         hidden.rename(folder / name)
-        _sync(folder)
-        _remove_old(folder, step, keep)
+        sync(folder)
+        remove_old(folder, step, keep)
 
     name = ranks.first(begin)
     hidden = folder / f".{name}"
@@ -389,90 +388,3 @@ def _write_hidden(
     files = {file: print_ for own in ranks.each(check_own) for file, print_ in own.items()}
     ranks.first(end)
     return folder / name
-
-
-def _remove_old(folder: Path, step: int, keep: int | None) -> None:
-    """Remove replaced checkpoints and all but the `keep` highest steps, but never the new one of `step`."""
-    complete = _complete(folder)
-    kept = {*(sorted(complete) if keep is None else sorted(complete)[-keep:]), step}
-    for number, _, name in _names(folder):
-        if number not in kept or complete.get(number, name) != name:
-            (folder / name).rename(folder / f".{name}.old")  # a half removed checkpoint must not look complete
-            shutil.rmtree(folder / f".{name}.old")
-
-
-def _names(folder: Path) -> list[tuple[int, int, str]]:
-    """Return step, version and name of every checkpoint's folder, in order."""
-    if not folder.is_dir():
-        return []
-    found = [match for name in os.listdir(folder) if (match := NAME.fullmatch(name))]
-    return sorted((int(match[1]), int(match[2] or 0), match[0]) for match in found)
-
-
-def _complete(folder: Path) -> dict[int, str]:
-    """Return the names of the complete checkpoints by step."""
-    return {step: name for step, _, name in _names(folder) if (folder / name / MANIFEST).is_file()}
-
-
-def _find(folder: Path, step: int | None) -> tuple[int, str]:
-    complete = _complete(folder)
-    if not complete:
-        raise ConfigError(f"no checkpoint in {folder.absolute()}")
-    wanted = max(complete) if step is None else step
-    if wanted not in complete:
-        raise ConfigError(f"no checkpoint of step {wanted} in {folder.absolute()}; there are {sorted(complete)}")
-    return wanted, complete[wanted]
-
-
-def _write_manifest(folder: Path, step: int, files: dict[str, tuple[int, str]]) -> None:
-    manifest = {
-        "step": step,
-        "files": {name: {"bytes": size, "blake2b": digest} for name, (size, digest) in files.items()},
-    }
-    path = folder / MANIFEST
-    path.write_text(json.dumps(manifest | {"blake2b": _digest_of(manifest)}, indent=1))
-    _sync(path)
-
-
-def _verify(folder: Path, rank: int, size: int) -> list[tuple[str, str]]:
-    """Return the damaged files among those that this rank checks, each with what is wrong."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        digest, files = manifest.pop("blake2b"), sorted(manifest["files"].items())
-        intact = digest == _digest_of(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        intact = False
-    if not intact:
-        return [(MANIFEST, "differs from what was written")] if rank == 0 else []
-    wrong = []
-    for name, saved in files[rank::size]:
-        path = folder / name
-        if not path.is_file():
-            wrong.append((name, "is missing"))
-        elif path.stat().st_size != saved["bytes"]:
-            wrong.append((name, f"has {path.stat().st_size} bytes instead of {saved['bytes']}"))
-        elif _fingerprint(path)[1] != saved["blake2b"]:
-            wrong.append((name, "differs from what was written"))
-    return wrong
-
-
-def _fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Return size and digest of a file; with `sync`, sync it to disk first."""
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
-        return file.tell(), digest
-
-
-def _digest_of(manifest: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -32,7 +32,7 @@ def test_calls_have_equal_fingerprints_exactly_if_all_that_must_agree_agrees() -
     assert len({call.fingerprint for call in variations}) == len(variations)
 
 
-def test_a_ledger_remembers_the_latest_calls_only() -> None:
+def test_a_call_log_remembers_the_latest_calls_only() -> None:
     call_log = CallLog()
     assert call_log.at(0) is None
     for sequence in range(1, LOGGED + 11):

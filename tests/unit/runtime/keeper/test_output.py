@@ -15,48 +15,48 @@ def two_voices() -> tuple[OutputStream, OutputStream]:
 
 def test_a_line_is_shown_when_it_is_finished() -> None:
     first, second = two_voices()
-    assert first.hear(b"ab", now=5.0) == b""
+    assert first.feed(b"ab", now=5.0) == b""
     assert first.show_at == 5.0 + SILENCE
-    assert second.hear(b"x\ny\n", now=5.1) == b"[1] x\n[1] y\n"
-    assert first.hear(b"c\nd", now=5.1) == b"[0] abc\n"
+    assert second.feed(b"x\ny\n", now=5.1) == b"[1] x\n[1] y\n"
+    assert first.feed(b"c\nd", now=5.1) == b"[0] abc\n"
     assert first.end() == b"[0] d\n"
     assert first.show_at is None
 
 
 def test_an_unfinished_line_goes_on_in_place_if_nobody_spoke_meanwhile() -> None:
     first, _ = two_voices()
-    first.hear(b"loading", now=0.0)
-    assert first.hush() == b"[0] loading"
-    assert first.hear(b"... done\nnext\n", now=1.0) == b"... done\n[0] next\n"
+    first.feed(b"loading", now=0.0)
+    assert first.flush() == b"[0] loading"
+    assert first.feed(b"... done\nnext\n", now=1.0) == b"... done\n[0] next\n"
 
 
 def test_another_voice_never_ends_up_in_an_unfinished_line() -> None:
     first, second = two_voices()
-    first.hear(b"loading", now=0.0)
-    assert first.hush() == b"[0] loading"
-    assert second.hear(b"hello\n", now=1.0) == b"\n[1] hello\n"
-    assert first.hear(b" done\n", now=2.0) == b"[0]  done\n"
+    first.feed(b"loading", now=0.0)
+    assert first.flush() == b"[0] loading"
+    assert second.feed(b"hello\n", now=1.0) == b"\n[1] hello\n"
+    assert first.feed(b" done\n", now=2.0) == b"[0]  done\n"
 
 
 def test_a_progress_bar_keeps_its_prefix_when_it_is_redrawn() -> None:
     first, second = two_voices()
-    assert first.hear(b"10%\r20%\r", now=0.0) == b"[0] 10%\r[0] 20%\r"
-    assert first.hear(b"30%", now=0.1) == b""
-    assert first.hush() == b"[0] 30%"
-    assert first.hear(b"\r40%\r", now=0.2) == b"\r[0] 40%\r"
-    assert second.hear(b"hello\n", now=0.3) == b"\n[1] hello\n"
-    assert first.hear(b"\n", now=0.4) == b"[0] \n"
+    assert first.feed(b"10%\r20%\r", now=0.0) == b"[0] 10%\r[0] 20%\r"
+    assert first.feed(b"30%", now=0.1) == b""
+    assert first.flush() == b"[0] 30%"
+    assert first.feed(b"\r40%\r", now=0.2) == b"\r[0] 40%\r"
+    assert second.feed(b"hello\n", now=0.3) == b"\n[1] hello\n"
+    assert first.feed(b"\n", now=0.4) == b"[0] \n"
 
 
 def test_a_carriage_return_before_a_newline_is_part_of_the_line_end() -> None:
     first, _ = two_voices()
-    assert first.hear(b"one\r\ntwo\r", now=0.0) == b"[0] one\r\n[0] two\r"
-    assert first.hear(b"\nthree\n", now=0.1) == b"\n[0] three\n"
+    assert first.feed(b"one\r\ntwo\r", now=0.0) == b"[0] one\r\n[0] two\r"
+    assert first.feed(b"\nthree\n", now=0.1) == b"\n[0] three\n"
 
 
 def test_little_of_an_endless_line_is_held_back() -> None:
     first, _ = two_voices()
-    shown = sum(len(first.hear(b"x" * 1000, now=0.0)) for _ in range(1000))
+    shown = sum(len(first.feed(b"x" * 1000, now=0.0)) for _ in range(1000))
     assert shown >= 1_000_000 - LINE_LIMIT_BYTES
 
 
@@ -70,9 +70,9 @@ def test_every_shown_line_has_one_speaker_and_nothing_is_lost(speech: list[tuple
     streams = two_voices()
     shown = b""
     for rank, text, pause in speech:
-        shown += streams[rank].hear(text, now=0.0)
+        shown += streams[rank].feed(text, now=0.0)
         if pause:
-            shown += streams[rank].hush()
+            shown += streams[rank].flush()
     shown += streams[0].end() + streams[1].end()
     lines = shown.splitlines(keepends=True)
     assert all(line.startswith((b"[0] ", b"[1] ")) and line.endswith(b"\n") for line in lines)

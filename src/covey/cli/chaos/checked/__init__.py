@@ -1,6 +1,6 @@
-"""`covey chaos --check`: a workload of our own under faults, whose every operation is checked afterwards.
+"""`covey chaos --check`: runs a workload under faults, and checks every operation of it afterwards.
 
-`workload` is the program, and writes down what each operation came to (`records`). `checked_run` starts it on this
-machine or on hosts made of namespaces (`hosts`) and does to it what a seed decides (`plan`). `checker` then holds all
-records of a run against each other and against the exact values (`operations`).
+`workload` is the program; it records the outcome of each operation (`records`). `checked_run` starts it on this machine
+or on hosts made of namespaces (`hosts`), and injects (`injector`) the faults that a seed decides (`plan`). `checker`
+then compares all records of a run with each other and with the exact values (`operations`).
 """

@@ -1,4 +1,4 @@
-"""Many checked runs, one after another, and what is said about them."""
+"""Performs checked runs one after another, and prints their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from covey.cli.chaos.checked.checked_run import Result
 
 SHOWN: Final = 12
-"""Problems of one run that are shown."""
+"""How many problems of one run are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Campaign:
             require_cutting()
 
     def perform(self) -> int:
-        """Run all; return the exit code: 0 if every run was right."""
+        """Perform all runs; return the exit code: 0 if every run passed its checks."""
         first = random.SystemRandom().randrange(1 << 31) if self.seed is None else self.seed
         results = []
         for number in range(self.runs):
@@ -74,17 +74,17 @@ class Campaign:
         elif self.runs > 1:
             figures = sum((result.figures for result in results), Counter[str]())
             right = sum(result.is_right for result in results)
-            print(f"{right} of {self.runs} runs are right: {_figures(figures)}")
+            print(f"{right} of {self.runs} runs passed: {_figures(figures)}")
         return 0 if all(result.is_right for result in results) else 1
 
     def _say(self, text: str) -> None:
-        """Show what goes on, where a person may be looking or nothing else is printed."""
+        """Show progress on standard error, on a terminal or if nothing else is printed."""
         if self.runs == 1 or sys.stderr.isatty():
             print(f"covey: {text}", file=sys.stderr, flush=True)
 
 
-def judge_kept(folder: str, *, as_json: bool) -> int:
-    """Check the records of a run that was kept; return the exit code."""
+def check_records(folder: str, *, as_json: bool) -> int:
+    """Check the records that an earlier run left in `folder`; return the exit code."""
     if not os.path.isdir(folder):
         raise ConfigError(f"there is no folder {folder} with the records of a run")
     try:
@@ -99,8 +99,8 @@ def judge_kept(folder: str, *, as_json: bool) -> int:
 
 
 def tell(result: Result) -> None:
-    """Say on standard output what came of a run."""
-    verdict = "right" if result.is_right else "WRONG"
+    """Print the result of a run."""
+    verdict = "passed" if result.is_right else "FAILED"
     what = f"seed {result.seed}: {verdict} in {result.seconds:.0f} s" if result.seed >= 0 else verdict
     print(f"{what}: {_figures(result.figures)}")
     for note in result.notes[:SHOWN]:
@@ -119,7 +119,7 @@ def tell(result: Result) -> None:
 
 
 def as_object(result: Result) -> dict[str, Any]:
-    """Return a result for machines."""
+    """Return a result as plain values."""
     return {
         "seed": result.seed,
         "right": result.is_right,

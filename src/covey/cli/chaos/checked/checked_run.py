@@ -1,4 +1,4 @@
-"""One checked run: starts the workload, troubles it as a scene says, lets it finish, and has it checked."""
+"""Performs one checked run: starts the workload, injects the faults of a scene, lets it finish, and checks it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import msgspec
 from covey.base.config import CLUSTER_VARIABLES, LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.cli.chaos.checked import orders
 from covey.cli.chaos.checked.checker import Circumstances, check
-from covey.cli.chaos.checked.deeds import Deeds
 from covey.cli.chaos.checked.hosts import Hosts
+from covey.cli.chaos.checked.injector import Injector
 from covey.cli.chaos.checked.processes import Processes, kill_all, started_for
 from covey.cli.chaos.checked.workload import STOP, VARIABLE, Settings
 
@@ -36,26 +36,26 @@ WORKLOAD: Final = "covey.cli.chaos.checked.workload"
 RESTARTS: Final = 20
 POLL_SECONDS: Final = 0.02
 FORM_SECONDS: Final = 90.0
-"""How long the processes may take to be at work together."""
+"""How long the processes may take to form the first generation."""
 TOGETHER_SECONDS: Final = 90.0
-"""How long all that live may take, after the last fault, to be in one generation."""
+"""How long all live processes may take, after the last fault, to be in one generation."""
 FINISH_SECONDS: Final = 60.0
 STEPS_TOGETHER: Final = 3
 ORDER_SECONDS: Final = 3.0
-"""How long a process may take to come to the moment of an order."""
+"""How long an order waits for a process that reaches its moment."""
 CIRCUMSTANCES: Final = "circumstances.json"
 
 
 @dataclass
 class Result:
-    """What came of a run."""
+    """The result of a run."""
 
     seed: int
     folder: str
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    """What was done, with the seconds since all were at work."""
+    """The faults, each with its seconds since all processes were at work."""
     figures: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -65,7 +65,7 @@ class Result:
 
 
 class StuckError(Exception):
-    """The run does not get on."""
+    """The run makes no progress."""
 
 
 class CheckedRun:
@@ -87,7 +87,7 @@ class CheckedRun:
         self._began = self._at_work = time.monotonic()
 
     def perform(self) -> Result:
-        """Run to the end; what is wrong is in the result."""
+        """Run to the end; problems are in the result."""
         try:
             with contextlib.ExitStack() as stack:
                 if not self.scene.is_one_host:
@@ -156,9 +156,9 @@ class CheckedRun:
         self._until(lambda: self._are_together(size), FORM_SECONDS, "the processes are not at work together")
         self._at_work = time.monotonic()
         self.log(f"{size} processes are at work")
-        deeds = Deeds(self)
+        injector = Injector(self)
         for trouble in self.scene.troubles:
-            self.later(trouble.at, lambda trouble=trouble: deeds.do(trouble))  # type: ignore[misc]
+            self.later(trouble.at, lambda trouble=trouble: injector.do(trouble))  # type: ignore[misc]
         last = self.scene.troubles[-1].at if self.scene.troubles else 0.0
         self._until(lambda: not self._agenda, last + 120.0, "faults are not over")
         obeyed_by = time.monotonic() + ORDER_SECONDS
@@ -185,7 +185,7 @@ class CheckedRun:
         )
 
     def _is_whole_again(self, since: float) -> bool:
-        """Tell whether all that live are in one generation, and got on together after the last fault."""
+        """Tell whether all live processes are in one generation and have made steps there since the last fault."""
         for host, keeper in list(self.keepers.items()):
             if self.hosts is not None and keeper.poll() not in (None, 0):
                 self.result.notes.append(f"`covey run` of host {host} ended with {keeper.returncode}; started again")
@@ -219,7 +219,7 @@ class CheckedRun:
             self.result.problems.append(f"processes are left: {left}")
 
     def _until(self, condition: Callable[[], bool], within: float, complaint: str) -> None:
-        """Let things happen until something is so; StuckError if that takes too long."""
+        """Handle events until `condition` holds; StuckError after `within` seconds."""
         deadline = time.monotonic() + within
         while True:
             while self._agenda and self._agenda[0][0] <= time.monotonic():
@@ -238,7 +238,7 @@ class CheckedRun:
             time.sleep(POLL_SECONDS)
 
     def _stacks(self, complaint: str) -> str:
-        """Have all that live write down where they are, and say how they are."""
+        """Have all live processes dump their stacks; return `complaint` with the state of each."""
         alive = self.processes.alive()
         for each in alive:
             each.signal(signal.SIGCONT)
@@ -274,7 +274,7 @@ class CheckedRun:
 
     def _judge(self) -> None:
         self.processes.look()
-        touched = {name: frozenset(deeds) for name, deeds in self.touched.items()}
+        touched = {name: frozenset(faults) for name, faults in self.touched.items()}
         circumstances = Circumstances(self.scene.is_one_host, touched, self.is_network_cut)
         with open(os.path.join(self.folder, CIRCUMSTANCES), "wb") as file:
             file.write(msgspec.json.encode(circumstances))
@@ -285,7 +285,7 @@ class CheckedRun:
 
 
 def check_again(folder: str) -> Result:
-    """Check what a run that was kept wrote down."""
+    """Check the records that an earlier run left in `folder`."""
     with open(os.path.join(folder, CIRCUMSTANCES), "rb") as file:
         circumstances = msgspec.json.decode(file.read(), type=Circumstances)
     processes = Processes(folder)

@@ -1,16 +1,16 @@
-"""Holds what all processes of a run wrote down against what covey promises. Pure: records in, findings out.
+"""Checks the records of all processes of a run against what covey promises. Pure: records in, findings out.
 
-It must hold, also for processes that were lost later:
+These must hold, also for processes that were lost later:
 
 - the result of every operation is exactly that of its contributors, and the process itself is one of them;
-- all processes that came to the end of an operation came to the same end, with the same contributors;
+- an operation has the same outcome on all processes that finished it, with the same contributors;
 - operations of a group have numbers without gaps, and their contributors only become fewer;
-- an operation raises PeerLostError only for want of its root, and leaves its arguments as they were;
+- an operation raises PeerLostError only if its root is lost, and leaves its arguments unchanged;
 - a generation has one roster, one state after restore, one state after every step, and one end;
-- generations follow each other in time: never do two of them get on with their work at once;
-- messages are right, or say that a process is lost that does nothing any more;
-- on one host no process is evicted to which nothing was done, and none is without a quorum;
-- all that finish do so with the same state.
+- generations follow each other in time: two of them never do work at the same time;
+- a message has the right content, or reports as lost a process that does nothing any more;
+- on one host, no untouched process is evicted, and no process is without a quorum;
+- all processes that finish have the same state.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 MAIN: Final = "main"
 MOST_FINDINGS: Final = 40
-"""One mistake may show in thousands of operations."""
-MOURNING_SECONDS: Final = 1.0
-"""How long a process that a message calls lost may go on: the view without it may be on its way."""
+"""How many findings are kept: one mistake may show in thousands of operations."""
+LOST_SECONDS: Final = 1.0
+"""How long a process that a message reports as lost may still work: the view without it may not have arrived."""
 
 R = TypeVar("R")
 Outcome: TypeAlias = Done | Raised
@@ -62,17 +62,17 @@ class Circumstances:
     is_network_cut: bool = False
     """Whether packets were lost between hosts."""
 
-    def may_lose_its_place(self, name: str) -> bool:
+    def may_be_evicted(self, name: str) -> bool:
         return self.is_network_cut or bool(self.touched.get(name))
 
 
 @dataclass
 class Verdict:
-    """What came of checking a run."""
+    """The result of checking a run."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is worth knowing, and may be so."""
+    """Observations that are not problems."""
     figures: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -94,7 +94,7 @@ def check(processes: Mapping[str, Sequence[Record]], circumstances: Circumstance
         checker.same_transitions,
         checker.one_generation_at_a_time,
         checker.messages,
-        checker.places,
+        checker.evictions,
         checker.endings,
     ):
         for problem in rule():
@@ -201,7 +201,7 @@ class _Checker:
                     )
 
     def same_transitions(self) -> Iterator[str]:
-        """Members that stay go from one generation to the next after the same operation, and the next begins there."""
+        """Staying members end a generation after the same operation, and the next generation begins at that step."""
         members: dict[tuple[str, int], tuple[str | None, ...]] = {}
         began: dict[tuple[str, int], int] = {}
         left: dict[tuple[str, int], dict[str, Left]] = defaultdict(dict)
@@ -245,7 +245,7 @@ class _Checker:
                 yield f"generation {other[1]} came after generation {one[1]}"
         self.verdict.figures["times begun anew"] = max(0, len({story for story, _ in spans}) - 1)
 
-    # Messages, places, ends
+    # Messages, evictions, ends
 
     def messages(self) -> Iterator[str]:
         active: dict[tuple[str, str, int], float] = defaultdict(float)
@@ -261,13 +261,13 @@ class _Checker:
             is_cut = self._circumstances.is_network_cut or any(
                 "cut" in self._circumstances.touched.get(each, ()) for each in (name, heard.peer)
             )
-            if heard.outcome == "lost" and last > heard.at + MOURNING_SECONDS and not is_cut:
+            if heard.outcome == "lost" and last > heard.at + LOST_SECONDS and not is_cut:
                 yield f"{name}: a message says that {heard.peer} is lost, which goes on for {last - heard.at:.1f} s"
 
-    def places(self) -> Iterator[str]:
+    def evictions(self) -> Iterator[str]:
         for name, record in self._all(Evicted):
             self.verdict.figures["evicted"] += 1
-            if self._circumstances.may_lose_its_place(name):
+            if self._circumstances.may_be_evicted(name):
                 continue
             text = f"{name} was evicted from generation {record.generation}, and nothing was done to it: {record.text}"
             if self._circumstances.is_one_host and record.has_stepped:
@@ -290,7 +290,7 @@ class _Checker:
             yield f"processes finished with different states: {finished}"
 
     def count(self) -> None:
-        """Say how much was checked."""
+        """Count what was checked."""
         figures = self.verdict.figures
         ends = [record for found in self._outcomes.values() for _, record in found]
         figures["processes"] = len(self._processes)
@@ -317,7 +317,7 @@ def _right(operation: Operation, rank: int, ranks: tuple[int, ...], size: int) -
 
 
 def _difference(one: Outcome, other: Outcome) -> str | None:
-    """Return in what two ends of the same operation differ that should be the same, if in anything."""
+    """Return how two outcomes of the same operation differ; None if they agree."""
     if type(one) is not type(other):
         return "whether it returned"
     if one.operation != other.operation:

@@ -1,7 +1,8 @@
-"""Machines that are network namespaces on one bridge, for checked runs across hosts. Linux, root and `ip` are needed.
+"""Hosts for checked runs, made of network namespaces on one bridge. Needs Linux, root and `ip`.
 
-A way from one host to another is cut by sending its packets to an address that no interface has: they are lost without
-a word, as on a network. Everything is gone at the end, and what a killed process left goes with the next one.
+To cut the direction from one host to another, its packets are sent to a link address that no interface has: they are
+lost silently, as on a real network. Leaving the block removes all hosts; those of a killed process are removed by the
+next one.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "covey-chaos"
 NETWORK: Final = "10.214.0"
-NOBODY: Final = "02:00:00:00:ff:ff"
+UNUSED_LINK_ADDRESS: Final = "02:00:00:00:ff:ff"
 COMMAND_SECONDS: Final = 30.0
 NAMESPACES: Final = "/run/netns"
 MOST_HOSTS: Final = 16
 
 
 def require_hosts() -> None:
-    """Raise ConfigError where hosts cannot be made, and say why."""
+    """Raise ConfigError, with the reason, if hosts cannot be made here."""
     if sys.platform != "linux":
         why = "only Linux has network namespaces"
     elif os.geteuid() != 0:
@@ -89,7 +90,8 @@ class Hosts:
         for pair in pairs:
             self._cuts[pair] = self._cuts.get(pair, 0) + 1
             source, target = pair
-            _in(self._names[source], f"neigh replace {_address(target)} lladdr {NOBODY} nud permanent dev eth0")
+            neighbour = f"{_address(target)} lladdr {UNUSED_LINK_ADDRESS}"
+            _in(self._names[source], f"neigh replace {neighbour} nud permanent dev eth0")
 
     def heal(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Undo a cut of these directions."""

@@ -1,8 +1,8 @@
-"""The operations of the workload: what each rank puts in, and what must come out. Pure.
+"""The operations of the workload: the input of each rank, and the exact result. Pure.
 
-Rank r contributes a pattern times 4**r, so a sum tells exactly whose contributions are in it, and how often. All
-numbers are whole and far below what their type can hold exactly, so there is one right result, bit by bit, whatever
-order the numbers are added in.
+Rank r contributes a pattern times 4**r, so a sum shows exactly which ranks contributed, and how often. All numbers are
+whole and far below what their type can hold exactly, so the right result is the same bit by bit in any order of
+additions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_RANKS: Final = 16
 MOST_RANKS_OF_SHORT: Final = 8
 """The same for 4-byte numbers."""
 ROOTED: Final = ("reduce", "broadcast", "gather", "scatter")
-"""Operations that mean nothing without their root."""
+"""Operations that fail without their root."""
 ALIKE: Final = ("all_reduce", "mean", "broadcast", "all_gather", "objects", "barrier", "split", "vote")
 """Operations that return the same on all ranks."""
 
@@ -44,7 +44,7 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 def contribution(operation: Operation, rank: int, *, more: int = 0) -> Array:
-    """Return what a rank puts in, with some more elements than usual."""
+    """Return the input of a rank, with `more` elements added."""
     return _times(operation, 4**rank, more)
 
 
@@ -67,7 +67,7 @@ def inputs(operation: Operation, rank: int, size: int) -> Any:
 
 
 def expected(operation: Operation, rank: int, contributors: Collection[int], size: int) -> Any:
-    """Return what must come out on a rank, if these have contributed; for kinds that can be told beforehand."""
+    """Return the result on a rank, given the contributors; only for kinds that `is_foreseen`."""
     kind, root = operation.kind, operation.root
     if kind in _BY_KIND:
         return _BY_KIND[kind](operation, rank, contributors, size)
@@ -85,7 +85,7 @@ def expected(operation: Operation, rank: int, contributors: Collection[int], siz
 
 
 def is_foreseen(operation: Operation) -> bool:
-    """Tell whether `expected` knows the result: votes and splits depend on more than their arguments."""
+    """Tell whether `expected` knows the result. Votes and splits depend on more than their arguments."""
     return operation.kind not in ("vote", "split")
 
 
@@ -97,7 +97,7 @@ def digest(value: Any) -> str:
 
 
 def dtypes_for(size: int) -> tuple[str, ...]:
-    """Return the types whose sums over so many ranks are exact."""
+    """Return the types whose sums over `size` ranks are exact."""
     return ("f8", "i8", "f4", "i4") if size <= MOST_RANKS_OF_SHORT else ("f8", "i8")
 
 

@@ -1,4 +1,4 @@
-"""Faults that wait for a moment in the life of a process: a file each, which the first process in that moment takes."""
+"""Faults that wait for a moment in a process, such as a restore. The first process that fits takes the order's file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MOMENTS: Final = ("join", "restore", "change", "split", "async", "messages", "la
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a process is to do to itself."""
+    """A fault that a process inflicts on itself."""
 
     moment: str
-    whom: str
-    """`any`, `first` (rank 0), `fresh` (a newcomer) or `old` (a member that is none)."""
+    target: str
+    """`any`, `first` (rank 0), `fresh` (a newcomer) or `old` (not a newcomer)."""
     signal: int
     delay: float
     """Seconds after the moment."""
@@ -38,10 +38,10 @@ def give(folder: str, number: int, order: Order) -> None:
 
 
 def take(folder: str, moment: str, *, rank: int, is_fresh: bool) -> Order | None:
-    """Return an order that fits this process in this moment, if there is one: no other gets it."""
+    """Take and return an order that fits this process in this moment; None if there is none."""
     orders = os.path.join(folder, FOLDER)
     for name in _waiting(orders, f".{moment}"):
-        with contextlib.suppress(OSError):  # another was quicker
+        with contextlib.suppress(OSError):  # another process took it
             with open(os.path.join(orders, name), "rb") as file:
                 order = msgspec.json.decode(file.read(), type=Order)
             if _fits(order, rank, is_fresh=is_fresh):
@@ -51,7 +51,7 @@ def take(folder: str, moment: str, *, rank: int, is_fresh: bool) -> Order | None
 
 
 def are_waiting(folder: str) -> bool:
-    """Tell whether there are orders that no process took."""
+    """Tell whether there are orders that no process has taken."""
     return bool(_waiting(os.path.join(folder, FOLDER)))
 
 
@@ -73,7 +73,7 @@ def _waiting(orders: str, moment: str = "") -> Sequence[str]:
 
 
 def _fits(order: Order, rank: int, *, is_fresh: bool) -> bool:
-    match order.whom:
+    match order.target:
         case "first":
             return rank == 0
         case "fresh":

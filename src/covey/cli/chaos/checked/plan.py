@@ -1,6 +1,7 @@
-"""What is done to a checked run, and when: drawn from its seed before it begins. Pure.
+"""Plans the faults of a checked run, from its seed, before it begins. Pure.
 
-A seed fixes the plan, not which processes there are at a fault: a fault names its victim by a fraction of them.
+A seed decides the plan, not which processes exist at the time of a fault. A fault therefore names its target as a
+fraction of the processes.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ LOCAL: Final = {
     "two": (2.0, "two processes are killed at once"),
     "most": (1.0, "all processes but one are killed at once"),
     "all": (0.5, "all processes are killed at once"),
-    "stop": (3.0, "a process stands still for longer than the others wait"),
-    "pause": (2.0, "a process stands still for a moment"),
+    "stop": (3.0, "a process is stopped for longer than the others wait"),
+    "pause": (2.0, "a process is stopped for a moment"),
     "leave": (1.0, "a process is asked to leave (SIGTERM)"),
     "cut": (2.0, "all connections of a process with the others break"),
-    "keeper": (1.0, "`covey run` stands still"),
-    "order": (8.0, "a process is killed or stopped just when it begins to do something, like a restore"),
+    "keeper": (1.0, "`covey run` is stopped for a while"),
+    "order": (8.0, "a process is killed or stopped at a chosen moment, such as the start of a restore"),
 }
 """Each kind with its weight."""
 HOSTS: Final = {
     **{kind: LOCAL[kind] for kind in ("kill", "two", "stop", "pause", "leave", "cut", "keeper", "order")},
     "host-kill": (2.0, "`covey run` of a host is killed, and started again"),
-    "host-stop": (1.0, "all processes of a host stand still"),
+    "host-stop": (1.0, "all processes of a host are stopped for a while"),
     "unplug": (2.0, "a host is taken off the network"),
     "isolate": (3.0, "the packets between a host and all others are lost"),
     "split": (2.0, "the packets between two hosts and the others are lost"),
-    "one-way": (3.0, "the packets from one host to another are lost, and not those that come back"),
+    "one-way": (3.0, "the packets from one host to another are lost, but not those in the other direction"),
     "isolate-kill": (1.5, "as isolate, and the processes there are killed meanwhile"),
     "split-kill": (1.5, "as split, and the processes of the two are killed meanwhile"),
 }
@@ -47,10 +48,10 @@ class Trouble:
     at: float
     """Seconds after all processes were at work."""
     kind: str
-    whom: float
-    """Which of those there are, from 0 to 1."""
+    target: float
+    """Which of the existing processes or hosts, as a fraction from 0 to 1."""
     how: float
-    """How long, or which other."""
+    """How long, or which second host, as a fraction from 0 to 1."""
     order: Order | None = None
 
 
@@ -60,7 +61,7 @@ class Scene:
 
     seed: int
     processes: tuple[int, ...]
-    """On each host; one number: all on this machine."""
+    """The number of processes on each host; a single number means this machine."""
     lanes: str
     patience: float
     pause: float
@@ -113,9 +114,9 @@ def draw(
 
 def _order(chance: random.Random) -> Order:
     moment = chance.choice(MOMENTS)
-    whom = chance.choice(["fresh", "old", "any", "first"]) if moment == "restore" else chance.choice(["any", "first"])
+    target = chance.choice(["fresh", "old", "any", "first"]) if moment == "restore" else chance.choice(["any", "first"])
     longest = {"join": 1.5, "restore": 0.3, "change": 0.3, "large": 0.3}.get(moment, 0.05)
     delay = 0.0 if chance.random() < 0.2 else round(longest * chance.random() ** 2, 4)
     if chance.random() < 0.75:
-        return Order(moment, "any" if moment == "join" else whom, int(signal.SIGKILL), delay)
-    return Order(moment, whom, int(signal.SIGSTOP), delay, round(chance.uniform(0.2, 2.2), 3))
+        return Order(moment, "any" if moment == "join" else target, int(signal.SIGKILL), delay)
+    return Order(moment, target, int(signal.SIGSTOP), delay, round(chance.uniform(0.2, 2.2), 3))

@@ -1,4 +1,4 @@
-"""The processes of a checked run, seen through what they write down."""
+"""The processes of a checked run, as their records describe them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Watched:
         self.ended = ""
 
     def read(self) -> list[Obeyed]:
-        """Take in what is new; return the orders that it obeyed."""
+        """Read new records; return the orders that the process obeyed."""
         while data := os.read(self._file, READ_BYTES):
             self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
@@ -76,7 +76,7 @@ class Watched:
         return bool(self.pid) and not self.ended and is_running(self.pid)
 
     def signal(self, signum: int) -> None:
-        """Send a signal, if it is still there."""
+        """Send a signal, if the process still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signum)
 
@@ -85,14 +85,14 @@ class Watched:
 
 
 class Processes:
-    """All that have ever begun in a run."""
+    """All processes that ever began in a run."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._by_path: dict[str, Watched] = {}
 
     def look(self) -> list[tuple[Watched, Obeyed]]:
-        """Take in what they wrote; return the orders that were obeyed."""
+        """Read new records of all processes; return the orders that were obeyed."""
         for path in glob.glob(os.path.join(glob.escape(self._folder), "*.jsonl")):
             if path not in self._by_path:
                 self._by_path[path] = Watched(path)
@@ -105,7 +105,7 @@ class Processes:
         return [each for each in self if each.is_alive]
 
     def members(self) -> list[Watched]:
-        """Return those that are at work, in the order of their ranks."""
+        """Return the processes that are at work, by rank."""
         found = [each for each in self.alive() if each.is_member]
         return sorted(found, key=lambda each: (each.generation, each.rank, each.name))
 
@@ -118,7 +118,7 @@ class Processes:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process is there, and is not only waiting to be reaped."""
+    """Tell whether a process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"

@@ -1,4 +1,4 @@
-"""What the processes of a checked run write down, a JSON object a line, each process to a file of its own."""
+"""Records of the processes of a checked run: one JSON object a line, one file per process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Began(msgspec.Struct, frozen=True, tag="began"):
     pid: int
     host: int
     at: float
-    """Of the monotonic clock, which all processes of one machine share; so are all times here."""
+    """By the monotonic clock, which all processes of one machine share, like all times here."""
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):
-    """It is in a generation."""
+    """The process is in a generation."""
 
     generation: int
     rank: int
@@ -32,18 +32,18 @@ class Entered(msgspec.Struct, frozen=True, tag="entered"):
 
 
 class Restored(msgspec.Struct, frozen=True, tag="restored"):
-    """It has the state of the others."""
+    """The process has the state of the generation."""
 
     generation: int
     story: str
-    """Which history the state belongs to: another one after all members were lost."""
+    """Names the series of states; a new one begins after all members were lost."""
     step: int
     state: str
     """A digest."""
     donors: tuple[int, ...]
     drifted: tuple[int, ...]
     members: tuple[str | None, ...]
-    """All processes of the generation, by rank, as far as they are live."""
+    """The live processes of the generation, by rank."""
     at: float
 
 
@@ -53,7 +53,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     story: str
     generation: int
     group: str
-    """`main`, or the way by which it was split off."""
+    """`main`, or the path of splits that led to the group."""
     number: int
     """The operation's, in its group."""
     operation: Operation
@@ -62,7 +62,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     ranks: tuple[int, ...]
     """The contributors."""
     names: tuple[str, ...]
-    """The same, as processes."""
+    """The contributors, as process names."""
     result: str
     """A digest."""
     began: float
@@ -70,7 +70,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):
-    """An operation has raised PeerLostError, and the group goes on."""
+    """An operation has raised PeerLostError, and the group continues."""
 
     story: str
     generation: int
@@ -79,12 +79,12 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
     operation: Operation
     is_root_live: bool
     is_unchanged: bool
-    """The arguments are what they were."""
+    """Whether the arguments are unchanged."""
     at: float
 
 
 class Heard(msgspec.Struct, frozen=True, tag="heard"):
-    """A message to or from another process came to something."""
+    """A message to or from another process has an outcome."""
 
     story: str
     generation: int
@@ -102,12 +102,12 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     step: int
     state: str
     is_pending: bool
-    """Whether a change of the generation waits."""
+    """Whether a change of the generation is pending."""
     at: float
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
-    """The loop of a generation is over, here as on all others."""
+    """The loop of a generation is over, on this process as on all others."""
 
     story: str
     generation: int
@@ -118,17 +118,17 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
 
 
 class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
-    """The others go on without it."""
+    """The other members continue without this process."""
 
     generation: int
     has_stepped: bool
-    """Whether it had done anything in that generation."""
+    """Whether it had finished a step in that generation."""
     text: str
     at: float
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """It has come to an end by itself."""
+    """The process is about to exit by itself."""
 
     how: str
     """`over`, `left`, `quorum`, `failed`."""
@@ -140,7 +140,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Obeyed(msgspec.Struct, frozen=True, tag="obeyed"):
-    """It met with a fault that waited for this moment."""
+    """The process took an order that waited for this moment."""
 
     moment: str
     signal: int
@@ -160,5 +160,5 @@ def to_line(record: Record) -> bytes:
 
 
 def from_lines(lines: Iterable[bytes]) -> list[Record]:
-    """Return what whole lines say; what a process was killed in the middle of writing is no line."""
+    """Decode complete lines; a line that a killed process did not finish is left out."""
     return [_decoder.decode(line) for line in lines if line]

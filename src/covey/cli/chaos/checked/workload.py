@@ -1,4 +1,4 @@
-"""One process of a checked run: seeded operations from generation to generation, each written down as it ends.
+"""One process of a checked run: performs seeded operations in every generation, and records each as it ends.
 
 The settings come as one JSON object in the variable CHAOS_SETTINGS. All ranks of a generation draw the same operations,
 because they draw them from the seed, the generation and the step.
@@ -52,7 +52,7 @@ STOP: Final = "stop"
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a process has to know."""
+    """The settings of a process."""
 
     folder: str
     seed: int
@@ -60,9 +60,9 @@ class Settings(msgspec.Struct, frozen=True):
     pause: float = 0.01
     """Seconds between steps, at most."""
     bulk: int = 1000
-    """Elements of the state that a newcomer gets besides the others."""
+    """Extra elements of the state, so that restoring it takes longer."""
     large: float = 0.02
-    """How often a step has an operation of 8 MiB."""
+    """The share of steps with an operation of 8 MiB."""
 
 
 class Workload:
@@ -78,7 +78,7 @@ class Workload:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Take a state that no other process has."""
+        """Begin with a new state, which no other process has."""
         own = np.random.default_rng(int.from_bytes(os.urandom(8)))
         self.state.clear()
         self.state |= {
@@ -94,8 +94,8 @@ class Workload:
     def write(self, record: Record) -> None:
         os.write(self._file, to_line(record))
 
-    def meet(self, moment: str, rank: int = -1, *, is_fresh: bool = False) -> None:
-        """Obey an order that waits for this moment."""
+    def obey_order(self, moment: str, rank: int = -1, *, is_fresh: bool = False) -> None:
+        """Obey an order that waits for this moment, if there is one."""
         order = orders.take(self._settings.folder, moment, rank=rank, is_fresh=is_fresh)
         if order is not None:
             at = time.monotonic()
@@ -109,7 +109,7 @@ class Workload:
 
     def run(self) -> None:
         self.write(Began(self.name, os.getpid(), self._settings.host, time.monotonic()))
-        self.meet("join")
+        self.obey_order("join")
         how = "left"
         for group in covey.generations():
             try:
@@ -133,7 +133,7 @@ class Workload:
         generation, self._has_stepped = group.generation, False
         self.write(Entered(generation, group.rank, group.size, time.monotonic()))
         report = self._restore(group)
-        if report.first:  # all members were lost, or it is the first generation: a history of its own from here on
+        if report.first:  # the first generation, or all members were lost: a new series of states begins
             self.state["story"] += f"@{generation}"
         members = tuple(group.all_gather_object(self.name))
         state = self.state
@@ -149,26 +149,26 @@ class Workload:
                 time.monotonic(),
             )
         )
-        hall = Hall(self, group, generation, tuple(name or "" for name in members), "main")
+        inner = GroupWorkload(self, group, generation, tuple(name or "" for name in members), "main")
         own = random.Random()
         while not self.is_over and not group.change_pending:
-            hall.step(random.Random(f"{self._settings.seed} {generation} {state['step']}"))
+            inner.step(random.Random(f"{self._settings.seed} {generation} {state['step']}"))
             time.sleep(own.random() * self._settings.pause)
         at = time.monotonic()
         self.write(Left(state["story"], generation, group.sequence, state["step"], self.is_over, at))
-        self.meet("change", group.rank)
+        self.obey_order("change", group.rank)
 
     def _restore(self, group: covey.Group) -> Any:
         for _ in range(group.size):
-            self.meet("restore", group.rank, is_fresh=is_newcomer(group))
+            self.obey_order("restore", group.rank, is_fresh=is_newcomer(group))
             try:
                 return group.restore(self.state)
-            except covey.PeerLostError:  # all that had the state are lost
+            except covey.PeerLostError:  # all ranks that had the state are lost
                 self.begin_anew()
-        raise RuntimeError(f"{group.size} restores in vain, and each lost a donor")
+        raise RuntimeError(f"{group.size} restores failed, each because a donor was lost")
 
     def stepped(self, group: covey.Group, result: np.ndarray[Any, Any]) -> None:
-        """Change the state by what all ranks have."""
+        """Change the state by a result that all ranks have."""
         state, self._has_stepped = self.state, True
         state["values"] += result
         state["step"] += 1
@@ -183,8 +183,8 @@ class Workload:
         return chance.random() < self._settings.large
 
 
-class Hall:
-    """A working group, and its members."""
+class GroupWorkload:
+    """Performs operations in one group, and records them."""
 
     def __init__(
         self, workload: Workload, group: covey.Group, generation: int, members: tuple[str, ...], path: str
@@ -194,11 +194,11 @@ class Hall:
         self._messages = 0
 
     def step(self, chance: random.Random) -> None:
-        """Do a few operations that all ranks draw alike, then one that changes the state."""
+        """Perform a few operations, the same on all ranks, then one that changes the state."""
         group, workload = self._group, self._workload
         for _ in range(3):
             kind = chance.choice(_MENU)
-            workload.meet(kind, group.rank)
+            workload.obey_order(kind, group.rank)
             if kind == "split":
                 self._split(chance)
             elif kind == "async":
@@ -208,7 +208,7 @@ class Hall:
             else:
                 self.perform(self._draw(kind, chance))
         if workload.draws_large(chance):
-            workload.meet("large", group.rank)
+            workload.obey_order("large", group.rank)
             self.perform(Operation("all_reduce", 1 << 20, "f8", salt=chance.randrange(operations.PERIOD)))
         vote = np.array([float(workload.is_asked_to_stop())])
         self._call(Operation("vote", 1), lambda: group.all_reduce(vote, op="max"))
@@ -226,7 +226,7 @@ class Hall:
         return Operation(kind, count, dtype, root, chance.randrange(operations.PERIOD))
 
     def perform(self, operation: Operation) -> Any:
-        """Do an operation, and return what came."""
+        """Perform an operation and return its result."""
         group = self._group
         value = operations.inputs(operation, group.rank, group.size)
         call = _CALLS[operation.kind]
@@ -268,7 +268,7 @@ class Hall:
         )
 
     def _in_flight(self, wanted: list[Operation]) -> None:
-        """Have many under way at once, and wait for them in another order."""
+        """Start many operations at once, and wait for them in another order."""
         group, began = self._group, time.monotonic()
         first = group.sequence + 1
         works = []
@@ -288,7 +288,7 @@ class Hall:
             raise failure
 
     def _split(self, chance: random.Random) -> None:
-        """Make groups of the group, and work in them."""
+        """Split the group, and perform operations in the parts."""
         group, colors, began = self._group, chance.randint(1, 3), time.monotonic()
         counts = [chance.choice(COUNTS) for _ in range(2)]
         part = group.split(group.rank % colors)
@@ -296,10 +296,10 @@ class Hall:
         self._note(Operation("split", colors), group.sequence, group.contributors, None, began)
         chosen = [rank for rank in group.contributors if rank % colors == group.rank % colors]
         path = f"{self._path}/{group.sequence}.{group.rank % colors}"
-        hall = Hall(self._workload, part, self._generation, operations.names_of(chosen, self._members), path)
+        inner = GroupWorkload(self._workload, part, self._generation, operations.names_of(chosen, self._members), path)
         with part:
             for count in counts:
-                hall.perform(Operation("all_reduce", count, "f8", salt=chance.randrange(operations.PERIOD)))
+                inner.perform(Operation("all_reduce", count, "f8", salt=chance.randrange(operations.PERIOD)))
 
     def _pass_on(self, count: int) -> None:
         """Send to the next contributor of the last operation, and receive from the one before."""

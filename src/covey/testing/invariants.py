@@ -1,4 +1,4 @@
-"""What the members of a simulated run came to, and whether that may be: `BrokenError` as soon as it may not.
+"""Invariants of a simulated run: records the outcomes of its members, and raises `BrokenError` at the first violation.
 
 Members are named by the letter of their rank, operations by group and number.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BrokenError(AssertionError):
-    """An invariant does not hold."""
+    """An invariant is violated."""
 
 
 class End(NamedTuple):
@@ -26,11 +26,11 @@ class End(NamedTuple):
     what: str
     """ "returned" and its result, "raised" or "revoked"."""
     pending: bool
-    """It returned, and all knew then of a waiting change."""
+    """Whether it returned, and all members then knew of a waiting change."""
 
 
-class Ledger:
-    """The views that were installed and the operations that ended, by whomever and in whichever lineage."""
+class Invariants:
+    """The installed views and the ended operations of all members, in all lineages."""
 
     def __init__(self) -> None:
         self.views: dict[tuple[bytes, int], tuple[View, str]] = {}
@@ -41,7 +41,7 @@ class Ledger:
         self._pending: dict[tuple[bytes, int, int, int], tuple[bool, str]] = {}
 
     def installed(self, name: str, view: View) -> None:
-        """A view number has one value."""
+        """Check that a view number has one value."""
         known, by = self.views.setdefault((view.lineage, view.number), (view, name))
         if known != view:
             raise BrokenError(f"view {view.number} is {tell_view(view)} for {name}, {tell_view(known)} for {by}")
@@ -50,17 +50,18 @@ class Ledger:
                 self.revoked_at.setdefault((view.lineage, verdict.group), verdict.sequence)
 
     def froze(self, name: str, view: View, state: State) -> None:
-        """All of a view that have returned the same know the same: a proposer may take anybody's word for it."""
+        """Check that members of a view that returned the same operation agree on a change: a proposer asks only one."""
         key = (view.lineage, view.number, state.group, state.returned)
         pending, by = self._pending.setdefault(key, (state.pending, name))
         if pending != state.pending:
-            who = name if state.pending else by
-            raise BrokenError(f"after {state.group}.{state.returned} {who} knows of a change, of {name} and {by}")
+            knows = name if state.pending else by
+            raise BrokenError(f"after {state.group}.{state.returned} only {knows} of {name} and {by} knows of a change")
 
     def ended(self, rank: int, lineage: bytes, group: int, sequence: int, end: End) -> None:
-        """Who comes to the end of an operation has a result or has none, as everybody else, the lost included.
+        """Check that an operation either has a result on all members that ended it, lost ones included, or on none.
 
-        Whether it raised or was revoked, and what was known after it, is the same for all in the view that ended it.
+        Whether it raised or was revoked, and what was known after it, is equal on all members of the view that ended
+        it.
         """
         what, at = f"{tell_ranks([rank])} {end.what} for {group}.{sequence}", self.revoked_at.get((lineage, group))
         if end.what == "revoked" and at != sequence:
@@ -71,12 +72,12 @@ class Ledger:
                 continue
             is_alike = end.what == theirs.what or {end.what, theirs.what} == {"raised", "revoked"}
             if not is_alike or not self._are_parted(rank, other, lineage, group, sequence):
-                who = tell_ranks(one for one, its in ((rank, end), (other, theirs)) if its.pending) or "nobody"
-                raise BrokenError(f"{what}, {tell_ranks([other])} {theirs.what}; {who} knows of a change")
+                knows = tell_ranks(one for one, its in ((rank, end), (other, theirs)) if its.pending) or "no rank"
+                raise BrokenError(f"{what}, {tell_ranks([other])} {theirs.what}; {knows} knows of a change")
         ends[rank] = end
 
     def count(self) -> Counter[str]:
-        """Return what happened, in numbers."""
+        """Return how many views and operations were checked."""
         ends = Counter(min(end.what.split()[0] for end in ends.values()) for ends in self.ends.values())
         return Counter(
             {
@@ -88,7 +89,7 @@ class Ledger:
         )
 
     def _are_parted(self, one: int, other: int, lineage: bytes, group: int, sequence: int) -> bool:
-        """Tell whether a view ended an operation, and not both are in it."""
+        """Tell whether a view that ended the operation lacks one of the two members."""
         by = [
             (view.number, view.ranks)
             for view, _ in self.views.values()
@@ -105,15 +106,16 @@ def tell_ranks(ranks: Iterable[int]) -> str:
 
 
 def tell_view(view: View) -> str:
-    """Return who is in a view, its tie-breaker, and its verdicts; + where a change is known to wait."""
+    """Return the members of a view, its tie-breaker, and its verdicts; + marks a verdict with a waiting change."""
     fates = (f" {one.group}.{one.sequence}:{one.fate.name.lower()}{'+' * one.pending}" for one in view.verdicts)
     return f"{tell_ranks(view.ranks)}*{tell_ranks([view.tie_breaker])}{''.join(fates)}"
 
 
 def tell_state(state: State) -> str:
-    """Return how far a member is: 2.7+>8!@3 has returned 7 in group 2, knows of a change, is complete in 8, attempt 3.
+    """Return the state of a member as text.
 
-    A question mark says that it gives up.
+    2.7+>8!@3: it has returned 7 in group 2, knows of a change, is complete in 8, attempt 3. A question mark: it gives
+    up.
     """
     trying = f">{state.sequence}{'!' * state.complete}@{state.attempt}" if state.sequence else ""
     return f"{state.group}.{state.returned}{'+' * state.pending}{'?' * state.gives_up}{trying}"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.wire import door
-from covey.wire.greeting import PROOF_BYTES, accept_proof, dial_proof, lane_proof, proofs_equal
+from covey.wire.proofs import PROOF_BYTES, accept_proof, dial_proof, lane_proof, proofs_equal
 
 TOKEN, OTHER = b"t" * 32, b"u" * 32
 DOOR_BYTES = door.CHALLENGE_BYTES + door.ANSWER_BYTES

@@ -1,4 +1,4 @@
-"""Doing to a checked run what its plan says."""
+"""Injects the faults of a plan into a checked run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 HOLD_SECONDS: Final = 10.0
-"""How long a fault waits until enough processes are at work; between generations there are none."""
+"""How long a fault waits until enough processes are at work; between generations none is."""
 AGAIN_SECONDS: Final = 0.1
 LONG_STOP: Final = (0.8, 3.3)
 SHORT_STOP: Final = (0.05, 0.3)
-"""Seconds, well below those after which a process is excluded."""
+"""Seconds, well below the time after which a process is excluded."""
 CUT: Final = (2.0, 11.0)
 KEEPER_STOP: Final = (0.3, 3.3)
 HOST_STOP: Final = (1.0, 8.0)
@@ -31,18 +31,18 @@ HOST_AWAY: Final = (0.4, 3.4)
 UNPLUGGED: Final = (0.5, 8.5)
 
 
-class Deeds:
-    """The hands of a plan."""
+class Injector:
+    """Performs planned faults on the processes and hosts of a run."""
 
     def __init__(self, run: CheckedRun) -> None:
         self._run = run
         self._stopped: set[int] = set()
-        """Processes that stand still now."""
+        """Processes that are stopped now."""
         self._numbers = 0
-        self._deeds: dict[str, Callable[[Trouble, list[Watched]], str]] = {
-            "kill": lambda trouble, well: self._kill([_pick(well, trouble.whom)]),
-            "two": lambda trouble, well: self._kill(_some(well, trouble.whom, 2)),
-            "most": lambda trouble, well: self._kill(_some(well, trouble.whom, len(well) - 1)),
+        self._actions: dict[str, Callable[[Trouble, list[Watched]], str]] = {
+            "kill": lambda trouble, well: self._kill([_pick(well, trouble.target)]),
+            "two": lambda trouble, well: self._kill(_some(well, trouble.target, 2)),
+            "most": lambda trouble, well: self._kill(_some(well, trouble.target, len(well) - 1)),
             "all": lambda _trouble, _well: self._kill(self._run.processes.alive()),
             "stop": self._stop,
             "pause": self._pause,
@@ -61,15 +61,15 @@ class Deeds:
         }
 
     def do(self, trouble: Trouble, waited: float = 0.0) -> None:
-        """Perform a fault, once there is a process for it."""
+        """Perform a fault, or try again later while too few processes are at work."""
         well = [each for each in self._run.processes.members() if each.pid not in self._stopped]
         if len(well) < _LEAST.get(trouble.kind, 2):
             if waited < HOLD_SECONDS:
                 self._run.later(AGAIN_SECONDS, lambda: self.do(trouble, waited + AGAIN_SECONDS))
             else:
-                self._run.log(f"no {trouble.kind}: too few are at work")
+                self._run.log(f"no {trouble.kind}: too few processes are at work")
             return
-        said = self._deeds[trouble.kind](trouble, well)
+        said = self._actions[trouble.kind](trouble, well)
         self._run.log(f"{trouble.kind}: {said}")
 
     # Processes
@@ -80,11 +80,11 @@ class Deeds:
         return f"killed {_names(victims)}"
 
     def _stop(self, trouble: Trouble, well: list[Watched]) -> str:
-        return self._hold(_pick(well, trouble.whom), _between(LONG_STOP, trouble.how), "stop")
+        return self._hold(_pick(well, trouble.target), _between(LONG_STOP, trouble.how), "stop")
 
     def _pause(self, trouble: Trouble, well: list[Watched]) -> str:
         # On a loaded machine a process may continue late, so that even this may exclude it.
-        return self._hold(_pick(well, trouble.whom), _between(SHORT_STOP, trouble.how), "stop")
+        return self._hold(_pick(well, trouble.target), _between(SHORT_STOP, trouble.how), "stop")
 
     def _hold(self, victim: Watched, seconds: float, why: str) -> str:
         self._run.touched[victim.name].add(why)
@@ -99,13 +99,13 @@ class Deeds:
         return f"stopped {_names([victim])} for {seconds:.2f} s"
 
     def _leave(self, trouble: Trouble, well: list[Watched]) -> str:
-        victim = _pick(well, trouble.whom)
+        victim = _pick(well, trouble.target)
         self._run.touched[victim.name].add("leave")
         victim.signal(signal.SIGTERM)
         return f"asked {_names([victim])} to leave"
 
     def _cut(self, trouble: Trouble, well: list[Watched]) -> str:
-        victim = _pick(well, trouble.whom)
+        victim = _pick(well, trouble.target)
         count = 0
         for other in well:
             self._run.touched[other.name].add("cut")
@@ -125,17 +125,16 @@ class Deeds:
         assert order is not None
         self._numbers += 1
         orders.give(self._run.folder, self._numbers, order)
-        said = (
-            f"{signal.Signals(order.signal).name} for {order.whom} {order.delay:.3f} s after it begins: {order.moment}"
-        )
-        if order.moment in ("restore", "join", "change"):  # one has to come back for that
+        name = signal.Signals(order.signal).name
+        said = f"{name} {order.delay:.3f} s after {order.target} process begins: {order.moment}"
+        if order.moment in ("restore", "join", "change"):  # a process has to be restarted to cause these moments
             said += "; " + self._kill([_pick(well, trouble.how)])
         return said
 
     # Hosts
 
     def _host(self, trouble: Trouble) -> int:
-        return int(trouble.whom * len(self._run.keepers))
+        return int(trouble.target * len(self._run.keepers))
 
     def _kill_host(self, trouble: Trouble, _well: list[Watched]) -> str:
         host, seconds = self._host(trouble), _between(HOST_AWAY, trouble.how)
@@ -186,7 +185,7 @@ class Deeds:
         count = len(self._run.keepers)
         pairs = [(one, other) for one in range(count) for other in range(count) if (one in side) != (other in side)]
         said = self._lose(pairs, _between(CUT, trouble.how))
-        if trouble.kind.endswith("-kill"):  # those that are started again there must not make a run of their own
+        if trouble.kind.endswith("-kill"):  # processes restarted there must not form a run of their own
             victims = [each for each in self._run.processes.members() if each.host in side]
             self._run.later(0.5 + 2 * trouble.how, lambda: self._run.log(self._kill(victims)))
         return said
@@ -212,7 +211,7 @@ class Deeds:
 
 
 _LEAST: Final = {"two": 3, "most": 3, "leave": 3, "all": 1, "keeper": 1, "host-kill": 1, "host-stop": 1}
-"""How many have to be at work for a fault; one more than it hits, unless it says otherwise."""
+"""How many processes must be at work for a fault, if that is not 2."""
 
 
 def _between(span: tuple[float, float], fraction: float) -> float:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from covey.runtime.keeper import outlet as outlet_module
-from covey.runtime.keeper.outlet import Outlet
+from covey.runtime.keeper import output_descriptor
+from covey.runtime.keeper.output_descriptor import OutputDescriptor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,19 +32,19 @@ def turn(descriptor: int, path: Path | str) -> None:
 def test_output_goes_on_where_it_can_be_written_again_and_says_what_is_missing(
     descriptor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlet_module, "RETRY_SECONDS", 0.0)
-    outlet = Outlet(descriptor)
-    assert outlet.write(b"[0] one\n[0] tw") == 14
+    monkeypatch.setattr(output_descriptor, "RETRY_SECONDS", 0.0)
+    output = OutputDescriptor(descriptor)
+    assert output.write(b"[0] one\n[0] tw") == 14
     turn(descriptor, "/dev/full")
-    assert outlet.write(b"o\n[0] three\n") == 0
-    assert outlet.failure == "No space left on device"
-    outlet.drop(b"o\n[0] three\n")
-    assert outlet.is_open(), "it is tried again"
-    assert outlet.write(b"[0] four\n") == 0
-    outlet.drop(b"[0] four\n")
+    assert output.write(b"o\n[0] three\n") == 0
+    assert output.failure == "No space left on device"
+    output.drop(b"o\n[0] three\n")
+    assert output.is_open(), "it is tried again"
+    assert output.write(b"[0] four\n") == 0
+    output.drop(b"[0] four\n")
     turn(descriptor, tmp_path / "log")
-    assert outlet.write(b"[0] five\n") == 9
-    assert outlet.failure == ""
+    assert output.write(b"[0] five\n") == 9
+    assert output.failure == ""
     assert (tmp_path / "log").read_text().splitlines() == [
         "[0] one",
         "[0] tw",
@@ -55,20 +55,20 @@ def test_output_goes_on_where_it_can_be_written_again_and_says_what_is_missing(
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
 def test_a_full_disk_is_not_tried_for_every_line(descriptor: int) -> None:
-    outlet = Outlet(descriptor)
+    output = OutputDescriptor(descriptor)
     turn(descriptor, "/dev/full")
-    assert outlet.write(b"one\n") == 0
-    assert not outlet.is_open()
+    assert output.write(b"one\n") == 0
+    assert not output.is_open()
 
 
 def test_a_pipe_without_a_reader_is_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet_module, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(output_descriptor, "RETRY_SECONDS", 0.0)
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
-        outlet = Outlet(write_end)
-        assert outlet.write(b"one\n") == 0
-        assert outlet.failure == "Broken pipe"
-        assert not outlet.is_open()
+        output = OutputDescriptor(write_end)
+        assert output.write(b"one\n") == 0
+        assert output.failure == "Broken pipe"
+        assert not output.is_open()
     finally:
         os.close(write_end)

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from covey.proto.ballot import first_record
-from covey.proto.candidacy import Agree, Bind, Candidacy, Remember, Say, founding_record, seated_for
+from covey.proto.joining import Agree, Bind, Joining, Remember, Say, founding_record, seated_for
 from covey.wire.formation import Here, Member, Phase, Propose, Terms
 from covey.wire.lineage import Ending, Known, Remembered, new_lineage
 from covey.wire.membership import (
@@ -50,7 +50,7 @@ class Stage:
     """One node, and what it did."""
 
     def __init__(self, name: str, *, remembered: Remembered = KNOWN, **options: Any) -> None:
-        self.core = Candidacy(member(name), TERMS, random.Random(1), 0.0, remembered=remembered, **options)
+        self.core = Joining(member(name), TERMS, random.Random(1), 0.0, remembered=remembered, **options)
         self.now = 0.0
         self.disk: Any = options.get("bound")
         self.remembered = remembered

@@ -19,7 +19,7 @@ FOR_GOOD: Final = (errno.EPIPE, errno.EBADF)
 """Errors after which a stream never works again."""
 
 
-class Outlet:
+class OutputDescriptor:
     """A descriptor to write to, and its failure, if any."""
 
     def __init__(self, descriptor: int) -> None:

@@ -91,7 +91,7 @@ def seated_for(peer_id: bytes, bound: Bound | None) -> Seated | None:
     return Seated(bound.origin, first)
 
 
-class Candidacy:
+class Joining:
     """One node's way into a run. Perform `effects` in order after every call; call `tick` at `next_deadline`."""
 
     def __init__(

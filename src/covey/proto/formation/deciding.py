@@ -1,0 +1,175 @@
+"""The proposals that a joiner has answered, and its part in deciding the one that it has accepted."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from covey.proto.decision import Decision
+from covey.wire.formation import Answer, Outcome, Propose
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from covey.proto.formation.links import JoinerLinks
+    from covey.proto.founders import RemoteJoiner
+    from covey.wire.formation import Member, Standing
+
+PATIENCE: Final = 2.0
+"""Seconds in which a proposal should be decided, or a joiner with a smaller id propose; then another one steps in."""
+REPEAT_EVERY: Final = 0.3
+STAGGER: Final = 0.2
+"""Share of `patience` between the ballots that members start for the same reason, by rank."""
+REMEMBERED: Final = 256
+"""Proposals whose answer is kept, to repeat it on request; and proposals that wait for an answer."""
+
+
+class Deciding:
+    """Answers proposals, and votes on the accepted one until it has an outcome (`proto.decision`)."""
+
+    def __init__(
+        self,
+        me: Member,
+        links: JoinerLinks,
+        random: random.Random,
+        *,
+        patience: float,
+        settled: Callable[[Decision, float], None],
+    ) -> None:
+        """Begin without proposals; `settled` is called when the accepted one has an outcome."""
+        self._me, self._links, self._random, self._patience = me, links, random, patience
+        self._settled = settled
+        self.decisions: dict[bytes, Decision] = {}
+        """By proposal."""
+        self.lock: Decision | None = None
+        """The proposal that this node has accepted and that is not decided."""
+        self._held: dict[bytes, float] = {}
+        """Proposals that cannot be accepted yet, and when each came."""
+        self._repeat_at = self._ballot_at = math.inf
+
+    # Answers
+
+    def accept(self, proposal: bytes, members: tuple[Member, ...], now: float, *, is_mine: bool) -> None:
+        """Accept a proposal; this node is locked on it until it has an outcome."""
+        self.lock = lock = self._answer(proposal, members, Answer.ACCEPTED)
+        self._ballot_at = now + self._patience + self._stagger(lock)
+        self._repeat_at = now + REPEAT_EVERY
+        lock.advance(all_here=True)
+        if is_mine:
+            self._repeat(lock, now)
+        else:  # the proposal itself is repeated only if it seems to be lost
+            self._tell(lock)
+        self._settle(lock, now)
+
+    def refuse(self, proposal: bytes, members: tuple[Member, ...], reason: str) -> None:
+        """Refuse a proposal, which aborts it."""
+        decision = self._answer(proposal, members, Answer.REFUSED, reason)
+        decision.advance(all_here=False)
+        self._tell(decision)
+
+    def holds(self, proposal: bytes, now: float) -> bool:
+        """Tell whether to answer a proposal later: a link may be about to come up. It is repeated meanwhile."""
+        if proposal not in self._held and len(self._held) >= REMEMBERED:
+            self._held.clear()
+        return now < self._held.setdefault(proposal, now) + self._patience / 2
+
+    def _answer(self, proposal: bytes, members: tuple[Member, ...], answer: Answer, reason: str = "") -> Decision:
+        rank = next(rank for rank, member in enumerate(members) if member.id == self._me.id)
+        self._held.pop(proposal, None)
+        self.decisions[proposal] = decision = Decision(proposal, members, rank, answer, reason)
+        if len(self.decisions) > REMEMBERED:
+            del self.decisions[next(old for old, it in self.decisions.items() if it.outcome is Outcome.ABORT)]
+        return decision
+
+    # The accepted proposal
+
+    def received(self, peer: RemoteJoiner, message: Standing, now: float) -> None:
+        """Take what a member of a proposal knows about it."""
+        decision = self.decisions.get(message.proposal)
+        if decision is None:
+            return
+        rank = decision.ranks.get(peer.id)
+        if rank is None or decision.members[rank].life != peer.life:
+            return
+        if decision.outcome is Outcome.OPEN:
+            decision.heard(rank, message)
+            if decision is self.lock:
+                self._advance(decision, now)
+        elif message.outcome is Outcome.OPEN:
+            self._links.send(peer.id, decision.standing())
+
+    def link_up(self, peer_id: bytes, peer_life: bytes, now: float) -> None:
+        """Note a new link: if it is with a later life of a member, the life in the proposal is over."""
+        lock = self.lock
+        if lock is not None and peer_id in lock.ranks and lock.members[lock.ranks[peer_id]].life != peer_life:
+            lock.met_later_life(lock.ranks[peer_id])
+            self._advance(lock, now)
+
+    def link_down(self, peer_id: bytes, now: float) -> None:
+        """Note that a link ended: if it was with a member, start a ballot soon."""
+        if self.lock is not None and peer_id in self.lock.ranks:
+            self._ballot_at = min(self._ballot_at, now + self._stagger(self.lock))
+
+    def drop(self) -> None:
+        """Forget the accepted proposal: its outcome does not matter any more."""
+        self.lock, self._repeat_at, self._ballot_at = None, math.inf, math.inf
+
+    def tick(self, now: float) -> None:
+        """Start a ballot, and repeat what was said, if it is time."""
+        if self.lock is not None and now >= self._ballot_at:
+            self._ballot_at = now + self._patience + self._stagger(self.lock)
+            if self.lock.start_ballot():
+                self._repeat_at = now
+                self._advance(self.lock, now)
+        if self.lock is not None and now >= self._repeat_at:
+            self._repeat(self.lock, now)
+
+    def next_deadline(self) -> float:
+        """Return when to call `tick`; inf for never."""
+        return min(self._repeat_at, self._ballot_at)
+
+    def _advance(self, lock: Decision, now: float) -> None:
+        """Continue with the accepted proposal, now that more is known."""
+        promised = lock.rows[lock.rank].promised
+        if lock.advance(all_here=all(map(self._links.is_linked, lock.members))):
+            self._tell(lock)
+        if lock.rows[lock.rank].promised > promised:  # another member has started a ballot: give it time
+            self._ballot_at = now + self._patience + self._stagger(lock)
+        self._settle(lock, now)
+
+    def _settle(self, lock: Decision, now: float) -> None:
+        if lock.outcome is not Outcome.OPEN:
+            self.drop()
+            self._settled(lock, now)
+
+    def _stagger(self, decision: Decision) -> float:
+        """Return how long this member waits for members of lower rank to start a ballot first."""
+        before = sum(map(self._links.is_linked, decision.members[: decision.rank]))
+        return STAGGER * self._patience * (before + self._random.random() / 4)
+
+    # Messages
+
+    def _repeat(self, lock: Decision, now: float) -> None:
+        self._repeat_at = now + REPEAT_EVERY
+        proposal = Propose(lock.proposal, lock.members)
+        for member, row in zip(lock.members, lock.rows, strict=True):
+            if row.answer is Answer.NONE and self._links.is_linked(member):
+                self._links.send(member.id, proposal)
+        self._tell(lock)
+
+    def _tell(self, decision: Decision) -> None:
+        standing = decision.standing()
+        for member in decision.members:
+            if member.id != self._me.id and self._links.is_linked(member):
+                self._links.send(member.id, standing)
+
+    def describe(self, lock: Decision) -> str:
+        """Describe what the accepted proposal waits for."""
+        lost = [member.name for member in lock.members if not self._links.is_linked(member)]
+        if not lost:
+            return f"agreeing with {', '.join(member.name for member in lock.members if member != self._me)}"
+        return (
+            f"{', '.join(lost)} went away while the view was being agreed and may have gone ahead with it; "
+            "waiting until it is back or started again"
+        )

@@ -1,0 +1,98 @@
+"""The leader of a view: the owner of the highest promised ballot, while it holds the lease (`proto.lease`)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from covey.proto.lease import LEASE, Lease
+from covey.proto.membership.need import STAGGER
+from covey.wire.membership import Pulse
+
+if TYPE_CHECKING:
+    from covey.proto.membership.need import Need
+    from covey.proto.membership.outbox import Outbox
+    from covey.proto.membership.position import ViewPosition
+    from covey.proto.membership.round import ViewRound
+
+PULSE_EVERY: Final = LEASE / 4
+LEADERLESS: Final = 3 * LEASE
+"""Seconds without a leader after which a member claims to lead."""
+
+
+class Leading:
+    """Promises ballots, whose owners lead; claims the lead for this node, or echoes the claims of the leader."""
+
+    def __init__(self, position: ViewPosition, outbox: Outbox, round: ViewRound, need: Need, now: float) -> None:
+        self._position, self._outbox, self._round, self._need = position, outbox, round, need
+        is_first = position.view.number == 0 and position.owner(position.ballot) == position.me
+        self._lease = Lease(now if is_first else math.inf)
+        self._leader_heard_at = now
+        self._pulse_at = now
+
+    def leader(self, now: float) -> int | None:
+        """Return the leading rank, as far as this node knows; at most one node at a time returns its own."""
+        position = self._position
+        owner = position.owner(position.ballot)
+        if not position.view.ranks:
+            return None
+        if owner == position.me:
+            is_leading = position.claims and self._lease.is_held(position.is_quorum_with_me, now)
+        else:
+            is_leading = now < self._leader_heard_at + LEASE
+        if owner == position.keeper:
+            owner = position.view.ranks[0]
+        return owner if is_leading and owner in position.view.ranks else None
+
+    def promise(self, ballot: int, now: float) -> None:
+        """Promise a ballot: nothing in an earlier one is accepted any more, and its owner leads."""
+        self._position.acceptor.promised = ballot
+        self._outbox.persist()
+        self._lease.lost()  # even if the ballot is this member's own: another may have led by one in between
+        if self._round.proposal is not None and self._round.proposal.ballot < ballot:
+            self._need.drop_proposal(now)
+
+    def begun(self, now: float) -> None:
+        """Note that a view begins: its leader has a while to be heard."""
+        self._leader_heard_at = now
+
+    def received(self, rank: int, pulse: Pulse, now: float) -> None:
+        """Take the claim of a leader, or the echo of this node's own claim, in the present view."""
+        position = self._position
+        if pulse.claims:
+            is_due = pulse.promised > position.ballot and not self._need.is_there
+            if is_due and position.owner(pulse.promised) == rank:
+                self.promise(pulse.promised, now)
+            if pulse.promised == position.ballot:
+                self._leader_heard_at = now
+            self._outbox.send(rank, position.pulse(pulse.stamp))
+        else:
+            position.seen = max(position.seen, pulse.promised)
+            if position.claims and pulse.promised == position.ballot and 0 < pulse.echo <= now:
+                self._lease.echoed(rank, pulse.echo, position.is_quorum_with_me, now)
+
+    def next_deadline(self) -> float:
+        """Return when to call `tick`; inf for never."""
+        return self._pulse_at if self._position.claims else self._claim_at()
+
+    def tick(self, now: float) -> None:
+        """Repeat the claim of this node, or begin to claim if there was no leader for long."""
+        if self._position.claims:
+            if now >= self._pulse_at:
+                self._claim(now)
+        elif now >= self._claim_at():
+            self.promise(self._position.next_ballot(), now)
+            self._claim(now)
+
+    def _claim_at(self) -> float:
+        position = self._position
+        if not position.is_member or position.keeper is not None or self._need.is_there or position.is_last:
+            return math.inf
+        return self._leader_heard_at + LEADERLESS + 2 * STAGGER * position.view.ranks.index(position.me)
+
+    def _claim(self, now: float) -> None:
+        position = self._position
+        self._pulse_at = now + PULSE_EVERY
+        claim = Pulse(position.view.lineage, position.view.number, position.ballot, claims=True, stamp=now)
+        for rank in position.audience():
+            self._outbox.send(rank, claim)

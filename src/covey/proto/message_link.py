@@ -1,0 +1,244 @@
+"""The messages between this rank and one peer: frames in both directions, credit, and acknowledgements.
+
+A sender may announce messages while the peer holds less than CREDIT_BYTES of its messages that no receive has taken;
+then sends wait until the peer gives credit back. What no correct peer sends raises RemoteProtocolError.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+from covey.base.errors import RemoteProtocolError
+from covey.proto.message import HEADER_COST, Arrival, Operation, Send
+from covey.proto.message_stream import EAGER_BYTES, Inlet, Landing, Outlet, Payload
+from covey.wire import message_header as wire
+from covey.wire.message_header import Header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+CREDIT_BYTES: Final = 4 * 1024 * 1024
+"""Bytes that one rank may send to another before a receive takes them; exceeded by one eager message at most."""
+CREDIT_BATCH: Final = CREDIT_BYTES // 16
+"""Credit is returned in batches of this size, or at once when the sender may be out of it."""
+ACK_BATCH: Final = 256 * 1024
+"""Small frames are acknowledged in batches of this size: a sender keeps this much, and what is under way."""
+
+
+class MessageHost(Protocol):
+    """What the links of one rank share."""
+
+    ready: set[int]
+    """Peers for which there are bytes to send."""
+    resuming: set[int]
+    """Peers with a new connection that have not said yet how much they have received."""
+    order: Iterator[int]
+    """Numbers receives and arrivals."""
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Give an announced message to the first receive that fits, or queue it."""
+
+    def deliver(self, arrival: Arrival) -> None:
+        """End the receive of a message whose payload is here."""
+
+    def end(self, operation: Operation, error: BaseException | None = None) -> None:
+        """End an operation."""
+
+
+class MessageLink:
+    """The state of the streams with one peer."""
+
+    def __init__(self, peer: int, host: MessageHost) -> None:
+        self._peer, self._host = peer, host
+        self.outlet = Outlet(self._payload_arrived)
+        self.inlet = Inlet(self._begin, self._landed, self._resumed)
+        self.is_over = False
+        """Whether the peer has said that nothing follows."""
+        self.is_failed = False
+        """Whether the peer is gone."""
+        # Towards the peer.
+        self._next_id = 0
+        self._used = 0
+        """Credit taken: bytes announced for which no credit came back."""
+        self._waiting: deque[Send] = deque()
+        """Not announced: no credit."""
+        self._announced: dict[int, Send] = {}
+        """By message id: large messages whose header was sent and whose payload has not arrived."""
+        # From the peer.
+        self._expected_id = 0
+        self._held = 0
+        """What the peer counts as used, as far as its frames have arrived."""
+        self._owed = 0
+        """The part of `held` that is matched: credit to give back."""
+        self._incomplete: dict[int, Arrival] = {}
+        """By message id: announced messages whose payload is not complete."""
+        self._unacknowledged = 0
+        """The cost of the frames received since the last acknowledgement."""
+
+    # Connections
+
+    def lane_opened(self) -> None:
+        """Use a new connection: continue where the last one broke."""
+        self.inlet.lane_opened()
+        self.outlet.lane_opened(self.inlet.received)
+        if self.outlet.is_in_doubt:
+            self._host.resuming.add(self._peer)
+        self._host.ready.add(self._peer)
+
+    def lane_ended(self) -> None:
+        """Note that the connection ended; what was under way is kept for the next one."""
+        self.outlet.lane_ended()
+        self._host.ready.discard(self._peer)
+        self._host.resuming.discard(self._peer)
+
+    def fail(self, error: BaseException) -> Iterable[Arrival]:
+        """Give the peer up and end all sends to it; return the messages whose payload will not come."""
+        self.is_failed = True
+        for send in [*self._announced.values(), *self._waiting]:
+            self._host.end(send, error)
+        arrivals = self._incomplete.values()
+        self._announced, self._waiting, self._incomplete = {}, deque(), {}
+        self.outlet.clear()
+        return arrivals
+
+    # Towards the peer
+
+    def send(self, send: Send) -> None:
+        """Announce a message, as soon as there is credit."""
+        self._waiting.append(send)
+        self._announce()
+
+    def withdraw(self, send: Send) -> bool:
+        """Cancel a send; False if it was announced already."""
+        if send not in self._waiting:
+            return False
+        self._waiting.remove(send)
+        return True
+
+    def push(self, header: Header) -> None:
+        """Send a frame without a payload."""
+        self._push(wire.encode(header))
+
+    def _announce(self) -> None:
+        while self._waiting and self._used < CREDIT_BYTES:
+            send = self._waiting.popleft()
+            send.message_id, self._next_id = self._next_id, self._next_id + 1
+            self._used += HEADER_COST
+            if len(send.view) <= EAGER_BYTES:
+                self._used += len(send.view)
+                self._push(send.header(wire.EAGER) + send.view)
+                self._host.end(send)
+            else:
+                self._announced[send.message_id] = send
+                self._push(send.header(wire.RTS))
+
+    def _push(self, frame: bytes) -> None:
+        self.outlet.push(frame)
+        self._note_ready()
+
+    def _note_ready(self) -> None:
+        if self.outlet:
+            self._host.ready.add(self._peer)
+
+    def _payload_arrived(self, payload: Payload) -> None:
+        assert isinstance(payload, Send)
+        del self._announced[payload.message_id]
+        self._host.end(payload)
+
+    def _cleared(self, send: Send, wanted: int) -> None:
+        if wanted:
+            send.is_cleared = True
+            self.outlet.move(send)
+            self._note_ready()
+        else:  # the receiver consumed the message without its payload
+            del self._announced[send.message_id]
+            self._host.end(send)
+
+    # From the peer
+
+    def matched(self, arrival: Arrival, *, is_wanted: bool) -> None:
+        """Ask for the payload of a large message that a receive took, or refuse it; give back the message's credit."""
+        header = arrival.header
+        if header.kind == wire.RTS and not arrival.is_asked_for:
+            arrival.is_asked_for = True
+            if not is_wanted:
+                del self._incomplete[header.message_id]
+            self.push(Header(wire.CTS, header.message_id, header.payload_bytes if is_wanted else 0))
+        if not arrival.is_matched:
+            self._owed += arrival.cost
+            self._give_credit()
+
+    def _resumed(self, position: int) -> None:
+        self.outlet.resume(position)
+        self._host.resuming.discard(self._peer)
+        self._note_ready()
+
+    def _acknowledge(self) -> None:
+        self._unacknowledged = 0
+        self.push(Header(wire.ACK, payload_bytes=self.inlet.received))
+
+    def _begin(self, header: Header) -> Landing | None:
+        if self.is_over:
+            raise RemoteProtocolError(f"a frame after END: {header}")
+        self._unacknowledged += HEADER_COST + (header.payload_bytes if header.kind == wire.EAGER else 0)
+        if self._unacknowledged >= ACK_BATCH:
+            self._acknowledge()
+        match header.kind:
+            case wire.EAGER | wire.RTS:
+                return self._received_announcement(header)
+            case wire.DATA:
+                arrival = self._incomplete.get(header.message_id)
+                if arrival is None or not 0 < header.payload_bytes <= len(arrival.target) - arrival.filled:
+                    raise RemoteProtocolError(f"data that was not asked for: {header}")
+                return arrival
+            case wire.CTS:
+                send = self._announced.get(header.message_id)
+                if send is None or send.is_cleared or header.payload_bytes not in (0, len(send.view)):
+                    raise RemoteProtocolError(f"a request for data that was not offered: {header}")
+                self._cleared(send, header.payload_bytes)
+            case wire.ACK:
+                self.outlet.acknowledged(header.payload_bytes)
+            case wire.END:
+                self.is_over = True
+            case wire.RESUME:
+                raise RemoteProtocolError("a connection began again in its middle")
+            case _:
+                given, used = header.payload_bytes, self._used
+                if given > used:
+                    raise RemoteProtocolError(f"credit of {given} bytes, of which {used} were used")
+                self._used -= given
+                self._announce()
+        return None
+
+    def _received_announcement(self, header: Header) -> Arrival | None:
+        is_eager = header.kind == wire.EAGER
+        if header.message_id != self._expected_id or is_eager != (header.payload_bytes <= EAGER_BYTES):
+            raise RemoteProtocolError(f"a message out of turn (expected {self._expected_id}): {header}")
+        if self._held >= CREDIT_BYTES:
+            raise RemoteProtocolError(f"a message without credit: {header}")
+        arrival = Arrival(self._peer, header, next(self._host.order))
+        self._expected_id += 1
+        self._held += arrival.cost
+        self._incomplete[header.message_id] = arrival
+        self._host.arrived(arrival)
+        self._give_credit()  # it may have used up credit of which this rank still owes a part
+        return arrival if is_eager else None
+
+    def _give_credit(self) -> None:
+        # The sender is out of credit when `held`, with what is still under way, reaches CREDIT_BYTES. Once all of that
+        # has arrived, the second test holds whenever credit is owed, so no sender waits for credit that is due.
+        if not self.is_failed and self._owed and (self._owed >= CREDIT_BATCH or self._held >= CREDIT_BYTES):
+            self.push(Header(wire.CREDIT, payload_bytes=self._owed))
+            self._held -= self._owed
+            self._owed = 0
+
+    def _landed(self, landing: Landing) -> None:
+        assert isinstance(landing, Arrival)
+        if landing.filled == landing.header.payload_bytes:
+            landing.is_landed = True
+            self._incomplete.pop(landing.header.message_id)
+            if landing.header.kind == wire.RTS:
+                self._acknowledge()  # the sender waits for it
+            if landing.receive is not None:
+                self._host.deliver(landing)

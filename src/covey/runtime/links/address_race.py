@@ -1,0 +1,108 @@
+"""Dials several addresses of one node, each with a short head start, and uses the first that works."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from covey.base.errors import AuthError, ConnectError
+from covey.runtime.links.handshake import HungUpError, RefusedError, ScarceError, connect, dial
+from covey.runtime.links.link import HANDSHAKE_SECONDS
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Coroutine
+
+    from covey.runtime.links.dial_limits import DialLimits
+    from covey.runtime.links.handshake import LinkCredentials, Where
+    from covey.runtime.links.link import Link
+    from covey.wire import door, messages
+
+HEAD_START: Final = 0.15
+"""Seconds between the dial of an address and the dial of the next, worse one."""
+T = TypeVar("T")
+
+
+async def dial_any(
+    wheres: list[Where],
+    credentials: LinkCredentials,
+    hello: messages.Hello,
+    allowance: DialLimits | None = None,
+    within: float = HANDSHAKE_SECONDS,
+) -> tuple[Link, messages.Welcome, bytes, Where]:
+    """Open a link to the first address that works; each has a short head start before the next.
+
+    With an `allowance`, each dial waits for its turn and spares descriptors. `within` is as for `connect`.
+
+    Raises:
+        What `dial` raises: the most informative error of all addresses.
+    """
+    opened, where = await _first_of(
+        wheres,
+        lambda where: _dial_in_turn(where, credentials, hello, allowance, within),
+        lambda opened: opened[0].abort(),
+    )
+    return *opened, where
+
+
+async def connect_any(wheres: list[Where], credentials: LinkCredentials, purpose: door.Purpose) -> socket.socket:
+    """Connect to the first address that works, and pass the door; each has a short head start before the next.
+
+    Raises:
+        ConnectError: no address works.
+    """
+    opened, _ = await _first_of(
+        wheres, lambda where: connect(where, credentials, purpose), lambda opened: opened[0].close()
+    )
+    return opened[0]
+
+
+async def _first_of(
+    wheres: list[Where], open_one: Callable[[Where], Coroutine[Any, Any, T]], drop: Callable[[T], object]
+) -> tuple[T, Where]:
+    """Try addresses, each with a short head start; return the result of the first that works, and the address.
+
+    Results of the others are dropped. If none works, the most informative error is raised.
+    """
+    if not wheres:
+        raise ConnectError("the peer has no address that can be dialled from here")
+    remaining, tasks, errors = list(wheres), list[asyncio.Future[T]](), list[BaseException]()
+    won: asyncio.Future[T] | None = None
+
+    def drop_late(task: asyncio.Future[T]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            drop(task.result())
+
+    try:
+        while won is None and (remaining or len(errors) < len(tasks)):
+            if remaining:
+                tasks.append(asyncio.ensure_future(open_one(remaining.pop(0))))
+            running = [task for task in tasks if not task.done()]
+            if running:
+                await asyncio.wait(
+                    running, timeout=HEAD_START if remaining else None, return_when=asyncio.FIRST_COMPLETED
+                )
+            errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+            won = next((task for task in tasks if task.done() and task.exception() is None), None)
+    finally:
+        for task in tasks:
+            if task is not won:
+                task.cancel()
+                task.add_done_callback(drop_late)
+    if won is None:
+        raise min(errors, key=_information)
+    return won.result(), wheres[tasks.index(won)]
+
+
+async def _dial_in_turn(
+    where: Where, credentials: LinkCredentials, hello: messages.Hello, allowance: DialLimits | None, within: float
+) -> tuple[Link, messages.Welcome, bytes]:
+    if allowance is None:
+        return await dial(where, credentials, hello, within=within)
+    async with allowance.turn(where):
+        return await dial(where, credentials, hello, spares=True, within=within)
+
+
+def _information(error: BaseException) -> int:
+    kinds = (RefusedError, AuthError, HungUpError, ScarceError, ConnectError)
+    return next((index for index, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))

@@ -1,0 +1,160 @@
+"""Accepts the lanes that the other end of a pair dials. On the control loop.
+
+A peer offers a lane on its link; this end checks the offer and expects the connections. A connection that claims a lane
+must prove the key of the offer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.config import STREAMS_LIMIT
+from covey.base.errors import ConnectError
+from covey.net.lanes import memory, shm
+from covey.net.lanes.ring import memory_bytes
+from covey.runtime.links.handshake import receive_exactly
+from covey.runtime.links.link import HANDSHAKE_SECONDS
+from covey.runtime.members.lane_dialler import LANE_BYTES, OTHER_END_DIALS, SECRET_BYTES
+from covey.runtime.members.lane_kinds import acceptable_capacities, acceptable_kinds, kind_to, lane_of_sockets
+from covey.runtime.members.lane_table import PURPOSES, lane_key
+from covey.wire import messages, proofs
+
+if TYPE_CHECKING:
+    from covey.runtime.members.lane_table import LaneTable
+    from covey.runtime.members.node import Node
+
+LANES_LIMIT: Final = 100_000
+
+
+@dataclass
+class _Expected:
+    """A lane that a peer has offered, with the connections that have arrived so far."""
+
+    peer: int
+    offer: messages.Offer
+    socks: dict[int, socket.socket] = field(default_factory=dict)
+
+
+class LaneAcceptor:
+    """Accepts the lanes that peers offer to one node."""
+
+    def __init__(self, node: Node, table: LaneTable) -> None:
+        self._node, self._table = node, table
+        self._expected: dict[bytes, _Expected] = {}
+
+    def offered(self, rank: int, offer: messages.Offer) -> None:
+        """Expect the lane that a peer offers, or tell the peer why not."""
+        if reason := self._objection(rank, offer):
+            self._node.send(rank, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
+            return
+        self._expected[offer.lane] = _Expected(rank, offer)
+        self._table.offer_accepted(lane_key(offer.group, rank, offer.purpose, offer.attempt), offer.attempt)
+        asyncio.get_running_loop().call_later(2 * HANDSHAKE_SECONDS, self._stop_expecting, offer.lane)
+        self._node.send(rank, messages.Expect(offer.lane))
+
+    def _objection(self, rank: int, offer: messages.Offer) -> str:
+        """Return why an offer is refused, or an empty string."""
+        if self._node.peers[rank].is_dialled:
+            return OTHER_END_DIALS
+        if offer.purpose not in PURPOSES:
+            return f"there are no lanes for {offer.purpose!r}"
+        if (len(offer.lane), len(offer.secret)) != (LANE_BYTES, SECRET_BYTES) or offer.lane in self._expected:
+            return "the lane's id or key is not usable"
+        if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and offer.kind != "secure"):
+            return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
+        if offer.capacity not in acceptable_capacities(offer.kind, offer.purpose):
+            return f"a ring of {offer.capacity} bytes is not usable"
+        if offer.kind not in acceptable_kinds(self._node, rank, offer.purpose):
+            return f"the lane to rank {rank} is {kind_to(self._node, rank)!r} here and {offer.kind!r} there"
+        key = lane_key(offer.group, rank, offer.purpose, offer.attempt)
+        if self._node.peers[rank].is_excluded:
+            return f"the run goes on without rank {rank}"
+        if not self._node.groups.has_member(offer.group, rank):
+            return f"rank {rank} of the run is not in this group"
+        if self._table.is_over(key) or self._node.is_closing:
+            return f"rank {self._node.rank} has closed the group"
+        if self._table.is_open(key, offer.attempt) or len(self._table) + len(self._expected) > LANES_LIMIT:
+            return "this lane is open already"
+        return ""
+
+    def stop_expecting(self, peer: int | None = None) -> None:
+        """Close the connections of lanes that are not complete: of one peer, or of all."""
+        for lane in [lane for lane, expected in self._expected.items() if peer in (None, expected.peer)]:
+            self._stop_expecting(lane)
+
+    def _stop_expecting(self, lane: bytes) -> None:
+        expected = self._expected.pop(lane, None)
+        if expected is not None:
+            for sock in expected.socks.values():
+                sock.close()
+
+    async def claim(self, sock: socket.socket) -> None:
+        """Take a connection that claims to belong to a lane; it must prove the lane's key.
+
+        Owns the socket from now on. Raises OSError, TimeoutError or a CoveyError if the claim fails.
+        """
+        socks = [sock]
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                expected = await self._prove_claim(sock)
+                offer = expected.offer
+                if len(expected.socks) < offer.streams:
+                    return
+                del self._expected[offer.lane]
+                socks = [expected.socks[stream] for stream in range(offer.streams)]
+                opened = await self._take_over(expected.peer, offer, socks)
+        except BaseException:
+            for each in socks:
+                each.close()
+            raise
+        key = lane_key(offer.group, expected.peer, offer.purpose, offer.attempt)
+        self._table.opened(key, offer.attempt, opened)
+
+    async def _prove_claim(self, sock: socket.socket) -> _Expected:
+        claim = await receive_exactly(sock, LANE_BYTES + 1 + proofs.PROOF_BYTES)
+        lane, stream, proof = claim[:LANE_BYTES], claim[LANE_BYTES], claim[LANE_BYTES + 1 :]
+        expected = self._expected.get(lane)
+        if expected is None or stream >= expected.offer.streams or stream in expected.socks:
+            raise ConnectError("a connection claimed a lane that is not expected")
+        secret = expected.offer.secret
+        if not proofs.proofs_equal(proof, proofs.lane_proof(secret, b"dial", lane, stream)):
+            raise ConnectError("a connection claimed a lane without its key")
+        answer = proofs.lane_proof(secret, b"accept", lane, stream)
+        await asyncio.get_running_loop().sock_sendall(sock, answer)
+        if self._expected.get(lane) is not expected or expected.socks.setdefault(stream, sock) is not sock:
+            raise ConnectError("the lane was claimed by another connection in the meantime")
+        return expected
+
+    async def _take_over(self, rank: int, offer: messages.Offer, socks: list[socket.socket]) -> Any:
+        """Return the lane that a peer's connections make; for rings, take the memory that the peer hands over."""
+        if not offer.capacity:
+            return lane_of_sockets(self._node.lanes.factory, socks, offer, dialler=False)
+        sock, nbytes = socks[0], memory_bytes(offer.capacity)
+        segment: Any
+        if offer.kind == "shm":
+            await readable(sock)
+            _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+            if len(descriptors) != 1:
+                raise ConnectError(f"rank {rank} sent no shared memory")
+            segment = shm.attach(descriptors[0], nbytes)
+        else:
+            segment = memory.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
+            if segment is None or len(segment) != nbytes:
+                raise ConnectError(f"rank {rank} is not a thread of this process")
+        word = bytes(memoryview(segment).cast("B")[-32:])
+        await asyncio.get_running_loop().sock_sendall(sock, word)
+        return self._node.lanes.factory.ring(segment, offer.capacity, sock, first=False, kind=offer.kind)
+
+
+async def readable(sock: socket.socket) -> None:
+    """Return once a socket has something to read."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)

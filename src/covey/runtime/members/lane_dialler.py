@@ -1,0 +1,266 @@
+"""Opens the lanes that this end of a pair dials, and asks the other end to dial the rest. On the control loop.
+
+The dialling end first sends an `Offer` on the link, with the kind of lane and a key. The connections that follow only
+have to prove that key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.base.errors import ConfigError, ConnectError, CoveyError
+from covey.net.lanes import memory, shm
+from covey.net.lanes.ring import memory_bytes
+from covey.runtime.links.address_race import connect_any
+from covey.runtime.links.handshake import RefusedError, ScarceError, receive_exactly
+from covey.runtime.links.link import HANDSHAKE_SECONDS
+from covey.runtime.log_limiter import LimitedLog
+from covey.runtime.members.lane_kinds import (
+    is_ring,
+    lane_of_sockets,
+    offered_kind,
+    ring_capacity,
+    stream_count,
+)
+from covey.runtime.members.lane_table import PURPOSES, LaneKey, lane_key
+from covey.wire import door, messages, proofs
+
+if TYPE_CHECKING:
+    from covey.runtime.links.handshake import LinkCredentials
+    from covey.runtime.members.lane_table import LaneTable
+    from covey.runtime.members.node import Node
+    from covey.runtime.members.peers import Peer
+
+logger = logging.getLogger("covey")
+
+LANE_BYTES: Final = 16
+SECRET_BYTES: Final = 32
+DIALS_AT_ONCE: Final = 256
+SCARCE_SECONDS: Final = 10.0
+"""Shortest time between two log lines about lanes that cannot be opened for want of a descriptor."""
+MEASURE_SECONDS: Final = 1.0
+"""How long opening a lane waits for the best address to be measured."""
+FIRST_PAUSE_SECONDS: Final = 0.02
+MOST_PAUSE_SECONDS: Final = 0.5
+"""Longest pause between attempts to connect: the backlog is full, descriptors are short, the network is down."""
+OTHER_END_DIALS: Final = "the other end opens the lanes of this pair"
+"""The refusal of an offer while the two ends do not agree yet which of them dials. The offer is made again."""
+
+
+class LaneDialler:
+    """Dials the lanes of one node."""
+
+    def __init__(self, node: Node, table: LaneTable) -> None:
+        self._node, self._table = node, table
+        self._dialling: set[LaneKey] = set()
+        self._offers: dict[LaneKey, tuple[bytes, asyncio.Future[None]]] = {}
+        """Offers to peers: the id of the lane, and the answer."""
+        self._log = LimitedLog(SCARCE_SECONDS)
+
+    def open(self, key: LaneKey) -> None:
+        """Dial a lane that is waited for, or ask the other end to dial it."""
+        future = self._table.get(key)
+        if future is not None and not future.done():  # else it is open, or not wanted any more
+            self._open(key, again=False)
+
+    def replace(self, key: LaneKey) -> None:
+        """Dial a lane for messages, or ask the other end to dial it, even if it is open."""
+        self._open(key, again=True)
+
+    def _open(self, key: LaneKey, *, again: bool) -> None:
+        if self._node.peers[key.peer].is_dialled:
+            self._start(key, again=again)
+        else:
+            self._node.send(key.peer, messages.Dial(key.group, key.purpose, self._table.attempt_of_next(key)))
+
+    def asked(self, rank: int, wanted: messages.Dial) -> None:
+        """Dial a lane that a peer asks for, or refuse."""
+        key = lane_key(wanted.group, rank, wanted.purpose, wanted.attempt)
+        # The peer has seen every offer of this end and asks for another lane: its end of the last one is broken.
+        again = key.purpose == "messages" and wanted.attempt >= self._table.attempt_of_next(key)
+        if self._node.peers[rank].is_dialled and not self._start(key, again=again):
+            reason = f"rank {self._node.rank} has closed the group, or rank {rank} is not in it any more"
+            self._node.send(rank, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
+
+    def _start(self, key: LaneKey, *, again: bool) -> bool:
+        """Start to open a lane, unless it is being opened, or is open and not wanted `again`; False if refused."""
+        if key.purpose not in PURPOSES or self._table.is_over(key) or self._node.is_closing:
+            return False
+        future = self._table.get(key)
+        is_open = future is not None and future.done() and not again
+        if key not in self._dialling and not is_open and len(self._dialling) < DIALS_AT_ONCE:  # the peer asks again
+            self._dialling.add(key)
+            self._node.spawn(self._dial(key))
+        return True
+
+    async def _dial(self, key: LaneKey) -> None:
+        rank = key.peer
+        peer = self._node.peers[rank]
+        try:
+            kind = offered_kind(self._node, rank, key.purpose)
+            pause = FIRST_PAUSE_SECONDS
+            while True:
+                if not peer.is_dialled:  # the peer dialled a link that replaced this one
+                    self.open(key)
+                    return
+                attempt = self._table.attempt_of_next(key)
+                try:
+                    self._table.opened(key, attempt, await self._connect(peer, key, kind, attempt))
+                    return
+                except (ConnectError, TimeoutError) as error:
+                    if peer.is_gone or self._node.is_closing or self._table.is_over(key):
+                        raise
+                    if isinstance(error, ScarceError):
+                        self._log.log(logging.WARNING, "no lane to rank %d can be opened now: %s", rank, error)
+                    await asyncio.sleep(pause)  # a full backlog, or out of descriptors
+                    pause = min(MOST_PAUSE_SECONDS, 1.5 * pause)
+        except CoveyError as error:
+            self._table.failed(key, error)
+        except (RefusedError, OSError) as error:
+            self._table.failed(key, ConnectError(f"rank {rank}: {error}"))
+        finally:
+            self._dialling.discard(key)
+
+    async def _connect(self, peer: Peer, key: LaneKey, kind: str, attempt: int) -> Any:
+        purpose, capacity = key.purpose, 0
+        segment: Any = None
+        descriptor, name = -1, ""
+        if is_ring(kind, purpose):
+            capacity = ring_capacity(self._table.ring_bytes())
+            try:
+                if kind == "shm":
+                    descriptor, segment = shm.create(memory_bytes(capacity))
+                else:
+                    name, segment = memory.offer(memory_bytes(capacity))
+            except OSError as error:
+                logger.warning("no shared memory for the lane to rank %d (%s); using a unix socket", peer.rank, error)
+                kind, capacity = "unix", 0
+        if kind == "secure":
+            await _measured(peer)
+        streams = stream_count(self._node, peer, kind, purpose)
+        offer = messages.Offer(
+            secrets.token_bytes(LANE_BYTES),
+            secrets.token_bytes(SECRET_BYTES),
+            key.group,
+            purpose,
+            kind,
+            capacity,
+            streams,
+            attempt,
+        )
+        socks: list[socket.socket] = []
+        try:
+            await self._make_offer(peer, offer)
+            for stream in range(streams):
+                socks.append(await self._open_stream(peer, offer, stream))
+            if segment is not None:
+                await hand_over(socks[0], descriptor, name, segment)
+                return self._node.lanes.factory.ring(segment, capacity, socks[0], first=True, kind=kind)
+            return lane_of_sockets(self._node.lanes.factory, socks, offer, dialler=True)
+        except BaseException:
+            for sock in socks:
+                sock.close()
+            raise
+        finally:
+            memory.take(name)  # if the peer has not taken it
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    # Offers
+
+    async def _make_offer(self, peer: Peer, offer: messages.Offer) -> None:
+        """Offer a lane, and return when the peer expects it; RefusedError if it refuses."""
+        if peer.link is None:
+            raise ConnectError("there is no link")
+        answer = asyncio.get_running_loop().create_future()
+        key = lane_key(offer.group, peer.rank, offer.purpose, offer.attempt)
+        self._offers[key] = offer.lane, answer
+        try:
+            self._node.send(peer.rank, offer)
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                await answer
+        finally:
+            del self._offers[key]
+        self._table.offer_accepted(key, offer.attempt)
+
+    def accepted(self, rank: int, lane: bytes) -> None:
+        """Note that a peer expects an offered lane."""
+        for key, (offered, answer) in self._offers.items():
+            if key.peer == rank and offered == lane and not answer.done():
+                answer.set_result(None)
+
+    def refused(self, key: LaneKey, reason: str) -> None:
+        """Note that a peer refuses an offered lane, or refuses to dial one that it was asked for."""
+        _, answer = self._offers.get(key, (b"", None))
+        if answer is not None:
+            if not answer.done():
+                again = reason == OTHER_END_DIALS
+                answer.set_exception(ConnectError(reason) if again else RefusedError(reason, retry=False))
+        else:
+            self._table.failed(key, ConnectError(f"rank {key.peer}: {reason}"))
+
+    def link_lost(self, peer: int) -> None:
+        """Fail the offers to a peer whose link ended: they may not have arrived."""
+        for key, (_, answer) in self._offers.items():
+            if key.peer == peer and not answer.done():
+                answer.set_exception(ConnectError("the link ended"))
+
+    # Connections
+
+    async def _open_stream(self, peer: Peer, offer: messages.Offer, stream: int) -> socket.socket:
+        """Connect to the first address that works; both ends prove that they know the key of the offered lane.
+
+        A peer that hangs up may not know the cluster's new secret: the previous one is tried while it is valid.
+        """
+        *others, last = self._node.credentials.good()
+        for credentials in others:
+            with contextlib.suppress(ConnectError):
+                return await self._connect_stream(peer, offer, stream, credentials)
+        return await self._connect_stream(peer, offer, stream, last)
+
+    async def _connect_stream(
+        self, peer: Peer, offer: messages.Offer, stream: int, credentials: LinkCredentials
+    ) -> socket.socket:
+        ways = self._node.ways_to(peer, offer.kind)
+        if not ways:
+            raise ConfigError(f"rank {peer.rank} has no address that can be dialled from here")
+        sock = await connect_any(ways, credentials, door.Purpose.LANE)
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                proof = proofs.lane_proof(offer.secret, b"dial", offer.lane, stream)
+                await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
+                answer = await receive_exactly(sock, proofs.PROOF_BYTES)
+            if not proofs.proofs_equal(answer, proofs.lane_proof(offer.secret, b"accept", offer.lane, stream)):
+                raise ConnectError(f"the process that answers for rank {peer.rank} does not know the lane's key")
+            return sock
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, OSError) and not isinstance(error, ConnectError):
+                raise ConnectError(f"rank {peer.rank} hung up on the lane: {error}") from error
+            raise
+
+
+async def _measured(peer: Peer) -> None:
+    """Return once the best address of a peer is known, or after MEASURE_SECONDS."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MEASURE_SECONDS):
+            await peer.measured.wait()
+
+
+async def hand_over(sock: socket.socket, descriptor: int, name: str, segment: Any) -> None:
+    """Give the peer a segment of memory, and check that it reads a random word there; `lane_acceptor` takes it."""
+    word = secrets.token_bytes(32)
+    memoryview(segment).cast("B")[-32:] = word
+    if descriptor >= 0:
+        socket.send_fds(sock, [b"\0"], [descriptor])
+    else:
+        await asyncio.get_running_loop().sock_sendall(sock, name.encode())
+    async with asyncio.timeout(HANDSHAKE_SECONDS):
+        if await receive_exactly(sock, 32) != word:
+            raise ConnectError("the peer does not see the memory it was given")

@@ -1,0 +1,163 @@
+"""The lanes of one messenger, polled together: reads, writes, and notices lanes that end.
+
+A lane ends at the end of its stream, with an error, or if the other end does not acknowledge what is sent. The
+messenger takes the ended lanes from here and has them replaced. Callers hold the messenger's lock, except for `poll`.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from typing import TYPE_CHECKING, Final
+
+from covey.base.errors import RemoteProtocolError
+from covey.net import tcp
+from covey.runtime.messages.message_lane import MessageLane
+
+if TYPE_CHECKING:
+    import socket
+
+    from covey.proto.matching import Matcher
+    from covey.runtime.messages.driving_thread import DrivingThread
+
+SPIN_SECONDS: Final = 100e-6
+"""How long a thread that waits for a message polls without sleeping."""
+FIRST_PAUSE_SECONDS: Final = 0.01
+MOST_PAUSE_SECONDS: Final = 2.0
+"""The longest pause before asking for a lane, when lanes break one after the other and carry nothing."""
+
+
+class LanePoll:
+    """The lanes of one messenger."""
+
+    def __init__(self, size: int, matcher: Matcher, driving: DrivingThread, wake_fd: int) -> None:
+        """`wake_fd` is readable once the group has failed; it is polled and never read."""
+        self._matcher, self._driving, self._wake_fd = matcher, driving, wake_fd
+        self.by_rank: dict[int, MessageLane] = {}
+        """The last lane to each rank."""
+        self._by_fd: dict[int, MessageLane] = {}
+        self.ended: list[tuple[MessageLane, BaseException | None]] = []
+        """Lanes that ended and are not handled yet, with the error if this rank ended them."""
+        self._strikes, self._trouble = [0] * size, [""] * size
+        """By rank: how many lanes in a row broke without carrying anything, and how the last one broke."""
+        self._poll = select.poll()
+        for descriptor in (driving.bell_fd, wake_fd):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def add(self, peer: int, sock: socket.socket) -> None:
+        """Use `sock` as the lane to a rank; an earlier lane has ended."""
+        self._matcher.lane_opened(peer)
+        lane = self.by_rank[peer] = self._by_fd[sock.fileno()] = MessageLane(peer, sock, self._matcher)
+        self._poll.register(sock, select.POLLIN)
+        self._flush(lane)  # the other end waits to hear how much has arrived, and no thread may be driving
+        self._driving.ring()
+
+    def end(self, lane: MessageLane, cause: BaseException | None) -> None:
+        """End a lane, if it has not ended; `cause` is the error if this rank ends it because of its peer."""
+        if not lane.is_ended:
+            lane.is_ended = True
+            self._matcher.lane_ended(lane.peer)
+            self._poll.unregister(lane.descriptor)
+            del self._by_fd[lane.descriptor]
+            self.ended.append((lane, cause))
+
+    def take_ended(self) -> list[tuple[MessageLane, BaseException | None]]:
+        """Return the lanes that ended since the last call, with their sockets closed."""
+        ended, self.ended = self.ended, []
+        for lane, _ in ended:
+            lane.sock.close()
+        return ended
+
+    def pause_after(self, lane: MessageLane) -> float:
+        """Return the seconds to wait before a lane that ended is replaced: longer if lanes carry nothing."""
+        strikes = 0 if lane.has_moved else self._strikes[lane.peer]
+        self._strikes[lane.peer] = strikes + 1
+        return 0.0 if not strikes else min(MOST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(strikes, 20))
+
+    def trouble_with(self, ranks: list[int]) -> str:
+        """Return sentences about the connections with these ranks that broke and carry nothing, for an error."""
+        return "".join(
+            f". The connection with rank {rank} broke: {self._trouble[rank]}"
+            for rank in ranks
+            if self._trouble[rank] and (self.by_rank[rank].is_ended or not self.by_rank[rank].has_moved)
+        )
+
+    def has_undelivered(self) -> bool:
+        """Tell whether the kernel holds bytes for a rank that still reads."""
+        lanes = (lane for lane in self.by_rank.values() if not lane.is_ended)
+        return any(lane.undelivered_bytes() for lane in lanes if not self._matcher.has_parted(lane.peer))
+
+    # Moving bytes
+
+    def poll(self, seconds: float, *, spins: bool) -> list[tuple[int, int]]:
+        """Wait for events for at most `seconds`, without the lock, and return them for `handle`.
+
+        With `spins`, poll for a moment before sleeping: waking from a sleep takes as long as a short message does.
+        """
+        if spins:
+            until = time.perf_counter() + min(seconds, SPIN_SECONDS)
+            while True:
+                if events := self._poll.poll(0):
+                    return events
+                if time.perf_counter() >= until:
+                    break
+        return self._poll.poll(math.ceil(1000 * min(seconds, tcp.PATH_CHECK_SECONDS)))
+
+    def handle(self, events: list[tuple[int, int]]) -> bool:
+        """Read and write where `poll` says so; return whether the group has failed."""
+        has_fault = False
+        if not events:
+            self._end_stuck()
+        for descriptor, event in events:
+            if lane := self._by_fd.get(descriptor):
+                if event & ~select.POLLOUT:
+                    self._read(lane)
+                if event & select.POLLOUT and not lane.is_ended:
+                    self._flush(lane)
+            elif descriptor == self._wake_fd:
+                has_fault = True
+            else:
+                self._driving.hush(descriptor)  # or a lane that another thread ended meanwhile
+        self.flush_ready()
+        return has_fault
+
+    def flush_ready(self) -> None:
+        """Write what the matcher has for the ranks whose lanes take it."""
+        for peer in sorted(self._matcher.ready):
+            lane = self.by_rank[peer]
+            if not lane.is_ended and not lane.is_blocked:
+                self._flush(lane)
+
+    def _flush(self, lane: MessageLane) -> None:
+        was_blocked = lane.is_blocked
+        try:
+            lane.flush()
+        except OSError as error:
+            self._trouble[lane.peer] = str(error)
+            self._read(lane, to_the_end=True)
+            self.end(lane, None)
+            return
+        if lane.is_blocked != was_blocked:
+            self._poll.modify(lane.sock, select.POLLIN | (select.POLLOUT if lane.is_blocked else 0))
+            self._driving.ring()
+
+    def _read(self, lane: MessageLane, *, to_the_end: bool = False) -> None:
+        try:
+            if to_the_end:
+                lane.read_rest()
+            elif not lane.read():
+                self._trouble[lane.peer] = "end of stream"
+                self.end(lane, None)
+        except OSError as error:
+            self._trouble[lane.peer] = str(error)
+            self.end(lane, None)
+        except RemoteProtocolError as error:
+            self.end(lane, error)
+
+    def _end_stuck(self) -> None:
+        """End lanes whose network path is dead. The peer may be alive, and the next lane may use another path."""
+        for lane in list(self._by_fd.values()):
+            if tcp.is_stuck(lane.sock):
+                self._trouble[lane.peer] = "the other end does not acknowledge what is sent"
+                self.end(lane, None)
