@@ -41,12 +41,13 @@ def test_any_layout_is_changed_in_place_and_nothing_around_it(layout: str) -> No
     def body(group: Group) -> None:
         me = group.rank
         sums = sum(everyone(SIZE, (6, 8)), np.zeros((6, 8)))
-        for call, expected in (
+        cases: list[tuple[Callable[[Any], Any], Any]] = [
             (lambda x: group.all_reduce(x), sums),
             (lambda x: group.all_reduce(x, async_op=True).wait(10), sums),
             (lambda x: group.reduce(x, 1), sums if me == 1 else values(me, (6, 8))),
             (lambda x: group.broadcast(x, 2), values(2, (6, 8))),
-        ):
+        ]
+        for call, expected in cases:
             whole = np.array(values(me, (6, 8)), order="F" if layout == "fortran" else "C")
             x = view(whole)
             assert call(x) is x
@@ -268,7 +269,7 @@ def test_arguments_that_are_not_whole_numbers_change_nothing() -> None:
             group.send(np.ones(1), other, tag=1.5)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="counts"):
             group.reduce_scatter(np.ones(4), counts=[2.5, 1.5])  # type: ignore[list-item]
-        group.send(np.array([7.0]), np.int64(other), tag=np.int8(3))
+        group.send(np.array([7.0]), np.int64(other), tag=np.int8(3))  # type: ignore[arg-type]
         return float(group.recv(other, 3, timeout=float("inf"))[0])
 
     assert run_threads(2, body) == [7.0, 7.0]

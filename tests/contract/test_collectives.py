@@ -181,7 +181,7 @@ def test_reduce_scatter_returns_the_own_rows_and_leaves_the_argument(size: int, 
         x = values(me, (sum(counts), 2), np.int32)
         rows = np.split(total("sum", size, x.shape, np.int32), np.cumsum(counts)[:-1])
         same(group.reduce_scatter(x, counts=counts), rows[me])
-        same(group.reduce_scatter(x, counts=np.array(counts)), rows[me])
+        same(group.reduce_scatter(x, counts=np.array(counts)), rows[me])  # type: ignore[arg-type]
         for wrong in ([1] * (size + 1), [*counts[:-1], counts[-1] + 1], [-1, *counts[1:]]):
             with pytest.raises(ConfigError, match="counts="):
                 group.reduce_scatter(x, counts=wrong)
@@ -370,7 +370,7 @@ def test_a_call_that_cannot_work_is_refused_before_anything_is_sent() -> None:
             (ConfigError, "one element for each of the 3", lambda: group.scatter_object([1], group.rank)),
             (ConfigError, "timeout=0", lambda: group.all_reduce(x, timeout=0)),
             (ConfigError, "timeout=-1", lambda: group.barrier(timeout=-1)),
-            (ConfigError, "color='red'", lambda: group.split("red")),  # type: ignore[arg-type]
+            (ConfigError, "color='red'", lambda: group.split("red")),  # type: ignore[call-overload]
             (TypeError, "out must be", lambda: group.all_gather(x, out=np.ones((3, 5)))),
             (TypeError, "out must be", lambda: group.all_gather(x, out=np.ones((3, 4), np.float32))),
             (TypeError, "read-only", lambda: group.all_reduce(np.broadcast_to(1.0, 4))),

@@ -112,7 +112,7 @@ def test_only_what_a_newcomer_lacks_is_sent() -> None:
 
     def body(group: Group) -> list[int]:
         whole = bits(1, size)
-        mine = {"w": whole.copy(), "read-only": np.broadcast_to(2.0, (3, 4)), "step": 4}
+        mine: dict[str, Any] = {"w": whole.copy(), "read-only": np.broadcast_to(2.0, (3, 4)), "step": 4}
         received = []
         for damaged in (slice(CHUNK_BYTES + 1, CHUNK_BYTES + 2), slice(size - 1, size), slice(0, 0)):
             if group.rank == 1:
@@ -144,7 +144,7 @@ def test_names_that_a_newcomer_lacks_are_added_and_those_that_only_it_has_are_dr
 
 def test_one_drifted_rank_of_five_is_repaired_and_told(caplog: pytest.LogCaptureFixture) -> None:
     def body(group: Group) -> RestoreReport:
-        mine = {"w": np.arange(1000.0), "b": np.arange(5.0), "step": 3}
+        mine: dict[str, Any] = {"w": np.arange(1000.0), "b": np.arange(5.0), "step": 3}
         if group.rank == 0:
             mine["w"][500] += 1e-9
             mine["step"] = 4

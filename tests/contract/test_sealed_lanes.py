@@ -580,7 +580,10 @@ def test_a_sealed_socket_never_blocks(ends: contextlib.ExitStack) -> None:
 
 @pytest.fixture
 def crew(ends: contextlib.ExitStack, request: pytest.FixtureRequest) -> Crew:
-    made = Crew(2, lambda: sealed_pair(ends, request.param))
+    def make_pair() -> Any:  # a SealedSocket has what a messenger uses of a socket
+        return sealed_pair(ends, request.param)
+
+    made = Crew(2, make_pair)
     ends.callback(made.close)
     return made
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support import pipes
 from tests.support.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
 import covey
@@ -68,7 +69,7 @@ def reports_of(ended: list[Ended]) -> list[Any]:
 
 def test_torchrun_starts_a_group_although_its_agent_holds_the_master_port(job: Job) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    ended = finish(job.start(JOB, before=torchrun, OMP_NUM_THREADS=1))
+    ended = finish(job.start(JOB, torchrun, OMP_NUM_THREADS=1))
     assert ended.code == 0, ended.err
     reports = [json.loads(line) for line in ended.out.splitlines()]
     check(reports, 3)
@@ -82,7 +83,7 @@ def test_mpirun_starts_a_group(job: Job) -> None:
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
     assert mpirun, "the development requirements bring it"
     words = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3", sys.executable]
-    ended = finish(job.start(JOB, before=[mpirun, *words]))
+    ended = finish(job.start(JOB, [mpirun, *words]))
     assert ended.code == 0, ended.err
     check([json.loads(line) for line in ended.out.splitlines()], 3)
     assert [name for name in job.left_behind() if "covey" in name] == []
@@ -138,7 +139,7 @@ for turn in range(3):
 print(json.dumps(sums))
 """
     by_hand = job.ranks(code, 2)
-    kept = job.start(code, before=[sys.executable, "-m", "covey", "run", "-n", "2"])
+    kept = job.start(code, [sys.executable, "-m", "covey", "run", "-n", "2"])
     for ended in finish_all(by_hand):
         assert ended.report == [3, 30, 300]
     ended = finish(kept)
@@ -163,7 +164,7 @@ def test_a_rank_started_twice_is_told_who_has_its_place_and_the_first_goes_on(jo
 def test_a_job_takes_over_what_a_killed_one_of_the_same_name_left(job: Job) -> None:
     killed = job.ranks(WAITING_JOB, 3)
     for process in killed:
-        assert process.stdout.readline()
+        assert pipes.stdout(process).readline()
     for process in killed:
         process.send_signal(signal.SIGKILL)
         process.wait(DEADLINE)
@@ -254,7 +255,7 @@ if group.rank == 1:
     print(inner.stderr.strip().splitlines()[-1])
 group.barrier()
 """
-    ended = finish(job.start(code, before=[sys.executable, "-m", "covey", "run", "-n", "2"]))
+    ended = finish(job.start(code, [sys.executable, "-m", "covey", "run", "-n", "2"]))
     assert ended.code == 0, ended.err
     assert "ConfigError: the token of this run is not in descriptor" in ended.out
 
@@ -346,18 +347,18 @@ sys.stdin.read()
 """
     job.folder.chmod(0o755)  # as a shared /tmp would be
     ranks = job.ranks(code, 3, COVEY_LANES=lanes)
-    places = [json.loads(process.stdout.readline()) for process in ranks]
+    places = [json.loads(pipes.stdout(process).readline()) for process in ranks]
     folder = Path(places[0][1]).parent
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
     outsider = job.start(stranger)
-    outsider.stdin.write(json.dumps(places) + "\n")
-    outsider.stdin.flush()
-    said = json.loads(outsider.stdout.readline())
+    pipes.stdin(outsider).write(json.dumps(places) + "\n")
+    pipes.stdin(outsider).flush()
+    said = json.loads(pipes.stdout(outsider).readline())
     refused = ["PermissionError"] if lanes == "unix" else ["PermissionError", ""]
     assert said == refused * 3, "no socket file can be reached, and a wrong answer at the door ends the connection"
     for process in ranks:
-        process.stdin.write("go\n")
-        process.stdin.flush()
+        pipes.stdin(process).write("go\n")
+        pipes.stdin(process).flush()
     for ended in finish_all(ranks):
         kinds, total, turned_away = ended.report
         assert kinds == [lanes, lanes]

@@ -76,7 +76,7 @@ def cutting() -> None:
 def chaos(job: Job, code: str, *options: str) -> subprocess.Popen[str]:
     """Start `code` under chaos."""
     before = [sys.executable, "-m", "covey", "chaos", *options, "--timeout", "60", "--"]
-    return job.start(code, before=before, STOP=job.folder / "stop")
+    return job.start(code, before, STOP=job.folder / "stop")
 
 
 def hear_faults(process: subprocess.Popen[str], count: int) -> list[str]:

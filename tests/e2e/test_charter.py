@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.e2e.test_cluster_commands import Terminal
 from tests.e2e.test_cluster_elastic import Place
+from tests.support import pipes
 from tests.support.machines import DEADLINE, Lab, Machine, end, heard, wait_until_joined
 from tests.support.members import check_same_end, together
 
@@ -76,7 +77,7 @@ def test_a_run_goes_on_without_a_node_that_the_owner_denies(lab: Lab) -> None:
     assert sorted(told["heard"]) == sorted([node_id(one), node_id(two)])
     assert told["not_heard"] == []
     for node in nodes:
-        node.stdin.close()
+        pipes.stdin(node).close()
     for node in nodes[:2]:
         assert words_of(node) == [["without", [ranks[2]]], "went on"]
     assert time.monotonic() - began < DEADLINE

@@ -47,7 +47,13 @@ def meeting() -> Iterator[Callable[..., LaunchedRank]]:
     with tempfile.TemporaryDirectory(prefix="covey-") as folder:
 
         def place(rank: int, size: int, **more: Any) -> LaunchedRank:
-            spot = {"local_rank": rank, "local_size": size, "folder": folder, "token": token, "name": "closing"}
+            spot: dict[str, Any] = {
+                "local_rank": rank,
+                "local_size": size,
+                "folder": folder,
+                "token": token,
+                "name": "closing",
+            }
             return LaunchedRank(rank=rank, size=size, **spot, **more)
 
         yield place
@@ -279,7 +285,12 @@ def test_a_fork_ends_its_copies_of_operations_whoever_was_at_them() -> None:
             if not child:
                 os._exit(0 if operation.done() else 1)
         ended = threading.Event()
-        killer = threading.Thread(target=lambda: ended.wait(5.0) or os.kill(child, signal.SIGKILL))
+
+        def kill_if_it_hangs() -> None:
+            if not ended.wait(5.0):
+                os.kill(child, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_if_it_hangs)
         killer.start()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         ended.set()

@@ -118,7 +118,7 @@ def reports_of(ended: list[Ended]) -> list[Any]:
 def test_nodes_that_start_in_any_order_with_pauses_agree_on_one_run(cluster: Cluster, seed: int) -> None:
     rng = random.Random(seed)
     size, lanes = 2 + seed % 3, "secure" if seed % 2 else "auto"
-    limits = {"size": size} if rng.random() < 0.5 else {"min_size": size, "max_size": size}
+    limits: dict[str, Any] = {"size": size} if rng.random() < 0.5 else {"min_size": size, "max_size": size}
     processes = []
     for _ in range(size):
         processes.append(cluster.start(**limits, lanes=lanes))

@@ -85,7 +85,8 @@ def work_side_by_side(names: list[str], victim: int) -> dict[str, Any]:
             reports[name] = first, attempt(group.barrier), attempt(lambda: group.send(x[:1], dst=victim))
 
         groups = {name: group.split(0) for name in names}
-        rounds, reports = dict.fromkeys(names, 0), {}
+        rounds = dict.fromkeys(names, 0)
+        reports: dict[str, Any] = {}
         threads = [threading.Thread(target=watch, args=pair, daemon=True) for pair in groups.items()]
         for thread in threads:
             thread.start()
@@ -138,6 +139,7 @@ def leave_children_and_work(victim: int) -> Any:
             children.append(subprocess.Popen(["sleep", "60"]).pid)
             process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
             process.start()
+            assert process.pid is not None
             children.append(process.pid)
             forked = os.fork()
             if not forked:
@@ -170,7 +172,7 @@ def test_living_children_of_a_killed_rank_do_not_hide_its_death(lanes: str) -> N
 def join_and_add() -> list[float]:
     say("joining")
     with covey.join() as group:
-        return group.all_reduce(np.arange(3.0) * (group.rank + 1)).tolist()  # type: ignore[no-any-return]
+        return group.all_reduce(np.arange(3.0) * (group.rank + 1)).tolist()
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -191,7 +193,7 @@ def wait_for_the_stopped(victim: int, timeout: float) -> Any:
     os.environ.pop("COVEY_KEEPER", None)  # who would tell of the stop before the deadline
     import covey.runtime.collectives.operation
 
-    covey.runtime.collectives.operation.WARN_SECONDS = 0.6
+    covey.runtime.collectives.operation.WARN_SECONDS = 0.6  # type: ignore[misc]
     with covey.join() as group:
         groups = {name: group.split(0) for name in ("transfer", "barrier", "recv", "first recv", "ring")}
         x = np.arange(1 << 20, dtype=np.float32) + group.rank
@@ -212,7 +214,8 @@ def wait_for_the_stopped(victim: int, timeout: float) -> Any:
                 groups["recv"].send(x[:5], dst=peer)
         else:
             groups["recv"].recv(src=victim)
-        reports, rounds = {}, []
+        reports: dict[str, Any] = {}
+        rounds: list[Any] = []
 
         def watch(name: str) -> None:
             began = time.monotonic()
@@ -412,7 +415,7 @@ def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_no
             took.append(time.monotonic() - began)
 
         held: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        engine.reports.lane_arrived = lambda *args: held.put(args)  # type: ignore[method-assign]
+        engine.reports.lane_arrived = lambda *args: held.put(args)  # type: ignore[method-assign,assignment]
         group.barrier()
         message = pair.recv(src=1)
         pair.close()

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 from tests.support.jobs import DEADLINE, Job, finish, finish_all, new_job, wait_until
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Hosts:
         enter = ["ip", "netns", "exec", self.names[host], sys.executable]
         place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
         master = {"MASTER_ADDR": self.addresses[0], "MASTER_PORT": PORT}
-        return job.start(code, before=enter, **{**place, **master, **env})
+        return job.start(code, enter, **{**place, **master, **env})
 
 
 def ip(*words: str) -> None:
@@ -225,7 +226,7 @@ def test_a_host_that_vanishes_is_noticed_by_the_ranks_on_the_other(hosts: Hosts,
     )
     ranks = [hosts.start(job, rank, code, COVEY_INSECURE=1) for rank in range(4)]
     for process in ranks:
-        assert json.loads(process.stdout.readline()) == "here"
+        assert json.loads(pipes.stdout(process).readline()) == "here"
     for process in ranks[2:]:
         process.kill()
     for ended in finish_all(ranks[:2]):

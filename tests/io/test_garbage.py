@@ -163,6 +163,7 @@ class Crew:
                 if (
                     node.rank == rank
                     and contact.socket.startswith(self.folder)
+                    and node.launcher_mesh is not None
                     and node.launcher_mesh._formed is not None
                 ):
                     return [contact.socket, *((address.ip, address.port) for address in contact.addresses)]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import pipes
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.net.discovery.host_rendezvous import (
@@ -140,7 +141,7 @@ def test_a_name_of_any_kind_becomes_a_short_plain_folder() -> None:
 def test_a_rank_that_lives_keeps_its_seat_and_is_named_to_the_second_one() -> None:
     folder = rendezvous_folder("twice")
     with other_process(SIT, folder, 3) as first:
-        token = bytes.fromhex(first.stdout.readline())
+        token = bytes.fromhex(pipes.stdout(first).readline())
         with pytest.raises(ConfigError, match=f"rank 3 of this job is already running as process {first.pid}"):
             HostRendezvous(folder, 3)
         with seat(folder, 2) as other:
@@ -151,7 +152,7 @@ def test_a_rank_that_lives_keeps_its_seat_and_is_named_to_the_second_one() -> No
 def test_what_a_killed_rank_left_is_taken_over() -> None:
     folder = rendezvous_folder("killed")
     with other_process(SIT, folder, 1) as first:
-        first.stdout.readline()
+        pipes.stdout(first).readline()
         first.send_signal(signal.SIGKILL)
         first.wait(DEADLINE)
         assert {path.name for path in folder.iterdir()} == {"1.sock", "1.lock", "token"}
@@ -164,7 +165,7 @@ def test_what_a_killed_rank_left_is_taken_over() -> None:
 def test_a_forked_child_does_not_keep_the_seat_of_its_dead_parent() -> None:
     folder = rendezvous_folder("forked")
     with other_process(SIT.replace("print(meeting.token.hex(), flush=True)", FORK), folder, 0) as first:
-        child = int(first.stdout.readline())
+        child = int(pipes.stdout(first).readline())
         try:
             first.kill()
             first.wait(DEADLINE)
@@ -294,7 +295,7 @@ def test_the_host_token_is_the_same_in_another_process_and_says_nothing() -> Non
         "print(host_token(Path('/')), flush=True)"
     )
     with other_process(code) as process:
-        assert process.stdout.readline().strip() == host_token(Path("/"))
+        assert pipes.stdout(process).readline().strip() == host_token(Path("/"))
     assert socket.gethostname() not in host_token(Path("/"))
 
 

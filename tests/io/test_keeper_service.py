@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import pytest
 
@@ -31,11 +31,13 @@ from covey.wire.membership import Seat
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
-    from covey.proto.changes import QuorumLost
+    from covey.base.errors import CoveyError
+    from covey.proto.changes import QuorumLost, Waiting
     from covey.runtime.links.link import Link
     from covey.wire.membership import View
 
 DEADLINE = 20.0
+Args = TypeVarTuple("Args")
 TOKEN, LINEAGE = b"t" * 32, b"l" * 16
 GATE = LinkCredentials.of_token(TOKEN)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of stopped processes")
@@ -123,9 +125,9 @@ class Rank:
         vouches = [message for message in self.said if isinstance(message, messages.Vouch)]
         return dict(vouches[-1].processes).get(other.card.life) if vouches else None
 
-    async def until(self, condition: Callable[[], bool]) -> float:
+    async def until(self, condition: Callable[[*Args], bool], *args: *Args) -> float:
         """Wait until something that was heard makes a condition true; return when that was."""
-        while not condition():
+        while not condition(*args):
             self._changed.clear()
             await self._changed.wait()
         return time.monotonic()
@@ -174,11 +176,11 @@ class Member:
         if isinstance(message, messages.Agreeing) and message.generation == self.view_driver.generation:
             self.view_driver.received(len(self._ranks), message.body)
 
-    def send(self, place: int, message: messages.Control) -> None:
+    def send(self, rank: int, message: messages.Control) -> None:
         assert isinstance(message, messages.Agreeing)
-        if place == len(self._ranks):
+        if rank == len(self._ranks):
             self._ranks[self.place].send(message)
-        elif (other := self.others.get(place)) is not None:
+        elif (other := self.others.get(rank)) is not None:
             asyncio.get_running_loop().call_soon(other.view_driver.received, self.place, message.body)
 
     def freeze(self, number: int) -> None:
@@ -191,8 +193,13 @@ class Member:
     def excluded(self, view: View) -> None:
         self.is_excluded = True
 
+    def waiting(self, effect: Waiting) -> None: ...
+
     def quorum_lost(self, effect: QuorumLost) -> None:
         raise AssertionError(f"a keeper can always decide: {effect}")
+
+    def failed(self, error: CoveyError) -> None:
+        raise error
 
 
 async def found(stack: contextlib.AsyncExitStack, ranks: list[Rank], generation: int = 1) -> list[Member]:
@@ -210,10 +217,10 @@ async def found(stack: contextlib.AsyncExitStack, ranks: list[Rank], generation:
 def test_a_killed_process_is_told_of_as_exited_at_once(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         ranks = [await Rank.come(stack, service) for _ in range(3)]
-        await asyncio.gather(*(rank.until(lambda rank=rank: rank.standing(ranks[2]) == Vouch.BUSY) for rank in ranks))
+        await asyncio.gather(*(rank.until(lambda rank: rank.standing(ranks[2]) == Vouch.BUSY, rank) for rank in ranks))
         killed_at = time.monotonic()
         ranks[1].process.kill()
-        known = [rank.until(lambda rank=rank: rank.standing(ranks[1]) == Vouch.EXITED) for rank in ranks]
+        known = [rank.until(lambda rank: rank.standing(ranks[1]) == Vouch.EXITED, rank) for rank in ranks]
         known_at = await asyncio.gather(*known)  # the dead one's link is kept by us, so it is told as well
         assert max(known_at) - killed_at < 0.5
         assert [ranks[0].standing(rank) for rank in ranks] == [Vouch.BUSY, Vouch.EXITED, Vouch.BUSY]
@@ -275,12 +282,13 @@ def test_a_link_that_ends_is_no_death_and_a_second_one_takes_its_place(service: 
 def test_who_is_not_a_process_of_the_run_is_refused(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         rank = await Rank.come(stack, service)
-        for changes, reason in [
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"purpose": "rank"}, "only talks to the processes of its run"),
             ({"version": 99}, "you speak version 99"),
             ({"card": messages.Card(b"", b"short", "", "", 1, rank.card.contact)}, "not filled in"),
             ({"card": messages.Card(b"", b"l" * 16, "", "", 1 << 40, rank.card.contact)}, "sees no process"),
-        ]:
+        ]
+        for changes, reason in cases:
             with pytest.raises(RefusedError, match=reason):
                 await dial(service.path, GATE, hello(**{"card": rank.card, **changes}))
         with pytest.raises((AuthError, ConnectError)):
@@ -306,7 +314,7 @@ def test_nonsense_cuts_off_who_says_it_and_nobody_else(
         ]:
             ends = ranks[2].ends
             ranks[2].link.send(body)
-            await ranks[2].until(lambda ends=ends: ranks[2].ends == ends + 1)
+            await ranks[2].until(lambda ends: ranks[2].ends == ends + 1, ends)
             await ranks[2].dial(stack, service)
         ranks[2].send(messages.Agreeing(99, b"\xff"))  # of a generation that the keeper has never heard of
         ranks[2].send(messages.Ping(5))
@@ -333,7 +341,7 @@ def test_the_keeper_decides_views_until_one_is_left(service: KeeperService) -> N
             members[victim].gone()
             alive.remove(victim)
             for place in alive:
-                await ranks[place].until(lambda place=place, number=number: len(members[place].views) == number)
+                await ranks[place].until(lambda place, number: len(members[place].views) == number, place, number)
                 view = members[place].views[-1]
                 assert (view.number, view.ranks, members[place].lost[-1]) == (number, tuple(alive), (victim,))
             assert time.monotonic() - killed_at < 0.5
@@ -352,7 +360,7 @@ def test_a_stopped_member_is_excluded_within_a_second_and_hears_so_when_it_wakes
         stopped_at = time.monotonic()
         ranks[1].process.send_signal(signal.SIGSTOP)
         for place in (0, 2):
-            await ranks[place].until(lambda place=place: len(members[place].views) == 1)
+            await ranks[place].until(lambda place: len(members[place].views) == 1, place)
             assert members[place].views[0].ranks == (0, 2)
         assert time.monotonic() - stopped_at < 1.0
         ranks[1].process.send_signal(signal.SIGCONT)
@@ -401,7 +409,7 @@ def test_a_member_that_dies_before_it_ever_came_is_lost_all_the_same(service: Ke
         for rank in early:
             rank.send(founded(ranks))
         for place in (0, 2):
-            await ranks[place].until(lambda place=place: len(members[place].views) == 1)
+            await ranks[place].until(lambda place: len(members[place].views) == 1, place)
             assert members[place].views[0].ranks == (0, 2)
 
     run(work)
@@ -429,7 +437,7 @@ def test_the_last_two_generations_have_views_and_who_contradicts_is_not_believed
         ranks[2].link.abort()
         before[2].gone()
         for place in (0, 1):
-            await ranks[place].until(lambda place=place: len(before[place].views) == 1)
+            await ranks[place].until(lambda place: len(before[place].views) == 1, place)
             assert before[place].views[0].ranks == (0, 1)
         await ranks[1].until(lambda: any(_tells_of(2, message) for message in ranks[1].said))
 
@@ -533,7 +541,7 @@ def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:
         await found(stack, ranks)
         sock, _ = await asyncio.open_unix_connection(service.path)  # a connection that never answers at the door
         await asyncio.gather(*(asyncio.to_thread(service.close) for _ in range(3)))
-        await asyncio.gather(*(rank.until(lambda rank=rank: rank.ends == 1) for rank in ranks))
+        await asyncio.gather(*(rank.until(lambda rank: rank.ends == 1, rank) for rank in ranks))
         with contextlib.suppress(ConnectionResetError):  # if the service was closed before it accepted
             while await sock.read(100):
                 pass

@@ -101,7 +101,9 @@ def test_what_cannot_be_made_is_an_error_once_everything_is_cleaned_up() -> None
         raise ValueError("cannot divide the cake")
 
     with pytest.raises(ValueError, match="cake"):
-        control.make(fail(), discard=said.append, otherwise=lambda: said.append("otherwise"))
+        control.make(
+            fail(), discard=lambda made: said.append(f"discards {made}"), otherwise=lambda: said.append("otherwise")
+        )
     assert said == ["otherwise"]
 
 

@@ -354,7 +354,9 @@ def places(found: list[tuple[Address, ...]]) -> set[tuple[str, int]]:
 
 def test_beacons_on_loopback_find_each_other_and_not_themselves() -> None:
     async def meet() -> None:
-        one, two, watched = [], [], []
+        one: list[tuple[Address, ...]] = []
+        two: list[tuple[Address, ...]] = []
+        watched: list[tuple[Address, ...]] = []
         beacons = [beacon(one, 1001), beacon(two, 1002), beacon(watched, 1003, announce=False)]
         try:
             for each in beacons:

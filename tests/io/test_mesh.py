@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import msgspec
 import pytest
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.remote_node import RemoteNode
 
 DEADLINE = 20.0
+Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")
 TERMS = Terms(run="r", program="p.py", size=2, min_size=2, max_size=2, version="1", lanes="auto")
 
@@ -95,8 +96,8 @@ def run(work: Callable[[Crew], Coroutine[Any, Any, None]]) -> None:
     gc.collect()  # so that what this test leaks fails this test
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():  # noqa: ASYNC110 - nodes do not tell when they meet
+async def until(condition: Callable[[*Args], Any], *args: *Args) -> None:
+    while not condition(*args):  # noqa: ASYNC110 - nodes do not tell when they meet
         await asyncio.sleep(0.005)
 
 
@@ -151,7 +152,9 @@ def test_two_nodes_that_dial_each_other_at_the_same_time_end_with_one_link(attem
         dials = [one.dial(other.card.contact.addresses), other.dial(one.card.contact.addresses)]
         await asyncio.gather(*dials[:: -1 if attempt % 2 else 1])
         await until(lambda: only_links(one, other))
-        at_one, at_other = only_links(one, other)
+        ends = only_links(one, other)
+        assert ends is not None
+        at_one, at_other = ends
         assert ports(at_one) == ports(at_other)[::-1]
         first, second = one.met[other.card.id], other.met[one.card.id]
         assert (first.link, second.link) == (at_one, at_other)
@@ -269,7 +272,7 @@ def test_who_leaves_is_forgotten_and_may_come_again_as_a_new_life() -> None:
         for incarnation in (1, 2):
             seeded = replace(cluster, seeds=(seed_of(stays),))
             comes = await crew.add(seeded, identity=NodeIdentity(private, incarnation))
-            await until(lambda comes=comes: know_each_other(stays, comes))
+            await until(lambda comes: know_each_other(stays, comes), comes)
             assert stays.met[comes.card.id].card.life == comes.card.life
             await comes.close()
             await until(lambda: not stays.met)
@@ -678,11 +681,11 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
             in_use = remote.link
             link_changed = larger.link_changed
 
-            def note(who: RemoteNode) -> None:
-                used.append(who.link)
-                link_changed(who)
+            def note(changed: RemoteNode) -> None:
+                used.append(changed.link)
+                link_changed(changed)
 
-            larger.link_changed = note  # type: ignore[method-assign]
+            larger.link_changed = note  # type: ignore[method-assign,assignment]
             port = smaller.card.contact.addresses[0].port
             await larger.mesh.dial((messages.Address("127.0.0.1", port),), same_host=True)
             assert all(link is in_use for link in used), "a link that the smaller one is about to close was used"

@@ -93,9 +93,12 @@ def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
         heard: list[str] = []
         if node.peers[peer].is_dialled:
             refused = node.lanes.refused
-            call_on_loop(
-                setattr, node.lanes, "refused", lambda key, reason: (heard.append(reason), refused(key, reason))
-            )
+
+            def note(key: Any, reason: str) -> None:
+                heard.append(reason)
+                refused(key, reason)
+
+            call_on_loop(setattr, node.lanes, "refused", note)
             opened = node.lanes._epochs._opened[LaneKey(engine_of(group).id, peer, "messages")]
             for epoch in range(opened + 1):
                 offer = messages.Offer(

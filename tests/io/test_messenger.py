@@ -144,11 +144,11 @@ class Crew:
     def recv(self, rank: int, src: int = ANY, tag: int = ANY, *, seconds: float = PATIENCE) -> bytes:
         return bytes(self.wait(rank, self.post_recv(rank, src, tag), seconds).data)
 
-    def run(self, *bodies: Callable[[], None]) -> None:
+    def run(self, *bodies: Callable[[], object]) -> None:
         """Run each body on a thread of its own and raise what the first failing one raised."""
         errors: list[BaseException] = []
 
-        def guarded(body: Callable[[], None]) -> None:
+        def guarded(body: Callable[[], object]) -> None:
             try:
                 body()
             except BaseException as error:

@@ -157,7 +157,7 @@ def test_one_bit_of_one_byte_of_one_direction_is_flipped(
     flipped[byte] ^= 8
     assert proxy.flips_done == 1
     assert echo.heard[0] == (flipped if way is Way.TO_TARGET else TEXT)
-    assert got == (answer(flipped) if way is Way.TO_TARGET else flipped)
+    assert got == (answer(bytes(flipped)) if way is Way.TO_TARGET else flipped)
 
 
 def test_what_is_held_is_neither_accepted_nor_forwarded_and_comes_when_resumed(

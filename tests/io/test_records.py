@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 
 from covey.base.errors import ConfigError
 from covey.proto.ballot import first_record
 from covey.runtime.members.view_driver import ViewDriver
 from covey.runtime.mesh.records import Records
+from covey.wire import messages
 from covey.wire.lineage import Ending, Known, Remembered, new_lineage
 from covey.wire.membership import Bound, Record, Seat, View
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from covey.proto.changes import QuorumLost, Waiting
-    from covey.wire import messages
 
 DEADLINE = 20.0
 LINEAGE = b"l" * 16
@@ -140,10 +141,11 @@ while True:
         env = {**os.environ, "PYTHONPATH": str(SOURCE)}
         with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as writer:
             try:
-                said = int(writer.stdout.readline())
+                said = int(pipes.stdout(writer).readline())
             finally:
                 writer.kill()
         bound = records.read()
+        assert bound is not None
         assert bound.generation >= said - 1
         assert len(bound.record.members) == 1 + bound.generation % 100
         assert bound.record.members[0].life == bytes([1 + bound.generation % 200]) * 16
@@ -224,8 +226,9 @@ class Councillor:
         self.view_driver = ViewDriver(0, record, place, LIVES[place], self, store=store, **options)
         assembly.here[place] = self
 
-    def send(self, place: int, message: messages.Agreeing) -> None:
-        self._assembly.send(self._place, place, message)
+    def send(self, rank: int, message: messages.Control) -> None:
+        assert isinstance(message, messages.Agreeing)
+        self._assembly.send(self._place, rank, message)
 
     def freeze(self, number: int) -> None:
         self.view_driver.frozen(number, ())

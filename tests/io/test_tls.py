@@ -158,7 +158,7 @@ def meet(dialling: ssl.SSLContext, accepting: ssl.SSLContext) -> tuple[Outcome, 
         return tuple(await asyncio.gather(dialler, acceptor, return_exceptions=True))  # type: ignore[return-value]
 
     try:
-        return run(both)  # type: ignore[no-any-return]
+        return run(both)
     finally:
         one.close()
         other.close()
@@ -294,6 +294,7 @@ def test_no_session_is_resumed() -> None:
             accepted[0].sendall(b"word")
             assert dialler.recv(4) == b"word"
             assert not dialler.session_reused
+            assert dialler.session is not None
             assert not dialler.session.has_ticket
             session = dialler.session
             accepted[0].close()
@@ -319,7 +320,14 @@ def test_a_connection_without_a_certificate_has_no_id() -> None:
 
 def card_of(private: Ed25519PrivateKey, **changes: Any) -> messages.Card:
     contact = messages.Contact("host", (messages.Address("127.0.0.1", 1),), "")
-    values = {"id": id_of(private), "life": b"l" * 16, "name": "n", "host_name": "n", "pid": 1, "contact": contact}
+    values: dict[str, Any] = {
+        "id": id_of(private),
+        "life": b"l" * 16,
+        "name": "n",
+        "host_name": "n",
+        "pid": 1,
+        "contact": contact,
+    }
     return messages.Card(**(values | changes))
 
 

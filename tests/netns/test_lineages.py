@@ -119,7 +119,7 @@ def test_a_machine_whose_run_is_gone_waits_for_it_until_a_person_begins_a_new_on
         for member in pair:
             member.kill()
             member.process.wait(20)
-        here, third = other.host, lan.hosts[2]
+        here, third = lan.hosts[other.host.index], lan.hosts[2]
         waiting = [start(cluster, host, "lost", ELASTIC, min_size=2, timeout=9, patience=2) for host in (here, third)]
         for member in waiting:
             wait_for_line(member, KNOWN)

@@ -161,7 +161,7 @@ def test_forged_resets_in_the_middle_of_operations_evict_nobody_who_can_be_reach
             assert member.all_said("contributors") == []
 
         *staying, gone = members
-        lan.switch.cut(gone.host.name)
+        lan.switch.cut(lan.hosts[gone.host.index].name)
         lan.switch.reset_connections()
         agree_on_loss(staying)
         lan.switch.mend()
@@ -185,7 +185,7 @@ def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote
         at = lost[0].kill()
         killed_at = elastic[0].kill()
         time.sleep(0.3)
-        again = start(cluster, elastic[0].host, "voted", ELASTIC, min_size=2, patience=15)
+        again = start(cluster, lan.hosts[elastic[0].host.index], "voted", ELASTIC, min_size=2, patience=15)
         alone[1].kill()
 
         assert agree_on_loss(alone[:1])[0] - at < CABLE_SECONDS

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -189,7 +190,7 @@ def test_a_time_inside_an_object_is_no_object_of_ours() -> None:
 
 
 def test_an_array_as_a_key_is_no_object_of_ours() -> None:
-    array = objects.encode(objects.np.arange(3))[1:]
+    array = objects.encode(np.arange(3))[1:]
     with pytest.raises(RemoteProtocolError):
         objects.decode(b"\x01\x81" + array + b"\x01")
 

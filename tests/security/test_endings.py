@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 
 
 def origin_of(participant: Participant) -> bytes:
-    return call_on_loop(lambda: participant.joiner.member.node.generation.founded.origin)  # type: ignore[union-attr]
+    generation = call_on_loop(lambda: participant.node.generation)
+    assert generation is not None
+    return generation.founded.origin
 
 
 def claims(lineage: bytes, insider: Insider, terms: formation.Terms, members: list[NodeIdentity]) -> list[Any]:
     """Every way to say that a run is over."""
     over = Ending(lineage, True)
+    lives = [(insider.card.id, insider.card.life), *((member.id, member.life) for member in members)]
     generation = membership.Successor(0, lineage, tuple(
-        membership.Seat(card.id, card.life) for card in (insider.card, *members)), 0)  # fmt: skip
+        membership.Seat(id, life) for id, life in lives), 0)  # fmt: skip
     seated = membership.encode_membership(membership.Seated(lineage, generation))
     empty = membership.encode_membership(membership.Decided(membership.View(lineage, 1, (), 0, is_finished=True)))
     return [
@@ -134,7 +137,7 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
                         messages.Dial(0, "collectives", 1),
                     ):
                         say(group, rank, message)
-                    until(lambda rank=rank: node.peers[rank].link is not None)
+                    until(lambda rank: node.peers[rank].link is not None, rank)
             together()
             if group.rank == 2:
                 together()
@@ -270,10 +273,12 @@ def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_ta
         with Insider(nodes[watcher.id].prey, keeper, purpose="keeper") as speaker:
             speaker.say(messages.Vouch(((owner.life, int(Vouch.EXITED)),)))
             speaker.ping()
-            node = call_on_loop(lambda: nodes[watcher.id].joiner.member.node)
-            until(lambda: node.generation.view.number > 0)
+            node = call_on_loop(lambda: nodes[watcher.id].node)
+            generation = node.generation
+            assert generation is not None
+            until(lambda: generation.view.number > 0)
             together()
             together()
             over.set()
-            ids = [member.card.id for member in node.generation.founded.members]
-            assert {ids[rank] for rank in node.generation.view.ranks} == {watcher.id, owner.id}
+            ids = [member.card.id for member in generation.founded.members]
+            assert {ids[rank] for rank in generation.view.ranks} == {watcher.id, owner.id}

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from covey.runtime.members.launcher_mesh import LauncherMesh
+
 
 def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
     values: dict[str, Any] = {
@@ -253,9 +255,14 @@ def launched(
     return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
 
 
+def launcher_mesh(node: Node) -> LauncherMesh:
+    assert node.launcher_mesh is not None
+    return node.launcher_mesh
+
+
 @contextlib.contextmanager
 def forming(node: Node) -> Iterator[None]:
-    future = control.start(node.launcher_mesh._form(within=DEADLINE))
+    future = control.start(launcher_mesh(node)._form(within=DEADLINE))
     try:
         yield
     finally:
@@ -297,7 +304,7 @@ def test_a_dialled_rank_that_turns_out_to_be_another_is_not_taken_for_it() -> No
             until(
                 lambda: (
                     proxy.connections()
-                    and (two.peers[0].link or two.launcher_mesh._complaint or two.launcher_mesh._refusal)
+                    and (two.peers[0].link or launcher_mesh(two)._complaint or launcher_mesh(two)._refusal)
                 )
             )
             assert two.peers[0].link is None

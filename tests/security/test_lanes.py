@@ -288,7 +288,12 @@ def test_a_member_cannot_talk_another_into_a_lane_that_others_can_read() -> None
             return []
         heard: list[str] = []
         refused = node.lanes.refused
-        call_on_loop(setattr, node.lanes, "refused", lambda key, reason: (heard.append(reason), refused(key, reason)))
+
+        def note(key: Any, reason: str) -> None:
+            heard.append(reason)
+            refused(key, reason)
+
+        call_on_loop(setattr, node.lanes, "refused", note)
         for kind, capacity, streams, lane, secret in [
             ("tcp", 0, 1, 16, 32),
             ("unix", 0, 1, 16, 32),

@@ -21,7 +21,8 @@ from tests.support.attackers import (
     victim,
     welcomes_members,
 )
-from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
+from zeroconf._dns import DNSAddress, DNSPointer, DNSService, DNSText
+from zeroconf._protocol.outgoing import DNSOutgoing
 from zeroconf.const import _CLASS_IN, _TYPE_A, _TYPE_PTR, _TYPE_SRV, _TYPE_TXT
 
 from covey.net.discovery import sieve

@@ -70,7 +70,7 @@ def test_a_member_outside_that_says_it_is_the_life_of_another_gets_no_seat_when_
 
 def everything_about_a_run(lineage: bytes) -> list[messages.Control]:
     """What only members may say to members; a liar that is believed would end the run, or hang it."""
-    views = [
+    views: list[membership.Membership] = [
         membership.Decided(membership.View(lineage, 1, (), 0)),
         membership.Trouble(lineage, 0, leaves=True),
         membership.Prepare(lineage, 1, 4),
@@ -145,7 +145,7 @@ def abort_links(node: Participant, id: bytes) -> None:
 
 
 def origin_of(generation: Any) -> bytes:
-    return generation.founded.origin  # type: ignore[no-any-return]
+    return generation.founded.origin
 
 
 def node_of_participant(participant: Participant) -> Any:

@@ -164,7 +164,7 @@ def test_a_root_whose_value_has_an_absurd_length_is_named(length: int, monkeypat
             made[0] = length
         return made
 
-    monkeypatch.setattr(movements.np, "array", lying)
+    monkeypatch.setattr(np, "array", lying)
     value = "x" * 74  # encoded: 77 bytes
     assert len(objects.encode(value)) == 77
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 from tests.support.attackers import DEADLINE, LOOPBACK, new_cluster, run_nodes
 from tests.support.nodes import Cluster as Nodes
 from tests.support.nodes import node_id
@@ -121,7 +122,7 @@ def test_forged_resets_are_a_lost_peer_for_everyone_at_once() -> None:
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
         pair = [nodes.start(host, RUN, code=REDUCE, size=2, timeout=DEADLINE) for host in lan.hosts]
         for node in pair:
-            assert node.process.stdout.readline() == "ready\n", node.process.stderr.read()
+            assert pipes.stdout(node.process).readline() == "ready\n", pipes.stderr(node.process).read()
         began = time.monotonic()
         assert lan.switch.reset_connections() >= 2
         ends = [node.end() for node in pair]

@@ -13,7 +13,7 @@ import time
 import types
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.mesh import Mesh
 
 T = TypeVar("T")
+Args = TypeVarTuple("Args")
 DEADLINE = 20.0
 LOOPBACK = GroupConfig(interfaces="lo", lanes="secure", timeout=DEADLINE)
 BROKEN = (OSError, EOFError)
@@ -65,10 +66,10 @@ def call_on_loop(function: Callable[..., T], *args: Any) -> T:
     return on_loop(call())
 
 
-def until(condition: Callable[[], Any], within: float = DEADLINE - 1) -> None:
-    """Return when `condition` holds on the control loop; TimeoutError if it does not in time."""
+def until(condition: Callable[[*Args], Any], *args: *Args, within: float = DEADLINE - 1) -> None:
+    """Return when `condition(*args)` holds on the control loop; TimeoutError if it does not in time."""
     deadline = time.monotonic() + within
-    while not call_on_loop(condition):
+    while not call_on_loop(condition, *args):
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(0.01)
@@ -411,7 +412,7 @@ class Detour:
         if kind != "secure":
             return ways
         if self._current is None:
-            self._current = Proxy(("127.0.0.1", ways[0][1]))
+            self._current = Proxy(("127.0.0.1", int(ways[0][1])))
             self.proxies.append(self._current)
             self.prepare(self._current)
         return [self._current.address]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from tests.support import forked
+from tests.support import forked, pipes
 from tests.support.jobs import LAUNCHERS, SOURCE, finish
 
 from covey.net.keys import clusters
@@ -148,16 +148,16 @@ def new_lab() -> Iterator[Lab]:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 with contextlib.suppress(OSError):
-                    process.stdin.close()
-                for pipe in (process.stdout, process.stderr):
+                    pipes.stdin(process).close()
+                for pipe in (pipes.stdout(process), pipes.stderr(process)):
                     pipe.close()
                 process.wait(DEADLINE)
 
 
 def heard(process: subprocess.Popen[str]) -> Any:
     """Return the next line that a program prints, as JSON."""
-    line = process.stdout.readline()
-    assert line, process.stderr.read()
+    line = pipes.stdout(process).readline()
+    assert line, pipes.stderr(process).read()
     return json.loads(line)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.support import pipes
 from tests.support.jobs import finish
 
 from covey.net.keys.identity import NodeIdentity
@@ -51,8 +52,8 @@ class Node:
 
     def wait_until_joining(self) -> None:
         """Return when the program is about to join."""
-        line = self.process.stdout.readline()
-        assert line == '"ready"\n', self.process.stderr.read()
+        line = pipes.stdout(self.process).readline()
+        assert line == '"ready"\n', pipes.stderr(self.process).read()
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end; return exit code, output and errors."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tests.support import forked
+from tests.support import forked, pipes
 from tests.support.ranks import DEADLINE, LANES, SOURCE, Ranks, attempt, await_go, say
 
 import covey
@@ -76,8 +76,9 @@ class Members(Ranks):
         self._env["PYTHONPATH"] += os.pathsep + str(ROOT)
         self._argv = command(function, *args)
         if not is_kept:
-            self._run.variables = lambda rank: {"RANK": rank, "WORLD_SIZE": size, "TMPDIR": self.folder}
-            self._run.secret_variable = lambda: ("", b"")
+            variables = {"WORLD_SIZE": size, "TMPDIR": self.folder}
+            self._run.variables = lambda rank: {"RANK": rank, **variables}  # type: ignore[method-assign]
+            self._run.secret_variable = lambda: ("", b"")  # type: ignore[method-assign]
         self._begin_all(range(size) if start is None else start)
 
     def begin_again(self, rank: int, number: int) -> None:
@@ -131,7 +132,7 @@ class CoveyRun:
         self.notes: list[str] = []
         """Every line of the standard error."""
         self._poll = select.poll()
-        for source in (self._keeper.stdout, self._keeper.stderr):
+        for source in (pipes.stdout(self._keeper), pipes.stderr(self._keeper)):
             os.set_blocking(source.fileno(), False)
             self._poll.register(source, select.POLLIN)
 
@@ -172,7 +173,7 @@ class CoveyRun:
     def _listen(self, seconds: float) -> bool:
         came = False
         for descriptor, _ in self._poll.poll(max(0.0, seconds) * 1000):
-            number = 1 if descriptor == self._keeper.stdout.fileno() else 2
+            number = 1 if descriptor == pipes.stdout(self._keeper).fileno() else 2
             piece = os.read(descriptor, 1 << 16)
             if not piece:
                 self._poll.unregister(descriptor)
@@ -193,8 +194,8 @@ class CoveyRun:
         if self._keeper.poll() is None:
             self._keeper.kill()  # its ranks die with it
         self._keeper.wait(DEADLINE)
-        self._keeper.stdout.close()
-        self._keeper.stderr.close()
+        pipes.stdout(self._keeper).close()
+        pipes.stderr(self._keeper).close()
         shutil.rmtree(self._runtime, ignore_errors=True)
 
 

@@ -37,7 +37,9 @@ def add_up(victim: int, count: int) -> Any:
             visible = Visible(victim, count)
             x = visible.array
             say("visible", descriptor=visible.descriptor)
-        rounds, wrong, lanes = [], [], {}
+        rounds: list[Any] = []
+        wrong: list[Any] = []
+        lanes: dict[int, str] = {}
         while len(rounds) < 3 or victim in rounds[-3][1]:
             lanes = group.lanes()
             scale = 1 + len(rounds) % 3
@@ -289,7 +291,12 @@ def count_losses(count: int) -> Any:
         told_at = 0.0
         mine, x = values(group.rank, count), np.empty(count, np.float32)
         stopping = threading.Event()
-        threading.Thread(target=lambda: (await_go(), stopping.set()), daemon=True).start()
+
+        def stop_when_told() -> None:
+            await_go()
+            stopping.set()
+
+        threading.Thread(target=stop_when_told, daemon=True).start()
         while not before or not group.all_reduce(stopping.is_set(), "or"):
             x[:] = mine
             group.all_reduce(x)

@@ -181,7 +181,12 @@ def stop_and_go(count: int) -> Any:
     """Add up for ever, telling who contributed to what; who was given up comes back as a newcomer."""
     state: dict[str, Any] = {"step": 0}
     stopping = threading.Event()
-    threading.Thread(target=lambda: (await_go(), stopping.set()), daemon=True).start()
+
+    def stop_when_told() -> None:
+        await_go()
+        stopping.set()
+
+    threading.Thread(target=stop_when_told, daemon=True).start()
     for group in covey.generations(min_size=2):
         try:
             tell_changes(group)

@@ -86,7 +86,12 @@ def wait_until_revoked() -> Any:
             lambda: mine.send(values(3, 100_000), dst=0),
         ]
         if group.rank == 1:
-            threading.Timer(0.1, lambda: (say("revoking"), mine.revoke())).start()
+
+            def revoke() -> None:
+                say("revoking")
+                mine.revoke()
+
+            threading.Timer(0.1, revoke).start()
         first = attempt(waits[group.rank])
         return {
             "first": first,

@@ -93,9 +93,10 @@ def test_every_fault_gets_what_it_led_to() -> None:
     assert (data["code"], data["unexplained_losses"]) == (1, 1)
     assert [fault["recovered_ms"] for fault in data["faults"]] == [80, 230, 50, 630, None, 500, None, None]
     for width in (60, 80, 120):
-        console = Console(file=io.StringIO(), width=width, highlight=False)
+        written = io.StringIO()
+        console = Console(file=written, width=width, highlight=False)
         console.print(view(Chaos(size=6, seed=3), story))
-        lines = console.file.getvalue().splitlines()
+        lines = written.getvalue().splitlines()
         assert all(len(line) <= width and line == line.rstrip() and "\x1b" not in line for line in lines)
         for start, kind, end in (("1.00 s", "kill rank 0", "80 ms"), ("6.00 s", "stop rank 3", "no rank was lost")):
             assert any(line.split("  ")[0] == start and kind in line for line in lines)

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, PrivatePath, Seed, Setting, Wait, Way
-from covey.cli.doctor.findings import WEIGHTS, Finding, findings
+from covey.cli.doctor.finding import WEIGHTS, Finding
+from covey.cli.doctor.findings import findings
 from covey.cli.doctor.report import as_json, as_text
 
 CABLE = Network(

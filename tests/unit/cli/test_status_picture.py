@@ -52,9 +52,10 @@ def draw(answers: list[Answer | CoveyError], *, offset: float = 0.0, refused: di
 
 def shown(drawn: Picture, width: int | None = 120) -> list[str]:
     """Return the lines as they come out of a pipe."""
-    console = Console(file=io.StringIO(), highlight=False)
+    written = io.StringIO()
+    console = Console(file=written, highlight=False)
     console.print(view(drawn, width), soft_wrap=True, end="")
-    return console.file.getvalue().splitlines()
+    return written.getvalue().splitlines()
 
 
 def test_ranks_come_from_what_the_others_tell() -> None:

@@ -193,7 +193,7 @@ def test_a_slurm_step_of_several_tasks_on_one_host(runtime: Path) -> None:
 
 
 def test_steps_and_jobs_of_slurm_meet_in_folders_of_their_own() -> None:
-    variants = ({}, {"SLURM_STEP_ID": "3"}, {"SLURM_JOB_ID": "78"})
+    variants: tuple[dict[str, str], ...] = ({}, {"SLURM_STEP_ID": "3"}, {"SLURM_JOB_ID": "78"})
     assert len({find_launched_rank({**SLURM, **change}).folder for change in variants}) == 3
 
 

@@ -19,7 +19,7 @@ from covey.net.lanes import ring
 from covey.proto import health, matching, message, message_stream, views
 from covey.proto import membership as agreement
 from covey.runtime.collectives import attempt as attempt
-from covey.runtime.links import handshake
+from covey.runtime.links import link
 from covey.runtime.members import lanes
 from covey.runtime.members import store as stores
 from covey.wire import (
@@ -201,7 +201,7 @@ NUMBERS = (
     f"{door.BOUND_BYTES} bytes B",
     f'"{door._LABEL.decode()}" C purpose B',
     f"both are limited to {frame.GREETING_LIMIT} bytes",
-    f"A greeting has {handshake.HANDSHAKE_SECONDS:.0f} s",
+    f"A greeting has {link.HANDSHAKE_SECONDS:.0f} s",
     f"A frame is a length ({frame.LENGTH.size} bytes) and a msgpack message (at most {frame.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",
@@ -260,7 +260,7 @@ def limit(kind: Any) -> int:
     """Return what a number must be below."""
     (meta,) = typing.get_args(kind)[1:]
     assert meta.lt & (meta.lt - 1) == 0
-    return meta.lt.bit_length() - 1  # type: ignore[no-any-return]
+    return meta.lt.bit_length() - 1
 
 
 def test_numbers_of_views_ballots_operations_and_generations_have_the_documented_limits() -> None:
