@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.values import everyone, same, values
+from tests.support.values import all_values, same, values
 
 from covey.base.errors import ConfigError
 from covey.testing.threads import run_threads
@@ -40,7 +40,7 @@ def test_any_layout_is_changed_in_place_and_nothing_around_it(layout: str) -> No
 
     def body(group: Group) -> None:
         me = group.rank
-        sums = sum(everyone(SIZE, (6, 8)), np.zeros((6, 8)))
+        sums = sum(all_values(SIZE, (6, 8)), np.zeros((6, 8)))
         cases: list[tuple[Callable[[Any], Any], Any]] = [
             (lambda x: group.all_reduce(x), sums),
             (lambda x: group.all_reduce(x, async_op=True).wait(10), sums),
@@ -68,12 +68,12 @@ def test_rows_to_gather_into_may_be_strided() -> None:
         wide = np.full((SIZE, 10, 2), -1.0)
         out = wide[:, :, 0]
         assert group.all_gather(values(group.rank, 10), out=out) is out
-        same(np.ascontiguousarray(wide[:, :, 0]), np.stack(everyone(SIZE, 10)))
+        same(np.ascontiguousarray(wide[:, :, 0]), np.stack(all_values(SIZE, 10)))
         assert (wide[:, :, 1] == -1).all()
         own_row = np.zeros((SIZE, 10))
         own_row[group.rank] = values(group.rank, 10)
         group.all_gather(own_row[group.rank], out=own_row)
-        same(own_row, np.stack(everyone(SIZE, 10)))
+        same(own_row, np.stack(all_values(SIZE, 10)))
 
     run_threads(SIZE, body)
 
@@ -135,7 +135,7 @@ def test_what_is_only_read_may_be_read_only_a_list_or_a_number() -> None:
         frozen.flags.writeable = False
         for rank, block in enumerate(group.all_gather(frozen)):
             same(block, values(rank, 6))
-        same(group.reduce_scatter(frozen), np.array_split(sum(everyone(SIZE, 6), np.zeros(6)), SIZE)[me])
+        same(group.reduce_scatter(frozen), np.array_split(sum(all_values(SIZE, 6), np.zeros(6)), SIZE)[me])
         group.scan(frozen)
         group.all_to_all([frozen] * SIZE)
         root = frozen if me == 0 else np.empty(6)
@@ -179,10 +179,10 @@ def test_subclasses_of_arrays_are_seen_as_plain_memory(tmp_path: Any) -> None:
         on_disk = np.memmap(tmp_path / f"rank{me}", np.float64, "w+", shape=(4, 5))
         on_disk[...] = values(me, (4, 5))
         assert group.all_reduce(on_disk) is on_disk
-        same(np.array(on_disk), sum(everyone(SIZE, (4, 5)), np.zeros((4, 5))))
+        same(np.array(on_disk), sum(all_values(SIZE, (4, 5)), np.zeros((4, 5))))
         records = values(me, (3, 2)).view(np.recarray)
         group.all_reduce(records)
-        same(np.array(records), sum(everyone(SIZE, (3, 2)), np.zeros((3, 2))))
+        same(np.array(records), sum(all_values(SIZE, (3, 2)), np.zeros((3, 2))))
 
     run_threads(SIZE, body)
 
@@ -195,7 +195,7 @@ def test_memory_that_is_not_aligned_works() -> None:
             x = np.frombuffer(raw, dtype, count, offset=1)
             x[...] = values(group.rank, count, dtype)
             group.all_reduce(x)
-            same(x.copy(), sum(everyone(SIZE, count, dtype), np.zeros(count, dtype)))
+            same(x.copy(), sum(all_values(SIZE, count, dtype), np.zeros(count, dtype)))
             for rank, block in enumerate(group.all_gather(x)):
                 same(block, x.copy() if rank == group.rank else block)
 

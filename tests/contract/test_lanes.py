@@ -229,7 +229,7 @@ def settle(*ends: End) -> None:
                 if not events:
                     return
                 poll.register(end.lane.fileno(), events)
-        assert poll.poll(PATIENCE * 1000), "nobody was woken"
+        assert poll.poll(PATIENCE * 1000), "no end was woken"
     finally:
         for end in ends:
             end.lane.unpark()

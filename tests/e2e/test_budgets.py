@@ -120,7 +120,7 @@ def test_an_array_of_more_than_4_gibibytes_arrives_to_its_last_byte(job: Job) ->
     available = sum(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) >> 20
     if available < 7:
         pytest.skip(f"needs 7 GiB of memory; {available} are available")
-    # The sender's array is mostly pages of zeros that nobody wrote, which take no memory; the other's is all ones.
+    # The sender's array is mostly pages that were never written, which take no memory; the other's is all ones.
     code = """
 import json
 import numpy as np

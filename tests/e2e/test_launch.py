@@ -178,7 +178,7 @@ def test_a_run_that_loses_all_its_ranks_has_failed() -> None:
         launch(sum_among_survivors, 2, (0, 1), timeout=DEADLINE, on_loss="continue")
 
 
-def test_what_a_function_raises_ends_those_who_would_go_on_too() -> None:
+def test_what_a_function_raises_ends_ranks_that_would_go_on_too() -> None:
     with pytest.raises(ValueError, match="one is not enough"):
         launch(fail_in_rank_1, 3, "value", timeout=DEADLINE, on_loss="continue")
     with pytest.raises(ConfigError, match="on_loss='shrug' must be"):

@@ -41,7 +41,7 @@ with covey.join(timeout=20) as group:
     local = group.split(color=group.rank // 2)
     part = local.all_reduce(10 ** group.rank)
     report = dict(
-        place=[group.rank, group.size, group.local_rank],
+        position=[group.rank, group.size, group.local_rank],
         sums=right,
         gathered=gathered,
         message=[int(message[0]), int(message[-1])],
@@ -83,9 +83,9 @@ class Hosts:
         """Start one of four ranks, two on each host."""
         host = rank // 2
         enter = ["ip", "netns", "exec", self.names[host], sys.executable]
-        place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
+        position = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
         master = {"MASTER_ADDR": self.addresses[0], "MASTER_PORT": PORT}
-        return job.start(code, enter, **{**place, **master, **env})
+        return job.start(code, enter, **{**position, **master, **env})
 
 
 def ip(*words: str) -> None:
@@ -114,7 +114,7 @@ def job() -> Iterator[Job]:
 
 
 def check(reports: list[Any], same_host: str, between_hosts: str = "tcp") -> None:
-    assert [report["place"] for report in reports] == [[rank, 4, rank % 2] for rank in range(4)]
+    assert [report["position"] for report in reports] == [[rank, 4, rank % 2] for rank in range(4)]
     for rank, report in enumerate(reports):
         assert report["sums"] == [10.0, 3_000_000.0]
         assert report["gathered"] == [[0], [1, 1], [2, 2, 2], [3, 3, 3, 3]]

@@ -113,7 +113,7 @@ def run(work: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) 
 
 @pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of stopped processes")
-def test_everybody_hears_how_the_processes_of_a_keeper_are() -> None:
+def test_every_node_hears_how_the_processes_of_a_keeper_are() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster, process = new_cluster(), sleeper(stack)
         service = opened(stack, cluster)
@@ -153,7 +153,7 @@ def test_the_last_word_of_a_keeper_is_how_its_processes_ended() -> None:
     run(work)
 
 
-def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_nobody_else() -> None:
+def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_no_other() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster = new_cluster()
         service = opened(stack, cluster)

@@ -1,4 +1,4 @@
-"""Links: whole frames in order, bounded queues both ways, and an end that everyone hears of."""
+"""Links: whole frames in order, bounded queues both ways, and an end that both sides hear of."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_last_words_of_a_peer_are_heard_before_its_end(secure: bool) -> None
             assert owner.frames == [b"%d" % number * 1000 for number in range(100)]
             assert acceptor.error is None
             assert not acceptor.is_open
-            acceptor.send(b"to nobody")
+            acceptor.send(b"to no peer")
 
     run(work)
 
@@ -209,7 +209,7 @@ def test_a_peer_that_never_reads_costs_a_bounded_backlog_and_no_waiting(secure: 
 
 
 @both_kinds
-def test_frames_that_nobody_takes_stop_the_peer_and_all_arrive_in_the_end(secure: bool) -> None:
+def test_frames_that_are_not_taken_stop_the_peer_and_all_arrive_in_the_end(secure: bool) -> None:
     count, body = 3000, bytes(4 * KIB)
 
     async def work() -> None:
@@ -320,7 +320,7 @@ def test_a_handshake_that_is_cancelled_at_any_moment_leaves_no_transport_on_a_cl
                 await asyncio.sleep(0)
             shaking.cancel()
             (end,) = await asyncio.gather(shaking, return_exceptions=True)
-            near.close()  # as everyone does who made a socket and got no link for it
+            near.close()  # as every caller does that made a socket and got no link for it
             transport = loop._transports.get(number)
             is_alive = transport is not None and not transport.is_closing()
             (far_end,) = await asyncio.gather(other, return_exceptions=True)
@@ -337,7 +337,7 @@ def test_a_handshake_that_is_cancelled_at_any_moment_leaves_no_transport_on_a_cl
     run(work)
 
 
-def test_a_handshake_with_someone_who_says_nothing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_with_a_peer_that_says_nothing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("covey.runtime.links.link.HANDSHAKE_SECONDS", 0.2)
 
     async def work() -> None:

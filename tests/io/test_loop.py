@@ -32,7 +32,7 @@ class Interrupt(BaseException):
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """SIGUSR1 interrupts whoever makes something."""
+    """SIGUSR1 interrupts the thread that makes something."""
 
     def interrupt(_signum: int, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code is not control.make.__code__:

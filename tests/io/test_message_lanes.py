@@ -115,7 +115,7 @@ def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
 
 
 @pytest.mark.parametrize("lanes", ["unix", "tcp"])
-def test_both_ends_come_to_use_the_same_connection_whoever_breaks_and_asks(lanes: str) -> None:
+def test_both_ends_come_to_use_the_same_connection_whichever_breaks_and_asks(lanes: str) -> None:
     """Lanes break at random at both ends, and each end asks for others at random; every message arrives once."""
     count = 150
 

@@ -227,8 +227,8 @@ def test_recorded_bytes_are_put_into_a_living_connection_a_second_time(
 
 
 def test_a_client_of_a_target_that_is_not_there_is_hung_up_on() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        address = nobody.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()
     with Proxy(address) as proxy, dial(proxy) as client:
         assert client.recv(1) == b""
         assert proxy.connections() == 0

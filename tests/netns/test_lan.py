@@ -61,7 +61,7 @@ def is_running(pid: str) -> bool:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return not re.search(r"\) [ZX] ", status)  # killed, and not yet buried by whoever adopted it
+    return not re.search(r"\) [ZX] ", status)  # killed, and not yet reaped by the process that adopted it
 
 
 def left_behind() -> list[str]:

@@ -1,4 +1,4 @@
-"""Who may say that a run is over, and who is believed about processes: members of the run, and keepers of their own."""
+"""Only members of a run may say that it is over; only a process's own keeper is believed about it."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
 # Keepers
 
 
-class Kept:
+class AttackedKeeper:
     """A keeper in a cluster."""
 
     def __init__(self, service: ClusterKeeperService, prey: Victim) -> None:
@@ -170,7 +170,7 @@ class Kept:
 
 
 @pytest.fixture
-def kept() -> Iterator[Kept]:
+def attacked() -> Iterator[AttackedKeeper]:
     cluster = new_cluster()
     service = ClusterKeeperService(cluster, LOOPBACK)
     service.start()
@@ -180,7 +180,7 @@ def kept() -> Iterator[Kept]:
         assert seat is not None
         assert cluster_keeper is not None
         address = ("127.0.0.1", seat.card.contact.addresses[0].port)
-        yield Kept(service, Victim(cluster, seat, cluster_keeper.mesh, address))
+        yield AttackedKeeper(service, Victim(cluster, seat, cluster_keeper.mesh, address))
     finally:
         service.close()
 
@@ -190,11 +190,11 @@ def founded(lineage: bytes, *insiders: Insider) -> messages.Founded:
     return messages.Founded(0, lineage, False, members, "continue", 30.0, lineage)
 
 
-def test_a_keeper_believes_only_members_of_its_run_that_the_work_is_done(kept: Kept) -> None:
+def test_a_keeper_believes_only_members_of_its_run_that_the_work_is_done(attacked: AttackedKeeper) -> None:
     lineage = bytes(15) + b"x"
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(kept.own(NodeIdentity.ephemeral()))
-        member, liar = (stack.enter_context(Insider(kept.prey)) for _ in range(2))
+        own = stack.enter_context(attacked.own(NodeIdentity.ephemeral()))
+        member, liar = (stack.enter_context(Insider(attacked.prey)) for _ in range(2))
         liar.say(founded(lineage, liar))
         liar.say(messages.Ended("run", lineage, True))
         liar.ping()
@@ -202,18 +202,18 @@ def test_a_keeper_believes_only_members_of_its_run_that_the_work_is_done(kept: K
         own.ping()
         liar.say(messages.Ended("run", lineage, True))
         liar.ping()
-        assert not kept.service.is_over
+        assert not attacked.service.is_over
         member.say(messages.Ended("run", bytes(16), True))
         member.ping()
-        assert not kept.service.is_over
+        assert not attacked.service.is_over
         member.say(messages.Ended("run", lineage, True))
         member.ping()
-        assert kept.service.is_over
+        assert attacked.service.is_over
         assert own.hear(messages.Ended).lineage == lineage
 
 
 def test_a_node_on_another_machine_cannot_say_that_it_is_a_process_of_this_keeper(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
+    attacked: AttackedKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lineage, honest = bytes(15) + b"x", NodeIdentity.ephemeral()
     far: set[bytes] = set()
@@ -229,17 +229,17 @@ def test_a_node_on_another_machine_cannot_say_that_it_is_a_process_of_this_keepe
         poser = NodeIdentity.ephemeral()
         poser.life = honest.life
         far.add(poser.id)
-        liar = stack.enter_context(kept.own(poser, pid=1 << 22))
+        liar = stack.enter_context(attacked.own(poser, pid=1 << 22))
         liar.say(founded(lineage, liar))
         liar.say(messages.Ended("run", lineage, True))
         liar.ping()
-        assert kept.vouched(honest.life) is None
-        assert (kept.service.survives, kept.service.is_over) == (False, False)
+        assert attacked.vouched(honest.life) is None
+        assert (attacked.service.survives, attacked.service.is_over) == (False, False)
         process = stack.enter_context(subprocess.Popen(["sleep", "1000"]))
         stack.callback(process.kill)
-        own = stack.enter_context(kept.own(honest, process.pid))
+        own = stack.enter_context(attacked.own(honest, process.pid))
         own.ping()
-        assert kept.vouched(honest.life) == Vouch.BUSY
+        assert attacked.vouched(honest.life) == Vouch.BUSY
 
 
 def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_taken(

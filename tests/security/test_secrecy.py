@@ -91,7 +91,7 @@ def hidden(secret: ClusterSecret) -> dict[str, bytes]:
     return found
 
 
-def test_what_two_nodes_exchange_tells_nothing_to_who_captures_all_of_it() -> None:
+def test_a_capture_of_all_that_two_nodes_exchange_tells_nothing() -> None:
     require_namespaces()
     nodes, block = Nodes(CLUSTER), secrets.token_bytes(64)
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
@@ -116,7 +116,7 @@ def test_what_two_nodes_exchange_tells_nothing_to_who_captures_all_of_it() -> No
     assert [what for what, needle in needles.items() if needle in capture] == []
 
 
-def test_forged_resets_are_a_lost_peer_for_everyone_at_once() -> None:
+def test_forged_resets_are_a_lost_peer_for_every_rank_at_once() -> None:
     require_namespaces()
     nodes = Nodes(CLUSTER)
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:

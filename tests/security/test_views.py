@@ -84,7 +84,7 @@ class Scene:
         return group.rank, outcome
 
     def outcome(self) -> dict[int, list[Any]]:
-        """Let all of them go on, and return by rank what came of two operations: an error, or numbers and of whom."""
+        """Let all of them go on; return what two operations gave at each rank: an error, or sums and contributors."""
         self.begin(0, 1, 2)
         self._together()
         return dict(participant.result() for participant in self._participants)
@@ -433,7 +433,7 @@ def test_where_a_quorum_decides_no_member_can_fork_a_run(scene: Scene) -> None:
     assert {scene.base.lineage} == {scene.generation(rank).founded.lineage for rank in HONEST}
 
 
-def test_views_of_another_history_have_no_effect(scene: Scene) -> None:
+def test_views_of_another_lineage_have_no_effect(scene: Scene) -> None:
     stranger = scene.follows(0, 2, lineage=bytes(16))
     old, ahead = (scene.follows(0, 1, 2, number=scene.base.number + more) for more in (0, 9))
     for rank in HONEST:

@@ -112,7 +112,7 @@ def victim(
 # Connections of an attacker's own
 
 
-def knock(
+def dial_door(
     address: tuple[str, int],
     key: bytes,
     purpose: int = door.Purpose.LINK,
@@ -200,10 +200,10 @@ class Tls:
         self.close()
 
 
-def knock_tls(address: tuple[str, int], key: bytes, context: ssl.SSLContext) -> Tls:
+def dial_tls(address: tuple[str, int], key: bytes, context: ssl.SSLContext) -> Tls:
     """Pass the door with its key, and finish a TLS handshake behind it."""
     end = Tls(context)
-    sock = knock(address, key, first=end.hello)
+    sock = dial_door(address, key, first=end.hello)
     try:
         return end.shake_hands(sock)
     except BaseException:
@@ -249,7 +249,7 @@ def dialling_context(seed: bytes, private: Ed25519PrivateKey | None = None) -> s
 
 
 class Insider:
-    """Somebody who holds a cluster's secret, and a link on which it may say what it wants."""
+    """A process that holds a cluster's secret, and a link on which it may say what it wants."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class Insider:
         secret = prey.cluster.secret
         self.card = card_of(self.identity, **(card or {}))
         context = dialling_context(secret.derive("node-ca"), self.identity.private)
-        self.link = knock_tls(prey.address, secret.derive("door"), context)
+        self.link = dial_tls(prey.address, secret.derive("door"), context)
         try:
             values: dict[str, Any] = {
                 "version": messages.VERSION, "nonce": secrets.token_bytes(32), "purpose": purpose, "run": "run",
@@ -307,7 +307,7 @@ def card_of(identity: NodeIdentity, **changes: Any) -> messages.Card:
 
 
 def welcomes_members(prey: Victim) -> bool:
-    """Tell whether a node still takes in those who may come."""
+    """Tell whether a node still accepts nodes that may come."""
     with Insider(prey, purpose="visitor") as visitor:
         visitor.ping()
         return isinstance(visitor.greeting, messages.Welcome)
@@ -359,7 +359,7 @@ def _text(rng: random.Random) -> str:
     return rng.choice(["", "collectives", "messages", "secure", "shm", "x" * 5000, "\n\x1b[2J", "\U0001f600", "../.."])
 
 
-# Runs of which somebody holds the wire
+# Runs of which an attacker holds the wire
 
 
 def run_nodes(

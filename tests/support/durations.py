@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 20
 FEWEST_TESTS = 100
-"""Runs of fewer tests print nothing: a person who runs one file did not ask."""
+"""Runs of fewer tests print nothing: a user that runs one file did not ask."""
 _USED = "processor seconds"
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # importing typing would leave it in the programs
+TYPE_CHECKING = False  # typing is not imported here
+if TYPE_CHECKING:
     from typing import Any
 
 HIGH = 700

@@ -88,13 +88,13 @@ class Job:
         return self.folder / "home"
 
     def left_behind(self) -> list[str]:
-        """Return what is in the temporary folder, but for the door of this user's meetings."""
+        """Return what is in the temporary folder, but for the door of this user's host rendezvous."""
         door = Path(f"covey-{os.getuid()}") / "door"
         paths = {path.relative_to(self.temp) for path in self.temp.rglob("*")}
         return sorted(map(str, paths - {door, door.parent}))
 
-    def meeting_place(self, rank: int) -> Path:
-        """Wait until `rank` listens in a meeting, and return the folder."""
+    def rendezvous_folder(self, rank: int) -> Path:
+        """Wait until `rank` listens in a host rendezvous, and return the folder."""
         found: list[Path] = []
 
         def listens() -> bool:

@@ -130,7 +130,7 @@ class Lab:
         return machines
 
     def left_behind(self) -> list[str]:
-        """Return what is in the temporary folder, but for the door of this user's meetings."""
+        """Return what is in the temporary folder, but for the door of this user's host rendezvous."""
         door = Path(f"covey-{os.getuid()}") / "door"
         paths = {path.relative_to(self.temp) for path in self.temp.rglob("*")}
         return sorted(map(str, paths - {door, door.parent}))
@@ -165,9 +165,9 @@ def wait_until_joined(nodes: list[subprocess.Popen[str]]) -> list[int]:
     """Return the ranks of nodes once they are in their run."""
     for node in nodes:
         assert heard(node) == "joining"
-    places = [heard(node) for node in nodes]
-    assert sorted(places) == [[rank, len(nodes)] for rank in range(len(nodes))]
-    return [rank for rank, _ in places]
+    positions = [heard(node) for node in nodes]
+    assert sorted(positions) == [[rank, len(nodes)] for rank in range(len(nodes))]
+    return [rank for rank, _ in positions]
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:

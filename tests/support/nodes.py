@@ -94,7 +94,7 @@ def check_run(nodes: Sequence[Node]) -> list[dict[str, Any]]:
 
 
 def check_members(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """Wait until nodes end; assert that all are in one run, agree on who has which rank, and got the right sums."""
+    """Wait until nodes end; assert that all are in one run, agree on their ranks, and got the right sums."""
     ends = [node.end() for node in nodes]
     story = "\n".join(f"host{node.host.index}: {end}" for node, end in zip(nodes, ends, strict=True))
     assert all(code == 0 for code, _, _ in ends), story

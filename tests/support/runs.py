@@ -201,7 +201,7 @@ def say(group: Group, rank: int, message: messages.Control) -> None:
 
 
 def here(insider: Insider, terms: formation.Terms, hears: tuple[bytes, ...], **fields: Any) -> messages.Forming:
-    """What a candidate tells of itself."""
+    """What a joiner tells of itself."""
     card = insider.card
     member = formation.Member(card.id, card.life, "insider", card.contact.host, b"")
     values: dict[str, Any] = {"phase": formation.Phase.JOINING}

@@ -137,7 +137,7 @@ class CoveyRun:
             self._poll.register(source, select.POLLIN)
 
     def said(self, event: str, rank: int | None = None) -> list[Any]:
-        """Return everything that was said with `say(event, ...)` by now, by anybody or one rank: its place at start."""
+        """Return what was said with `say(event, ...)` by now, by any rank or by the one that started as `rank`."""
         while self._listen(0):
             pass
         return [line for line in self._said if line["event"] == event and rank in (None, line["slot"])]
@@ -221,15 +221,15 @@ def catch_in_the_middle(pid: int, descriptor: int, timeout: float = DEADLINE) ->
     deadline = time.monotonic() + timeout
     with open(f"/proc/{pid}/fd/{descriptor}", "rb", buffering=0) as memory:
         count = (os.fstat(memory.fileno()).st_size - HEADER_BYTES) // 4
-        places = np.linspace(0, count - 1, 97).astype(int)
+        indices = np.linspace(0, count - 1, 97).astype(int)
 
         def is_half_done() -> bool:
             scale, rank = np.frombuffer(os.pread(memory.fileno(), 8, 0), np.int32)
             if scale <= 0:
                 return False
-            now = [os.pread(memory.fileno(), 4, HEADER_BYTES + 4 * int(place)) for place in places]
-            done = np.frombuffer(b"".join(now), np.float32) != scale * values(int(rank), count, places)
-            return 0 < int(done.sum()) < len(places)
+            now = [os.pread(memory.fileno(), 4, HEADER_BYTES + 4 * int(index)) for index in indices]
+            done = np.frombuffer(b"".join(now), np.float32) != scale * values(int(rank), count, indices)
+            return 0 < int(done.sum()) < len(indices)
 
         while True:
             assert time.monotonic() < deadline, "was never seen in the middle of an operation"
@@ -303,10 +303,10 @@ def break_all_connections(pid: int, spare: str) -> int:
 HEADER_BYTES = 4096
 
 
-def values(rank: int, count: int, places: Any = None, *, dtype: Any = np.float32) -> Any:
-    """What a rank contributes: differs at every rank and place, and sums tell who is in them, exactly."""
-    places = np.arange(count, dtype=np.int32) if places is None else places
-    return (1 + places % 251).astype(dtype) * dtype(4**rank)
+def values(rank: int, count: int, indices: Any = None, *, dtype: Any = np.float32) -> Any:
+    """What a rank contributes: differs at every rank and index, and sums tell exactly which ranks are in them."""
+    indices = np.arange(count, dtype=np.int32) if indices is None else indices
+    return (1 + indices % 251).astype(dtype) * dtype(4**rank)
 
 
 def total(ranks: Sequence[int], count: int, *, dtype: Any = np.float32) -> Any:

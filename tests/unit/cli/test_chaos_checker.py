@@ -144,9 +144,9 @@ def right_history() -> History:
 
 def change(history: History, name: str, kind: type, edit: Callable[[Any], Record | None], which: int = 0) -> None:
     """Replace one record of a process, or remove it."""
-    places = [place for place, record in enumerate(history[name]) if isinstance(record, kind)]
-    edited = edit(history[name][places[which]])
-    history[name][places[which] : places[which] + 1] = [] if edited is None else [edited]
+    indices = [index for index, record in enumerate(history[name]) if isinstance(record, kind)]
+    edited = edit(history[name][indices[which]])
+    history[name][indices[which] : indices[which] + 1] = [] if edited is None else [edited]
 
 
 def change_both(history: History, kind: type, edit: Callable[[Any], Record | None], which: int = 0) -> None:
@@ -390,7 +390,7 @@ def test_one_mistake_that_shows_everywhere_does_not_flood_the_report() -> None:
     for _ in range(100):
         forge.do(KINDS[0])
     for records in forge.history.values():
-        for place, record in enumerate(records):
+        for index, record in enumerate(records):
             if isinstance(record, Done):
-                records[place] = msgspec.structs.replace(record, result="x")
+                records[index] = msgspec.structs.replace(record, result="x")
     assert len(check(forge.history, Circumstances()).problems) == MOST_FINDINGS

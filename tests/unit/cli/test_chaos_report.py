@@ -26,9 +26,11 @@ def lost(pid: int, at: float, view: int, *ranks: int, generation: int = 0, kind:
     return Told(pid, kind, BEGAN + at, generation, view, ranks, phases)
 
 
-def injected(kind: str, at: float, who: Worker | None, **fault: Any) -> Injected:
-    rank = who.rank if who is not None else 9
-    return Injected(Fault(0, at, kind, rank, **fault), BEGAN + at, who, note="" if who is not None else "it is gone")
+def injected(kind: str, at: float, worker: Worker | None, **fault: Any) -> Injected:
+    rank = worker.rank if worker is not None else 9
+    return Injected(
+        Fault(0, at, kind, rank, **fault), BEGAN + at, worker, note="" if worker is not None else "it is gone"
+    )
 
 
 def test_a_recovery_ends_when_the_last_of_the_survivors_goes_on() -> None:
@@ -125,7 +127,7 @@ def test_a_job_that_does_not_survive_losses_is_not_said_to_go_on() -> None:
     assert outcome.text == "the other processes failed"
 
 
-def test_the_job_ends_well_only_if_somebody_finished_and_nobody_failed_by_itself() -> None:
+def test_the_job_ends_well_only_if_a_process_finished_and_none_failed_by_itself() -> None:
     def code(*endings: tuple[str, int], forgiven: set[int] | None = None, late: bool = False) -> int:
         ends = [Ending(worker(rank, 10 + rank, how[1]), 0.0, how[0]) for rank, how in enumerate(endings)]
         return Story(endings=ends, forgiven=forgiven or set(), is_out_of_time=late).code

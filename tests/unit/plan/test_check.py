@@ -128,12 +128,12 @@ def doubled(plans: Sequence[Plan]) -> Iterator[list[Plan]]:
             nth = sum(other.peer == send.peer for other in plan.sends[:index])
             target = [i for i, recv in enumerate(plans[send.peer].recvs) if recv.peer == rank][nth]
             changed = list(plans)
-            for who, kind, at in ((rank, "sends", index), (send.peer, "recvs", target)):
+            for peer, kind, at in ((rank, "sends", index), (send.peer, "recvs", target)):
                 other_kind = "recvs" if kind == "sends" else "sends"
-                moves = list(getattr(changed[who], kind))
+                moves = list(getattr(changed[peer], kind))
                 moves.insert(at, moves[at])
-                waits = [m._replace(after=m.after + (m.after > at)) for m in getattr(changed[who], other_kind)]
-                changed = with_moves(with_moves(changed, who, kind, moves), who, other_kind, waits)
+                waits = [m._replace(after=m.after + (m.after > at)) for m in getattr(changed[peer], other_kind)]
+                changed = with_moves(with_moves(changed, peer, kind, moves), peer, other_kind, waits)
             yield changed
 
 
@@ -236,7 +236,7 @@ def test_an_error_names_rank_move_and_reason_and_asks_for_a_fix() -> None:
     assert caught.value.remedy is ConfigError.remedy
 
 
-def test_a_transfer_nobody_receives_or_sends_is_refused() -> None:
+def test_a_transfer_that_no_rank_receives_or_sends_is_refused() -> None:
     with pytest.raises(PlanError, match="rank 1 does not receive it"):
         check.broadcast([Plan((Send(1, 0, 0, 0),)), Plan()], 0, 0)
     with pytest.raises(PlanError, match="rank 0 does not send it"):
@@ -302,7 +302,7 @@ def test_what_a_peer_must_have_heard_orders_moves_without_after() -> None:
     check.prove(plans, [[["a"]], [["b"]]], [{0: [frozenset("ab")]}] * 2)
 
 
-def test_sending_what_nobody_wrote_is_refused() -> None:
+def test_sending_what_was_never_written_is_refused() -> None:
     plans = [Plan((Send(1, 1, 0, 2),)), Plan((), (Recv(0, 1, 0, 2),))]
     with pytest.raises(PlanError, match="never written"):
         check.all_gather(plans, [0, 2])

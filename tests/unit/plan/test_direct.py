@@ -39,7 +39,7 @@ def test_reduce_scatter_reduces_own_part_and_spares_the_input(size: int) -> None
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_gather_gives_every_block_to_everyone(size: int) -> None:
+def test_all_gather_gives_every_block_to_every_rank(size: int) -> None:
     for count in counts(size):
         blocks = lengths(size, count)
         check.all_gather(each_rank(size, direct.all_gather, blocks), blocks)

@@ -23,14 +23,14 @@ def test_all_reduce_moves_no_more_than_twice_the_buffer() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_gather_gives_every_block_to_everyone(size: int) -> None:
+def test_all_gather_gives_every_block_to_every_rank(size: int) -> None:
     for count in counts(size):
         blocks = lengths(size, count)
         check.all_gather(each_rank(size, ring.all_gather, blocks), blocks)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_brings_the_roots_buffer_to_everyone(size: int) -> None:
+def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
             for plans in segmented(size, ring.broadcast, size, root, count):

@@ -5,7 +5,7 @@ from covey.plan import check, tree
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_brings_the_roots_buffer_to_everyone(size: int) -> None:
+def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
             plans = each_rank(size, tree.broadcast, size, root, count)

@@ -61,7 +61,7 @@ def test_only_ip_version_6_keeps_the_multicast_that_it_cannot_do_without() -> No
 
     assert is_stoppable_multicast(bytes.fromhex("01005e0000fb") + HERE + IPV4 + bytes(40))
     assert is_stoppable_multicast(bytes.fromhex("3333000000fb") + HERE + IPV6 + bytes(60))
-    assert is_stoppable_multicast(icmp("333300000001", 128))  # a ping to everybody
+    assert is_stoppable_multicast(icmp("333300000001", 128))  # a ping to every host
     assert not is_stoppable_multicast(icmp("333300000001", 134))
     assert not is_stoppable_multicast(icmp("3333ff000002", 135))
     assert not is_stoppable_multicast(b"\xff" * 6 + HERE + b"\x08\x06" + bytes(28))

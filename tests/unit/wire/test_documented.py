@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from covey.base.text import TEXT_LIMIT
-from covey.net.discovery import host_rendezvous as meeting
+from covey.net.discovery import host_rendezvous
 from covey.net.lanes import ring
 from covey.proto import health, matching, message, message_stream, views
 from covey.proto import membership as agreement
@@ -108,7 +108,7 @@ def test_what_messages_about_views_are_made_of_is_listed_with_its_fields() -> No
         assert documented_fields(rows[kind]) == fields_of(getattr(membership, kind)), kind
 
 
-def test_every_question_to_a_board_is_listed_with_its_tag_and_fields() -> None:
+def test_every_question_to_a_store_is_listed_with_its_tag_and_fields() -> None:
     known = by_name(store.Body)
     rows = table("Key-value stores", "tag")
     assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
@@ -219,7 +219,7 @@ NUMBERS = (
     f"Keys have up to {store.KEY_LIMIT} characters, values {store.VALUE_LIMIT >> 10} KiB, a message "
     f"{store.KEYS_LIMIT} keys and 1 MiB",
     f"carries a random id ({lanes.LANE_BYTES} bytes) and a random secret ({lanes.SECRET_BYTES} bytes)",
-    f"a token ({meeting.TOKEN_BYTES} random bytes that never travel)",
+    f"a token ({host_rendezvous.TOKEN_BYTES} random bytes that never travel)",
     f"small frames in lots of {matching.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
     f"are repeated after {stores.ASK_AGAIN_SECONDS:.0f} s",
@@ -231,7 +231,7 @@ def test_a_number_of_the_page_is_that_of_the_code(said: str) -> None:
     assert said in WORDS
 
 
-def test_a_board_has_a_number_of_so_many_bits_and_calls_are_so_many_runs() -> None:
+def test_a_store_has_a_number_of_so_many_bits_and_calls_are_so_many_runs() -> None:
     hints = typing.get_type_hints(messages.Posting, include_extras=True)
     assert f"Its number ({limit(hints['store'])} random bits)" in WORDS
     (meta,) = typing.get_args(typing.get_type_hints(messages.Calls, include_extras=True)["runs"])[1:]

@@ -32,7 +32,7 @@ def test_calls_have_equal_fingerprints_exactly_if_all_that_must_agree_agrees() -
     assert len({call.fingerprint for call in variations}) == len(variations)
 
 
-def test_a_ledger_remembers_the_latest_calls_only() -> None:
+def test_a_call_log_remembers_the_latest_calls_only() -> None:
     call_log = CallLog()
     assert call_log.at(0) is None
     for sequence in range(1, LOGGED + 11):
@@ -57,7 +57,7 @@ def test_only_another_call_at_the_same_place_is_a_contradiction() -> None:
     assert call_log.heard(3, 1, 1, REDUCE.fingerprint, REDUCE.text)
 
 
-def test_the_late_are_those_who_do_not_answer_or_else_those_furthest_behind() -> None:
+def test_the_late_are_the_ranks_that_do_not_answer_or_else_those_furthest_behind() -> None:
     call_log = CallLog()
     call_log.enter(5, BARRIER)
     ranks = range(4)
