@@ -29,7 +29,7 @@ BELOW = {
 }
 """What each layer may import besides itself; "covey" is the package's public face."""
 
-ROOMS = {
+ROOMS: dict[str, dict[str, set[str]]] = {
     "runtime": {
         "links": set(),
         "members": {"links"},
@@ -107,12 +107,12 @@ def test_imports_point_down(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in FILES if layer_of(path) in PURE], ids=lambda path: path.stem)
 def test_pure_layers_touch_neither_the_world_nor_the_clock(path: Path) -> None:
-    for name, node in imports(path):
+    for name, statement in imports(path):
         if (
-            name == "io" and isinstance(node, ast.ImportFrom) and node.names[0].name == "BytesIO"
+            name == "io" and isinstance(statement, ast.ImportFrom) and statement.names[0].name == "BytesIO"
         ):  # memory, and nothing else
             continue
-        assert name.split(".")[0] not in IMPURE, f"{path}:{node.lineno} imports {name}"
+        assert name.split(".")[0] not in IMPURE, f"{path}:{statement.lineno} imports {name}"
     for node in ast.walk(ast.parse(path.read_text(), path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in IMPURE_BUILTINS, f"{path}:{node.lineno} calls {node.func.id}"

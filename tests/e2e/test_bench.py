@@ -65,7 +65,7 @@ class Bench:
 
     def ranks(self, engine: str) -> dict[int, int]:
         """Return the process ids of the ranks of `engine`, in order; mpirun's ranks learn theirs only later."""
-        found = {}
+        found: dict[int, int] = {}
         for pid in self.alive():
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
             if words[1:4] == ["-m", "covey.cli.bench.worker", engine]:

@@ -29,7 +29,7 @@ UNBUFFERED = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 @pytest.fixture
 def seed() -> Iterator[str]:
-    """A seed that nobody else uses, so that the workers of this test can be told from all other processes."""
+    """A seed that no other test uses, so that the workers of this test can be told from all other processes."""
     seed = str(int.from_bytes(os.urandom(4)))
     yield seed
     for pid in workers(seed):
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_the_demo_with_130_and_leaves_no_process(seed: str) -> None:
         process.communicate(timeout=DEADLINE)
 
 
-def test_whoever_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -> None:
+def test_a_rank_that_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -> None:
     pids: dict[int, int] = {}
     to_kill, killed = {0, 2}, set()
     entered: dict[int, Joined] = {}

@@ -55,7 +55,7 @@ DETAILS = (
 
 
 def disagree(cases: list[list[list[str]]], group: covey.Group | None = None) -> list[Any]:
-    """Go through the cases side by side. A case tells what each rank calls, in order; then everyone calls barrier.
+    """Go through the cases side by side. A case tells what each rank calls, in order; then every rank calls barrier.
 
     Returns, for each case, the first error and the one after it.
     """

@@ -219,7 +219,8 @@ def test_a_crash_while_the_oldest_file_goes_is_no_tampering(
     monkeypatch.setattr(audit, "MOST_BYTES", 3000)
     while not (folder / "log.4.jsonl").exists():
         write("early")
-    replace, done = os.replace, []
+    replace = os.replace
+    done: list[Path] = []
 
     def replace_some(old: Path, new: Path) -> None:
         if len(done) == steps:

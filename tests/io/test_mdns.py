@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DEADLINE = 20.0
 SOON = 4.0
 """Seconds in which others are found; a quarter of one is usual, on a machine that has nothing else to do."""
-KEY, OTHER_KEY = secrets.token_bytes(32), secrets.token_bytes(32)  # whoever else tests on this host has others
+KEY, OTHER_KEY = secrets.token_bytes(32), secrets.token_bytes(32)  # other test runs on this host have others
 LO = loopback_interfaces()[0].name
 
 PEER = """
@@ -221,7 +221,7 @@ def lan() -> Iterator[Lan]:
             lan.close()
 
 
-def test_two_hosts_find_each_other_whoever_comes_first(lan: Lan) -> None:
+def test_two_hosts_find_each_other_whichever_comes_first(lan: Lan) -> None:
     hosts = [lan.host("a"), lan.host("b")]
     for i, host in enumerate(hosts):
         lan.plug(host, "eth0", "br0", f"10.9.0.{i + 1}/24")
@@ -319,7 +319,7 @@ def test_a_host_without_any_network_is_no_error(lan: Lan) -> None:
     for i, peer in enumerate(peers):
         said = peer.next("found", port=peers[1 - i].port)
         assert said["found"] == ["127.0.0.1", "::1"]
-        assert said["connected"] is None  # nobody knows yet that it is the same host
+        assert said["connected"] is None  # no node knows yet that it is the same host
     ip("-n", alone, "link", "set", "lo", "down")
     assert lan.start(alone).report() == {"report": "no network is up"}
 
@@ -354,7 +354,9 @@ def places(found: list[tuple[Address, ...]]) -> set[tuple[str, int]]:
 
 def test_beacons_on_loopback_find_each_other_and_not_themselves() -> None:
     async def meet() -> None:
-        one, two, watched = [], [], []
+        one: list[tuple[Address, ...]] = []
+        two: list[tuple[Address, ...]] = []
+        watched: list[tuple[Address, ...]] = []
         beacons = [beacon(one, 1001), beacon(two, 1002), beacon(watched, 1003, announce=False)]
         try:
             for each in beacons:

@@ -151,7 +151,7 @@ def test_what_is_not_certainly_an_abandoned_run_stays(base: Path, what: str) -> 
         left.symlink_to(kept)
     elif what == "a file":
         kept = base / f"{PREFIX}file"
-        kept.write_text("somebody's")
+        kept.write_text("another user's")
     else:
         kept = left.rename(base / "covey-mine")
     make_old(kept)

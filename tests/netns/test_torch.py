@@ -57,7 +57,7 @@ TORCHRUN = (
     [(COVEY_RUN, ("covey://hidden-other?size=2&timeout=60", "env://")), (TORCHRUN, ("env://",))],
     ids=["covey run", "torchrun"],
 )
-def test_two_machines_train_and_who_captures_all_of_it_learns_nothing(
+def test_two_machines_train_and_a_capture_of_all_of_it_tells_nothing(
     launcher: str, methods: tuple[str, ...], tmp_path: Path
 ) -> None:
     block, secret, script = secrets.token_bytes(64), tmp_path / "secret", tmp_path / "train.py"

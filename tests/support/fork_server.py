@@ -13,6 +13,10 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False  # typing is not imported here
+if TYPE_CHECKING:
+    from typing import Any
+
 HIGH = 700
 """Received descriptors are moved to this number and above while the wanted numbers are taken."""
 REQUEST_LIMIT = 1 << 18
@@ -77,7 +81,7 @@ def _preload(number: int):
     return socket.socket(fileno=number)
 
 
-def _serve(channel) -> tuple[dict, list[int]]:
+def _serve(channel) -> tuple[dict[str, Any], list[int]]:
     """Answer requests. Returns in the programs only."""
     import pickle
     import socket
@@ -102,7 +106,7 @@ def _serve(channel) -> tuple[dict, list[int]]:
             if os.getppid() != request["parent"]:
                 os._exit(1)
             warnings.resetwarnings()
-            warnings.filters[:] = _FILTERS
+            warnings.filters[:] = _FILTERS  # type: ignore[index]
             return request, descriptors
         os.waitpid(first, 0)
         channel.send(b"adopted")
@@ -110,7 +114,7 @@ def _serve(channel) -> tuple[dict, list[int]]:
             os.close(descriptor)
 
 
-def _become(request: dict, descriptors: list[int], own_path: list[str]) -> None:
+def _become(request: dict[str, Any], descriptors: list[int], own_path: list[str]) -> None:
     """Take over streams, descriptors, environment, folder and session."""
     import fcntl
     import io
@@ -134,7 +138,7 @@ def _become(request: dict, descriptors: list[int], own_path: list[str]) -> None:
     sys.path[:] = given + [path for path in own_path if path not in given]  # as `site` does for paths of .pth files
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     encoding = sys.stdout.encoding
-    sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
         binary = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
         stream = io.TextIOWrapper(
@@ -159,7 +163,7 @@ def _run(argv: list[str]) -> None:
 
         sys.path.insert(0, os.getcwd())
         sys.argv = argv[1:2] + argv[3:]
-        runpy._run_module_as_main(argv[2])
+        runpy._run_module_as_main(argv[2])  # type: ignore[attr-defined]
     elif argv[1] == "-c":
         import builtins
         import types

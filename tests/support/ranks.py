@@ -33,7 +33,7 @@ import numpy as np
 import covey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
     from typing import Self
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -67,7 +67,7 @@ class Ranks:
         *args: Any,
         lanes: str,
         env: dict[str, str] | None = None,
-        start: Iterable[int] | None = None,
+        start: Collection[int] | None = None,
     ) -> None:
         """`args` are JSON. Ranks outside `start` (default: all) wait for `begin`."""
         from covey.runtime.keeper.keeper import LocalRun  # ranks, which execute this file, have no use for it
@@ -110,11 +110,11 @@ class Ranks:
         with patch.object(keeper, "subprocess", forked):
             process = self._run.start(rank, self._argv, env=self._env, stdin=pipe, stdout=pipe, stderr=pipe)
         self._processes[rank] = process
-        for pipe, is_error in ((process.stdout, False), (process.stderr, True)):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            self._pipes[pipe.fileno()] = (rank, is_error)
-            self._poll.register(pipe, select.POLLIN)
+        for source, is_error in ((process.stdout, False), (process.stderr, True)):
+            assert source is not None
+            os.set_blocking(source.fileno(), False)
+            self._pipes[source.fileno()] = (rank, is_error)
+            self._poll.register(source, select.POLLIN)
 
     def go(self, rank: int) -> None:
         """Let `rank` return from `await_go`."""

@@ -48,7 +48,7 @@ def load(count: int) -> Iterator[None]:
 
 
 def test_a_rank_whose_connections_all_break_while_it_is_busy_keeps_its_place(tmp_path: Path) -> None:
-    """For three seconds it neither hears nor answers anybody, its keeper included."""
+    """For three seconds it neither hears nor answers any process, its keeper included."""
     body = """
         import ctypes, os, socket, stat
         import covey, numpy as np
