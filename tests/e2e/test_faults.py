@@ -515,7 +515,6 @@ def split_many_times(count: int) -> Any:
         return growth, descriptors, after.ru_nvcsw - before_idling.ru_nvcsw, cpu_seconds
 
 
-@pytest.mark.alone
 def test_64_split_groups_cost_little_and_idle_for_free() -> None:
     for growth, descriptors, wakeups, cpu_seconds in run_ranks(4, split_many_times, 64, lanes="shm", timeout=60.0):
         assert growth < 200 << 20

@@ -27,7 +27,7 @@ import covey
 with covey.join() as group:
     report = dict(rank=group.rank, size=group.size, run=group.name, local_rank=group.local_rank)
     report |= dict(sum=group.all_reduce(10 ** group.rank), env=dict(os.environ))
-    report |= dict(started_with=Path("/proc/self/environ").read_text())
+    report |= dict(started_with=Path("/proc/self/environ").read_text().rstrip(chr(0)))
 print(json.dumps(report))
 """
 

@@ -6,12 +6,12 @@ import json
 import os
 import secrets
 import stat
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support import forked
 
 from covey.base.errors import ConfigError
 from covey.net.keys import clusters, secret_sources
@@ -171,7 +171,7 @@ for turn in range(5):
 def test_processes_that_write_at_once_lose_nothing_of_each_other() -> None:
     clusters.save(replace(HOME, denied=frozenset()))
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    writers = [subprocess.Popen([sys.executable, "-c", REMEMBER, str(number)], env=env) for number in range(4)]
+    writers = [forked.Popen([sys.executable, "-c", REMEMBER, str(number)], env=env) for number in range(4)]
     try:
         assert [writer.wait(DEADLINE) for writer in writers] == [0] * 4
     finally:
@@ -276,7 +276,7 @@ def test_a_new_key_of_a_cluster_does_not_let_in_denied_nodes_again() -> None:
     old, kept_out = Cluster(ClusterSecret("lab", secrets.token_bytes(32))), secrets.token_bytes(32)
     clusters.save(Cluster(old.secret, denied=frozenset({kept_out})))
     code = encode_join_code(ClusterSecret("lab", secrets.token_bytes(32)))
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "covey", "enroll", "--force", "-"],
         input=code,
         capture_output=True,
@@ -288,7 +288,7 @@ def test_a_new_key_of_a_cluster_does_not_let_in_denied_nodes_again() -> None:
 
 
 def test_a_cluster_is_not_made_when_its_join_code_cannot_be() -> None:
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "covey", "init", "lab"],
         env={**os.environ, "COVEY_INTERFACES": "no-such-interface"},
         capture_output=True,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_registry import AGE_SECONDS, NODES_LIMIT, HostRegistry, RegisteredNode
@@ -59,7 +60,7 @@ def registry(port: int = 0, tag: str = TAG) -> Iterator[HostRegistry]:
 def process(port: int, code: str = "") -> Iterator[subprocess.Popen[str]]:
     """A node in a process of its own, announced when this returns."""
     command = [sys.executable, "-c", f"{ANNOUNCE}{code}{SAY}", TAG, str(port)]
-    node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    node = forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert node.stdout is not None
         assert node.stdout.readline().strip() == str(node.pid)
@@ -226,7 +227,7 @@ sys.stdin.read()
 def listening(tag: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A node of another process that listens and has not announced itself."""
     words = [sys.executable, "-c", LISTEN, tag]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = forked.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         yield process, Path(process.stdout.readline().strip())
@@ -256,7 +257,7 @@ def test_what_killed_nodes_of_other_clusters_left_goes_too() -> None:
     """No process may ever look into the folder of that cluster again."""
     other = "ffeeddccbbaa9988"
     with listening(other) as (process, socket):
-        node = subprocess.Popen([sys.executable, "-c", ANNOUNCE + SAY, other, "47777"],
+        node = forked.Popen([sys.executable, "-c", ANNOUNCE + SAY, other, "47777"],
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
         assert node.stdout is not None
         node.stdout.readline()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support import pipes
+from tests.support import forked, pipes
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.net.discovery.host_rendezvous import (
@@ -52,7 +52,7 @@ def seat(folder: Path, rank: int, token: bytes | None = None) -> Iterator[HostRe
 @contextlib.contextmanager
 def other_process(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     """Python that runs `code` and says a line when it is ready."""
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-c", code, *map(str, args)],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         stdin=subprocess.PIPE,
@@ -275,7 +275,7 @@ def test_a_connection_of_another_user_is_refused() -> None:
         listener.listen()
         # Not a Python of ours: another user need not be able to read where it is installed.
         code = f"python3 -c \"import socket; s = socket.socket(socket.AF_UNIX); s.connect('{path}'); s.recv(1)\""
-        process = subprocess.Popen(["/bin/sh", "-c", code], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
+        process = forked.Popen(["/bin/sh", "-c", code], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
         try:
             accepted, _ = listener.accept()
             with accepted, pytest.raises(AuthError, match=f"user {NOBODY} tried to join a run of user {os.getuid()}"):

@@ -18,6 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import forked
 
 from covey.base.errors import ConfigError
 from covey.net.discovery import responder
@@ -84,7 +85,7 @@ class Peer:
 
     def __init__(self, namespace: str, key: bytes = KEY, *, announce: bool = True, pattern: str = "") -> None:
         enter = ["ip", "netns", "exec", namespace, sys.executable, "-W", "error", "-c", PEER]
-        self._process = subprocess.Popen(
+        self._process = forked.Popen(
             [*enter, key.hex(), "announce" if announce else "listen", pattern],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -172,7 +173,7 @@ class Lan:
 
     def plug(self, host: str, device: str, bridge: str, *addresses: str) -> None:
         """Connect a new device of a host to a bridge."""
-        if subprocess.run(["ip", "-n", self.switch, "link", "show", bridge], capture_output=True).returncode:
+        if forked.run(["ip", "-n", self.switch, "link", "show", bridge], capture_output=True).returncode:
             ip("-n", self.switch, "link", "add", bridge, "type", "bridge")
             ip("-n", self.switch, "link", "set", bridge, "up")
         port = f"p{secrets.token_hex(4)}"
@@ -196,7 +197,7 @@ class Lan:
 
 
 def run(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=DEADLINE).stdout
+    return forked.run(words, check=True, capture_output=True, text=True, timeout=DEADLINE).stdout
 
 
 def ip(*words: str) -> str:
@@ -582,5 +583,5 @@ asyncio.run(main())
 """
     if not os.path.exists("/proc/self/net/udp"):
         pytest.skip("sockets of a process are looked up in /proc")
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
+    ended = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
     assert ended.stdout == "0 2\n0\n", ended.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support import pipes
+from tests.support import forked, pipes
 
 from covey.base.errors import ConfigError
 from covey.proto.ballot import first_record
@@ -139,7 +139,7 @@ while True:
     records = Records("lab", "mine", b"1" * 32)
     for _ in range(3):
         env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-        with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as writer:
+        with forked.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as writer:
             try:
                 said = int(pipes.stdout(writer).readline())
             finally:

@@ -131,6 +131,7 @@ with covey.join(run, **options) as group:
             else:
                 assert part.recv(0)[0] == 1
         count += 1
+        time.sleep(0.02)
     total = group.all_reduce(1)
 print(json.dumps([count, total]))
 """

@@ -9,9 +9,12 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tests.support import forked
 
+from covey.testing import netns
 from covey.testing.netns import Lan
 
 pytestmark = pytest.mark.slow
@@ -50,6 +53,12 @@ TORCHRUN = (
     "-m torch.distributed.run --rdzv-backend covey --rdzv-id hidden-run --nnodes 2 --nproc-per-node 1 "
     "--rdzv-conf timeout=60"
 )
+
+
+@pytest.fixture(autouse=True)
+def _torch(_forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs on hosts are forked from a process that has imported torch."""
+    monkeypatch.setattr(netns, "subprocess", SimpleNamespace(**(vars(forked) | {"Popen": forked.TorchPopen})))
 
 
 @pytest.mark.parametrize(

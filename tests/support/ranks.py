@@ -43,7 +43,7 @@ LANES = ("shm", "unix", "tcp", "secure")
 
 # Ranks' functions use the modules imported above.
 __all__ = ["DEADLINE", "LANES", "Ranks", "attempt", "await_go", "contextlib", "covey", "logging", "multiprocessing"]
-__all__ += ["np", "run_ranks", "say", "threading"]
+__all__ += ["np", "run_ranks", "say", "threading", "timed"]
 
 
 # In the test
@@ -226,6 +226,22 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
         cause = type(error.__cause__).__name__ if error.__cause__ is not None else None
         return {"at": time.monotonic(), "error": type(error).__name__, "text": str(error), "cause": cause, **facts}
     return {"at": time.monotonic(), "error": None, "result": result}
+
+
+def starved() -> float:
+    """Return how long threads of this process have been ready to run while no core was free, in seconds."""
+    total = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has ended
+            total += int(path.read_text().split()[1])
+    return total / 1e9
+
+
+def timed(function: Callable[[], Any]) -> dict[str, Any]:
+    """As `attempt`, with the time that it `took`, and for how long this process was `starved` meanwhile."""
+    before, began = starved(), time.monotonic()
+    result = attempt(function)
+    return {**result, "took": result["at"] - began, "starved": starved() - before}
 
 
 def _main() -> None:
