@@ -47,7 +47,7 @@ def main() -> None:
     temporary = tempfile.TemporaryDirectory() if rank == 0 and args.folder is None else None
     chosen = [args.folder or (temporary.name if temporary else None)]
     dist.broadcast_object_list(chosen)  # all ranks save into one folder
-    folder = chosen[0]
+    folder = str(chosen[0])
 
     model = nn.Sequential(nn.Linear(1, 64), Block(64), Block(64), nn.Linear(64, 1))
     whole = sum(parameter.numel() for parameter in model.parameters())

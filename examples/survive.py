@@ -6,6 +6,7 @@ covey run -n 3 --restarts 1 examples/survive.py
 import os
 import signal
 import time
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ import covey
 
 STEPS = 150
 truth = np.arange(1.0, 6.0)
-state = {"weights": np.zeros(5), "step": 0}  # everything that a newcomer needs
+state: dict[str, Any] = {"weights": np.zeros(5), "step": 0}  # everything that a newcomer needs
 
 for group in covey.generations():
     try:

@@ -1,4 +1,4 @@
-"""What holds for every test: its processes compute on one thread each, and nobody imports tests that do not run."""
+"""What holds for every test: its processes compute on one thread each, and no process imports tests that do not run."""
 
 from __future__ import annotations
 

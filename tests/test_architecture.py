@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +28,7 @@ BELOW = {
 }
 """What each layer may import besides itself; "covey" is the package's public face."""
 
-ROOMS = {
+ROOMS: dict[str, dict[str, set[str]]] = {
     "runtime": {
         "links": set(),
         "members": {"links"},
@@ -73,14 +72,24 @@ OPPONENTS = {"torch", "mpi4py"}
 FILES = sorted(SRC.rglob("*.py"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), path)
+
+
 def layer_of(path: Path) -> str:
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
-def imports(path: Path, source: str | None = None) -> Iterator[tuple[str, ast.stmt]]:
+@functools.cache
+def imports(path: Path) -> tuple[tuple[str, ast.stmt], ...]:
+    return tuple(imports_in(path, tree_of(path)))
+
+
+def imports_in(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
     """Yield the full name of every module a file imports, wherever in it that happens."""
     package = ["covey", *path.relative_to(SRC).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text() if source is None else source, path)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node
@@ -97,53 +106,66 @@ def target_layer(name: str) -> str:
     return inner[0] if inner and inner[0] in BELOW else "covey"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_imports_point_down(path: Path) -> None:
-    layer = layer_of(path)
-    for name, node in imports(path):
-        if name.split(".")[0] == "covey":
-            assert target_layer(name) in BELOW[layer] | {layer}, f"{path}:{node.lineno} imports {name}"
+def test_imports_point_down() -> None:
+    assert [
+        f"{path}:{node.lineno} imports {name}"
+        for path in FILES
+        for name, node in imports(path)
+        if name.split(".")[0] == "covey" and target_layer(name) not in BELOW[layer_of(path)] | {layer_of(path)}
+    ] == []
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if layer_of(path) in PURE], ids=lambda path: path.stem)
-def test_pure_layers_touch_neither_the_world_nor_the_clock(path: Path) -> None:
-    for name, node in imports(path):
-        if (
-            name == "io" and isinstance(node, ast.ImportFrom) and node.names[0].name == "BytesIO"
-        ):  # memory, and nothing else
+def test_pure_layers_touch_neither_the_world_nor_the_clock() -> None:
+    wrong = []
+    for path in FILES:
+        if layer_of(path) not in PURE:
             continue
-        assert name.split(".")[0] not in IMPURE, f"{path}:{node.lineno} imports {name}"
-    for node in ast.walk(ast.parse(path.read_text(), path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in IMPURE_BUILTINS, f"{path}:{node.lineno} calls {node.func.id}"
+        for name, node in imports(path):
+            if name == "io" and isinstance(node, ast.ImportFrom) and node.names[0].name == "BytesIO":
+                continue  # memory, and nothing else
+            if name.split(".")[0] in IMPURE:
+                wrong.append(f"{path}:{node.lineno} imports {name}")
+        for call in ast.walk(tree_of(path)):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in IMPURE_BUILTINS:
+                wrong.append(f"{path}:{call.lineno} calls {call.func.id}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_each_layer_uses_only_the_libraries_it_is_known_for(path: Path) -> None:
-    layer = layer_of(path)
-    for name, node in imports(path):
-        top = name.split(".")[0]
-        if top == "covey" or top in sys.stdlib_module_names:
-            continue
-        if top in OPPONENTS - THIRD_PARTY.get(layer, set()):
-            assert path.is_relative_to(SRC / "cli" / "bench"), f"{path}:{node.lineno} imports {name}"
-            assert node.col_offset > 0, f"{path}:{node.lineno} imports {name} before anyone asked for it"
-        else:
-            assert top in THIRD_PARTY.get(layer, set()), f"{path}:{node.lineno} imports {name}"
+def test_each_layer_uses_only_the_libraries_it_is_known_for() -> None:
+    wrong = []
+    for path in FILES:
+        known = THIRD_PARTY.get(layer_of(path), set())
+        for name, node in imports(path):
+            top = name.split(".")[0]
+            if top == "covey" or top in sys.stdlib_module_names:
+                continue
+            if top in OPPONENTS - known:
+                if not path.is_relative_to(SRC / "cli" / "bench"):
+                    wrong.append(f"{path}:{node.lineno} imports {name}")
+                if node.col_offset == 0:
+                    wrong.append(f"{path}:{node.lineno} imports {name} before a benchmark asks for it")
+            elif top not in known:
+                wrong.append(f"{path}:{node.lineno} imports {name}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent != SRC / "runtime" / "group"], ids=str)
-def test_only_the_room_of_group_touches_its_private_parts(path: Path) -> None:
+def test_only_the_room_of_group_touches_its_private_parts() -> None:
     """Other rooms use `runtime.group.internals`; a subclass of Group may use its own."""
     private = {"_engine", "_is_fresh", "_state", "_local_rank", "_call", "_assembly"}
-    for node in ast.walk(ast.parse(path.read_text(), path)):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr in private
-            and isinstance(node.value, ast.Name | ast.Attribute)
-        ):
-            holder = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
-            assert holder.strip("_") not in ("group", "top"), f"{path}:{node.lineno} uses {holder}.{node.attr}"
+    wrong = []
+    for path in FILES:
+        if path.parent == SRC / "runtime" / "group":
+            continue
+        for node in ast.walk(tree_of(path)):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in private
+                and isinstance(node.value, ast.Name | ast.Attribute)
+            ):
+                holder = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+                if holder.strip("_") in ("group", "top"):
+                    wrong.append(f"{path}:{node.lineno} uses {holder}.{node.attr}")
+    assert wrong == []
 
 
 def test_every_layer_and_room_is_in_the_diagram() -> None:
@@ -158,17 +180,22 @@ def room_of(module: str) -> tuple[str, str]:
     return layer, room if room in ROOMS.get(layer, {}) else ""
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if layer_of(path) in ROOMS], ids=lambda path: str(path.relative_to(SRC))
-)
-def test_rooms_import_only_rooms_below_them(path: Path) -> None:
-    module = ".".join(["covey", *path.relative_to(SRC).with_suffix("").parts]).removesuffix(".__init__")
-    layer, room = room_of(module)
-    for name, node in imports(path):
-        other_layer, other = room_of(name)
-        if name.split(".")[0] == "covey" and other_layer == layer and other not in ("", room) and module not in FACES:
-            assert room, f"{path}:{node.lineno} is in no room and imports {name}"
-            assert other in ROOMS[layer][room], f"{path}:{node.lineno} imports {name}"
+def test_rooms_import_only_rooms_below_them() -> None:
+    wrong = []
+    for path in FILES:
+        if layer_of(path) not in ROOMS:
+            continue
+        module = ".".join(["covey", *path.relative_to(SRC).with_suffix("").parts]).removesuffix(".__init__")
+        layer, room = room_of(module)
+        for name, node in imports(path):
+            other_layer, other = room_of(name)
+            if name.split(".")[0] != "covey" or other_layer != layer or other in ("", room) or module in FACES:
+                continue
+            if not room:
+                wrong.append(f"{path}:{node.lineno} is in no room and imports {name}")
+            elif other not in ROOMS[layer][room]:
+                wrong.append(f"{path}:{node.lineno} imports {name}")
+    assert wrong == []
 
 
 def test_the_walk_sees_every_way_to_import() -> None:
@@ -181,7 +208,7 @@ from . import moves
 def later():
     from covey.testing.threads import run_threads
 """
-    names = {name for name, _ in imports(SRC / "plan" / "imagined.py", source)}
+    names = {name for name, _ in imports_in(SRC / "plan" / "imagined.py", ast.parse(source))}
     assert names == {
         *("covey.cli.main", "os.path", "covey.runtime", "covey.Group", "covey.net", "covey.plan"),
         "covey.testing.threads",

@@ -90,7 +90,7 @@ def test_the_calls_of_the_guide_to_collectives_run_on_two_ranks() -> None:
     def rank_main(group: covey.Group) -> float:
         given = {"group": group, "batch": [1] * (group.rank + 1), "Config": Config, "config": Config(0.1)}
         arrays = {name: np.full(4, group.rank, np.float32) for name in ("x", "gw", "gb")}
-        names = {**given, **arrays, "anything": {1, 2}, "__name__": "a_page"}
+        names: dict[str, Any] = {**given, **arrays, "anything": {1, 2}, "__name__": "a_page"}
         tour, pickles = blocks(page)
         run(page, tour, names)
         run(page, pickles, {**names, "config": Config(0.1)})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.values import everyone, same, values
+from tests.support.values import all_values, same, values
 
 from covey.base.errors import ConfigError
 from covey.testing.threads import run_threads
@@ -40,13 +40,14 @@ def test_any_layout_is_changed_in_place_and_nothing_around_it(layout: str) -> No
 
     def body(group: Group) -> None:
         me = group.rank
-        sums = sum(everyone(SIZE, (6, 8)), np.zeros((6, 8)))
-        for call, expected in (
+        sums = sum(all_values(SIZE, (6, 8)), np.zeros((6, 8)))
+        cases: list[tuple[Callable[[Any], Any], Any]] = [
             (lambda x: group.all_reduce(x), sums),
             (lambda x: group.all_reduce(x, async_op=True).wait(10), sums),
             (lambda x: group.reduce(x, 1), sums if me == 1 else values(me, (6, 8))),
             (lambda x: group.broadcast(x, 2), values(2, (6, 8))),
-        ):
+        ]
+        for call, expected in cases:
             whole = np.array(values(me, (6, 8)), order="F" if layout == "fortran" else "C")
             x = view(whole)
             assert call(x) is x
@@ -67,12 +68,12 @@ def test_rows_to_gather_into_may_be_strided() -> None:
         wide = np.full((SIZE, 10, 2), -1.0)
         out = wide[:, :, 0]
         assert group.all_gather(values(group.rank, 10), out=out) is out
-        same(np.ascontiguousarray(wide[:, :, 0]), np.stack(everyone(SIZE, 10)))
+        same(np.ascontiguousarray(wide[:, :, 0]), np.stack(all_values(SIZE, 10)))
         assert (wide[:, :, 1] == -1).all()
         own_row = np.zeros((SIZE, 10))
         own_row[group.rank] = values(group.rank, 10)
         group.all_gather(own_row[group.rank], out=own_row)
-        same(own_row, np.stack(everyone(SIZE, 10)))
+        same(own_row, np.stack(all_values(SIZE, 10)))
 
     run_threads(SIZE, body)
 
@@ -134,7 +135,7 @@ def test_what_is_only_read_may_be_read_only_a_list_or_a_number() -> None:
         frozen.flags.writeable = False
         for rank, block in enumerate(group.all_gather(frozen)):
             same(block, values(rank, 6))
-        same(group.reduce_scatter(frozen), np.array_split(sum(everyone(SIZE, 6), np.zeros(6)), SIZE)[me])
+        same(group.reduce_scatter(frozen), np.array_split(sum(all_values(SIZE, 6), np.zeros(6)), SIZE)[me])
         group.scan(frozen)
         group.all_to_all([frozen] * SIZE)
         root = frozen if me == 0 else np.empty(6)
@@ -178,10 +179,10 @@ def test_subclasses_of_arrays_are_seen_as_plain_memory(tmp_path: Any) -> None:
         on_disk = np.memmap(tmp_path / f"rank{me}", np.float64, "w+", shape=(4, 5))
         on_disk[...] = values(me, (4, 5))
         assert group.all_reduce(on_disk) is on_disk
-        same(np.array(on_disk), sum(everyone(SIZE, (4, 5)), np.zeros((4, 5))))
+        same(np.array(on_disk), sum(all_values(SIZE, (4, 5)), np.zeros((4, 5))))
         records = values(me, (3, 2)).view(np.recarray)
         group.all_reduce(records)
-        same(np.array(records), sum(everyone(SIZE, (3, 2)), np.zeros((3, 2))))
+        same(np.array(records), sum(all_values(SIZE, (3, 2)), np.zeros((3, 2))))
 
     run_threads(SIZE, body)
 
@@ -194,7 +195,7 @@ def test_memory_that_is_not_aligned_works() -> None:
             x = np.frombuffer(raw, dtype, count, offset=1)
             x[...] = values(group.rank, count, dtype)
             group.all_reduce(x)
-            same(x.copy(), sum(everyone(SIZE, count, dtype), np.zeros(count, dtype)))
+            same(x.copy(), sum(all_values(SIZE, count, dtype), np.zeros(count, dtype)))
             for rank, block in enumerate(group.all_gather(x)):
                 same(block, x.copy() if rank == group.rank else block)
 
@@ -268,7 +269,7 @@ def test_arguments_that_are_not_whole_numbers_change_nothing() -> None:
             group.send(np.ones(1), other, tag=1.5)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="counts"):
             group.reduce_scatter(np.ones(4), counts=[2.5, 1.5])  # type: ignore[list-item]
-        group.send(np.array([7.0]), np.int64(other), tag=np.int8(3))
+        group.send(np.array([7.0]), np.int64(other), tag=np.int8(3))  # type: ignore[arg-type]
         return float(group.recv(other, 3, timeout=float("inf"))[0])
 
     assert run_threads(2, body) == [7.0, 7.0]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.values import LANES, around_thresholds, combined, everyone, same, total, values
+from tests.support.values import LANES, all_values, around_thresholds, combined, same, total, values
 
 from covey import ConfigError
 from covey.plan import choose
@@ -69,7 +69,7 @@ def test_reduce_changes_the_root_only(size: int, lanes: str) -> None:
 
 
 @with_crews
-def test_broadcast_copies_the_root_to_everyone(size: int, lanes: str) -> None:
+def test_broadcast_copies_the_root_to_every_rank(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for seed, count in enumerate(around_thresholds(size, 4, parts=1)):
             root = seed % size
@@ -114,7 +114,7 @@ def test_all_gather_returns_the_blocks_of_all_ranks_even_of_other_shapes(size: i
                 rows = np.full((size, 2, count), -1, np.float32)
                 x = values(group.rank, (2, count), np.float32)
                 assert group.all_gather(x, out=rows, algorithm=algorithm) is rows
-                same(rows, np.stack(everyone(size, (2, count), np.float32)))
+                same(rows, np.stack(all_values(size, (2, count), np.float32)))
         scalars = group.all_gather(np.array(2.5 + group.rank))
         assert [(each.shape, each.item()) for each in scalars] == [((), 2.5 + rank) for rank in range(size)]
 
@@ -181,7 +181,7 @@ def test_reduce_scatter_returns_the_own_rows_and_leaves_the_argument(size: int, 
         x = values(me, (sum(counts), 2), np.int32)
         rows = np.split(total("sum", size, x.shape, np.int32), np.cumsum(counts)[:-1])
         same(group.reduce_scatter(x, counts=counts), rows[me])
-        same(group.reduce_scatter(x, counts=np.array(counts)), rows[me])
+        same(group.reduce_scatter(x, counts=np.array(counts)), rows[me])  # type: ignore[arg-type]
         for wrong in ([1] * (size + 1), [*counts[:-1], counts[-1] + 1], [-1, *counts[1:]]):
             with pytest.raises(ConfigError, match="counts="):
                 group.reduce_scatter(x, counts=wrong)
@@ -215,7 +215,7 @@ def test_eight_ranks_agree_with_numpy_on_everything(lanes: str) -> None:
     def body(group: Group) -> None:
         me, size = group.rank, group.size
         for count in (1, 7, 9, 30_001):
-            everything = everyone(size, count, np.float32, seed=count)
+            everything = all_values(size, count, np.float32, seed=count)
             for algorithm in ("doubling", "direct", "ring"):
                 same(group.all_reduce(everything[me].copy(), algorithm=algorithm), combined("sum", everything))
             same(group.reduce_scatter(everything[me]), np.array_split(combined("sum", everything), size)[me])
@@ -280,7 +280,7 @@ def test_weights_count_a_rank_that_many_times(lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank
         for dtype in (np.float32, np.float64, np.complex64):
-            arrays = everyone(4, 1003, dtype)
+            arrays = all_values(4, 1003, dtype)
             expected = sum(w * a for w, a in zip(weights, arrays, strict=True)) / sum(weights)
             x = arrays[me].copy()
             assert group.all_reduce(x, "mean", weight=weights[me]) is x
@@ -370,7 +370,7 @@ def test_a_call_that_cannot_work_is_refused_before_anything_is_sent() -> None:
             (ConfigError, "one element for each of the 3", lambda: group.scatter_object([1], group.rank)),
             (ConfigError, "timeout=0", lambda: group.all_reduce(x, timeout=0)),
             (ConfigError, "timeout=-1", lambda: group.barrier(timeout=-1)),
-            (ConfigError, "color='red'", lambda: group.split("red")),  # type: ignore[arg-type]
+            (ConfigError, "color='red'", lambda: group.split("red")),  # type: ignore[call-overload]
             (TypeError, "out must be", lambda: group.all_gather(x, out=np.ones((3, 5)))),
             (TypeError, "out must be", lambda: group.all_gather(x, out=np.ones((3, 4), np.float32))),
             (TypeError, "read-only", lambda: group.all_reduce(np.broadcast_to(1.0, 4))),

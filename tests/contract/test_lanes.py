@@ -128,12 +128,20 @@ def whole_elements(nbytes: int, dtype: np.dtype[Any] | None) -> int:
 
 
 class Absorbing(Incoming):
-    """Hands the pieces to whoever tests them."""
+    """Hands the pieces to the test."""
 
     sink: Callable[[int, Array], None]
 
     def absorb(self, offset: int, piece: Array) -> None:
         self.sink(offset, piece)
+
+
+def absorbing(
+    expected: Transfer, into: Array, wrong_header: Callable[..., None], peer: int, dtype: np.dtype[Any] | None
+) -> Absorbing:
+    """Return a transfer that arrives in the memory of `into`, or in pieces of `dtype`."""
+    dest, of = (memoryview(into), into.dtype) if dtype is None else (None, dtype)
+    return Absorbing(expected.header, into.nbytes, wrong_header, peer, dest, of)
 
 
 class Reader:
@@ -143,8 +151,7 @@ class Reader:
         self.expected = expected
         self.bytes = np.zeros(expected.payload.nbytes, np.uint8)
         self._next = 0
-        dest = self.bytes if expected.dtype is None else None
-        self.incoming = Absorbing(expected.header, self.bytes.nbytes, _surprise, 1, dest, expected.dtype)
+        self.incoming = absorbing(expected, self.bytes, _surprise, 1, expected.dtype)
         self.incoming.sink = self._absorb
 
     def _absorb(self, offset: int, piece: Array) -> None:
@@ -222,7 +229,7 @@ def settle(*ends: End) -> None:
                 if not events:
                     return
                 poll.register(end.lane.fileno(), events)
-        assert poll.poll(PATIENCE * 1000), "nobody was woken"
+        assert poll.poll(PATIENCE * 1000), "no end was woken"
     finally:
         for end in ends:
             end.lane.unpark()
@@ -313,8 +320,7 @@ def test_another_header_than_expected_is_shown_before_any_byte_is_applied(
     out = Outgoing(sent.header, sent.payload)
     while out.sent < out.nbytes:
         pair[0].transmit(out)
-    dest = np.zeros(nbytes, np.uint8) if dtype is None else None
-    incoming = Absorbing(expected.header, nbytes, wrong_header, 3, dest, dtype)
+    incoming = absorbing(expected, np.zeros(nbytes, np.uint8), wrong_header, 3, dtype)
     incoming.sink = absorb
     settle(End(pair[1], [], [expected]))
     with pytest.raises(RefusedError):

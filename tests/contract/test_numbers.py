@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.support.values import LANES, combined, everyone, same, values
+from tests.support.values import LANES, all_values, combined, same, values
 
 from covey.base.dtypes import BFLOAT16, DTYPES
 from covey.plan import choose
@@ -48,7 +48,7 @@ def test_every_operation_on_every_dtype_gives_numpy_s_result_or_a_type_error(siz
                         with pytest.raises(TypeError, match=f"op='{op}' has no meaning for {dtype.name}"):
                             call(x, op)
                     continue
-                arrays = everyone(size, 77, dtype, seed=3)
+                arrays = all_values(size, 77, dtype, seed=3)
                 expected = combined(op, arrays)
                 same(group.all_reduce(x, op), expected)
                 for algorithm in ("doubling", "direct", "ring"):
@@ -75,7 +75,7 @@ def test_every_dtype_is_moved_unchanged(dtype: np.dtype[Any]) -> None:
         same(group.broadcast(x.copy(), 2), values(2, 1001, dtype))
         for rank, block in enumerate(group.all_gather(x)):
             same(block, values(rank, 1001, dtype))
-        same(group.all_gather(x, out=np.empty((size, 1001), dtype)), np.stack(everyone(size, 1001, dtype)))
+        same(group.all_gather(x, out=np.empty((size, 1001), dtype)), np.stack(all_values(size, 1001, dtype)))
         for rank, block in enumerate(group.all_to_all([x[: 5 * to] for to in range(size)])):
             same(block, values(rank, 1001, dtype)[: 5 * me])
 
@@ -149,7 +149,7 @@ def test_all_ranks_hold_the_same_bits_even_of_nans_and_zeros(size: int, lanes: s
 def test_all_ranks_keep_the_same_nan_where_every_rank_has_its_own(size: int, lanes: str) -> None:
     def body(group: Group) -> list[bytes]:
         results = []
-        for dtype, bits in ((np.float16, np.uint16), (np.float32, np.uint32), (np.float64, np.uint64)):
+        for dtype, bits in (("f2", "u2"), ("f4", "u4"), ("f8", "u8")):
             for op in ("sum", "prod", "min", "max"):
                 for algorithm in choose.ALL_REDUCE[size > 2 :]:
                     for count in (1, 2, 3, 17):

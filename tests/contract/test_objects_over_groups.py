@@ -99,7 +99,7 @@ def test_a_value_that_cannot_be_sent_is_a_type_error_on_every_rank_and_the_group
                 group.all_gather_object(Stranger(me) if me == 2 else me)
             with pytest.raises(TypeError, match="Stranger"):
                 group.all_gather_object({"deep": [Stranger(me) if me == 0 else me]}, async_op=True).wait(10)
-            if me in (0, 1):  # who receives it, and who passed it
+            if me in (0, 1):  # the rank that receives it, and the rank that passed it
                 with pytest.raises(TypeError, match="set"):
                     group.gather_object({1, 2} if me == 1 else me)
             else:
@@ -117,8 +117,8 @@ def test_a_value_that_cannot_be_sent_is_a_type_error_on_every_rank_and_the_group
 def test_pickles_are_opened_only_where_the_receiver_allows_it() -> None:
     def body(group: Group) -> None:
         me = group.rank
-        everyone = group.all_gather_object(Stranger(me), allow_pickle=True)
-        assert everyone == [Stranger(rank) for rank in range(3)]
+        gathered = group.all_gather_object(Stranger(me), allow_pickle=True)
+        assert gathered == [Stranger(rank) for rank in range(3)]
         assert group.broadcast_object(Stranger(7), allow_pickle=True) == Stranger(7)
         if me == 0:
             assert group.broadcast_object(Stranger(7), 0, allow_pickle=True) == Stranger(7)

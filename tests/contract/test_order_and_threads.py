@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.values import LANES, combined, everyone, same, values
+from tests.support.values import LANES, all_values, combined, same, values
 
 from covey import BusyError, ClosedError, ConfigError, CoveyError, DeadlineError
 from covey.runtime.group.internals import engine_of
@@ -30,7 +30,7 @@ def _turn(group: Group, number: int, *, async_op: bool = False) -> tuple[Any, Ca
     """Start operation `number` of a fixed program; return its result or work, and what checks it."""
     me, size = group.rank, group.size
     count = (number * 37) % 301
-    arrays = everyone(size, count, np.int64, number)
+    arrays = all_values(size, count, np.int64, number)
     match number % 6:
         case 0:
             return group.all_reduce(arrays[me].copy(), async_op=async_op), lambda got: same(
@@ -265,10 +265,10 @@ def test_closing_a_split_group_leaves_its_parent_and_its_siblings_alone(lanes: s
         for turn in range(8):
             one, other = group.split(0), group.split(turn % 2 if group.rank else 0)
             x = values(group.rank, 1000, np.float32, turn)
-            one.all_reduce(x)  # the last operation of a group: nobody may be cut off by those who close first
+            one.all_reduce(x)  # the last operation of a group: no rank may be cut off by ranks that close first
             one.close()
             one.close()
-            same(x, combined("sum", everyone(3, 1000, np.float32, turn)))
+            same(x, combined("sum", all_values(3, 1000, np.float32, turn)))
             with pytest.raises(ClosedError, match="closed"):
                 one.all_reduce(x)
             assert other.all_reduce(1) == other.size
@@ -304,10 +304,10 @@ def test_closing_with_works_pending_ends_them_with_an_error_everywhere() -> None
     run_threads(2, body)
 
 
-def test_an_operation_that_takes_too_long_names_who_did_not_come() -> None:
+def test_an_operation_that_takes_too_long_names_the_ranks_that_did_not_come() -> None:
     def body(group: Group) -> None:
         child = group.split(0)
-        group.barrier()  # everyone has the child by now, so whoever is slow can at least say so
+        group.barrier()  # every rank has the child by now, so a slow rank can at least say so
         if group.rank != 1:
             with pytest.raises(DeadlineError) as late:
                 child.barrier(timeout=0.4)

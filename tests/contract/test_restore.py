@@ -91,7 +91,7 @@ def test_a_newcomer_is_filled_in_place_with_everything_a_state_may_hold(lanes: s
     assert 0 < taker.seconds < 30
 
 
-def test_two_newcomers_get_the_state_from_three_donors_who_share_the_work() -> None:
+def test_two_newcomers_get_the_state_from_three_donors_that_share_the_work() -> None:
     def body(group: Group) -> RestoreReport:
         newcomers = (1, 4)
         mine = {"w": bits(group.rank if group.rank in newcomers else 9, 3 * CHUNK_BYTES + 5)}
@@ -112,7 +112,7 @@ def test_only_what_a_newcomer_lacks_is_sent() -> None:
 
     def body(group: Group) -> list[int]:
         whole = bits(1, size)
-        mine = {"w": whole.copy(), "read-only": np.broadcast_to(2.0, (3, 4)), "step": 4}
+        mine: dict[str, Any] = {"w": whole.copy(), "read-only": np.broadcast_to(2.0, (3, 4)), "step": 4}
         received = []
         for damaged in (slice(CHUNK_BYTES + 1, CHUNK_BYTES + 2), slice(size - 1, size), slice(0, 0)):
             if group.rank == 1:
@@ -144,7 +144,7 @@ def test_names_that_a_newcomer_lacks_are_added_and_those_that_only_it_has_are_dr
 
 def test_one_drifted_rank_of_five_is_repaired_and_told(caplog: pytest.LogCaptureFixture) -> None:
     def body(group: Group) -> RestoreReport:
-        mine = {"w": np.arange(1000.0), "b": np.arange(5.0), "step": 3}
+        mine: dict[str, Any] = {"w": np.arange(1000.0), "b": np.arange(5.0), "step": 3}
         if group.rank == 0:
             mine["w"][500] += 1e-9
             mine["step"] = 4
@@ -184,7 +184,7 @@ def test_the_lowest_ranks_side_wins_a_tie() -> None:
     run_threads(4, body)
 
 
-def test_if_all_are_fresh_everyone_starts_with_the_lowest_ranks_state() -> None:
+def test_if_all_are_fresh_every_rank_starts_with_the_lowest_ranks_state() -> None:
     def body(group: Group) -> None:
         mine = {"w": np.arange(4) + group.rank, "b": np.ones(2)}
         report = restore(group, mine, fresh=True, on_drift="raise")
@@ -399,7 +399,7 @@ def restore_then_lose_a_donor(nbytes: int, on_loss: str) -> None:
             give_one_chunk(group, mine, 2)
             os.kill(os.getpid(), signal.SIGKILL)
         told = attempt(lambda: restore(group, mine, fresh=group.rank == 2, timeout=30).receivers)
-        say("again", whole=bool((mine["w"] == right).all()), who=group.contributors, **told)
+        say("again", whole=bool((mine["w"] == right).all()), contributors=group.contributors, **told)
 
 
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
@@ -417,4 +417,4 @@ def test_a_donor_that_is_killed_ends_the_restore_or_is_done_without(on_loss: str
                 assert (again["error"], again["rank"]) == ("PeerLostError", 0)
             else:
                 assert again["error"] is None, again
-                assert (again["result"], again["whole"], again["who"]) == ([2], True, [1, 2])
+                assert (again["result"], again["whole"], again["contributors"]) == ([2], True, [1, 2])

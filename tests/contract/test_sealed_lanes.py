@@ -1,4 +1,4 @@
-"""What sealed lanes promise beyond every other lane: whoever holds the wire can end a lane, and nothing else."""
+"""What sealed lanes promise beyond other lanes: an attacker that holds the wire can end a lane, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.test_lanes import PATIENCE, End, Reader, Transfer, carry, transfer, whole_elements
-from tests.io.test_messenger import Crew, content
+from tests.io.test_messenger import MessengerGroup, content
 
 from covey.base.errors import ConfigError
 from covey.net.lanes.lane import LaneClosedError, Outgoing
@@ -252,7 +252,7 @@ def test_records_take_turns_on_the_streams_and_show_nothing_of_what_they_carry(
 ) -> None:
     near, far = unix_pairs(ends, streams)
     header, payload = transfer(1, 5 * RECORD_LIMIT // 2)[:2]
-    payload[:] = np.resize(np.frombuffer(b"gradients of somebody's model", np.uint8), payload.size)
+    payload[:] = np.resize(np.frombuffer(b"the gradients of some model.", np.uint8), payload.size)
     records = capture(dialler(ends, near), far, [Transfer(header, payload, None), Transfer(header, payload[:9], None)])
     lengths = [HEADER_BYTES, RECORD_LIMIT, RECORD_LIMIT, RECORD_LIMIT // 2, HEADER_BYTES + 9]
     assert [[record_length(record) for record in each] for each in records] == [
@@ -359,7 +359,7 @@ SPLICED = [swap_streams, swap_whole_streams]
     [(streams, alter) for streams in (1, 2) for alter in (*ALTERED, *ENDED)] + [(2, alter) for alter in SPLICED],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_whoever_alters_the_stream_ends_the_lane_and_changes_no_number(
+def test_altering_the_stream_ends_the_lane_and_changes_no_number(
     ends: contextlib.ExitStack,
     streams: int,
     alter: Callable[[Records], None],
@@ -580,79 +580,82 @@ def test_a_sealed_socket_never_blocks(ends: contextlib.ExitStack) -> None:
 
 
 @pytest.fixture
-def crew(ends: contextlib.ExitStack, request: pytest.FixtureRequest) -> Crew:
-    made = Crew(2, lambda: sealed_pair(ends, request.param))
+def group(ends: contextlib.ExitStack, request: pytest.FixtureRequest) -> MessengerGroup:
+    def make_pair() -> Any:  # a SealedSocket has what a messenger uses of a socket
+        return sealed_pair(ends, request.param)
+
+    made = MessengerGroup(2, make_pair)
     ends.callback(made.close)
     return made
 
 
-both_widths = pytest.mark.parametrize("crew", [unix_pairs, narrow_pairs], ids=["wide", "narrow"], indirect=True)
+both_widths = pytest.mark.parametrize("group", [unix_pairs, narrow_pairs], ids=["wide", "narrow"], indirect=True)
 
 
-@pytest.mark.parametrize("crew", [unix_pairs], indirect=True)
-def test_messages_of_any_size_cross_sealed_sockets_both_ways_at_once(crew: Crew) -> None:
+@pytest.mark.parametrize("group", [unix_pairs], indirect=True)
+def test_messages_of_any_size_cross_sealed_sockets_both_ways_at_once(group: MessengerGroup) -> None:
     sizes = [0, 1, JOINED_BYTES - 1, JOINED_BYTES, 64 * KIB, 64 * KIB + 1, RECORD_LIMIT, MIB + 3, 20 * MIB, 5]
 
     def rank_body(rank: int) -> Callable[[], None]:
         def body() -> None:
             peer = 1 - rank
             sends = [
-                crew.start_send(rank, content(100 * rank + tag, size), peer, tag) for tag, size in enumerate(sizes)
+                group.start_send(rank, content(100 * rank + tag, size), peer, tag) for tag, size in enumerate(sizes)
             ]
             for tag in reversed(range(len(sizes))):
-                assert crew.recv(rank, peer, tag) == content(100 * peer + tag, sizes[tag])
+                assert group.recv(rank, peer, tag) == content(100 * peer + tag, sizes[tag])
             for work in sends:
-                crew.wait(rank, work)
+                group.wait(rank, work)
 
         return body
 
-    crew.run(rank_body(0), rank_body(1))
+    group.run(rank_body(0), rank_body(1))
 
 
 @both_widths
-def test_many_small_messages_cross_sealed_sockets_in_order(crew: Crew) -> None:
+def test_many_small_messages_cross_sealed_sockets_in_order(group: MessengerGroup) -> None:
     rng = random.Random(7)
     script = [(rng.randrange(3), rng.choice([0, 1, 10, 1000, 30_000])) for _ in range(150)]
 
     def sender() -> None:
-        works = [crew.start_send(0, content(at, size), 1, tag) for at, (tag, size) in enumerate(script)]
+        works = [group.start_send(0, content(at, size), 1, tag) for at, (tag, size) in enumerate(script)]
         for work in works:
-            crew.wait(0, work)
+            group.wait(0, work)
 
     def receiver() -> None:
         for wanted in (2, 0, 1):
             for at, (tag, size) in enumerate(script):
                 if tag == wanted:
-                    assert crew.recv(1, 0, tag) == content(at, size)
+                    assert group.recv(1, 0, tag) == content(at, size)
 
-    crew.run(sender, receiver)
+    group.run(sender, receiver)
 
 
-@pytest.mark.parametrize("crew", [unix_pairs], indirect=True)
+@pytest.mark.parametrize("group", [unix_pairs], indirect=True)
 def test_messages_that_came_together_are_all_read_although_the_kernel_has_no_more(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
+    group: MessengerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(message_lane, "_CALLS_PER_TURN", 1)
     for at in range(9):
-        crew.send(0, content(at, 10_000), 1)
+        group.send(0, content(at, 10_000), 1)
     for at in range(9):
-        assert crew.recv(1, 0, seconds=5.0) == content(at, 10_000)
+        assert group.recv(1, 0, seconds=5.0) == content(at, 10_000)
 
 
 @both_widths
-def test_closing_first_sends_what_was_accepted(crew: Crew) -> None:
+def test_closing_first_sends_what_was_accepted(group: MessengerGroup) -> None:
     messages = [content(at, 60 * KIB) for at in range(30)]
     for message in messages:
-        crew.send(0, message, 1)
+        group.send(0, message, 1)
 
     def close() -> None:
-        crew.messengers[0].close(time.monotonic() + PATIENCE)
+        group.messengers[0].close(time.monotonic() + PATIENCE)
 
     def receive() -> None:
         for message in messages:
-            assert crew.recv(1, 0) == message
+            assert group.recv(1, 0) == message
 
-    crew.run(close, receive)
+    group.run(close, receive)
 
 
 @pytest.mark.parametrize("length", [7, 300_000])
@@ -661,13 +664,13 @@ def test_a_message_that_was_altered_is_sent_again_over_another_lane(ends: contex
     (tap_out,), (other,) = unix_pairs(ends, 1)
     pairs = [(SealedSocket(one, SECRET, LANE, dialler=True), SealedSocket(other, SECRET, LANE, dialler=False))]
     pairs.append(sealed_pair(ends))
-    crew = Crew(2, lambda: pairs.pop(0))  # type: ignore[arg-type,return-value]
-    ends.callback(crew.close)
+    group = MessengerGroup(2, lambda: pairs.pop(0))  # type: ignore[arg-type,return-value]
+    ends.callback(group.close)
     message = np.random.default_rng(3).bytes(length)
-    send = crew.start_send(0, message, 1)
-    crew.messengers[0].progress_in_background(send)
-    receive = crew.start_receive(1, 0)
+    send = group.start_send(0, message, 1)
+    group.messengers[0].progress_in_background(send)
+    receive = group.start_receive(1, 0)
     tap_out.sendall(flipped(tap_in.recv(MIB), 9))
-    assert bytes(crew.wait(1, receive).data) == message
-    crew.wait(0, send)
-    assert crew.renewed == [(1, 0)]
+    assert bytes(group.wait(1, receive).data) == message
+    group.wait(0, send)
+    assert group.renewed == [(1, 0)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.support.values import combined, everyone, same, values
+from tests.support.values import all_values, combined, same, values
 
 from covey import ClosedError, ConfigError, MismatchError
 from covey.testing.threads import run_threads
@@ -33,7 +33,7 @@ def gradients(rank: int) -> dict[str, Any]:
 
 def check(grads: dict[str, Any], size: int, op: str) -> None:
     for seed, (name, (shape, dtype)) in enumerate(SHAPES.items()):
-        same(grads[name], combined(op, everyone(size, shape, dtype, seed)))
+        same(grads[name], combined(op, all_values(size, shape, dtype, seed)))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2000, 25 << 20])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.e2e.test_cluster_commands import Terminal
+from tests.support import pipes
 from tests.support.machines import DEADLINE, Lab, end, heard, wait_until_joined
 
 from covey.net import audit
@@ -80,8 +81,8 @@ def test_nodes_that_join_and_leave_and_one_that_is_killed_are_in_the_logs_of_bot
     nodes[2].send_signal(signal.SIGKILL)
     nodes[2].wait(DEADLINE)
     for node in nodes[:2]:  # an operation that loses a member ends their run, and then they leave
-        node.stdin.write("\n")
-        node.stdin.flush()
+        pipes.stdin(node).write("\n")
+        pipes.stdin(node).flush()
         end(node)
     found = log(one)
     ids = {entry["node"] for entry in found if entry["event"] == "began"}
@@ -188,8 +189,8 @@ def test_joining_and_leaving_do_not_wait_for_the_log(lab: Lab) -> None:
         nodes = [one.node("mine", size=2), two.node("mine", size=2)]
         wait_until_joined(nodes)
         for node in nodes:
-            node.stdin.write("\n")
-            node.stdin.flush()
+            pipes.stdin(node).write("\n")
+            pipes.stdin(node).flush()
         assert [heard(node) for node in nodes] == [11, 11]
         assert not (folder / "log.jsonl").exists()
         for node in nodes:
@@ -283,7 +284,7 @@ def test_a_log_that_was_changed_by_hand_moves_no_cursor(
     path = one.home / "audit" / "log.jsonl"
     path.write_bytes(path.read_bytes().replace(b"NAME", b"\\u001b[2Jx\\u0007"))
     if on_terminal:
-        terminal = Terminal(one, "audit")  # type: ignore[arg-type]
+        terminal = Terminal(one, "audit")
         try:
             assert terminal.finish() == 0
             shown = terminal.screen
@@ -305,7 +306,7 @@ def test_follow_shows_entries_as_they_come_and_ends_with_ctrl_c(lab: Lab, monkey
     following = one.start("-m", "covey", "audit", "--follow", "--json", "--event", "met")
     assert heard(following)["name"] == "before"
     fill(one, monkeypatch, audit.Note("home", "refused", name="no"), audit.Note("home", "met", name="new"))
-    assert select.select([following.stdout], [], [], DEADLINE)[0]
+    assert select.select([pipes.stdout(following)], [], [], DEADLINE)[0]
     assert heard(following)["name"] == "new"
     following.send_signal(signal.SIGINT)
     code, out, err = end(following)

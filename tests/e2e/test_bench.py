@@ -15,6 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tests.support import forked
 
 from covey.cli.bench.processes import find_mpirun
 
@@ -38,14 +39,14 @@ class Bench:
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         name, _, value = self.mark.partition("=")
-        self.process = subprocess.Popen(
+        popen = forked.TorchPopen if any("gloo" in word for word in options) else forked.Popen
+        self.process = popen(
             [sys.executable, "-m", "covey", "bench", *options],
             env={**os.environ, name: value, "TMPDIR": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # a test run in the background may have been told to ignore Ctrl-C, which children inherit
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=forked.interruptible,
         )
         return self.process
 
@@ -65,7 +66,7 @@ class Bench:
 
     def ranks(self, engine: str) -> dict[int, int]:
         """Return the process ids of the ranks of `engine`, in order; mpirun's ranks learn theirs only later."""
-        found = {}
+        found: dict[int, int] = {}
         for pid in self.alive():
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
             if words[1:4] == ["-m", "covey.cli.bench.worker", engine]:

@@ -1,4 +1,4 @@
-"""How ranks find each other, under every launcher and by hand; and who is kept out."""
+"""How ranks find each other, under every launcher and by hand; and which processes are refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support import pipes
 from tests.support.jobs import DEADLINE, Ended, Job, finish, finish_all, new_job, wait_until
 
 import covey
@@ -36,8 +37,8 @@ group = covey.join()
 x = np.arange(1000.0) * (group.rank + 1)
 group.all_reduce(x)
 sums = [float(x[1]), float(x[-1])]
-place = [group.rank, group.size, group.local_rank]
-report = dict(place=place, sums=sums, name=group.name, lanes=list(group.lanes().values()), env=dict(os.environ))
+position = [group.rank, group.size, group.local_rank]
+report = dict(position=position, sums=sums, name=group.name, lanes=list(group.lanes().values()), env=dict(os.environ))
 """
 TELL = 'print(json.dumps(report) + "\\n", end="", flush=True)\n'
 JOB = WORK + TELL  # closed by the interpreter's end
@@ -51,8 +52,8 @@ def job() -> Iterator[Job]:
 
 
 def check(reports: list[Any], size: int) -> None:
-    """Every rank had its own place in one group of `size`, and their sum is right."""
-    assert sorted(report["place"] for report in reports) == [[rank, size, rank] for rank in range(size)]
+    """Every process had its own rank in one group of `size`, and their sum is right."""
+    assert sorted(report["position"] for report in reports) == [[rank, size, rank] for rank in range(size)]
     total = size * (size + 1) / 2
     for report in reports:
         assert report["sums"] == [total, 999 * total]
@@ -68,7 +69,7 @@ def reports_of(ended: list[Ended]) -> list[Any]:
 
 def test_torchrun_starts_a_group_although_its_agent_holds_the_master_port(job: Job) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    ended = finish(job.start(JOB, before=torchrun, OMP_NUM_THREADS=1))
+    ended = finish(job.start(JOB, torchrun, OMP_NUM_THREADS=1))
     assert ended.code == 0, ended.err
     reports = [json.loads(line) for line in ended.out.splitlines()]
     check(reports, 3)
@@ -82,7 +83,7 @@ def test_mpirun_starts_a_group(job: Job) -> None:
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
     assert mpirun, "the development requirements bring it"
     words = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3", sys.executable]
-    ended = finish(job.start(JOB, before=[mpirun, *words]))
+    ended = finish(job.start(JOB, [mpirun, *words]))
     assert ended.code == 0, ended.err
     check([json.loads(line) for line in ended.out.splitlines()], 3)
     assert [name for name in job.left_behind() if "covey" in name] == []
@@ -111,7 +112,7 @@ def test_ranks_come_in_any_order_with_pauses_between_them(job: Job) -> None:
     for rank in (2, 0, 1):
         ranks[rank] = job.start(JOB, RANK=rank, WORLD_SIZE=3)
         if rank != 1:
-            job.meeting_place(rank)
+            job.rendezvous_folder(rank)
             time.sleep(0.7)  # the pause is what is tested; the ranks before it are waiting by now
     check(reports_of(finish_all([ranks[rank] for rank in range(3)])), 3)
     assert job.left_behind() == []
@@ -138,7 +139,7 @@ for turn in range(3):
 print(json.dumps(sums))
 """
     by_hand = job.ranks(code, 2)
-    kept = job.start(code, before=[sys.executable, "-m", "covey", "run", "-n", "2"])
+    kept = job.start(code, [sys.executable, "-m", "covey", "run", "-n", "2"])
     for ended in finish_all(by_hand):
         assert ended.report == [3, 30, 300]
     ended = finish(kept)
@@ -150,9 +151,9 @@ print(json.dumps(sums))
 # Ranks that contradict each other
 
 
-def test_a_rank_started_twice_is_told_who_has_its_place_and_the_first_goes_on(job: Job) -> None:
+def test_a_rank_started_twice_is_told_which_process_is_that_rank_and_the_first_goes_on(job: Job) -> None:
     first = job.start(JOB, RANK=0, WORLD_SIZE=2)
-    job.meeting_place(0)
+    job.rendezvous_folder(0)
     second = finish(job.start(JOB, RANK=0, WORLD_SIZE=2))
     assert second.error.startswith("covey.ConfigError")
     assert f"rank 0 of this job is already running as process {first.pid}" in second.error
@@ -163,7 +164,7 @@ def test_a_rank_started_twice_is_told_who_has_its_place_and_the_first_goes_on(jo
 def test_a_job_takes_over_what_a_killed_one_of_the_same_name_left(job: Job) -> None:
     killed = job.ranks(WAITING_JOB, 3)
     for process in killed:
-        assert process.stdout.readline()
+        assert pipes.stdout(process).readline()
     for process in killed:
         process.send_signal(signal.SIGKILL)
         process.wait(DEADLINE)
@@ -175,7 +176,7 @@ def test_a_job_takes_over_what_a_killed_one_of_the_same_name_left(job: Job) -> N
 def test_a_rank_that_died_while_the_others_gathered_may_come_again(job: Job) -> None:
     early = [job.start(JOB, RANK=rank, WORLD_SIZE=3) for rank in (0, 1)]
     for rank in (0, 1):
-        job.meeting_place(rank)
+        job.rendezvous_folder(rank)
     early[1].send_signal(signal.SIGKILL)
     early[1].wait(DEADLINE)
     late = [job.start(JOB, RANK=rank, WORLD_SIZE=3) for rank in (1, 2)]
@@ -226,7 +227,7 @@ def test_a_setting_that_cannot_work_is_refused_before_anyone_waits(job: Job, env
     assert job.left_behind() == []
 
 
-def test_the_deadline_of_join_names_who_did_not_come(job: Job) -> None:
+def test_the_deadline_of_join_names_the_ranks_that_did_not_come(job: Job) -> None:
     code = """
 import covey, json
 try:
@@ -254,7 +255,7 @@ if group.rank == 1:
     print(inner.stderr.strip().splitlines()[-1])
 group.barrier()
 """
-    ended = finish(job.start(code, before=[sys.executable, "-m", "covey", "run", "-n", "2"]))
+    ended = finish(job.start(code, [sys.executable, "-m", "covey", "run", "-n", "2"]))
     assert ended.code == 0, ended.err
     assert "ConfigError: the token of this run is not in descriptor" in ended.out
 
@@ -346,18 +347,18 @@ sys.stdin.read()
 """
     job.folder.chmod(0o755)  # as a shared /tmp would be
     ranks = job.ranks(code, 3, COVEY_LANES=lanes)
-    places = [json.loads(process.stdout.readline()) for process in ranks]
-    folder = Path(places[0][1]).parent
+    positions = [json.loads(pipes.stdout(process).readline()) for process in ranks]
+    folder = Path(positions[0][1]).parent
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
     outsider = job.start(stranger)
-    outsider.stdin.write(json.dumps(places) + "\n")
-    outsider.stdin.flush()
-    said = json.loads(outsider.stdout.readline())
+    pipes.stdin(outsider).write(json.dumps(positions) + "\n")
+    pipes.stdin(outsider).flush()
+    said = json.loads(pipes.stdout(outsider).readline())
     refused = ["PermissionError"] if lanes == "unix" else ["PermissionError", ""]
     assert said == refused * 3, "no socket file can be reached, and a wrong answer at the door ends the connection"
     for process in ranks:
-        process.stdin.write("go\n")
-        process.stdin.flush()
+        pipes.stdin(process).write("go\n")
+        pipes.stdin(process).flush()
     for ended in finish_all(ranks):
         kinds, total, turned_away = ended.report
         assert kinds == [lanes, lanes]
@@ -375,10 +376,10 @@ def test_a_rendezvous_folder_that_another_user_made_first_is_refused(job: Job) -
     assert list(trap.iterdir()) == []
 
 
-def test_a_rank_of_another_run_that_knows_no_token_is_turned_away(job: Job) -> None:
-    """Whoever says something else than the token at a rank's door is no reason to stop gathering."""
+def test_a_rank_of_another_run_that_knows_no_token_is_refused(job: Job) -> None:
+    """A process that says something else than the token at a rank's door is no reason to stop forming the run."""
     first = job.start(JOB, RANK=0, WORLD_SIZE=2, COVEY_LANES="tcp")
-    folder = job.meeting_place(0)
+    folder = job.rendezvous_folder(0)
     guess = """
 import contextlib, socket, sys
 for junk in (b"", b"GET / HTTP/1.0\\r\\n\\r\\n", bytes(32) + b"\\xff" * 4, bytes(200)):

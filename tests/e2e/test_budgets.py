@@ -47,7 +47,7 @@ def test_covey_run_of_four_empty_scripts_takes_less_than_1_5_seconds(job: Job) -
     taken = []
     for _ in range(3):
         start = time.perf_counter()
-        process = job.start("", before=[sys.executable, "-m", "covey", "run", "-n", "4"])
+        process = job.start("", [sys.executable, "-m", "covey", "run", "-n", "4"])
         assert finish(process).code == 0
         taken.append(time.perf_counter() - start)
         if taken[-1] < 1.5:
@@ -71,7 +71,7 @@ with covey.join() as group:
     taken = []
     for _ in range(3):
         start = time.perf_counter()
-        process = job.start(code, before=[sys.executable, "-m", "covey", "run", "-n", str(size)])
+        process = job.start(code, [sys.executable, "-m", "covey", "run", "-n", str(size)])
         assert finish(process).code == 0
         taken.append(time.perf_counter() - start)
         if taken[-1] < seconds:
@@ -120,7 +120,7 @@ def test_an_array_of_more_than_4_gibibytes_arrives_to_its_last_byte(job: Job) ->
     available = sum(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) >> 20
     if available < 7:
         pytest.skip(f"needs 7 GiB of memory; {available} are available")
-    # The sender's array is mostly pages of zeros that nobody wrote, which take no memory; the other's is all ones.
+    # The sender's array is mostly pages that were never written, which take no memory; the other's is all ones.
     code = """
 import json
 import numpy as np

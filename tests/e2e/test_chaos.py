@@ -76,7 +76,7 @@ def cutting() -> None:
 def chaos(job: Job, code: str, *options: str) -> subprocess.Popen[str]:
     """Start `code` under chaos."""
     before = [sys.executable, "-m", "covey", "chaos", *options, "--timeout", "60", "--"]
-    return job.start(code, before=before, STOP=job.folder / "stop")
+    return job.start(code, before, STOP=job.folder / "stop")
 
 
 def hear_faults(process: subprocess.Popen[str], count: int) -> list[str]:
@@ -125,12 +125,12 @@ def test_a_job_survives_every_kind_of_fault_with_the_right_numbers(job: Job) -> 
     assert faults["leave"]["outcome"].startswith("left in good order")
     hows = sorted(end["how"] for end in report["processes"])
     assert hows in (["finished", "finished", "left", "lost"], ["finished", "left", "lost", "stray"])
-    assert ended.err.count("the sums are right") >= hows.count("finished")  # who left may have said so, too
+    assert ended.err.count("the sums are right") >= hows.count("finished")  # a rank that left may have said so, too
     assert running_with(job.folder) == []
 
 
 @pytest.mark.usefixtures("cutting")
-def test_cut_tcp_connections_lose_nobody(job: Job) -> None:
+def test_cut_tcp_connections_lose_no_rank(job: Job) -> None:
     options = ("-n", "2", "--seed", "5", "--faults", "cut", "--every", "0.3", "--count", "3", "--lanes", "tcp")
     process = chaos(job, EXACT, *options)
     assert hear_faults(process, 3) == ["cut"] * 3

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.e2e.test_cluster_commands import Terminal
-from tests.e2e.test_cluster_elastic import Place
+from tests.e2e.test_cluster_elastic import NodeHome
+from tests.support import pipes
 from tests.support.machines import DEADLINE, Lab, Machine, end, heard, wait_until_joined
 from tests.support.members import check_same_end, together
 
@@ -76,7 +77,7 @@ def test_a_run_goes_on_without_a_node_that_the_owner_denies(lab: Lab) -> None:
     assert sorted(told["heard"]) == sorted([node_id(one), node_id(two)])
     assert told["not_heard"] == []
     for node in nodes:
-        node.stdin.close()
+        pipes.stdin(node).close()
     for node in nodes[:2]:
         assert words_of(node) == [["without", [ranks[2]]], "went on"]
     assert time.monotonic() - began < DEADLINE
@@ -97,7 +98,7 @@ def test_a_run_goes_on_without_a_node_that_the_owner_denies(lab: Lab) -> None:
 
 def test_a_keeper_holds_no_denied_process_in_its_run(lab: Lab) -> None:
     machines = lab.owned("lab", KEY, "one", "two", "outcast")
-    kept = [Place(machine, index).keep("--min", "2", min_size=2) for index, machine in enumerate(machines)]
+    kept = [NodeHome(machine, index).keep("--min", "2", min_size=2) for index, machine in enumerate(machines)]
     before = together(kept)
     denied_at = time.monotonic()
     ok(machines[0], "deny", node_id(machines[2]))

@@ -42,15 +42,21 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def meeting() -> Iterator[Callable[..., LaunchedRank]]:
+def launched() -> Iterator[Callable[..., LaunchedRank]]:
     token = secrets.token_bytes(TOKEN_BYTES)
     with tempfile.TemporaryDirectory(prefix="covey-") as folder:
 
-        def place(rank: int, size: int, **more: Any) -> LaunchedRank:
-            spot = {"local_rank": rank, "local_size": size, "folder": folder, "token": token, "name": "closing"}
+        def launch(rank: int, size: int, **more: Any) -> LaunchedRank:
+            spot: dict[str, Any] = {
+                "local_rank": rank,
+                "local_size": size,
+                "folder": folder,
+                "token": token,
+                "name": "closing",
+            }
             return LaunchedRank(rank=rank, size=size, **spot, **more)
 
-        yield place
+        yield launch
 
 
 def until(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
@@ -83,13 +89,13 @@ def test_a_message_that_comes_to_a_group_just_after_it_was_closed_is_refused_at_
     def work(group: covey.Group) -> str:
         pair = group.split(color=0)
         assert pair is not None
-        post, name = engine_of(pair).routing, ""
+        routing, name = engine_of(pair).routing, ""
         if group.rank == 0:
-            post.messenger()
+            routing.messenger()
             pair.close()
             began = time.monotonic()
             with pytest.raises(covey.ClosedError, match="is closed") as refused:
-                post._socket(1)  # as a thread does that looked before the group was closed
+                routing._socket(1)  # as a thread does that looked before the group was closed
             assert time.monotonic() - began < 1.0
             name = type(refused.value).__name__
         group.barrier()
@@ -187,7 +193,7 @@ def test_a_callback_that_exits_keeps_no_other_operation_waiting() -> None:
 # What the control loop has
 
 
-def test_an_interrupted_newcomer_leaves_the_control_loop_whole(meeting: Callable[..., LaunchedRank]) -> None:
+def test_an_interrupted_newcomer_leaves_the_control_loop_whole(launched: Callable[..., LaunchedRank]) -> None:
     def interrupt() -> None:
         control.soon(time.sleep, 0.5)
         os.kill(os.getpid(), signal.SIGINT)
@@ -196,12 +202,12 @@ def test_an_interrupted_newcomer_leaves_the_control_loop_whole(meeting: Callable
     assert keys == polled
     threading.Timer(0.3, interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        join_at(meeting(1, 2, is_restarted=True), GroupConfig(lanes="unix"), timeout=10.0)
+        join_at(launched(1, 2, is_restarted=True), GroupConfig(lanes="unix"), timeout=10.0)
     assert run_threads(3, lambda group: float(group.all_reduce(group.rank + 1.0)), timeout=10.0) == [6.0] * 3
     until(lambda: what_the_loop_polls() == (keys, polled))
 
 
-def test_who_comes_while_a_node_closes_is_not_kept(meeting: Callable[..., LaunchedRank]) -> None:
+def test_a_link_that_comes_while_a_node_closes_is_not_kept(launched: Callable[..., LaunchedRank]) -> None:
     async def linger() -> None:
         try:
             await asyncio.sleep(60.0)
@@ -210,7 +216,7 @@ def test_who_comes_while_a_node_closes_is_not_kept(meeting: Callable[..., Launch
 
     def join(rank: int, seconds: float) -> None:
         with pytest.raises(covey.DeadlineError):
-            join_at(meeting(rank, 3), GroupConfig(lanes="unix"), timeout=seconds)
+            join_at(launched(rank, 3), GroupConfig(lanes="unix"), timeout=seconds)
 
     def find() -> Node | None:
         return next((node for node in list(nodes._nodes) if node.run == "closing" and node.rank == 0), None)
@@ -230,14 +236,14 @@ def test_who_comes_while_a_node_closes_is_not_kept(meeting: Callable[..., Launch
 
 
 def test_a_rank_that_cannot_be_a_node_gives_its_seat_back(
-    meeting: Callable[..., LaunchedRank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    launched: Callable[..., LaunchedRank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    place = meeting(1, 2)
+    mine = launched(1, 2)
     monkeypatch.setenv("COVEY_EVENTS", str(tmp_path / "nowhere" / "events"))
     for _ in range(2):  # the seat is free again
         with pytest.raises(covey.ConfigError, match="COVEY_EVENTS"):
-            join_at(place, GroupConfig(lanes="tcp"), timeout=5.0)
-        assert os.listdir(place.folder) == []
+            join_at(mine, GroupConfig(lanes="tcp"), timeout=5.0)
+        assert os.listdir(mine.folder) == []
 
 
 # Signals and forks
@@ -268,7 +274,7 @@ def test_a_signal_that_interrupts_its_own_handler_is_no_deadlock() -> None:
     assert len(again) < 20
 
 
-def test_a_fork_ends_its_copies_of_operations_whoever_was_at_them() -> None:
+def test_a_fork_ends_its_copies_of_operations_whichever_thread_was_at_them() -> None:
     def work(group: covey.Group) -> int:
         if group.rank == 1:
             group.recv(src=0)
@@ -279,7 +285,12 @@ def test_a_fork_ends_its_copies_of_operations_whoever_was_at_them() -> None:
             if not child:
                 os._exit(0 if operation.done() else 1)
         ended = threading.Event()
-        killer = threading.Thread(target=lambda: ended.wait(5.0) or os.kill(child, signal.SIGKILL))
+
+        def kill_if_it_hangs() -> None:
+            if not ended.wait(5.0):
+                os.kill(child, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_if_it_hangs)
         killer.start()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         ended.set()

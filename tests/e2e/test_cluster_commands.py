@@ -26,6 +26,8 @@ from covey.wire.secret import ClusterSecret, decode_join_code, encode_join_code,
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.support.machines import Machine as LabMachine
+
 pytestmark = pytest.mark.slow
 
 COVEY = Path(sys.executable).with_name("covey")
@@ -74,7 +76,7 @@ class Machine:
 class Terminal:
     """A `covey` command at a terminal of its own, and all that the screen showed."""
 
-    def __init__(self, machine: Machine, *words: str) -> None:
+    def __init__(self, machine: Machine | LabMachine, *words: str) -> None:
         self.screen = ""
         self._front, back = pty.openpty()
 

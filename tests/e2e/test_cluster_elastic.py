@@ -31,7 +31,7 @@ FULL = STEADY.replace(
 """Rank 2 can write no more files once it has joined."""
 
 
-class Place:
+class NodeHome:
     """Where a node is at home."""
 
     def __init__(self, machine: Machine, index: int) -> None:
@@ -53,8 +53,8 @@ class Place:
         return sorted((self.machine.home / "runs").glob("*.record"))
 
 
-def places_of(lab: Lab, count: int) -> list[Place]:
-    return [Place(lab.machine(f"home{index}", "lab", KEY), index) for index in range(count)]
+def homes_of(lab: Lab, count: int) -> list[NodeHome]:
+    return [NodeHome(lab.machine(f"home{index}", "lab", KEY), index) for index in range(count)]
 
 
 def kill_all(members: list[Member]) -> None:
@@ -65,16 +65,16 @@ def kill_all(members: list[Member]) -> None:
         member.process.wait(DEADLINE)
 
 
-def test_when_all_nodes_die_at_once_those_who_are_started_again_form_the_run_anew_and_without_a_word(lab) -> None:
-    places = places_of(lab, 3)
-    members = [place.start(min_size=2) for place in places]
+def test_when_all_nodes_die_at_once_those_that_are_started_again_form_the_run_anew_and_without_a_word(lab) -> None:
+    homes = homes_of(lab, 3)
+    members = [home.start(min_size=2) for home in homes]
     for count in (3, 2):
         assert together(members)["number"] <= 1  # the first two may begin without the third
         kill_all(members)
-        assert all(len(place.records()) == 1 for place in places[:count])
+        assert all(len(home.records()) == 1 for home in homes[:count])
         began = time.monotonic()
         # Two of three wait for the third for as long as their patience lasts: it may have gone on.
-        members = [place.start(min_size=count, max_size=count, patience=2.0) for place in places[:count]]
+        members = [home.start(min_size=count, max_size=count, patience=2.0) for home in homes[:count]]
         said = together(members)
         assert (said["number"], said["step"]) == (0, 0)
         assert time.monotonic() - began < QUICKLY
@@ -85,7 +85,7 @@ def test_when_all_nodes_die_at_once_those_who_are_started_again_form_the_run_ane
 
 
 def test_a_run_that_begins_with_one_member_takes_in_a_second(lab) -> None:
-    first, second = places_of(lab, 2)
+    first, second = homes_of(lab, 2)
     members = [first.start(min_size=1)]
     assert together(members)["number"] == 0
     members.append(second.start(min_size=1))
@@ -95,27 +95,27 @@ def test_a_run_that_begins_with_one_member_takes_in_a_second(lab) -> None:
 
 
 def test_a_node_whose_record_is_damaged_says_which_file_to_remove(lab) -> None:
-    places = places_of(lab, 2)
-    members = [place.start(min_size=2) for place in places]
+    homes = homes_of(lab, 2)
+    members = [home.start(min_size=2) for home in homes]
     together(members)
     kill_all(members)
-    (record,) = places[0].records()
+    (record,) = homes[0].records()
     record.write_bytes(record.read_bytes()[:-5])
-    hurt = places[0].start(min_size=2)
+    hurt = homes[0].start(min_size=2)
     assert hurt.process.wait(DEADLINE) == 1
     hurt.join()
     assert hurt.warnings[-1].startswith("covey.ConfigError")
     assert f"{record} is damaged" in hurt.warnings[-1]
     assert "remove it" in hurt.warnings[-1]
     record.unlink()
-    members = [place.start(min_size=2) for place in places]
+    members = [home.start(min_size=2) for home in homes]
     assert together(members)["number"] == 0
     members[1].ask_to_end()
     check_same_end(members)
 
 
-def test_who_cannot_write_down_what_it_promises_says_so_and_the_others_go_on_without_it(lab) -> None:
-    *left, full, killed = by_rank([place.start(FULL, size=4) for place in places_of(lab, 4)])
+def test_a_node_that_cannot_write_down_what_it_promises_says_so_and_the_others_go_on_without_it(lab) -> None:
+    *left, full, killed = by_rank([home.start(FULL, size=4) for home in homes_of(lab, 4)])
     killed.kill()
     error = full.said("error")
     assert error["kind"] == "ClosedError"
@@ -128,24 +128,24 @@ def test_who_cannot_write_down_what_it_promises_says_so_and_the_others_go_on_wit
 
 
 def test_a_home_that_is_full_or_no_folder_is_named_before_anything_is_joined(lab) -> None:
-    (place,) = places_of(lab, 1)
-    (place.machine.home / "runs").write_text("in the way")
+    (home,) = homes_of(lab, 1)
+    (home.machine.home / "runs").write_text("in the way")
     for code in (
         ELASTIC,
         f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)){PRELUDE}covey.join(run)",
     ):
-        member = place.start(code)
+        member = home.start(code)
         assert member.process.wait(DEADLINE) == 1
         member.join()
         assert member.warnings[-1].startswith("covey.ConfigError")
-        assert str(place.machine.home) in member.warnings[-1]
+        assert str(home.machine.home) in member.warnings[-1]
         assert "COVEY_HOME" in member.warnings[-1]
 
 
 def test_status_shows_leader_and_tie_breaker_and_follows_a_loss(lab) -> None:
-    places = places_of(lab, 3)
-    ranks = by_rank([place.start(STEADY, size=3) for place in places])
-    watch = places[0].machine.start("-m", "covey", "status", "--watch", "--json")
+    homes = homes_of(lab, 3)
+    ranks = by_rank([home.start(STEADY, size=3) for home in homes])
+    watch = homes[0].machine.start("-m", "covey", "status", "--watch", "--json")
 
     def shown(pids: list[int]) -> list[dict[str, Any]]:
         """Wait until these are the nodes of the run, by rank, and one of them leads; return them."""
@@ -174,8 +174,8 @@ def test_status_shows_leader_and_tie_breaker_and_follows_a_loss(lab) -> None:
 def test_keepers_bring_a_killed_tie_breaker_back_whose_vote_lets_the_other_go_on_and_sigterm_lets_one_leave(
     lab,
 ) -> None:
-    places = places_of(lab, 2)
-    kept = [place.keep("--min", "2", "--restarts", "1", min_size=2, patience=10) for place in places]
+    homes = homes_of(lab, 2)
+    kept = [home.keep("--min", "2", "--restarts", "1", min_size=2, patience=10) for home in homes]
     hosts = together(kept)["hosts"]
     first, other = (kept[host] for host in hosts)
     killed_at = first.kill()
@@ -192,11 +192,11 @@ def test_keepers_bring_a_killed_tie_breaker_back_whose_vote_lets_the_other_go_on
     assert other.process.wait(DEADLINE) == 0
 
 
-def test_a_newcomer_whom_one_of_the_members_denies_is_in_no_generation(lab) -> None:
-    *settled, denied, welcome = places_of(lab, 4)
+def test_a_newcomer_that_one_of_the_members_denies_is_in_no_generation(lab) -> None:
+    *settled, denied, welcome = homes_of(lab, 4)
     with NodeIdentity.acquire(denied.machine.home / "identities") as identity:
         assert settled[1].machine.covey("deny", identity.id.hex()).returncode == 0
-    members = [place.start(min_size=2) for place in settled]
+    members = [home.start(min_size=2) for home in settled]
     before = together(members)
     outcast = denied.start(min_size=2)
     until = time.monotonic() + DEADLINE

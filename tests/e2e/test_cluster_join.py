@@ -1,4 +1,4 @@
-"""Runs of a cluster on one host, with real processes: who is in, in which order, by which lanes; and who is told what.
+"""Runs of a cluster on one host, with real processes: their nodes, order and lanes, and what each node is told.
 
 Nodes find each other by the files of this host and by multicast on loopback: nothing leaves this machine.
 """
@@ -43,7 +43,7 @@ WORK = """
     group.all_reduce(x)
     node = engine_of(group).node
     report = dict(
-        place=[group.rank, group.local_rank, group.size], sums=[float(x[1]), float(x[-1])], lanes=group.lanes(),
+        position=[group.rank, group.local_rank, group.size], sums=[float(x[1]), float(x[-1])], lanes=group.lanes(),
         pid=os.getpid(), pids=group.all_gather_object(os.getpid()), ids=group.all_gather_object(node.card.id.hex()),
         id=node.card.id.hex(), name=node.card.name, secret="COVEY_SECRET" in os.environ,
     )
@@ -97,8 +97,8 @@ def let_go(process: subprocess.Popen[str]) -> None:
 def check(reports: list[Any], lanes: str = ON_ONE_HOST) -> None:
     """Assert that these made one run, in the order of their ids, that all of them know."""
     size = len(reports)
-    reports = sorted(reports, key=lambda report: report["place"])
-    assert [report["place"] for report in reports] == [[rank, rank, size] for rank in range(size)]
+    reports = sorted(reports, key=lambda report: report["position"])
+    assert [report["position"] for report in reports] == [[rank, rank, size] for rank in range(size)]
     ids, pids = [[report[key] for report in reports] for key in ("id", "pid")]
     assert ids == sorted(ids)
     factor = size * (size + 1) / 2
@@ -107,7 +107,7 @@ def check(reports: list[Any], lanes: str = ON_ONE_HOST) -> None:
         assert report["pids"] == pids
         assert report["sums"] == [factor, factor * 50_000]
         assert report["lanes"] == {str(other): lanes for other in range(size) if other != rank}
-        assert report["secret"] is False  # not for those whom this program starts
+        assert report["secret"] is False  # not for programs that this one starts
 
 
 def reports_of(ended: list[Ended]) -> list[Any]:
@@ -118,7 +118,7 @@ def reports_of(ended: list[Ended]) -> list[Any]:
 def test_nodes_that_start_in_any_order_with_pauses_agree_on_one_run(cluster: Cluster, seed: int) -> None:
     rng = random.Random(seed)
     size, lanes = 2 + seed % 3, "secure" if seed % 2 else "auto"
-    limits = {"size": size} if rng.random() < 0.5 else {"min_size": size, "max_size": size}
+    limits: dict[str, Any] = {"size": size} if rng.random() < 0.5 else {"min_size": size, "max_size": size}
     processes = []
     for _ in range(size):
         processes.append(cluster.start(**limits, lanes=lanes))
@@ -157,7 +157,7 @@ def test_two_clusters_side_by_side_do_not_mix(cluster: Cluster) -> None:
         check(reports_of(finish_all(pair)))
 
 
-def test_a_latecomer_is_told_that_the_run_is_going_on_and_with_whom(cluster: Cluster) -> None:
+def test_a_latecomer_is_told_that_the_run_is_going_on_and_with_which_nodes(cluster: Cluster) -> None:
     members = [cluster.start(JOIN + WORK + HOLD, size=2) for _ in range(2)]
     reports = []
     for process in members:
@@ -172,7 +172,7 @@ def test_a_latecomer_is_told_that_the_run_is_going_on_and_with_whom(cluster: Clu
     assert [ended.code for ended in finish_all(members)] == [0, 0]
 
 
-def test_the_deadline_names_who_is_here_when_too_few_came(cluster: Cluster) -> None:
+def test_the_deadline_names_the_nodes_that_are_here_when_too_few_came(cluster: Cluster) -> None:
     began = time.monotonic()
     processes = [cluster.start(size=3, timeout=3) for _ in range(2)]
     errors = [ended.error for ended in finish_all(processes)]
@@ -223,11 +223,11 @@ def test_the_death_of_a_member_is_noticed_by_the_others_at_once(cluster: Cluster
 """
     )
     processes = [cluster.start(code, size=3, lanes=lanes) for lanes in ("secure",) * 3]
-    places = {}
+    positions = {}
     for process in processes:
         assert heard(process) == "joining"
-        places[process] = heard(process)["place"][0]
-    victim = next(process for process, rank in places.items() if rank == 1)
+        positions[process] = heard(process)["position"][0]
+    victim = next(process for process, rank in positions.items() if rank == 1)
     began = time.monotonic()
     victim.send_signal(signal.SIGKILL)
     for process in processes:
@@ -284,7 +284,7 @@ with covey.join(**json.loads(os.environ["TEST_JOIN"])) as group:
         check([pair[time_around] for pair in pairs])
 
 
-def test_another_secret_is_an_authentication_error_for_who_knows_a_seed(cluster: Cluster) -> None:
+def test_another_secret_is_an_authentication_error_for_a_node_that_knows_a_seed(cluster: Cluster) -> None:
     member = cluster.start(size=2)
     assert heard(member) == "joining"
     notes: list[Any] = []

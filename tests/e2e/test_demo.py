@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 from covey.base.errors import RankFailedError
 from covey.cli.demo import processes
@@ -29,7 +30,7 @@ UNBUFFERED = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 @pytest.fixture
 def seed() -> Iterator[str]:
-    """A seed that nobody else uses, so that the workers of this test can be told from all other processes."""
+    """A seed that no other test uses, so that the workers of this test can be told from all other processes."""
     seed = str(int.from_bytes(os.urandom(4)))
     yield seed
     for pid in workers(seed):
@@ -44,7 +45,7 @@ def workers(seed: str) -> list[int]:
 
 
 def covey_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COVEY, "demo", *arguments], capture_output=True, text=True, timeout=DEADLINE)
+    return forked.run([*COVEY, "demo", *arguments], capture_output=True, text=True, timeout=DEADLINE)
 
 
 def test_a_node_is_killed_the_others_go_on_and_it_comes_back_and_nothing_is_left_behind(seed: str) -> None:
@@ -106,14 +107,13 @@ def test_plain_output_tells_the_story_even_if_time_is_over_before_the_node_is_ba
 
 def test_ctrl_c_ends_the_demo_with_130_and_leaves_no_process(seed: str) -> None:
     command = [*COVEY, "demo", "--ranks", "2", "--steps", "100000", "--seconds", "60", "--seed", seed, "--plain"]
-    process = subprocess.Popen(
+    process = forked.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=UNBUFFERED,
-        # A shell's background job ignores SIGINT, and so would everything that the tests start from there.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=forked.interruptible,
     )
     try:
         assert process.stdout is not None
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_the_demo_with_130_and_leaves_no_process(seed: str) -> None:
         process.communicate(timeout=DEADLINE)
 
 
-def test_whoever_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -> None:
+def test_a_rank_that_is_killed_by_hand_is_brought_back_and_taken_in(seed: str) -> None:
     pids: dict[int, int] = {}
     to_kill, killed = {0, 2}, set()
     entered: dict[int, Joined] = {}

@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 from tests.support.jobs import DEADLINE, Ended, Job, finish, new_job
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def test_it_finds_the_nodes_that_run_on_this_host_and_nothing_wrong(job: Job) ->
     env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secret, "COVEY_RUN_PROGRAM": "x"}
     nodes = [job.start(WAITING, **env) for _ in range(2)]
     for node in nodes:
-        assert [node.stdout.readline() for _ in range(2)] == ["ready\n", "joined\n"]
+        assert [pipes.stdout(node).readline() for _ in range(2)] == ["ready\n", "joined\n"]
     ended, seconds = doctor(job, "--json", COVEY_SECRET=secret)
     said = said_by(ended)
     assert seconds < MOST_SECONDS
@@ -92,7 +93,7 @@ def test_a_run_that_waits_alone_comes_first_with_what_it_waits_for(job: Job) -> 
     secret = secrets.token_hex(32)
     env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secret, "COVEY_RUN_PROGRAM": "x"}
     node = job.start(WAITING, **env)
-    assert node.stdout.readline() == "ready\n"
+    assert pipes.stdout(node).readline() == "ready\n"
     deadline = time.monotonic() + DEADLINE
     while "waiting-nodes" not in (ended := doctor(job, "--json", COVEY_SECRET=secret)[0]).out:  # it may not listen yet
         assert time.monotonic() < deadline, ended

@@ -1,4 +1,4 @@
-"""Ranks that die, stop, raise or leave: everyone else hears of it at once, by name, and nothing hangs."""
+"""Ranks that die, stop, raise or leave: every other rank hears of it at once, by name, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -80,13 +80,14 @@ def work_side_by_side(names: list[str], victim: int) -> dict[str, Any]:
                         group.send(mine, dst=victim)
                 rounds[name] += 1
 
-        def watch(name: str, group: covey.Group) -> None:
+        def observe(name: str, group: covey.Group) -> None:
             first = attempt(lambda: loop(name, group))
             reports[name] = first, attempt(group.barrier), attempt(lambda: group.send(x[:1], dst=victim))
 
         groups = {name: group.split(0) for name in names}
-        rounds, reports = dict.fromkeys(names, 0), {}
-        threads = [threading.Thread(target=watch, args=pair, daemon=True) for pair in groups.items()]
+        rounds = dict.fromkeys(names, 0)
+        reports: dict[str, Any] = {}
+        threads = [threading.Thread(target=observe, args=pair, daemon=True) for pair in groups.items()]
         for thread in threads:
             thread.start()
         moving = [name for name in names if name in ("all_reduce", "all_gather", "reduce_scatter", "async all_reduce")]
@@ -100,7 +101,7 @@ def work_side_by_side(names: list[str], victim: int) -> dict[str, Any]:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("lanes", LANES)
-def test_everyone_hears_of_a_killed_rank_in_every_operation(lanes: str) -> None:
+def test_every_rank_hears_of_a_killed_rank_in_every_operation(lanes: str) -> None:
     with Ranks(3, work_side_by_side, list(OPERATIONS), VICTIM, lanes=lanes) as ranks:
         ranks.hear("working")
         killed_at = ranks.kill(VICTIM)
@@ -138,6 +139,7 @@ def leave_children_and_work(victim: int) -> Any:
             children.append(subprocess.Popen(["sleep", "60"]).pid)
             process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
             process.start()
+            assert process.pid is not None
             children.append(process.pid)
             forked = os.fork()
             if not forked:
@@ -170,7 +172,7 @@ def test_living_children_of_a_killed_rank_do_not_hide_its_death(lanes: str) -> N
 def join_and_add() -> list[float]:
     say("joining")
     with covey.join() as group:
-        return group.all_reduce(np.arange(3.0) * (group.rank + 1)).tolist()  # type: ignore[no-any-return]
+        return group.all_reduce(np.arange(3.0) * (group.rank + 1)).tolist()
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -188,10 +190,10 @@ def test_a_rank_killed_while_others_wait_to_join_may_come_again(lanes: str) -> N
 
 def wait_for_the_stopped(victim: int, timeout: float) -> Any:
     """Wait for a rank that stops: in mid-transfer, in an operation it never enters, for a message."""
-    os.environ.pop("COVEY_KEEPER", None)  # who would tell of the stop before the deadline
+    os.environ.pop("COVEY_KEEPER", None)  # a keeper would tell of the stop before the deadline
     import covey.runtime.collectives.operation
 
-    covey.runtime.collectives.operation.WARN_SECONDS = 0.6
+    covey.runtime.collectives.operation.WARN_SECONDS = 0.6  # type: ignore[misc]
     with covey.join() as group:
         groups = {name: group.split(0) for name in ("transfer", "barrier", "recv", "first recv", "ring")}
         x = np.arange(1 << 20, dtype=np.float32) + group.rank
@@ -212,14 +214,15 @@ def wait_for_the_stopped(victim: int, timeout: float) -> Any:
                 groups["recv"].send(x[:5], dst=peer)
         else:
             groups["recv"].recv(src=victim)
-        reports, rounds = {}, []
+        reports: dict[str, Any] = {}
+        rounds: list[Any] = []
 
-        def watch(name: str) -> None:
+        def observe(name: str) -> None:
             began = time.monotonic()
             reports[name] = attempt(waits.get(name, transfer))
             reports[name]["took"] = reports[name]["at"] - (rounds[-1] if name == "transfer" else began)
 
-        threads = [threading.Thread(target=watch, args=(name,)) for name in ("transfer", *waits)]
+        threads = [threading.Thread(target=observe, args=(name,)) for name in ("transfer", *waits)]
         threads[0].start()
         while not rounds:
             time.sleep(0.001)
@@ -246,7 +249,7 @@ def test_a_stopped_rank_is_named_at_the_deadline_on_all_others(lanes: str) -> No
                 assert report[name]["error"] == "DeadlineError", (rank, name, report[name])
                 assert report[name]["late"] == [victim], (rank, name, report[name])
                 assert f"rank {victim}" in report[name]["text"]
-                # Who began later hears from who began first.
+                # A rank that began later hears from the one that began first.
                 assert 0.5 < report[name]["took"] < 2.0, (rank, name, report[name])
             assert (report["after"]["error"], report["after"]["cause"]) == ("ClosedError", "DeadlineError")
             warning = [line for line in ranks.errors(rank).splitlines() if "s in barrier()" in line]
@@ -361,7 +364,7 @@ def finish_and_exit_at_once(rounds: int) -> Any:
 
 
 @pytest.mark.parametrize("lanes", LANES)
-def test_ranks_that_end_at_different_times_disturb_nobody(lanes: str) -> None:
+def test_ranks_that_end_at_different_times_disturb_no_other(lanes: str) -> None:
     for rounds in (0, 1):
         with Ranks(3, finish_and_exit_at_once, rounds, lanes=lanes) as ranks:
             results = ranks.results()
@@ -412,7 +415,7 @@ def test_a_lane_that_opens_as_its_group_is_closed_keeps_the_control_loop_from_no
             took.append(time.monotonic() - began)
 
         held: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        engine.reports.lane_arrived = lambda *args: held.put(args)  # type: ignore[method-assign]
+        engine.reports.lane_arrived = lambda *args: held.put(args)  # type: ignore[method-assign,assignment]
         group.barrier()
         message = pair.recv(src=1)
         pair.close()
@@ -469,8 +472,8 @@ def count_what_is_left() -> Any:
         until = time.monotonic() + 5.0
         while (many := left())["descriptors"] > one["descriptors"] and time.monotonic() < until:
             time.sleep(0.01)  # a lane that another rank opened as this one closed the group is just being closed
-    meeting = [name for name in os.listdir(folder) if name.startswith(os.environ["COVEY_RANK"])]
-    return {"before": before, "one": one, "many": many, "after": left(), "meeting": meeting}
+    rendezvous = [name for name in os.listdir(folder) if name.startswith(os.environ["COVEY_RANK"])]
+    return {"before": before, "one": one, "many": many, "after": left(), "rendezvous": rendezvous}
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -484,7 +487,7 @@ def test_a_closed_group_leaves_nothing_behind(lanes: str) -> None:
             assert after["children"] == []
             assert after["mappings"] == 0
             assert after["descriptors"] <= before["descriptors"] + 2  # the event loop's three, less the token's pipe
-            assert report["meeting"] == []
+            assert report["rendezvous"] == []
 
 
 def split_many_times(count: int) -> Any:
@@ -512,10 +515,9 @@ def split_many_times(count: int) -> Any:
         return growth, descriptors, after.ru_nvcsw - before_idling.ru_nvcsw, cpu_seconds
 
 
-@pytest.mark.alone
 def test_64_split_groups_cost_little_and_idle_for_free() -> None:
     for growth, descriptors, wakeups, cpu_seconds in run_ranks(4, split_many_times, 64, lanes="shm", timeout=60.0):
         assert growth < 200 << 20
         assert descriptors < 1024
-        assert wakeups < 100  # in two seconds, however fast the machine is: nobody looks again and again for each group
+        assert wakeups < 100  # in two seconds, however fast the machine is: no thread polls for each group
         assert cpu_seconds < 0.2

@@ -146,4 +146,4 @@ def watch_descriptors() -> Any:
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_forked_child_keeps_none_of_the_sockets(lanes: str) -> None:
     for kept, _ in run_ranks(2, watch_descriptors, lanes=lanes):
-        assert len(kept) <= 2, kept  # the event loop's own pair, which leads to nobody
+        assert len(kept) <= 2, kept  # the event loop's own pair, which leads nowhere

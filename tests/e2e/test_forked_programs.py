@@ -25,6 +25,8 @@ import json, os, signal, sys, threading
 descriptors = sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}"))
 told = {
     "argv": sys.argv,
+    "arguments shown": open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)),
+    "environment shown": sorted(open("/proc/self/environ").read().rstrip(chr(0)).split(chr(0))),
     "buffered": [stream.line_buffering for stream in (sys.stdout, sys.stderr)] + [sys.stdout.write_through],
     "descriptors": [[number, os.get_inheritable(number)] for number in descriptors],
     "environment": {name: value for name, value in os.environ.items() if name != "LC_CTYPE"},

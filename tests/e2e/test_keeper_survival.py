@@ -1,4 +1,4 @@
-"""`covey run` of a run that survives losses: who is lost, who is started again, and what exit code comes of it.
+"""`covey run` of a run that survives losses: which ranks are lost, which are started again, and the exit code.
 
 The ranks here talk to their keeper as those of a real run do, but have no group: it is the keeper that is looked at.
 """
@@ -198,7 +198,7 @@ def test_a_rank_that_fails_too_often_is_lost(covey_run) -> None:
     assert err[1].startswith("covey: rank 1 failed with exit code 6")  # whether the other has ended by then or not
 
 
-def test_nobody_is_started_again_for_a_run_that_is_over(covey_run) -> None:
+def test_no_rank_is_started_again_for_a_run_that_is_over(covey_run) -> None:
     body = """
         if rank == 1:
             wait_for("founded")
@@ -236,11 +236,11 @@ def test_sigterm_drains_a_run_and_ends_what_waits_to_be_started_again(covey_run)
 def test_restarts_cost_the_keeper_nothing_that_it_keeps(covey_run) -> None:
     keeper = """
         import sys
-        from covey.runtime.keeper import supervisor as watch
+        from covey.runtime.keeper import supervisor
         from covey.runtime.keeper.keeper import LocalRun
-        watch.RESTART_PAUSE = watch.RESTART_PAUSE_MOST = 0.01
+        supervisor.RESTART_PAUSE = supervisor.RESTART_PAUSE_MOST = 0.01
         run = LocalRun(2)
-        code = watch.keep(lambda: run, [sys.executable, "job.py"], restarts=12)
+        code = supervisor.keep(lambda: run, [sys.executable, "job.py"], restarts=12)
         print("processes", len(run._processes))
         sys.exit(code)
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -52,17 +53,17 @@ class SecretiveError(Exception):
         self.lock = threading.Lock()
 
 
-def place_and_sum(group: Any, scale: int, word: str) -> tuple[int, int, str, np.ndarray]:
+def place_and_sum(group: Any, scale: int, word: str) -> tuple[int, int, str, Any]:
     x = np.arange(5.0) * scale + group.rank
     group.all_reduce(x)
     return group.rank, group.size, word, x
 
 
-def array_of(group: Any, count: int) -> np.ndarray:
+def array_of(group: Any, count: int) -> Any:
     return np.arange(count) * (group.rank + 1)
 
 
-def fail_in_rank_1(group: Any, kind: str) -> None:
+def fail_in_rank_1(group: Any, kind: str) -> Any:
     if group.rank == 1:
         match kind:
             case "value":
@@ -177,11 +178,11 @@ def test_a_run_that_loses_all_its_ranks_has_failed() -> None:
         launch(sum_among_survivors, 2, (0, 1), timeout=DEADLINE, on_loss="continue")
 
 
-def test_what_a_function_raises_ends_those_who_would_go_on_too() -> None:
+def test_what_a_function_raises_ends_ranks_that_would_go_on_too() -> None:
     with pytest.raises(ValueError, match="one is not enough"):
         launch(fail_in_rank_1, 3, "value", timeout=DEADLINE, on_loss="continue")
     with pytest.raises(ConfigError, match="on_loss='shrug' must be"):
-        launch(array_of, 2, 3, on_loss="shrug")
+        launch(array_of, 2, 3, on_loss="shrug")  # type: ignore[call-overload]
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
@@ -220,7 +221,7 @@ def test_ranks_that_are_late_are_named_and_stopped(tmp_path: Path) -> None:
 
 def test_what_a_rank_leaves_running_does_not_survive(tmp_path: Path) -> None:
     for pid in launch(leave_a_child, 2, str(tmp_path), timeout=DEADLINE):
-        wait_until(lambda pid=pid: is_gone(pid))
+        wait_until(functools.partial(is_gone, pid))
 
 
 SCRIPT = """
@@ -276,7 +277,7 @@ def test_ranks_end_with_a_script_that_is_interrupted(
             assert list(runtime.iterdir()) == []
         for rank in range(2):
             pid = int((tmp_path / f"rank{rank}").read_text())
-            wait_until(lambda pid=pid: is_gone(pid))
+            wait_until(functools.partial(is_gone, pid))
     finally:
         parent.kill()
         parent.wait(DEADLINE)

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 from tests.support.jobs import DEADLINE, Job, finish, finish_all, new_job, wait_until
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ with covey.join(timeout=20) as group:
     local = group.split(color=group.rank // 2)
     part = local.all_reduce(10 ** group.rank)
     report = dict(
-        place=[group.rank, group.size, group.local_rank],
+        position=[group.rank, group.size, group.local_rank],
         sums=right,
         gathered=gathered,
         message=[int(message[0]), int(message[-1])],
@@ -82,9 +83,9 @@ class Hosts:
         """Start one of four ranks, two on each host."""
         host = rank // 2
         enter = ["ip", "netns", "exec", self.names[host], sys.executable]
-        place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
+        position = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
         master = {"MASTER_ADDR": self.addresses[0], "MASTER_PORT": PORT}
-        return job.start(code, before=enter, **{**place, **master, **env})
+        return job.start(code, enter, **{**position, **master, **env})
 
 
 def ip(*words: str) -> None:
@@ -113,7 +114,7 @@ def job() -> Iterator[Job]:
 
 
 def check(reports: list[Any], same_host: str, between_hosts: str = "tcp") -> None:
-    assert [report["place"] for report in reports] == [[rank, 4, rank % 2] for rank in range(4)]
+    assert [report["position"] for report in reports] == [[rank, 4, rank % 2] for rank in range(4)]
     for rank, report in enumerate(reports):
         assert report["sums"] == [10.0, 3_000_000.0]
         assert report["gathered"] == [[0], [1, 1], [2, 2, 2], [3, 3, 3, 3]]
@@ -225,7 +226,7 @@ def test_a_host_that_vanishes_is_noticed_by_the_ranks_on_the_other(hosts: Hosts,
     )
     ranks = [hosts.start(job, rank, code, COVEY_INSECURE=1) for rank in range(4)]
     for process in ranks:
-        assert json.loads(process.stdout.readline()) == "here"
+        assert json.loads(pipes.stdout(process).readline()) == "here"
     for process in ranks[2:]:
         process.kill()
     for ended in finish_all(ranks[:2]):

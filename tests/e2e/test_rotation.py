@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.e2e.test_cluster_elastic import Place
+from tests.e2e.test_cluster_elastic import NodeHome
 from tests.support.machines import DEADLINE, Lab
 from tests.support.members import check_same_end, together
 
@@ -28,12 +28,12 @@ def rotate(machine: Machine, *words: str) -> tuple[int, str]:
 
 def test_a_run_goes_on_through_a_new_secret_and_takes_in_a_newcomer_that_knows_only_that(lab: Lab) -> None:
     one, two, old = lab.owned("lab", KEY, "one", "two", "old")
-    members = [Place(machine, index).keep("--min", "2", min_size=2) for index, machine in enumerate((one, two))]
+    members = [NodeHome(machine, index).keep("--min", "2", min_size=2) for index, machine in enumerate((one, two))]
     before = together(members)
     code, join_code = rotate(one, "--grace", "1")
     assert code == 0
     rotated_at = time.monotonic()
-    late = Place(lab.machine("late"), 2)
+    late = NodeHome(lab.machine("late"), 2)
     enrolled = late.machine.covey("enroll", "-", stdin=join_code)
     assert enrolled.returncode == 0, enrolled.stderr
     assert late.machine.key("lab") == one.key("lab") == two.key("lab") != KEY
@@ -43,7 +43,7 @@ def test_a_run_goes_on_through_a_new_secret_and_takes_in_a_newcomer_that_knows_o
     assert not any(member.all_said("changed") or member.all_said("error") for member in members)
     # The grace is over. A machine that has only the old secret reaches no member, and says so.
     time.sleep(max(0.0, rotated_at + 3.0 - time.monotonic()))
-    outcast = Place(old, 3).keep("--min", "2", min_size=2, timeout=6)
+    outcast = NodeHome(old, 3).keep("--min", "2", min_size=2, timeout=6)
     assert outcast.process.wait(DEADLINE) != 0
     outcast.join()
     assert outcast.all_said("generation") == []
@@ -56,8 +56,8 @@ def test_a_member_that_has_not_heard_of_a_new_secret_stays_in_its_run_during_the
     one, three = lab.owned("lab", KEY, "one", "three")
     deaf = lab.machine("deaf")
     deaf.env |= {"COVEY_SECRET": KEY.hex(), "COVEY_CLUSTER": "lab"}
-    places = [Place(one, 0), Place(deaf, 1), Place(three, 2)]
-    members = [place.start(min_size=2) for place in places]
+    homes = [NodeHome(one, 0), NodeHome(deaf, 1), NodeHome(three, 2)]
+    members = [home.start(min_size=2) for home in homes]
     together(members)
     code, _ = rotate(one)
     assert code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -15,7 +16,7 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import forked
@@ -32,17 +33,18 @@ DEADLINE = 60.0
 class Keeper:
     """One `covey run` process and the folder that its run's folder is made in."""
 
-    def __init__(self, cwd: Path, runtime: Path, *words: str, **streams: object) -> None:
-        env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{cwd}", "XDG_RUNTIME_DIR": str(runtime)}
+    def __init__(
+        self, cwd: Path, runtime: Path, *words: str, env: dict[str, str] | None = None, **streams: Any
+    ) -> None:
+        whole = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{cwd}", "XDG_RUNTIME_DIR": str(runtime)}
         for name in ("COVEY_DEBUG", "NO_COLOR"):
-            env.pop(name, None)
-        env |= streams.pop("env", {})  # type: ignore[arg-type]
+            whole.pop(name, None)
         self.process = forked.Popen(
             [sys.executable, "-m", "covey", "run", *words],
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},  # type: ignore[call-overload]
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
             text=True,
             cwd=cwd,
-            env=env,
+            env=whole | (env or {}),
             preexec_fn=forked.interruptible,
         )
 
@@ -72,9 +74,9 @@ def covey_run(request: pytest.FixtureRequest, tmp_path: Path, runtime: Path) -> 
     """Start `covey run`: all of this holds for ranks with interpreters of their own, and for forks of one."""
     keepers: list[Keeper] = []
 
-    def start(*words: str, **streams: object) -> Keeper:
-        env = {"COVEY_WARM_START": request.param, **streams.pop("env", {})}  # type: ignore[dict-item]
-        keepers.append(Keeper(tmp_path, runtime, *words, **streams, env=env))
+    def start(*words: str, env: dict[str, str] | None = None, **streams: Any) -> Keeper:
+        settings = {"COVEY_WARM_START": request.param, **(env or {})}
+        keepers.append(Keeper(tmp_path, runtime, *words, env=settings, **streams))
         return keepers[-1]
 
     try:
@@ -326,7 +328,7 @@ def test_what_a_rank_leaves_running_neither_survives_nor_holds_up_the_keeper(cov
     assert code == 0
     for rank in range(2):
         (pid,) = map(int, said_by(rank, out))
-        wait_until(lambda pid=pid: is_gone(pid))
+        wait_until(functools.partial(is_gone, pid))
 
 
 def test_a_descendant_that_left_the_group_cannot_hold_up_the_keeper(covey_run, script) -> None:

@@ -1,4 +1,4 @@
-"""`covey run` in a cluster: nodes of one run find each other, whoever started them and where."""
+"""`covey run` in a cluster: nodes of one run find each other, however and wherever they were started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import covey
 with covey.join() as group:
     report = dict(rank=group.rank, size=group.size, run=group.name, local_rank=group.local_rank)
     report |= dict(sum=group.all_reduce(10 ** group.rank), env=dict(os.environ))
-    report |= dict(started_with=Path("/proc/self/environ").read_text())
+    report |= dict(started_with=Path("/proc/self/environ").read_text().rstrip(chr(0)))
 print(json.dumps(report))
 """
 
@@ -76,10 +76,10 @@ def test_processes_started_on_two_machines_become_one_run(lab, warm: str) -> Non
     ]
     here, there = map(ended_well, keepers)
     assert (len(here), len(there)) == (2, 1)
-    everyone = [*here.values(), *there.values()]
-    assert sorted(report["rank"] for report in everyone) == [0, 1, 2]
-    assert {(report["size"], report["run"], report["sum"]) for report in everyone} == {(3, "mine", 111)}
-    for report in everyone:
+    reports = [*here.values(), *there.values()]
+    assert sorted(report["rank"] for report in reports) == [0, 1, 2]
+    assert {(report["size"], report["run"], report["sum"]) for report in reports} == {(3, "mine", 111)}
+    for report in reports:
         assert not report["env"].keys() & {"COVEY_RANK", "COVEY_MEET", "COVEY_TOKEN_FD", "RANK"}
         assert report["env"]["COVEY_RUN_PROGRAM"] == "job.py"
     assert lab.left_behind() == []
@@ -182,7 +182,7 @@ def test_ctrl_c_ends_a_run_that_waits_for_others(lab, signum) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_who_waits_in_vain_is_told_who_is_here_and_for_how_long(lab) -> None:
+def test_a_node_that_waits_in_vain_is_told_which_nodes_are_here_and_for_how_long(lab) -> None:
     keeper = run(lab.machine("one", "lab"), "lonely", "--min", "3", "--wait", "0.7", "job.py")
     code, _, err = end(keeper)
     assert code == 1

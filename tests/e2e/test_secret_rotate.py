@@ -1,4 +1,4 @@
-"""`covey secret rotate`: a new key for those who are there and wanted, and for nobody else."""
+"""`covey secret rotate`: a new key for the nodes that are there and wanted, and for no other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on(lab) -> None:
     wait_until_joined([machine.node("next", size=3) for machine in (one, two, away)])
 
 
-def test_who_cannot_keep_it_says_why_and_is_named(lab) -> None:
+def test_a_node_that_cannot_keep_it_says_why_and_is_named(lab) -> None:
     (one,), two = lab.owned("lab", KEY, "one"), lab.machine("two")
     environment = {"COVEY_SECRET": KEY.hex(), "COVEY_CLUSTER": "lab"}
     nodes = [one.node("mine", size=2), two.node("mine", size=2, env=environment)]

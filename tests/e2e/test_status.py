@@ -1,4 +1,4 @@
-"""`covey status`: who is in the cluster, as people and scripts see it."""
+"""`covey status`: the nodes of a cluster, as people and scripts see them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_run_is_shown_with_its_nodes_by_rank_and_the_ways_between_them(lab) ->
     assert lab.left_behind() == []
 
 
-def test_nobody_is_an_answer_too(lab) -> None:
+def test_no_node_is_an_answer_too(lab) -> None:
     machine = lab.machine("one", "lab")
     ended = machine.covey("status", "--wait", "0.3")
     assert (ended.returncode, ended.stdout.strip()) == (1, "")
@@ -57,7 +57,7 @@ def test_nobody_is_an_answer_too(lab) -> None:
     assert lab.left_behind() == []
 
 
-def test_who_waits_for_others_is_shown_as_joining_and_other_clusters_are_not_shown(lab) -> None:
+def test_a_node_that_waits_for_others_is_shown_as_joining_and_other_clusters_are_not_shown(lab) -> None:
     one, two = lab.machine("one", "lab"), lab.machine("two", "den")
     waiting, foreign = one.node("mine", min_size=2), two.node("mine", min_size=2)
     assert heard(waiting) == heard(foreign) == "joining"
@@ -88,7 +88,7 @@ def test_a_frozen_node_is_shown_by_what_the_others_know_of_it(lab) -> None:
     assert run["waits"][0].startswith(f"rank 1 ({run['nodes'][1]['name']}) cannot be heard")
 
 
-def test_watching_shows_who_comes_and_goes_until_ctrl_c(lab) -> None:
+def test_watching_shows_nodes_that_come_and_go_until_ctrl_c(lab) -> None:
     machine = lab.machine("one", "lab")
     watch = machine.start("-m", "covey", "status", "--watch", "--json", "--wait", "0.2")
     assert heard(watch)["runs"] == []

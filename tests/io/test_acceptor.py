@@ -1,4 +1,4 @@
-"""The entrance: crowds are thinned from the unknown end, idlers run out of time, and who holds the key is led on."""
+"""The acceptor: of too many, unknown diallers go first; idle ones run out of time; those with the key are led on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DEADLINE = 20.0
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-GATE = LinkCredentials(KEY)
+CREDENTIALS = LinkCredentials(KEY)
 Where = tuple[str, int]
 
 
@@ -57,7 +57,7 @@ async def opened(listener: socket.socket, **options: Any) -> AsyncIterator[tuple
 
 
 class Visitor:
-    """Someone at the door."""
+    """A dialler at the door."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -99,7 +99,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_those_with_the_key_are_led_to_whom_they_came_for() -> None:
+def test_diallers_with_the_key_are_led_to_the_node_that_they_dialled() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))
         came: dict[str, bytes] = {}
@@ -115,11 +115,11 @@ def test_those_with_the_key_are_led_to_whom_they_came_for() -> None:
                 await asyncio.get_running_loop().sock_sendall(sock, b"a lane")
 
         acceptor.on_link, acceptor.on_lane = on_link, on_lane
-        sock, said = await connect(where, GATE, door.Purpose.LINK)
+        sock, said = await connect(where, CREDENTIALS, door.Purpose.LINK)
         with sock:
             assert await receive_exactly(sock, 6) == b"a link"
         assert came == {"link": said}
-        sock, _ = await connect(where, GATE, door.Purpose.LANE)
+        sock, _ = await connect(where, CREDENTIALS, door.Purpose.LANE)
         with sock:
             assert await receive_exactly(sock, 6) == b"a lane"
         assert set(came) == {"link", "lane"}
@@ -129,7 +129,7 @@ def test_those_with_the_key_are_led_to_whom_they_came_for() -> None:
     run(work)
 
 
-def test_nobody_is_led_to_where_nobody_waits() -> None:
+def test_no_dialler_is_led_to_where_no_node_waits() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         _, where = await stack.enter_async_context(opened(listener()))
         for purpose in (door.Purpose.LINK, door.Purpose.LANE):
@@ -143,21 +143,21 @@ def test_nobody_is_led_to_where_nobody_waits() -> None:
 def test_a_probe_gets_its_words_back_and_can_measure_what_gets_through() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         _, where = await stack.enter_async_context(opened(listener()))
-        sounding = await sound(where, GATE)
+        sounding = await sound(where, CREDENTIALS)
         assert sounding.problem == ""
         assert 0 < sounding.round_trip < 1
-        assert await throughput(where, GATE, 1 << 20, 5.0) > 1 << 16
+        assert await throughput(where, CREDENTIALS, 1 << 20, 5.0) > 1 << 16
         refused = await sound(where, LinkCredentials(OTHER_KEY))
         assert refused.round_trip < 0
         assert refused.problem
         closed = listener()
-        nobody = closed.getsockname()
+        dead_end = closed.getsockname()
         closed.close()
-        assert (await sound(nobody, GATE)).round_trip < 0
-        way, taken = await best_way([nobody, where], GATE, nobody)
+        assert (await sound(dead_end, CREDENTIALS)).round_trip < 0
+        way, taken = await best_way([dead_end, where], CREDENTIALS, dead_end)
         assert way == where
         assert taken > 0
-        assert await best_way([nobody], GATE, where) == (where, -1.0)
+        assert await best_way([dead_end], CREDENTIALS, where) == (where, -1.0)
 
     run(work)
 
@@ -246,7 +246,7 @@ def test_nodes_that_hold_the_key_may_come_as_often_as_they_like() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))
         for _ in range(2 * int(SOURCE_BURST)):
-            sock, _ = await connect(where, GATE, door.Purpose.PROBE)
+            sock, _ = await connect(where, CREDENTIALS, door.Purpose.PROBE)
             with sock:
                 await asyncio.get_running_loop().sock_sendall(sock, b"ping1234")
                 assert await receive_exactly(sock, 8) == b"ping1234"
@@ -269,7 +269,7 @@ def test_a_member_gets_in_while_strangers_keep_coming() -> None:
         try:
             await came.wait()
             for _ in range(5):
-                sounding = await sound(where, GATE)
+                sounding = await sound(where, CREDENTIALS)
                 assert sounding.round_trip > 0, sounding.problem
         finally:
             task.cancel()
@@ -279,7 +279,7 @@ def test_a_member_gets_in_while_strangers_keep_coming() -> None:
     run(work)
 
 
-def test_who_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dialler_that_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptor_module, "STRANGER_SECONDS", 0.3)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
@@ -301,7 +301,7 @@ def test_who_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: pytest.Monke
     run(work)
 
 
-def test_wrong_answers_are_turned_away_with_one_line_for_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_answers_are_refused_with_one_line_for_all(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "covey")
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
@@ -379,7 +379,7 @@ def test_the_one_too_many_of_the_guests_sends_the_oldest_away_unless_it_has_a_me
 
 
 def test_the_last_descriptors_are_not_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes when few are left is sent away at once, and let in again when there are more."""
+    """A dialler that comes when few are left is sent away at once, and let in again when there are more."""
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))
@@ -389,7 +389,7 @@ def test_the_last_descriptors_are_not_for_strangers(monkeypatch: pytest.MonkeyPa
                 visitor = await Visitor.come(stack, where)
                 assert await visitor.rest() == b""
         assert acceptor.turned_away == 100
-        assert (await sound(where, GATE)).round_trip > 0
+        assert (await sound(where, CREDENTIALS)).round_trip > 0
 
     run(work)
 
@@ -401,7 +401,7 @@ def test_connections_by_an_excluded_interface_are_not_even_challenged() -> None:
         unwanted = await Visitor.come(stack, ("127.0.0.3", where[1]))
         assert await unwanted.rest() == b""
         assert acceptor.turned_away == 1
-        assert (await sound(("127.0.0.1", where[1]), GATE)).round_trip > 0
+        assert (await sound(("127.0.0.1", where[1]), CREDENTIALS)).round_trip > 0
 
     run(work)
 
@@ -435,7 +435,7 @@ def test_closing_ends_whatever_is_going_on_and_leaves_no_socket(moment: str) -> 
         assert not acceptor._strangers
         assert not acceptor._guests
         with pytest.raises(ConnectError):
-            await connect(where, GATE, door.Purpose.LINK)
+            await connect(where, CREDENTIALS, door.Purpose.LINK)
 
     run(work)
 
@@ -448,7 +448,7 @@ def test_a_unix_socket_has_a_door_too() -> None:
         local.listen(8)
         local.setblocking(False)
         await stack.enter_async_context(opened(local))
-        assert (await sound(f"{folder}/node.sock", GATE)).round_trip > 0
+        assert (await sound(f"{folder}/node.sock", CREDENTIALS)).round_trip > 0
         assert (await sound(f"{folder}/node.sock", LinkCredentials(OTHER_KEY))).round_trip < 0
 
     run(work)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 from covey.base.errors import ConfigError
 from covey.net import audit, audit_reader
@@ -42,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def writer(name: str, count: int) -> subprocess.Popen[str]:
     argv = [sys.executable, "-c", WRITER, name, str(count)]
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
+    return forked.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def write(*names: str) -> None:
@@ -219,7 +220,8 @@ def test_a_crash_while_the_oldest_file_goes_is_no_tampering(
     monkeypatch.setattr(audit, "MOST_BYTES", 3000)
     while not (folder / "log.4.jsonl").exists():
         write("early")
-    replace, done = os.replace, []
+    replace = os.replace
+    done: list[Path] = []
 
     def replace_some(old: Path, new: Path) -> None:
         if len(done) == steps:

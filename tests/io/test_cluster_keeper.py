@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import msgspec
 import pytest
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.remote_node import RemoteNode
 
 DEADLINE = 20.0
+Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")
 
 
@@ -67,8 +68,8 @@ class Node(MeshListener):
         vouches = [message for _, message in self.said if isinstance(message, messages.Vouch)]
         return dict(vouches[-1].processes).get(card.life) if vouches else None
 
-    async def until(self, condition: Callable[[], bool]) -> float:
-        while not condition():
+    async def until(self, condition: Callable[[*Args], bool], *args: *Args) -> float:
+        while not condition(*args):
             self.changed.clear()
             await self.changed.wait()
         return time.monotonic()
@@ -112,7 +113,7 @@ def run(work: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) 
 
 @pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of stopped processes")
-def test_everybody_hears_how_the_processes_of_a_keeper_are() -> None:
+def test_every_node_hears_how_the_processes_of_a_keeper_are() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster, process = new_cluster(), sleeper(stack)
         service = opened(stack, cluster)
@@ -120,7 +121,7 @@ def test_everybody_hears_how_the_processes_of_a_keeper_are() -> None:
         other = await add(stack, cluster)
         braggart = await add(stack, cluster, keeper=service.id, host="elsewhere")
         for node in (other, braggart):
-            await node.until(lambda node=node: node.standing(own.mesh.card) == Vouch.BUSY)
+            await node.until(lambda node: node.standing(own.mesh.card) == Vouch.BUSY, node)
         assert {keeper for keeper, _ in other.said} == {keeper.card.id for keeper in other.mesh.keepers} == {service.id}
         assert service.id not in other.mesh.met
         assert other.standing(braggart.mesh.card) is None
@@ -152,7 +153,7 @@ def test_the_last_word_of_a_keeper_is_how_its_processes_ended() -> None:
     run(work)
 
 
-def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_nobody_else() -> None:
+def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_no_other() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster = new_cluster()
         service = opened(stack, cluster)
@@ -161,7 +162,7 @@ def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_nobody_else() -> Non
         for node in (other, own):
             assert not service.survives
             while True:  # of two links that were opened at once one is closed, and what was said there is lost
-                await node.until(lambda node=node: bool(node.mesh.keepers))
+                await node.until(lambda node: bool(node.mesh.keepers), node)
                 keeper = node.mesh.keepers[-1]
                 keeper.send(founded)
                 with contextlib.suppress(TimeoutError):

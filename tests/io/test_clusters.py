@@ -6,12 +6,12 @@ import json
 import os
 import secrets
 import stat
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support import forked
 
 from covey.base.errors import ConfigError
 from covey.net.keys import clusters, secret_sources
@@ -119,7 +119,7 @@ def test_files_that_are_no_clusters_are_left_alone(folder: Path) -> None:
     assert clusters.default_name() == "home"
 
 
-def test_saving_again_keeps_who_is_known_and_when_the_key_came(folder: Path) -> None:
+def test_saving_again_keeps_the_known_nodes_and_when_the_key_came(folder: Path) -> None:
     path = clusters.save(HOME)
     old = json.loads(path.read_text()) | {"created": "2020-01-01T00:00:00+00:00"}
     path.write_text(json.dumps(old))
@@ -151,7 +151,7 @@ def test_what_cannot_be_noted_is_not_an_error(folder: Path) -> None:
     assert clusters.list_clusters() == []
     path = clusters.save(HOME)
     (folder / ".lock").unlink()
-    (folder / ".lock").mkdir()  # as on a read-only disk, nobody can lock
+    (folder / ".lock").mkdir()  # as on a read-only disk, no process can lock
     before = path.read_bytes()
     clusters.remember("home", b"k" * 32, "otter")
     assert path.read_bytes() == before
@@ -171,16 +171,16 @@ for turn in range(5):
 def test_processes_that_write_at_once_lose_nothing_of_each_other() -> None:
     clusters.save(replace(HOME, denied=frozenset()))
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    writers = [subprocess.Popen([sys.executable, "-c", REMEMBER, str(number)], env=env) for number in range(4)]
+    writers = [forked.Popen([sys.executable, "-c", REMEMBER, str(number)], env=env) for number in range(4)]
     try:
         assert [writer.wait(DEADLINE) for writer in writers] == [0] * 4
     finally:
         for writer in writers:
             writer.kill()
             writer.wait(DEADLINE)
-    everyone = {bytes([number, turn]) * 16: f"n{number}-{turn}" for number in range(4) for turn in range(5)}
-    assert clusters.known("home") == everyone
-    assert clusters.load("home").denied == set(everyone)
+    added = {bytes([number, turn]) * 16: f"n{number}-{turn}" for number in range(4) for turn in range(5)}
+    assert clusters.known("home") == added
+    assert clusters.load("home").denied == set(added)
 
 
 @pytest.mark.parametrize("secret", [KEY, KEY.hex(), KEY.hex().upper(), f" {KEY.hex()}\n"])
@@ -272,11 +272,11 @@ def test_a_given_secret_needs_no_home_folder(tmp_path: Path, monkeypatch: pytest
         clusters.find_saved(None)
 
 
-def test_a_new_key_of_a_cluster_does_not_let_those_in_again_who_were_denied() -> None:
+def test_a_new_key_of_a_cluster_does_not_let_in_denied_nodes_again() -> None:
     old, kept_out = Cluster(ClusterSecret("lab", secrets.token_bytes(32))), secrets.token_bytes(32)
     clusters.save(Cluster(old.secret, denied=frozenset({kept_out})))
     code = encode_join_code(ClusterSecret("lab", secrets.token_bytes(32)))
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "covey", "enroll", "--force", "-"],
         input=code,
         capture_output=True,
@@ -288,7 +288,7 @@ def test_a_new_key_of_a_cluster_does_not_let_those_in_again_who_were_denied() ->
 
 
 def test_a_cluster_is_not_made_when_its_join_code_cannot_be() -> None:
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "covey", "init", "lab"],
         env={**os.environ, "COVEY_INTERFACES": "no-such-interface"},
         capture_output=True,

@@ -136,7 +136,7 @@ def test_a_frame_beyond_the_limit_is_refused_before_it_arrives(length: int) -> N
 # Connections
 
 
-class Crew:
+class AttackedRun:
     """Two ranks of one run as threads, whose doors and token the test knows."""
 
     def __init__(self, folder: str, lanes: str, threads: ThreadPoolExecutor) -> None:
@@ -145,9 +145,9 @@ class Crew:
         self._groups: dict[int, Future[Group]] = {}
 
     def start(self, rank: int) -> None:
-        place = LaunchedRank(rank=rank, size=2, folder=self.folder, token=self.token, name="attacked")
+        launched = LaunchedRank(rank=rank, size=2, folder=self.folder, token=self.token, name="attacked")
         config = GroupConfig(lanes=self.lanes, timeout=DEADLINE)
-        self._groups[rank] = self._threads.submit(join_at, place, config, timeout=DEADLINE)
+        self._groups[rank] = self._threads.submit(join_at, launched, config, timeout=DEADLINE)
 
     @property
     def credentials(self) -> LinkCredentials:
@@ -163,6 +163,7 @@ class Crew:
                 if (
                     node.rank == rank
                     and contact.socket.startswith(self.folder)
+                    and node.launcher_mesh is not None
                     and node.launcher_mesh._formed is not None
                 ):
                     return [contact.socket, *((address.ip, address.port) for address in contact.addresses)]
@@ -185,13 +186,13 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture(params=LANES)
-def crew(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterator[Crew]:
+def attacked(request: pytest.FixtureRequest, threads: ThreadPoolExecutor) -> Iterator[AttackedRun]:
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
-        crew = Crew(folder, request.param, threads)
+        attacked = AttackedRun(folder, request.param, threads)
         try:
-            yield crew
+            yield attacked
         finally:
-            crew.close()
+            attacked.close()
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ def strangers() -> Iterator[contextlib.ExitStack]:
 def connect(address: Address) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        sock.connect(address)  # without a timeout: a unix socket refuses those who will not wait when many do
+        sock.connect(address)  # without a timeout: a unix socket refuses a dialler that will not wait when many do
         sock.settimeout(DEADLINE)
     except BaseException:
         sock.close()
@@ -250,12 +251,12 @@ def pass_the_door(sock: socket.socket, credentials: LinkCredentials, purpose: do
 
 
 def introduce(
-    address: Address, credentials: LinkCredentials, who: messages.Hello, *, token: bytes | None = None
+    address: Address, credentials: LinkCredentials, hello: messages.Hello, *, token: bytes | None = None
 ) -> tuple[bytes, messages.HandshakeMessage | None]:
     """Go through the door and the greeting; return what was sent after it, and the answer if there was one."""
     with connect(address) as sock:
         said = pass_the_door(sock, credentials, door.Purpose.LINK)
-        body = messages.encode(who)
+        body = messages.encode(hello)
         sent = proofs.dial_proof(token if token is not None else credentials.token, said, body) + frame.frame(body)
         send(sock, sent)
         end(sock)
@@ -289,7 +290,7 @@ def bother(address: Address, credentials: LinkCredentials) -> None:
                 pass_the_door(sock, credentials, purpose)
                 send(sock, rubbish)
                 end(sock)
-                assert read(sock) == b""  # nobody who has proved nothing gets an answer
+                assert read(sock) == b""  # a peer that has proved nothing gets no answer
     other = LinkCredentials.of_token(secrets.token_bytes(32))
     assert introduce(address, other, hello())[1] is None
     assert introduce(address, credentials, hello(), token=other.token)[1] is None
@@ -314,43 +315,43 @@ def add(group: Group) -> list[float]:
     return [float(value) for value in group.all_reduce(np.arange(3.0) * (group.rank + 1))]
 
 
-def test_a_group_forms_while_strangers_crowd_its_doors(crew: Crew, strangers: contextlib.ExitStack) -> None:
-    crew.start(0)
-    doors = crew.doors(0)
+def test_a_group_forms_while_strangers_crowd_its_doors(attacked: AttackedRun, strangers: contextlib.ExitStack) -> None:
+    attacked.start(0)
+    doors = attacked.doors(0)
     for where in doors:
-        bother(where, crew.credentials)
+        bother(where, attacked.credentials)
         for _ in range(300):
             strangers.enter_context(connect(where))
     began = time.monotonic()
-    crew.start(1)
-    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    attacked.start(1)
+    assert attacked.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
     assert time.monotonic() - began < HANDSHAKE_SECONDS  # it did not wait for the idle ones to run out of time
 
 
 def test_a_group_works_and_opens_lanes_while_strangers_crowd_its_doors(
-    crew: Crew, strangers: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+    attacked: AttackedRun, strangers: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "covey")
     for rank in range(2):
-        crew.start(rank)
-    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+        attacked.start(rank)
+    assert attacked.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
     descriptors, resident = count_descriptors(), resident_bytes()
     for rank in range(2):
-        for where in crew.doors(rank):
-            bother(where, crew.credentials)
+        for where in attacked.doors(rank):
+            bother(where, attacked.credentials)
             for number in range(300):
                 sock = strangers.enter_context(connect(where))
                 send(sock, secrets.token_bytes(number % 40))
-    assert crew.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
-    assert crew.everywhere(exchange) == [1.0, 0.0]
+    assert attacked.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
+    assert attacked.everywhere(exchange) == [1.0, 0.0]
     for rank in range(2):
-        for where in crew.doors(rank):
+        for where in attacked.doors(rank):
             time.sleep(4 * len(RUBBISH) / SOURCE_RATE)  # so many the door answers again after a crowd
-            bother(where, crew.credentials)
+            bother(where, attacked.credentials)
     strangers.close()
     assert resident_bytes() - resident < 32 << 20
     assert 1 <= sum("connections; the last one" in record.getMessage() for record in caplog.records) <= 2 * 2
-    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    assert attacked.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
     wait_until(lambda: count_descriptors() < descriptors + 20)
 
 
@@ -359,31 +360,31 @@ def exchange(group: Group) -> float:
     return float(group.recv(src=1 - group.rank)[0])
 
 
-def test_those_who_hold_the_key_and_say_no_more_are_forgotten_in_time(
-    crew: Crew, strangers: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+def test_diallers_that_hold_the_key_and_say_no_more_are_forgotten_in_time(
+    attacked: AttackedRun, strangers: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("covey.runtime.links.handshake.HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr("covey.runtime.members.lane_acceptor.HANDSHAKE_SECONDS", 0.5)
     for rank in range(2):
-        crew.start(rank)
-    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
-    for where in crew.doors(0):
+        attacked.start(rank)
+    assert attacked.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    for where in attacked.doors(0):
         for number, purpose in enumerate((door.Purpose.LINK, door.Purpose.LANE) * 20):
             sock = strangers.enter_context(connect(where))
-            pass_the_door(sock, crew.credentials, purpose)
+            pass_the_door(sock, attacked.credentials, purpose)
             send(sock, bytes(number))
-    assert crew.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
+    assert attacked.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
     acceptor = next(node.acceptor for node in list(node_module._nodes) if node.rank == 0)
     wait_until(lambda: not acceptor._guests)
 
 
-def test_those_who_know_the_token_but_are_someone_else_are_refused(crew: Crew) -> None:
+def test_diallers_that_know_the_token_but_are_not_the_expected_rank_are_refused(attacked: AttackedRun) -> None:
     for rank in range(2):
-        crew.start(rank)
-    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
-    right = {"lanes": crew.lanes, "size": 2}
-    for where in crew.doors(0):
-        for who in (
+        attacked.start(rank)
+    assert attacked.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    right = {"lanes": attacked.lanes, "size": 2}
+    for where in attacked.doors(0):
+        for wrong in (
             hello(**right),
             hello(**right, rank=0),
             hello(**right, rank=7),
@@ -396,10 +397,10 @@ def test_those_who_know_the_token_but_are_someone_else_are_refused(crew: Crew) -
             hello(**right, run="another"),
             hello(**right, card=card(id=b"i" * 32)),
         ):
-            answer = introduce(where, crew.credentials, who)[1]
-            assert isinstance(answer, messages.Refusal), (who, answer)
-    assert crew.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
-    assert crew.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
+            answer = introduce(where, attacked.credentials, wrong)[1]
+            assert isinstance(answer, messages.Refusal), (wrong, answer)
+    assert attacked.everywhere(add) == [[0.0, 3.0, 6.0]] * 2
+    assert attacked.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
 
 
 def count_descriptors() -> int:

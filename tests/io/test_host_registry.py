@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_registry import AGE_SECONDS, NODES_LIMIT, HostRegistry, RegisteredNode
@@ -27,8 +28,8 @@ TAG = "00112233aabbccdd"
 ANNOUNCE = """
 import os, sys
 from covey.net.discovery.host_registry import HostRegistry
-neighbours = HostRegistry(sys.argv[1])
-neighbours.announce(int(sys.argv[2]), f"/tmp/{sys.argv[2]}.sock")
+registry = HostRegistry(sys.argv[1])
+registry.announce(int(sys.argv[2]), f"/tmp/{sys.argv[2]}.sock")
 """
 SAY = "print(os.getpid(), flush=True); sys.stdin.read()"
 FORK = """
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 
 @contextlib.contextmanager
-def neighbour(port: int = 0, tag: str = TAG) -> Iterator[HostRegistry]:
+def registry(port: int = 0, tag: str = TAG) -> Iterator[HostRegistry]:
     host_registry = HostRegistry(tag)
     try:
         if port:
@@ -59,7 +60,7 @@ def neighbour(port: int = 0, tag: str = TAG) -> Iterator[HostRegistry]:
 def process(port: int, code: str = "") -> Iterator[subprocess.Popen[str]]:
     """A node in a process of its own, announced when this returns."""
     command = [sys.executable, "-c", f"{ANNOUNCE}{code}{SAY}", TAG, str(port)]
-    node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    node = forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert node.stdout is not None
         assert node.stdout.readline().strip() == str(node.pid)
@@ -74,18 +75,18 @@ def ports(host_registry: HostRegistry) -> list[int]:
 
 
 def test_each_sees_the_others_but_not_itself() -> None:
-    with neighbour(1) as one, neighbour(2) as two, neighbour() as watcher:
+    with registry(1) as one, registry(2) as two, registry() as watcher:
         assert (ports(one), ports(two), ports(watcher)) == ([2], [1], [1, 2])
         assert one.others() == [RegisteredNode(2, "/tmp/2.sock", os.getpid())]
 
 
 def test_clusters_do_not_see_each_other() -> None:
-    with neighbour(1, "aaaa"), neighbour(2, "bbbb") as other:
+    with registry(1, "aaaa"), registry(2, "bbbb") as other:
         assert ports(other) == []
 
 
 def test_another_process_is_seen_for_as_long_as_it_lives() -> None:
-    with neighbour(7) as here:
+    with registry(7) as here:
         with process(8) as there:
             assert here.others() == [RegisteredNode(8, "/tmp/8.sock", there.pid)]
         assert here.others() == []
@@ -93,7 +94,7 @@ def test_another_process_is_seen_for_as_long_as_it_lives() -> None:
 
 
 def test_a_forked_child_does_not_keep_its_dead_parent_announced() -> None:
-    with neighbour() as here, process(8, FORK) as parent:
+    with registry() as here, process(8, FORK) as parent:
         assert ports(here) == [8]
         parent.kill()  # the child reads on from the same pipe
         assert parent.wait(DEADLINE) != 0
@@ -104,7 +105,7 @@ def test_a_forked_child_does_not_keep_its_dead_parent_announced() -> None:
 
 
 def test_the_last_announcement_counts_and_closing_withdraws_it() -> None:
-    with neighbour() as watcher, neighbour(1) as moving:
+    with registry() as watcher, registry(1) as moving:
         moving.announce(2, "/tmp/elsewhere.sock")
         assert watcher.others() == [RegisteredNode(2, "/tmp/elsewhere.sock", os.getpid())]
         moving.close()
@@ -114,7 +115,7 @@ def test_the_last_announcement_counts_and_closing_withdraws_it() -> None:
 
 
 def test_files_are_private() -> None:
-    with neighbour(1):
+    with registry(1):
         folder = rendezvous_folder(f"nodes-{TAG}")
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (path,) = folder.iterdir()
@@ -143,14 +144,14 @@ def test_a_folder_open_to_others_is_refused() -> None:
     ],
 )
 def test_a_damaged_file_is_passed_over(text: bytes) -> None:
-    with neighbour(1) as one, neighbour(2), neighbour(3) as three:
+    with registry(1) as one, registry(2), registry(3) as three:
         assert three._own is not None
         three._own.write_bytes(text)
         assert ports(one) == [2]
 
 
 def test_what_is_no_file_of_a_node_is_passed_over() -> None:
-    with neighbour(1) as one, neighbour(2) as two:
+    with registry(1) as one, registry(2) as two:
         folder = rendezvous_folder(f"nodes-{TAG}")
         (folder / "a folder").mkdir()
         (folder / "link.node").symlink_to("/etc/passwd")
@@ -164,7 +165,7 @@ def test_what_is_no_file_of_a_node_is_passed_over() -> None:
 
 def test_nodes_of_another_host_that_share_the_folder_are_passed_over() -> None:
     """As containers and network namespaces do: the port is not reachable there, and a path may be another's."""
-    with neighbour(1) as one, neighbour(2) as two:
+    with registry(1) as one, registry(2) as two:
         assert two._own is not None
         elsewhere = two._own.with_name(f"{'0' * 16}-{two._own.name.partition('-')[2]}")
         two._own.rename(elsewhere)
@@ -174,7 +175,7 @@ def test_nodes_of_another_host_that_share_the_folder_are_passed_over() -> None:
 
 
 def test_no_more_than_a_bounded_number_of_files_is_read() -> None:
-    with neighbour() as one:
+    with registry() as one:
         folder = rendezvous_folder(f"nodes-{TAG}")
         for i in range(NODES_LIMIT + 10):
             (folder / f"{i}.node").touch()
@@ -184,7 +185,7 @@ def test_no_more_than_a_bounded_number_of_files_is_read() -> None:
         assert list(folder.iterdir()) == []
 
 
-def test_an_announcement_is_never_lost_to_those_who_clean_up() -> None:
+def test_an_announcement_is_never_lost_to_processes_that_clean_up() -> None:
     """Others look at every moment between making, locking and naming a file, and the last to leave takes the folder."""
     done = threading.Event()
     trouble: list[BaseException] = []
@@ -192,7 +193,7 @@ def test_an_announcement_is_never_lost_to_those_who_clean_up() -> None:
     def look() -> None:
         try:
             while not done.is_set():
-                with neighbour() as watcher:
+                with registry() as watcher:
                     watcher.others()
         except BaseException as error:  # told below
             trouble.append(error)
@@ -202,7 +203,7 @@ def test_an_announcement_is_never_lost_to_those_who_clean_up() -> None:
         thread.start()
     try:
         for port in range(1, 200):
-            with neighbour(port) as one, neighbour() as other:
+            with registry(port) as one, registry() as other:
                 assert ports(other) == [port]
                 assert ports(one) == []
     finally:
@@ -215,8 +216,8 @@ def test_an_announcement_is_never_lost_to_those_who_clean_up() -> None:
 LISTEN = """
 import sys
 from covey.net.discovery.host_registry import HostRegistry
-neighbours = HostRegistry(sys.argv[1])
-listener, path = neighbours.listen(8)
+registry = HostRegistry(sys.argv[1])
+listener, path = registry.listen(8)
 print(path, flush=True)
 sys.stdin.read()
 """
@@ -226,7 +227,7 @@ sys.stdin.read()
 def listening(tag: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A node of another process that listens and has not announced itself."""
     words = [sys.executable, "-c", LISTEN, tag]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = forked.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         yield process, Path(process.stdout.readline().strip())
@@ -243,51 +244,51 @@ def test_the_socket_of_a_killed_node_goes_with_the_next_one_and_that_of_a_living
     with listening(TAG) as (_, living), listening(TAG) as (process, dead):
         process.kill()
         process.wait(DEADLINE)
-        with neighbour():
+        with registry():
             assert dead.exists(), "it is seconds old"
         make_old(dead)
         make_old(living)
-        with neighbour():
+        with registry():
             assert not dead.exists()
             assert living.exists()
 
 
 def test_what_killed_nodes_of_other_clusters_left_goes_too() -> None:
-    """Nobody may ever look into the folder of that cluster again."""
+    """No process may ever look into the folder of that cluster again."""
     other = "ffeeddccbbaa9988"
     with listening(other) as (process, socket):
-        node = subprocess.Popen([sys.executable, "-c", ANNOUNCE + SAY, other, "47777"],
+        node = forked.Popen([sys.executable, "-c", ANNOUNCE + SAY, other, "47777"],
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
         assert node.stdout is not None
         node.stdout.readline()
-        with neighbour():
+        with registry():
             assert len(list(socket.parent.iterdir())) == 2
         for each in (node, process):
             each.kill()
             each.wait(DEADLINE)
         node.communicate(timeout=DEADLINE)
     make_old(socket)
-    with neighbour():
+    with registry():
         assert not socket.parent.exists()
 
 
 def test_sockets_and_notes_of_another_host_that_shares_the_folder_stay() -> None:
-    with neighbour() as own:
+    with registry() as own:
         folder = own._folder
-        foreign = [folder / "szzz000000", folder / "somebody's own"]
+        foreign = [folder / "szzz000000", folder / "another user's own"]
         for path in foreign:
             path.touch()
             make_old(path)
-        with neighbour():
+        with registry():
             assert all(path.exists() for path in foreign)
         for path in foreign:
             path.unlink()
 
 
 def test_looking_is_cheap_and_works_after_the_folder_is_gone() -> None:
-    with neighbour() as one:
+    with registry() as one:
         rendezvous_folder(f"nodes-{TAG}").rmdir()
         assert one.others() == []
         one.announce(5, "")
-        with neighbour() as other:
+        with registry() as other:
             assert ports(other) == [5]

@@ -1,4 +1,4 @@
-"""Meetings: one seat a rank, taken over from the dead, closed to everybody else."""
+"""Host rendezvous: one socket a rank, taken over from the dead, closed to other users."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked, pipes
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.net.discovery.host_rendezvous import (
@@ -41,17 +42,17 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 @contextlib.contextmanager
 def seat(folder: Path, rank: int, token: bytes | None = None) -> Iterator[HostRendezvous]:
-    meeting = HostRendezvous(folder, rank, token)
+    rendezvous = HostRendezvous(folder, rank, token)
     try:
-        yield meeting
+        yield rendezvous
     finally:
-        meeting.leave()
+        rendezvous.leave()
 
 
 @contextlib.contextmanager
 def other_process(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     """Python that runs `code` and says a line when it is ready."""
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-c", code, *map(str, args)],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         stdin=subprocess.PIPE,
@@ -69,8 +70,8 @@ SIT = """
 import sys
 from pathlib import Path
 from covey.net.discovery.host_rendezvous import HostRendezvous
-meeting = HostRendezvous(Path(sys.argv[1]), int(sys.argv[2]))
-print(meeting.token.hex(), flush=True)
+rendezvous = HostRendezvous(Path(sys.argv[1]), int(sys.argv[2]))
+print(rendezvous.token.hex(), flush=True)
 sys.stdin.read()
 """
 FORK = """
@@ -88,13 +89,13 @@ print(child, flush=True)
 
 def test_the_folders_above_and_of_a_job_are_closed_to_others(runtime: Path) -> None:
     folder = rendezvous_folder("job")
-    with seat(folder, 0) as meeting:
+    with seat(folder, 0) as rendezvous:
         assert folder.parent.parent == runtime
         for path in (folder, folder.parent):
             assert stat.S_IMODE(path.stat().st_mode) == 0o700
         for name in ("0.lock", "token"):
             assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
-        assert meeting.path == socket_path(folder, 0)
+        assert rendezvous.path == socket_path(folder, 0)
 
 
 def test_ranks_share_one_secret_token_and_jobs_do_not() -> None:
@@ -112,8 +113,8 @@ def test_many_ranks_that_come_at_once_agree_on_the_token() -> None:
 
     def come(rank: int) -> None:
         barrier.wait(DEADLINE)
-        with seat(folder, rank) as meeting:
-            tokens[rank] = meeting.token
+        with seat(folder, rank) as rendezvous:
+            tokens[rank] = rendezvous.token
             barrier.wait(DEADLINE)
 
     threads = [threading.Thread(target=come, args=(rank,), daemon=True) for rank in range(16)]
@@ -140,7 +141,7 @@ def test_a_name_of_any_kind_becomes_a_short_plain_folder() -> None:
 def test_a_rank_that_lives_keeps_its_seat_and_is_named_to_the_second_one() -> None:
     folder = rendezvous_folder("twice")
     with other_process(SIT, folder, 3) as first:
-        token = bytes.fromhex(first.stdout.readline())
+        token = bytes.fromhex(pipes.stdout(first).readline())
         with pytest.raises(ConfigError, match=f"rank 3 of this job is already running as process {first.pid}"):
             HostRendezvous(folder, 3)
         with seat(folder, 2) as other:
@@ -151,7 +152,7 @@ def test_a_rank_that_lives_keeps_its_seat_and_is_named_to_the_second_one() -> No
 def test_what_a_killed_rank_left_is_taken_over() -> None:
     folder = rendezvous_folder("killed")
     with other_process(SIT, folder, 1) as first:
-        first.stdout.readline()
+        pipes.stdout(first).readline()
         first.send_signal(signal.SIGKILL)
         first.wait(DEADLINE)
         assert {path.name for path in folder.iterdir()} == {"1.sock", "1.lock", "token"}
@@ -163,8 +164,8 @@ def test_what_a_killed_rank_left_is_taken_over() -> None:
 
 def test_a_forked_child_does_not_keep_the_seat_of_its_dead_parent() -> None:
     folder = rendezvous_folder("forked")
-    with other_process(SIT.replace("print(meeting.token.hex(), flush=True)", FORK), folder, 0) as first:
-        child = int(first.stdout.readline())
+    with other_process(SIT.replace("print(rendezvous.token.hex(), flush=True)", FORK), folder, 0) as first:
+        child = int(pipes.stdout(first).readline())
         try:
             first.kill()
             first.wait(DEADLINE)
@@ -186,10 +187,10 @@ def test_the_last_one_to_leave_removes_the_folder_and_leaving_twice_is_fine() ->
     assert [path.name for path in folder.parent.iterdir()] == ["door"]
 
 
-def test_a_run_that_brings_its_token_leaves_its_folder_to_who_made_it() -> None:
+def test_a_run_that_brings_its_token_leaves_its_folder_to_the_process_that_made_it() -> None:
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
-        with seat(Path(name), 0, b"t" * 32) as meeting:
-            assert meeting.token == b"t" * 32
+        with seat(Path(name), 0, b"t" * 32) as rendezvous:
+            assert rendezvous.token == b"t" * 32
             assert {path.name for path in Path(name).iterdir()} == {"0.sock", "0.lock"}
         assert list(Path(name).iterdir()) == []
 
@@ -254,7 +255,7 @@ def test_a_path_too_long_for_a_socket_is_refused_before_anyone_waits(tmp_path: P
         check_folder(folder)
 
 
-# Who is at the other end
+# Which process is at the other end
 
 
 def test_a_process_of_this_user_may_connect() -> None:
@@ -274,7 +275,7 @@ def test_a_connection_of_another_user_is_refused() -> None:
         listener.listen()
         # Not a Python of ours: another user need not be able to read where it is installed.
         code = f"python3 -c \"import socket; s = socket.socket(socket.AF_UNIX); s.connect('{path}'); s.recv(1)\""
-        process = subprocess.Popen(["/bin/sh", "-c", code], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
+        process = forked.Popen(["/bin/sh", "-c", code], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
         try:
             accepted, _ = listener.accept()
             with accepted, pytest.raises(AuthError, match=f"user {NOBODY} tried to join a run of user {os.getuid()}"):
@@ -294,7 +295,7 @@ def test_the_host_token_is_the_same_in_another_process_and_says_nothing() -> Non
         "print(host_token(Path('/')), flush=True)"
     )
     with other_process(code) as process:
-        assert process.stdout.readline().strip() == host_token(Path("/"))
+        assert pipes.stdout(process).readline().strip() == host_token(Path("/"))
     assert socket.gethostname() not in host_token(Path("/"))
 
 

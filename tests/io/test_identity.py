@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import forked
 
 from covey.base.errors import ConfigError
 from covey.net.home import home, private_folder, read_private, write_private
@@ -74,7 +75,7 @@ def nodes() -> Iterator[list[subprocess.Popen[str]]]:
 
 def start_node() -> subprocess.Popen[str]:
     """A process that takes an identity, says which, and keeps it until its stdin ends."""
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-c", LIVE],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         stdin=subprocess.PIPE,
@@ -137,7 +138,7 @@ def test_eight_processes_at_once_have_eight_identities_and_leave_them_to_the_nex
 
 def test_a_forked_child_does_not_keep_its_parents_identity() -> None:
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    ended = subprocess.run([sys.executable, "-c", FORK], env=env, timeout=DEADLINE, check=False)
+    ended = forked.run([sys.executable, "-c", FORK], env=env, timeout=DEADLINE, check=False)
     assert ended.returncode == 0
 
 
@@ -315,7 +316,7 @@ def test_a_crash_leaves_the_old_file_or_the_new_one(tmp_path: Path, moment: str,
     path = tmp_path / "key"
     write_private(path, b"old")
     command = [sys.executable, "-c", CRASH, str(path), moment]
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, timeout=DEADLINE, check=False)
+    ended = forked.run(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, timeout=DEADLINE, check=False)
     assert ended.returncode == 9
     assert read_private(path) == expected
 

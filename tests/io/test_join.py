@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
+
+if TYPE_CHECKING:
+    import subprocess
 
 DEADLINE = 20.0
 
@@ -16,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 def python(program: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, which must come in time."""
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-c", program], env={**os.environ, **env}, capture_output=True, text=True, timeout=DEADLINE
     )
 

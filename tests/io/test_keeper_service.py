@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import pytest
 
@@ -31,13 +31,15 @@ from covey.wire.membership import Seat
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
-    from covey.proto.changes import QuorumLost
+    from covey.base.errors import CoveyError
+    from covey.proto.changes import QuorumLost, Waiting
     from covey.runtime.links.link import Link
     from covey.wire.membership import View
 
 DEADLINE = 20.0
+Args = TypeVarTuple("Args")
 TOKEN, LINEAGE = b"t" * 32, b"l" * 16
-GATE = LinkCredentials.of_token(TOKEN)
+CREDENTIALS = LinkCredentials.of_token(TOKEN)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of stopped processes")
 
 
@@ -98,7 +100,7 @@ class Rank:
         return rank
 
     async def dial(self, stack: contextlib.AsyncExitStack, service: KeeperService) -> Link:
-        self.link, welcome, _ = await dial(service.path, GATE, hello(self.card))
+        self.link, welcome, _ = await dial(service.path, CREDENTIALS, hello(self.card))
         assert (welcome.rank, welcome.purpose, welcome.card.id) == (-1, "keeper", b"")
         self.keeper = welcome.card
         stack.push_async_callback(self.link.ended.wait)
@@ -123,9 +125,9 @@ class Rank:
         vouches = [message for message in self.said if isinstance(message, messages.Vouch)]
         return dict(vouches[-1].processes).get(other.card.life) if vouches else None
 
-    async def until(self, condition: Callable[[], bool]) -> float:
+    async def until(self, condition: Callable[[*Args], bool], *args: *Args) -> float:
         """Wait until something that was heard makes a condition true; return when that was."""
-        while not condition():
+        while not condition(*args):
             self._changed.clear()
             await self._changed.wait()
         return time.monotonic()
@@ -144,42 +146,42 @@ def founded(ranks: list[Rank], generation: int = 1, **changes: Any) -> messages.
 
 
 class Member:
-    """One rank's part in a generation: a council that talks to the others in memory, and to the keeper by its link."""
+    """One rank's part in a generation: its view driver talks to the others in memory, and to the keeper by its link."""
 
-    def __init__(self, ranks: list[Rank], place: int, generation: int = 1) -> None:
-        self.place, self._ranks = place, ranks
+    def __init__(self, ranks: list[Rank], index: int, generation: int = 1) -> None:
+        self.index, self._ranks = index, ranks
         self.others: dict[int, Member] = {}
         self.views: list[View] = []
         self.lost: list[tuple[int, ...]] = []
         self.is_excluded = False
         seats = [Seat(rank_id(rank), each.card.life) for rank, each in enumerate(ranks)]
         record = first_record(seats, LINEAGE, has_keeper=True)
-        self.view_driver = ViewDriver(generation, record, place, ranks[place].card.life, self, has_keeper=True)
-        ranks[place].on_message = self.heard
+        self.view_driver = ViewDriver(generation, record, index, ranks[index].card.life, self, has_keeper=True)
+        ranks[index].on_message = self.heard
 
     def open(self, members: list[Member]) -> None:
-        self.others = {member.place: member for member in members if member is not self}
-        for place in self.others:
-            self.view_driver.link_up(place, self._ranks[place].card.life)
-        self.view_driver.link_up(len(self._ranks), self._ranks[self.place].keeper.life)
+        self.others = {member.index: member for member in members if member is not self}
+        for index in self.others:
+            self.view_driver.link_up(index, self._ranks[index].card.life)
+        self.view_driver.link_up(len(self._ranks), self._ranks[self.index].keeper.life)
 
     def gone(self) -> None:
         """This rank is dead: the others lose their links with it."""
         self.view_driver.close()
         for other in self.others.values():
-            del other.others[self.place]
-            other.view_driver.link_down(self.place)
+            del other.others[self.index]
+            other.view_driver.link_down(self.index)
 
     def heard(self, message: messages.Control) -> None:
         if isinstance(message, messages.Agreeing) and message.generation == self.view_driver.generation:
             self.view_driver.received(len(self._ranks), message.body)
 
-    def send(self, place: int, message: messages.Control) -> None:
+    def send(self, rank: int, message: messages.Control) -> None:
         assert isinstance(message, messages.Agreeing)
-        if place == len(self._ranks):
-            self._ranks[self.place].send(message)
-        elif (other := self.others.get(place)) is not None:
-            asyncio.get_running_loop().call_soon(other.view_driver.received, self.place, message.body)
+        if rank == len(self._ranks):
+            self._ranks[self.index].send(message)
+        elif (other := self.others.get(rank)) is not None:
+            asyncio.get_running_loop().call_soon(other.view_driver.received, self.index, message.body)
 
     def freeze(self, number: int) -> None:
         asyncio.get_running_loop().call_soon(self.view_driver.frozen, number, ())
@@ -191,13 +193,18 @@ class Member:
     def excluded(self, view: View) -> None:
         self.is_excluded = True
 
+    def waiting(self, effect: Waiting) -> None: ...
+
     def quorum_lost(self, effect: QuorumLost) -> None:
         raise AssertionError(f"a keeper can always decide: {effect}")
 
+    def failed(self, error: CoveyError) -> None:
+        raise error
+
 
 async def found(stack: contextlib.AsyncExitStack, ranks: list[Rank], generation: int = 1) -> list[Member]:
-    """Found a generation as its members do: a council each, then a word to the keeper."""
-    members = [Member(ranks, place, generation) for place in range(len(ranks))]
+    """Found a generation as its members do: a view driver each, then a word to the keeper."""
+    members = [Member(ranks, index, generation) for index in range(len(ranks))]
     for member in members:
         stack.callback(member.view_driver.close)
         member.open(members)
@@ -210,10 +217,10 @@ async def found(stack: contextlib.AsyncExitStack, ranks: list[Rank], generation:
 def test_a_killed_process_is_told_of_as_exited_at_once(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         ranks = [await Rank.come(stack, service) for _ in range(3)]
-        await asyncio.gather(*(rank.until(lambda rank=rank: rank.standing(ranks[2]) == Vouch.BUSY) for rank in ranks))
+        await asyncio.gather(*(rank.until(lambda rank: rank.standing(ranks[2]) == Vouch.BUSY, rank) for rank in ranks))
         killed_at = time.monotonic()
         ranks[1].process.kill()
-        known = [rank.until(lambda rank=rank: rank.standing(ranks[1]) == Vouch.EXITED) for rank in ranks]
+        known = [rank.until(lambda rank: rank.standing(ranks[1]) == Vouch.EXITED, rank) for rank in ranks]
         known_at = await asyncio.gather(*known)  # the dead one's link is kept by us, so it is told as well
         assert max(known_at) - killed_at < 0.5
         assert [ranks[0].standing(rank) for rank in ranks] == [Vouch.BUSY, Vouch.EXITED, Vouch.BUSY]
@@ -240,7 +247,7 @@ def test_a_stopped_process_is_told_of_and_so_is_its_going_on(service: KeeperServ
     run(work)
 
 
-def test_everybody_hears_every_half_second_that_the_others_are_well(service: KeeperService) -> None:
+def test_every_process_hears_every_half_second_that_the_others_are_well(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         at = time.monotonic()
         rank = await Rank.come(stack, service)
@@ -272,17 +279,18 @@ def test_a_link_that_ends_is_no_death_and_a_second_one_takes_its_place(service: 
     run(work)
 
 
-def test_who_is_not_a_process_of_the_run_is_refused(service: KeeperService) -> None:
+def test_a_process_that_is_not_of_the_run_is_refused(service: KeeperService) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         rank = await Rank.come(stack, service)
-        for changes, reason in [
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"purpose": "rank"}, "only talks to the processes of its run"),
             ({"version": 99}, "you speak version 99"),
             ({"card": messages.Card(b"", b"short", "", "", 1, rank.card.contact)}, "not filled in"),
             ({"card": messages.Card(b"", b"l" * 16, "", "", 1 << 40, rank.card.contact)}, "sees no process"),
-        ]:
+        ]
+        for changes, reason in cases:
             with pytest.raises(RefusedError, match=reason):
-                await dial(service.path, GATE, hello(**{"card": rank.card, **changes}))
+                await dial(service.path, CREDENTIALS, hello(**{"card": rank.card, **changes}))
         with pytest.raises((AuthError, ConnectError)):
             await dial(service.path, LinkCredentials.of_token(b"x" * 32), hello(rank.card))
         assert rank.link.is_open
@@ -290,7 +298,7 @@ def test_who_is_not_a_process_of_the_run_is_refused(service: KeeperService) -> N
     run(work)
 
 
-def test_nonsense_cuts_off_who_says_it_and_nobody_else(
+def test_nonsense_cuts_off_the_process_that_sends_it_and_no_other(
     service: KeeperService, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
@@ -306,7 +314,7 @@ def test_nonsense_cuts_off_who_says_it_and_nobody_else(
         ]:
             ends = ranks[2].ends
             ranks[2].link.send(body)
-            await ranks[2].until(lambda ends=ends: ranks[2].ends == ends + 1)
+            await ranks[2].until(lambda ends: ranks[2].ends == ends + 1, ends)
             await ranks[2].dial(stack, service)
         ranks[2].send(messages.Agreeing(99, b"\xff"))  # of a generation that the keeper has never heard of
         ranks[2].send(messages.Ping(5))
@@ -324,7 +332,7 @@ def test_the_keeper_decides_views_until_one_is_left(service: KeeperService) -> N
         ranks = [await Rank.come(stack, service) for _ in range(4)]
         members = await found(stack, ranks)
         await ranks[0].until(lambda: members[0].view_driver.leader() is not None)
-        assert [member.views for member in members] == [[]] * 4  # nobody was in trouble on the way
+        assert [member.views for member in members] == [[]] * 4  # no member was in trouble on the way
         alive = [0, 1, 2, 3]
         for number, victim in enumerate((1, 0, 3), start=1):
             killed_at = time.monotonic()
@@ -332,10 +340,10 @@ def test_the_keeper_decides_views_until_one_is_left(service: KeeperService) -> N
             ranks[victim].link.abort()
             members[victim].gone()
             alive.remove(victim)
-            for place in alive:
-                await ranks[place].until(lambda place=place, number=number: len(members[place].views) == number)
-                view = members[place].views[-1]
-                assert (view.number, view.ranks, members[place].lost[-1]) == (number, tuple(alive), (victim,))
+            for index in alive:
+                await ranks[index].until(lambda index, number: len(members[index].views) == number, index, number)
+                view = members[index].views[-1]
+                assert (view.number, view.ranks, members[index].lost[-1]) == (number, tuple(alive), (victim,))
             assert time.monotonic() - killed_at < 0.5
 
     run(work)
@@ -351,9 +359,9 @@ def test_a_stopped_member_is_excluded_within_a_second_and_hears_so_when_it_wakes
         ranks[1].on_message = asleep.append  # what a stopped process does not read
         stopped_at = time.monotonic()
         ranks[1].process.send_signal(signal.SIGSTOP)
-        for place in (0, 2):
-            await ranks[place].until(lambda place=place: len(members[place].views) == 1)
-            assert members[place].views[0].ranks == (0, 2)
+        for index in (0, 2):
+            await ranks[index].until(lambda index: len(members[index].views) == 1, index)
+            assert members[index].views[0].ranks == (0, 2)
         assert time.monotonic() - stopped_at < 1.0
         ranks[1].process.send_signal(signal.SIGCONT)
         for message in asleep:
@@ -368,7 +376,7 @@ def test_a_member_that_is_slow_to_come_to_the_keeper_is_not_lost(service: Keeper
     async def work(stack: contextlib.AsyncExitStack) -> None:
         early = [await Rank.come(stack, service) for _ in range(2)]
         ranks = [*early, Rank.start(stack)]
-        members = [Member(ranks, place) for place in range(3)]
+        members = [Member(ranks, index) for index in range(3)]
         for member in members:
             stack.callback(member.view_driver.close)
         for rank in early:
@@ -392,7 +400,7 @@ def test_a_member_that_dies_before_it_ever_came_is_lost_all_the_same(service: Ke
         ranks = [early[0], Rank.start(stack), early[1]]
         ranks[1].process.kill()
         ranks[1].process.wait(DEADLINE)
-        members = [Member(ranks, place) for place in range(3)]
+        members = [Member(ranks, index) for index in range(3)]
         for member in (members[0], members[2]):
             stack.callback(member.view_driver.close)
             member.open(members)
@@ -400,14 +408,14 @@ def test_a_member_that_dies_before_it_ever_came_is_lost_all_the_same(service: Ke
         members[1].gone()
         for rank in early:
             rank.send(founded(ranks))
-        for place in (0, 2):
-            await ranks[place].until(lambda place=place: len(members[place].views) == 1)
-            assert members[place].views[0].ranks == (0, 2)
+        for index in (0, 2):
+            await ranks[index].until(lambda index: len(members[index].views) == 1, index)
+            assert members[index].views[0].ranks == (0, 2)
 
     run(work)
 
 
-def test_the_last_two_generations_have_views_and_who_contradicts_is_not_believed(
+def test_the_last_two_generations_have_views_and_a_member_that_contradicts_is_not_believed(
     service: KeeperService, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
@@ -421,16 +429,16 @@ def test_the_last_two_generations_have_views_and_who_contradicts_is_not_believed
             rank.send(founded(ranks))
         await found(stack, ranks[1:], 2)
         ranks[1].send(founded(ranks[::-1], 2))
-        ranks[1].send(founded(ranks[:2], 0))  # nobody's business any more
+        ranks[1].send(founded(ranks[:2], 0))  # of no interest any more
         ranks[1].send(messages.Agreeing(0, b"\xff"))
-        for place, rank in enumerate(ranks):  # those of generation 1 are still in it
-            rank.on_message = before[place].heard
+        for index, rank in enumerate(ranks):  # those of generation 1 are still in it
+            rank.on_message = before[index].heard
         ranks[2].process.kill()
         ranks[2].link.abort()
         before[2].gone()
-        for place in (0, 1):
-            await ranks[place].until(lambda place=place: len(before[place].views) == 1)
-            assert before[place].views[0].ranks == (0, 1)
+        for index in (0, 1):
+            await ranks[index].until(lambda index: len(before[index].views) == 1, index)
+            assert before[index].views[0].ranks == (0, 1)
         await ranks[1].until(lambda: any(_tells_of(2, message) for message in ranks[1].said))
 
     with caplog.at_level(logging.WARNING, logger="covey"):
@@ -466,7 +474,7 @@ def test_a_run_survives_once_a_member_said_so(service: KeeperService) -> None:
 async def all_members_lost_but_one_that_was_evicted(stack: contextlib.AsyncExitStack, service: KeeperService) -> Rank:
     """Return the evicted process in its next life: it waits outside, and no member is left."""
     ranks = [await Rank.come(stack, service) for _ in range(3)]
-    members = [Member(ranks, place) for place in range(3)]
+    members = [Member(ranks, index) for index in range(3)]
     for member in members:
         stack.callback(member.view_driver.close)
         member.open(members)
@@ -533,7 +541,7 @@ def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:
         await found(stack, ranks)
         sock, _ = await asyncio.open_unix_connection(service.path)  # a connection that never answers at the door
         await asyncio.gather(*(asyncio.to_thread(service.close) for _ in range(3)))
-        await asyncio.gather(*(rank.until(lambda rank=rank: rank.ends == 1) for rank in ranks))
+        await asyncio.gather(*(rank.until(lambda rank: rank.ends == 1, rank) for rank in ranks))
         with contextlib.suppress(ConnectionResetError):  # if the service was closed before it accepted
             while await sock.read(100):
                 pass
@@ -546,16 +554,16 @@ def test_closing_ends_every_link_and_leaves_nothing(folder: str) -> None:
     assert threading.active_count() <= threads + 1  # the control loop's, if this was its first use
 
 
-def test_a_warden_that_nobody_comes_to_costs_nothing(folder: str) -> None:
+def test_a_keeper_service_without_clients_costs_nothing(folder: str) -> None:
     code = f"""
         import sys
         from covey.runtime.keeper.service import KeeperService
-        warden = KeeperService({folder!r}, b"t" * 32)
-        warden.start()
-        print("asyncio" in sys.modules, "msgspec" in sys.modules, warden.survives)
-        warden.catch_up()
-        warden.close()
-        warden.close()
+        service = KeeperService({folder!r}, b"t" * 32)
+        service.start()
+        print("asyncio" in sys.modules, "msgspec" in sys.modules, service.survives)
+        service.catch_up()
+        service.close()
+        service.close()
     """
     lines = "\n".join(line.strip() for line in code.splitlines())
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=DEADLINE, check=True)

@@ -46,8 +46,8 @@ def test_no_rank_of_one_host_is_told_what_it_knows_already(monkeypatch: pytest.M
     assert said["Roster"] == 0
 
 
-def test_the_word_of_a_keeper_reaches_those_who_agree_on_views() -> None:
-    """In a cluster members decide: they have to know who is vouched for."""
+def test_the_word_of_a_keeper_reaches_the_ranks_that_agree_on_views() -> None:
+    """In a cluster members decide: they have to know which processes are vouched for."""
 
     def work(group: covey.Group) -> float:
         node, generation = engine_of(group).node, engine_of(group).generation

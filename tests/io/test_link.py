@@ -1,4 +1,4 @@
-"""Links: whole frames in order, bounded queues both ways, and an end that everyone hears of."""
+"""Links: whole frames in order, bounded queues both ways, and an end that both sides hear of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
 DEADLINE = 20.0
+Args = TypeVarTuple("Args")
 KIB = 1 << 10
 both_kinds = pytest.mark.parametrize("secure", [False, True], ids=["plain", "secure"])
 
@@ -85,10 +86,15 @@ class Owner:
         self.ends += 1
         self._changed.set()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
+    async def until(self, condition: Callable[[*Args], bool], *args: *Args) -> None:
+        while not condition(*args):
             self._changed.clear()
             await self._changed.wait()
+
+
+def transport_of(link: Link) -> asyncio.Transport:
+    assert link._transport is not None
+    return link._transport
 
 
 @both_kinds
@@ -102,7 +108,7 @@ def test_frames_of_all_sizes_arrive_whole_and_in_order_both_ways(secure: bool) -
                 dialler.send(body)
                 acceptor.send(body[::-1] + b"!"[: CONTROL_LIMIT - len(body)])
             for owner in owners:
-                await owner.until(lambda owner=owner: len(owner.frames) == len(bodies))
+                await owner.until(lambda owner: len(owner.frames) == len(bodies), owner)
             assert owners[1].frames == bodies
             assert owners[0].frames == [body + b"!"[: CONTROL_LIMIT - len(body)] for body in bodies]
 
@@ -151,7 +157,7 @@ def test_the_last_words_of_a_peer_are_heard_before_its_end(secure: bool) -> None
             assert owner.frames == [b"%d" % number * 1000 for number in range(100)]
             assert acceptor.error is None
             assert not acceptor.is_open
-            acceptor.send(b"to nobody")
+            acceptor.send(b"to no peer")
 
     run(work)
 
@@ -187,12 +193,12 @@ def test_an_owner_that_comes_after_the_end_gets_what_waited_and_the_end_once() -
 def test_a_peer_that_never_reads_costs_a_bounded_backlog_and_no_waiting(secure: bool) -> None:
     async def work() -> None:
         async with pair(secure=secure) as (dialler, acceptor):
-            acceptor._transport.pause_reading()
+            transport_of(acceptor).pause_reading()
             body = bytes(64 * KIB)
             for _ in range(400):
                 dialler.send(body)
                 await asyncio.sleep(0)
-            waiting = dialler._transport.get_write_buffer_size()
+            waiting = transport_of(dialler).get_write_buffer_size()
             assert waiting <= BACKLOG_LIMIT + len(frame(body)) + 64 * KIB
             assert dialler.is_open
             owner = Owner(acceptor)
@@ -203,14 +209,14 @@ def test_a_peer_that_never_reads_costs_a_bounded_backlog_and_no_waiting(secure: 
 
 
 @both_kinds
-def test_frames_that_nobody_takes_stop_the_peer_and_all_arrive_in_the_end(secure: bool) -> None:
+def test_frames_that_are_not_taken_stop_the_peer_and_all_arrive_in_the_end(secure: bool) -> None:
     count, body = 3000, bytes(4 * KIB)
 
     async def work() -> None:
         async with pair(secure=secure) as (dialler, acceptor):
             sent = 0
             while sent < count:
-                if dialler._transport.get_write_buffer_size() < BACKLOG_LIMIT // 2:
+                if transport_of(dialler).get_write_buffer_size() < BACKLOG_LIMIT // 2:
                     dialler.send(struct.pack("<I", sent) + body)
                     sent += 1
                 elif len(acceptor._frames) <= UNREAD_LIMIT:
@@ -290,7 +296,7 @@ def test_closing_and_aborting_twice_is_fine(secure: bool) -> None:
             dialler.abort()
             acceptor.abort()
             for end in ends:
-                await end.until(lambda end=end: end.ends == 1)
+                await end.until(lambda end: end.ends == 1, end)
             acceptor.close()
 
     run(work)
@@ -313,12 +319,12 @@ def test_a_handshake_that_is_cancelled_at_any_moment_leaves_no_transport_on_a_cl
             for _ in range(turns):
                 await asyncio.sleep(0)
             shaking.cancel()
-            ends = await asyncio.gather(shaking, return_exceptions=True)
-            near.close()  # as everyone does who made a socket and got no link for it
+            (end,) = await asyncio.gather(shaking, return_exceptions=True)
+            near.close()  # as every caller does that made a socket and got no link for it
             transport = loop._transports.get(number)
             is_alive = transport is not None and not transport.is_closing()
-            ends += await asyncio.gather(other, return_exceptions=True)
-            links = [end[0] for end in ends if isinstance(end, tuple)]
+            (far_end,) = await asyncio.gather(other, return_exceptions=True)
+            links = [each[0] for each in (end, far_end) if isinstance(each, tuple)]
             for link in links:
                 link.abort()
                 await link.ended.wait()
@@ -331,7 +337,7 @@ def test_a_handshake_that_is_cancelled_at_any_moment_leaves_no_transport_on_a_cl
     run(work)
 
 
-def test_a_handshake_with_someone_who_says_nothing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_with_a_peer_that_says_nothing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("covey.runtime.links.link.HANDSHAKE_SECONDS", 0.2)
 
     async def work() -> None:

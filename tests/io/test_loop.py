@@ -32,7 +32,7 @@ class Interrupt(BaseException):
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """SIGUSR1 interrupts whoever makes something."""
+    """SIGUSR1 interrupts the thread that makes something."""
 
     def interrupt(_signum: int, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code is not control.make.__code__:
@@ -101,7 +101,9 @@ def test_what_cannot_be_made_is_an_error_once_everything_is_cleaned_up() -> None
         raise ValueError("cannot divide the cake")
 
     with pytest.raises(ValueError, match="cake"):
-        control.make(fail(), discard=said.append, otherwise=lambda: said.append("otherwise"))
+        control.make(
+            fail(), discard=lambda made: said.append(f"discards {made}"), otherwise=lambda: said.append("otherwise")
+        )
     assert said == ["otherwise"]
 
 

@@ -18,6 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import forked
 
 from covey.base.errors import ConfigError
 from covey.net.discovery import responder
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 DEADLINE = 20.0
 SOON = 4.0
 """Seconds in which others are found; a quarter of one is usual, on a machine that has nothing else to do."""
-KEY, OTHER_KEY = secrets.token_bytes(32), secrets.token_bytes(32)  # whoever else tests on this host has others
+KEY, OTHER_KEY = secrets.token_bytes(32), secrets.token_bytes(32)  # other test runs on this host have others
 LO = loopback_interfaces()[0].name
 
 PEER = """
@@ -84,7 +85,7 @@ class Peer:
 
     def __init__(self, namespace: str, key: bytes = KEY, *, announce: bool = True, pattern: str = "") -> None:
         enter = ["ip", "netns", "exec", namespace, sys.executable, "-W", "error", "-c", PEER]
-        self._process = subprocess.Popen(
+        self._process = forked.Popen(
             [*enter, key.hex(), "announce" if announce else "listen", pattern],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -172,7 +173,7 @@ class Lan:
 
     def plug(self, host: str, device: str, bridge: str, *addresses: str) -> None:
         """Connect a new device of a host to a bridge."""
-        if subprocess.run(["ip", "-n", self.switch, "link", "show", bridge], capture_output=True).returncode:
+        if forked.run(["ip", "-n", self.switch, "link", "show", bridge], capture_output=True).returncode:
             ip("-n", self.switch, "link", "add", bridge, "type", "bridge")
             ip("-n", self.switch, "link", "set", bridge, "up")
         port = f"p{secrets.token_hex(4)}"
@@ -196,7 +197,7 @@ class Lan:
 
 
 def run(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=DEADLINE).stdout
+    return forked.run(words, check=True, capture_output=True, text=True, timeout=DEADLINE).stdout
 
 
 def ip(*words: str) -> str:
@@ -221,7 +222,7 @@ def lan() -> Iterator[Lan]:
             lan.close()
 
 
-def test_two_hosts_find_each_other_whoever_comes_first(lan: Lan) -> None:
+def test_two_hosts_find_each_other_whichever_comes_first(lan: Lan) -> None:
     hosts = [lan.host("a"), lan.host("b")]
     for i, host in enumerate(hosts):
         lan.plug(host, "eth0", "br0", f"10.9.0.{i + 1}/24")
@@ -319,7 +320,7 @@ def test_a_host_without_any_network_is_no_error(lan: Lan) -> None:
     for i, peer in enumerate(peers):
         said = peer.next("found", port=peers[1 - i].port)
         assert said["found"] == ["127.0.0.1", "::1"]
-        assert said["connected"] is None  # nobody knows yet that it is the same host
+        assert said["connected"] is None  # no node knows yet that it is the same host
     ip("-n", alone, "link", "set", "lo", "down")
     assert lan.start(alone).report() == {"report": "no network is up"}
 
@@ -354,7 +355,9 @@ def places(found: list[tuple[Address, ...]]) -> set[tuple[str, int]]:
 
 def test_beacons_on_loopback_find_each_other_and_not_themselves() -> None:
     async def meet() -> None:
-        one, two, watched = [], [], []
+        one: list[tuple[Address, ...]] = []
+        two: list[tuple[Address, ...]] = []
+        watched: list[tuple[Address, ...]] = []
         beacons = [beacon(one, 1001), beacon(two, 1002), beacon(watched, 1003, announce=False)]
         try:
             for each in beacons:
@@ -580,5 +583,5 @@ asyncio.run(main())
 """
     if not os.path.exists("/proc/self/net/udp"):
         pytest.skip("sockets of a process are looked up in /proc")
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
+    ended = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
     assert ended.stdout == "0 2\n0\n", ended.stderr

@@ -1,4 +1,4 @@
-"""Gatherings: nodes of a cluster find each other, keep one link a pair, pass on whom they know, and say whom not."""
+"""Meshes: nodes of a cluster find each other, keep one link a pair, and pass on the nodes that they know."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import msgspec
 import pytest
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.remote_node import RemoteNode
 
 DEADLINE = 20.0
+Args = TypeVarTuple("Args")
 CONFIG = GroupConfig(interfaces="lo")
 TERMS = Terms(run="r", program="p.py", size=2, min_size=2, max_size=2, version="1", lanes="auto")
 
@@ -52,7 +53,7 @@ def new_cluster(**changes: Any) -> Cluster:
     return replace(Cluster(ClusterSecret("lab", secrets.token_bytes(32))), **changes)
 
 
-class Crew:
+class Meshes:
     """Nodes in one process. They find each other only by what a test tells them, unless they announce themselves."""
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Crew:
     async def add(
         self, cluster: Cluster, *, identity: NodeIdentity | None = None, announce: bool = False, **node: Any
     ) -> Any:
-        """Open a node: a candidate if there are `terms`, else a visitor."""
+        """Open a node: a joiner if there are `terms`, else a visitor."""
         identity = identity if identity is not None else NodeIdentity.ephemeral()
         endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(0,), identity=identity)
         made: Mesh
@@ -79,14 +80,14 @@ class Crew:
             node.endpoint.on_close()
 
 
-def run(work: Callable[[Crew], Coroutine[Any, Any, None]]) -> None:
+def run(work: Callable[[Meshes], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        crew = Crew()
+        meshes = Meshes()
         try:
             async with asyncio.timeout(DEADLINE):
-                await work(crew)
+                await work(meshes)
         finally:
-            await crew.close()
+            await meshes.close()
             for _ in range(5):
                 await asyncio.sleep(0)  # connections that were aborted close in the next turns of the loop
         assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -95,8 +96,8 @@ def run(work: Callable[[Crew], Coroutine[Any, Any, None]]) -> None:
     gc.collect()  # so that what this test leaks fails this test
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():  # noqa: ASYNC110 - nodes do not tell when they meet
+async def until(condition: Callable[[*Args], Any], *args: *Args) -> None:
+    while not condition(*args):  # noqa: ASYNC110 - nodes do not tell when they meet
         await asyncio.sleep(0.005)
 
 
@@ -124,9 +125,9 @@ def ports(link: Any) -> tuple[int, int]:
 
 
 def test_two_nodes_on_one_host_find_each_other_and_meet_once() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        one, other = await crew.add(cluster, announce=True), await crew.add(cluster, announce=True)
+        one, other = await meshes.add(cluster, announce=True), await meshes.add(cluster, announce=True)
         await until(lambda: know_each_other(one, other) and only_links(one, other))
         assert one.met[other.card.id].card == other.card
         assert one.problems.refusals == other.problems.refusals == {}
@@ -135,9 +136,9 @@ def test_two_nodes_on_one_host_find_each_other_and_meet_once() -> None:
 
 
 def test_nodes_of_different_clusters_do_not_meet_though_they_announce_themselves() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, another = new_cluster(), new_cluster()
-        nodes = [await crew.add(each, announce=True) for each in (cluster, another, cluster, another)]
+        nodes = [await meshes.add(each, announce=True) for each in (cluster, another, cluster, another)]
         await until(lambda: know_each_other(*nodes[::2]) and know_each_other(*nodes[1::2]))
 
     run(work)
@@ -145,13 +146,15 @@ def test_nodes_of_different_clusters_do_not_meet_though_they_announce_themselves
 
 @pytest.mark.parametrize("attempt", range(8))
 def test_two_nodes_that_dial_each_other_at_the_same_time_end_with_one_link(attempt: int) -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        one, other = await crew.add(cluster), await crew.add(cluster)
+        one, other = await meshes.add(cluster), await meshes.add(cluster)
         dials = [one.dial(other.card.contact.addresses), other.dial(one.card.contact.addresses)]
         await asyncio.gather(*dials[:: -1 if attempt % 2 else 1])
         await until(lambda: only_links(one, other))
-        at_one, at_other = only_links(one, other)
+        ends = only_links(one, other)
+        assert ends is not None
+        at_one, at_other = ends
         assert ports(at_one) == ports(at_other)[::-1]
         first, second = one.met[other.card.id], other.met[one.card.id]
         assert (first.link, second.link) == (at_one, at_other)
@@ -163,9 +166,9 @@ def test_two_nodes_that_dial_each_other_at_the_same_time_end_with_one_link(attem
 
 
 def test_nothing_is_lost_while_two_nodes_exchange_their_link_for_another() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        small, large = sorted([await crew.add(cluster), await crew.add(cluster)], key=lambda node: node.card.id)
+        small, large = sorted([await meshes.add(cluster), await meshes.add(cluster)], key=lambda node: node.card.id)
         heard: list[bytes] = []
         small.listener.heard = lambda _, message: heard.append(message.body)
         await large.dial(small.card.contact.addresses)
@@ -186,10 +189,10 @@ def test_nothing_is_lost_while_two_nodes_exchange_their_link_for_another() -> No
 
 
 def test_a_seed_that_all_know_makes_all_known_to_each_other_without_multicast() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        first = await crew.add(cluster)
-        others = [await crew.add(replace(cluster, seeds=(seed_of(first),))) for _ in range(2)]
+        first = await meshes.add(cluster)
+        others = [await meshes.add(replace(cluster, seeds=(seed_of(first),))) for _ in range(2)]
         await until(lambda: know_each_other(first, *others))
         assert others[0].report_problems() == others[1].report_problems() == {}
 
@@ -197,20 +200,20 @@ def test_a_seed_that_all_know_makes_all_known_to_each_other_without_multicast() 
 
 
 def test_a_seed_that_only_one_side_knows_is_enough() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        first = await crew.add(cluster)
-        second = await crew.add(replace(cluster, seeds=(seed_of(first),)))
-        third = await crew.add(replace(cluster, seeds=(seed_of(second),)))
+        first = await meshes.add(cluster)
+        second = await meshes.add(replace(cluster, seeds=(seed_of(first),)))
+        third = await meshes.add(replace(cluster, seeds=(seed_of(second),)))
         await until(lambda: know_each_other(first, second, third))
 
     run(work)
 
 
 def test_a_seed_that_is_a_node_itself_is_no_problem() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        one = await crew.add(cluster)
+        one = await meshes.add(cluster)
         await one.dial(one.card.contact.addresses, seed=seed_of(one))
         assert one.met == {}
         assert one.report_problems() == {}
@@ -220,18 +223,18 @@ def test_a_seed_that_is_a_node_itself_is_no_problem() -> None:
 
 
 def test_a_seed_that_does_not_answer_is_named_and_found_later() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        gone = await crew.add(cluster)
+        gone = await meshes.add(cluster)
         seed, port = seed_of(gone), gone.card.contact.addresses[0].port
         await gone.close()
         gone.endpoint.on_close()
-        one = await crew.add(replace(cluster, seeds=(seed,)))
+        one = await meshes.add(replace(cluster, seeds=(seed,)))
         await until(lambda: seed in one.report_problems())
         assert one.report_problems()[seed].startswith(f"cannot be reached: {seed}: ")
         endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(port,), identity=NodeIdentity.ephemeral())
         back = Mesh(cluster, CONFIG, endpoint, announce=False)
-        crew.nodes.append(back)
+        meshes.nodes.append(back)
         await back.open()
         await until(lambda: know_each_other(one, back))
         assert one.report_problems() == {}
@@ -240,10 +243,10 @@ def test_a_seed_that_does_not_answer_is_named_and_found_later() -> None:
 
 
 def test_a_visitor_that_has_left_is_not_looked_for_and_no_problem() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        waiting = await crew.add(cluster, terms=TERMS)
-        visitor = await crew.add(cluster, announce=True)
+        waiting = await meshes.add(cluster, terms=TERMS)
+        visitor = await meshes.add(cluster, announce=True)
         port = visitor.card.contact.addresses[0].port
         here = Hint((messages.Address("127.0.0.1", port, "lo"),), same_host=True)
         there = Hint(visitor.card.contact.addresses)
@@ -262,14 +265,14 @@ def test_a_visitor_that_has_left_is_not_looked_for_and_no_problem() -> None:
     run(work)
 
 
-def test_who_leaves_is_forgotten_and_may_come_again_as_a_new_life() -> None:
-    async def work(crew: Crew) -> None:
+def test_a_node_that_leaves_is_forgotten_and_may_come_again_as_a_new_life() -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, private = new_cluster(), Ed25519PrivateKey.generate()
-        stays = await crew.add(cluster)
+        stays = await meshes.add(cluster)
         for incarnation in (1, 2):
             seeded = replace(cluster, seeds=(seed_of(stays),))
-            comes = await crew.add(seeded, identity=NodeIdentity(private, incarnation))
-            await until(lambda comes=comes: know_each_other(stays, comes))
+            comes = await meshes.add(seeded, identity=NodeIdentity(private, incarnation))
+            await until(lambda comes: know_each_other(stays, comes), comes)
             assert stays.met[comes.card.id].card.life == comes.card.life
             await comes.close()
             await until(lambda: not stays.met)
@@ -278,11 +281,11 @@ def test_who_leaves_is_forgotten_and_may_come_again_as_a_new_life() -> None:
     run(work)
 
 
-def test_a_measured_way_and_a_clock_are_known_of_everyone_met() -> None:
-    async def work(crew: Crew) -> None:
+def test_a_measured_way_and_a_clock_are_known_of_every_node_met() -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        one = await crew.add(cluster)
-        other = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        one = await meshes.add(cluster)
+        other = await meshes.add(replace(cluster, seeds=(seed_of(one),)))
         await until(lambda: know_each_other(one, other))
         at_one, at_other = one.met[other.card.id], other.met[one.card.id]
         await until(lambda: at_one.round_trip > 0 and at_other.round_trip > 0 and at_other.way is not None)
@@ -294,14 +297,14 @@ def test_a_measured_way_and_a_clock_are_known_of_everyone_met() -> None:
     run(work)
 
 
-# Whom we do not want
+# Nodes that are not wanted
 
 
 def test_a_denied_node_is_refused_and_named_on_both_sides() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, denied = new_cluster(), NodeIdentity.ephemeral()
-        one = await crew.add(replace(cluster, denied=frozenset({denied.id})))
-        other = await crew.add(replace(cluster, seeds=(seed_of(one),)), identity=denied)
+        one = await meshes.add(replace(cluster, denied=frozenset({denied.id})))
+        other = await meshes.add(replace(cluster, seeds=(seed_of(one),)), identity=denied)
         short = short_id(denied.id)
         reason = f"node {other.card.name} ({short}) is denied on {one.card.name}; "
         reason += f"`covey deny {short} --undo` there lets it in"
@@ -316,10 +319,10 @@ def test_a_denied_node_is_refused_and_named_on_both_sides() -> None:
 
 
 def test_an_identity_in_use_elsewhere_is_refused_and_the_later_one_is_told() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, private = new_cluster(), Ed25519PrivateKey.generate()
-        early = await crew.add(cluster, identity=NodeIdentity(private, 1))
-        late = await crew.add(replace(cluster, seeds=(seed_of(early),)), identity=NodeIdentity(private, 2))
+        early = await meshes.add(cluster, identity=NodeIdentity(private, 1))
+        late = await meshes.add(replace(cluster, seeds=(seed_of(early),)), identity=NodeIdentity(private, 2))
         in_use = f"identity {short_id(early.card.id)} is in use by process {early.card.pid}"
         await until(lambda: any(in_use in reason for reason in late.report_problems().values()))
         assert any(in_use in reason for reason in early.problems.refusals.values())
@@ -332,13 +335,13 @@ def test_an_identity_in_use_elsewhere_is_refused_and_the_later_one_is_told() -> 
 
 
 def test_two_living_nodes_with_one_identity_are_not_both_met_by_a_third() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, private = new_cluster(), Ed25519PrivateKey.generate()
-        third = await crew.add(cluster)
+        third = await meshes.add(cluster)
         seeded = replace(cluster, seeds=(seed_of(third),))
-        early = await crew.add(seeded, identity=NodeIdentity(private, 1))
+        early = await meshes.add(seeded, identity=NodeIdentity(private, 1))
         await until(lambda: know_each_other(third, early))
-        late = await crew.add(seeded, identity=NodeIdentity(private, 2))
+        late = await meshes.add(seeded, identity=NodeIdentity(private, 2))
         await until(lambda: any("is in use by process" in reason for reason in late.report_problems().values()))
         assert third.met[early.card.id].card.life == early.card.life
 
@@ -346,17 +349,17 @@ def test_two_living_nodes_with_one_identity_are_not_both_met_by_a_third() -> Non
 
 
 def test_a_later_life_takes_over_from_one_that_does_not_answer_any_more() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, private = new_cluster(), Ed25519PrivateKey.generate()
-        third = await crew.add(cluster)
+        third = await meshes.add(cluster)
         seeded = replace(cluster, seeds=(seed_of(third),))
-        early = await crew.add(seeded, identity=NodeIdentity(private, 1))
+        early = await meshes.add(seeded, identity=NodeIdentity(private, 1))
         await until(lambda: know_each_other(third, early))
         links = list(early.met[third.card.id].links)
         for link in links:
             link._transport.pause_reading()  # as if its cable had been pulled
         third.met[early.card.id].pings = {1: time.monotonic() - 5}
-        late = await crew.add(seeded, identity=NodeIdentity(private, 2))
+        late = await meshes.add(seeded, identity=NodeIdentity(private, 2))
         await until(lambda: late.met)
         assert third.met[late.card.id].card.life == late.card.life
         for link in links:
@@ -370,7 +373,7 @@ def hello_of(mesh: Mesh, identity: NodeIdentity) -> messages.Hello:
     return msgspec.structs.replace(mesh.hello(), card=card)
 
 
-def gate_of(cluster: Cluster, identity: NodeIdentity) -> LinkCredentials:
+def credentials_of(cluster: Cluster, identity: NodeIdentity) -> LinkCredentials:
     return LinkCredentials(
         cluster.secret.derive("door"), tls=Credentials(cluster.secret.derive("node-ca"), identity.private)
     )
@@ -392,15 +395,15 @@ def where_of(mesh: Mesh) -> tuple[str, int]:
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
 def test_a_hello_that_cannot_be_is_refused_with_the_reason(changes: dict[str, Any], text: str) -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, identity = new_cluster(), NodeIdentity.ephemeral()
-        one = await crew.add(cluster)
+        one = await meshes.add(cluster)
         hello = hello_of(one, identity)
         on_card = {name: value for name, value in changes.items() if name in ("id", "life", "contact")}
         rest = {name: value for name, value in changes.items() if name not in on_card}
         hello = msgspec.structs.replace(hello, card=msgspec.structs.replace(hello.card, **on_card), **rest)
         with pytest.raises(RefusedError, match=text):
-            await dial(where_of(one), gate_of(cluster, identity), hello)
+            await dial(where_of(one), credentials_of(cluster, identity), hello)
         assert one.met == {}
         if "version" in changes:
             (reason,) = one.problems.refusals.values()
@@ -420,26 +423,26 @@ def test_a_hello_that_cannot_be_is_refused_with_the_reason(changes: dict[str, An
     ids=["addresses", "long", "escape", "newline"],
 )
 def test_a_card_beyond_measure_ends_the_greeting(contact: messages.Contact) -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, identity = new_cluster(), NodeIdentity.ephemeral()
-        one = await crew.add(cluster)
+        one = await meshes.add(cluster)
         hello = hello_of(one, identity)
         hello = msgspec.structs.replace(hello, card=msgspec.structs.replace(hello.card, contact=contact))
         with pytest.raises(ConnectError, match="ended in the greeting"):
-            await dial(where_of(one), gate_of(cluster, identity), hello)
+            await dial(where_of(one), credentials_of(cluster, identity), hello)
         assert one.met == {}
 
     run(work)
 
 
 def test_a_member_that_talks_nonsense_is_cut_off_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, identity = new_cluster(), NodeIdentity.ephemeral()
-        one = await crew.add(cluster)
-        other = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        one = await meshes.add(cluster)
+        other = await meshes.add(replace(cluster, seeds=(seed_of(one),)))
         await until(lambda: know_each_other(one, other))
         for nonsense in (b"", b"\xc1", messages.encode(hello_of(one, identity)), secrets.token_bytes(1000)):
-            link, _, _ = await dial(where_of(one), gate_of(cluster, identity), hello_of(one, identity))
+            link, _, _ = await dial(where_of(one), credentials_of(cluster, identity), hello_of(one, identity))
             await until(lambda: identity.id in one.met)
             link.send(nonsense)
             await link.ended.wait()
@@ -451,11 +454,11 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_the_others_stay(caplog: pyt
     assert len(cut_off) == 1  # one line for all
 
 
-def test_gossip_about_nobody_and_about_ourselves_does_no_harm() -> None:
-    async def work(crew: Crew) -> None:
+def test_gossip_about_no_node_and_about_ourselves_does_no_harm() -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, identity = new_cluster(), NodeIdentity.ephemeral()
-        one = await crew.add(cluster)
-        link, _, _ = await dial(where_of(one), gate_of(cluster, identity), hello_of(one, identity))
+        one = await meshes.add(cluster)
+        link, _, _ = await dial(where_of(one), credentials_of(cluster, identity), hello_of(one, identity))
         strange = [
             messages.Contact("", (), ""),
             messages.Contact("", tuple(messages.Address(ip, 1) for ip in ("", "abc", "::::", "255.255.255.255")), ""),
@@ -482,11 +485,11 @@ def test_gossip_about_nobody_and_about_ourselves_does_no_harm() -> None:
 # Visitors and questions
 
 
-def test_a_visitor_meets_candidates_asks_how_things_stand_and_takes_part_in_nothing() -> None:
-    async def work(crew: Crew) -> None:
+def test_a_visitor_meets_joiners_asks_how_things_stand_and_takes_part_in_nothing() -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        joiner = await crew.add(cluster, terms=TERMS)
-        visitor = await crew.add(replace(cluster, seeds=(seed_of(joiner),)))
+        joiner = await meshes.add(cluster, terms=TERMS)
+        visitor = await meshes.add(replace(cluster, seeds=(seed_of(joiner),)))
         await until(lambda: visitor.met and joiner.visitors)
         remote: RemoteNode = visitor.met[joiner.card.id]
         assert remote.purpose == "candidate"
@@ -501,10 +504,10 @@ def test_a_visitor_meets_candidates_asks_how_things_stand_and_takes_part_in_noth
 
 
 def test_a_question_without_an_answer_ends_in_time_and_answers_that_came_too_late_are_dropped() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, identity = new_cluster(), NodeIdentity.ephemeral()
-        one = await crew.add(cluster)
-        link, _, _ = await dial(where_of(one), gate_of(cluster, identity), hello_of(one, identity))
+        one = await meshes.add(cluster)
+        link, _, _ = await dial(where_of(one), credentials_of(cluster, identity), hello_of(one, identity))
         await until(lambda: one.met)
         with pytest.raises(TimeoutError):
             await one.met[identity.id].ask(messages.Ask(), 0.1)
@@ -524,10 +527,10 @@ def test_a_question_without_an_answer_ends_in_time_and_answers_that_came_too_lat
 
 
 def test_a_node_tells_by_which_of_its_own_addresses_a_visitor_is_reached_and_tries_no_others() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        one = await crew.add(cluster)
-        visitor = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        one = await meshes.add(cluster)
+        visitor = await meshes.add(replace(cluster, seeds=(seed_of(one),)))
         await until(lambda: know_each_other(one, visitor))
         (own,) = visitor.card.contact.addresses
         with socket.create_server(("127.0.0.1", 0)) as trap:
@@ -544,10 +547,10 @@ def test_a_node_tells_by_which_of_its_own_addresses_a_visitor_is_reached_and_tri
 
 
 def test_a_node_tries_the_addresses_of_others_only_so_often() -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        one = await crew.add(cluster)
-        visitor = await crew.add(replace(cluster, seeds=(seed_of(one),)))
+        one = await meshes.add(cluster)
+        visitor = await meshes.add(replace(cluster, seeds=(seed_of(one),)))
         await until(lambda: know_each_other(one, visitor))
         question = messages.Reach(visitor.card.contact.addresses)
         answers = [await visitor.met[one.card.id].ask(question, 10.0) for _ in range(20)]
@@ -559,26 +562,26 @@ def test_a_node_tries_the_addresses_of_others_only_so_often() -> None:
     run(work)
 
 
-def test_those_who_were_met_are_remembered_by_name(home: Path) -> None:
-    async def work(crew: Crew) -> None:
+def test_nodes_that_were_met_are_remembered_by_name(home: Path) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
         clusters.save(cluster)
-        one = await crew.add(cluster, terms=TERMS)
-        other = await crew.add(replace(cluster, seeds=(seed_of(one),)), terms=TERMS)
+        one = await meshes.add(cluster, terms=TERMS)
+        other = await meshes.add(replace(cluster, seeds=(seed_of(one),)), terms=TERMS)
         await until(lambda: len(clusters.known("lab")) == 2)
         assert clusters.known("lab") == {node.card.id: node.card.name for node in (one, other)}
 
     run(work)
 
 
-# Candidates
+# Joiners
 
 
-def test_two_candidates_agree_on_one_view_and_on_who_reaches_whom() -> None:
-    async def work(crew: Crew) -> None:
+def test_two_joiners_agree_on_one_view_and_on_which_one_reaches_the_other() -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        one = await crew.add(cluster, terms=TERMS)
-        other = await crew.add(replace(cluster, seeds=(seed_of(one),)), terms=TERMS)
+        one = await meshes.add(cluster, terms=TERMS)
+        other = await meshes.add(replace(cluster, seeds=(seed_of(one),)), terms=TERMS)
         formed, formed_there = await asyncio.gather(one.listener.form(10.0), other.listener.form(10.0))
         assert isinstance(formed, Formed)
         assert isinstance(formed_there, Formed)
@@ -594,38 +597,38 @@ def test_two_candidates_agree_on_one_view_and_on_who_reaches_whom() -> None:
     run(work)
 
 
-def test_a_candidate_whose_identity_is_in_use_gives_up_and_says_where() -> None:
-    async def work(crew: Crew) -> None:
+def test_a_joiner_whose_identity_is_in_use_gives_up_and_says_where() -> None:
+    async def work(meshes: Meshes) -> None:
         cluster, private = new_cluster(), Ed25519PrivateKey.generate()
-        early = await crew.add(cluster, identity=NodeIdentity(private, 1), terms=TERMS)
+        early = await meshes.add(cluster, identity=NodeIdentity(private, 1), terms=TERMS)
         seeded = replace(cluster, seeds=(seed_of(early),))
-        late = await crew.add(seeded, identity=NodeIdentity(private, 2), terms=TERMS)
+        late = await meshes.add(seeded, identity=NodeIdentity(private, 2), terms=TERMS)
         with pytest.raises(AuthError, match=f"identity is in use by process {early.card.pid}"):
             await late.listener.form(10.0)
 
     run(work)
 
 
-def test_a_candidate_whose_seeds_all_hang_up_believes_that_its_secret_is_wrong(
+def test_a_joiner_whose_seeds_all_hang_up_believes_that_its_secret_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joiner_module, "WRONG_SECRET_SECONDS", 0.3)
 
-    async def work(crew: Crew) -> None:
-        other = await crew.add(new_cluster())
-        mine = await crew.add(new_cluster(seeds=(seed_of(other),)), terms=TERMS)
+    async def work(meshes: Meshes) -> None:
+        other = await meshes.add(new_cluster())
+        mine = await meshes.add(new_cluster(seeds=(seed_of(other),)), terms=TERMS)
         with pytest.raises(AuthError, match="the secret of cluster 'lab' differs there"):
             await mine.listener.form(10.0)
 
     run(work)
 
 
-def test_a_candidate_with_other_terms_is_refused_with_the_reason_and_named_at_the_deadline() -> None:
-    async def work(crew: Crew) -> None:
+def test_a_joiner_with_other_terms_is_refused_with_the_reason_and_named_at_the_deadline() -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        one = await crew.add(cluster, terms=TERMS)
+        one = await meshes.add(cluster, terms=TERMS)
         terms = msgspec.structs.replace(TERMS, program="another.py")
-        other = await crew.add(replace(cluster, seeds=(seed_of(one),)), terms=terms)
+        other = await meshes.add(replace(cluster, seeds=(seed_of(one),)), terms=terms)
         results = await asyncio.gather(one.listener.form(1.5), other.listener.form(1.5), return_exceptions=True)
         for result, peer in zip(results, (other, one), strict=True):
             assert isinstance(result, DeadlineError)
@@ -635,11 +638,11 @@ def test_a_candidate_with_other_terms_is_refused_with_the_reason_and_named_at_th
     run(work)
 
 
-def test_closing_at_any_moment_of_meeting_leaves_nothing_behind() -> None:
-    async def work(crew: Crew) -> None:
+def test_closing_at_any_moment_of_a_handshake_leaves_nothing_behind() -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
         for turns in (0, 1, 3, 10, 30):
-            nodes = [await crew.add(cluster, announce=True) for _ in range(3)]
+            nodes = [await meshes.add(cluster, announce=True) for _ in range(3)]
             dials = [
                 asyncio.create_task(one.dial(other.card.contact.addresses))
                 for one in nodes
@@ -678,11 +681,11 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
             in_use = remote.link
             link_changed = larger.link_changed
 
-            def note(who: RemoteNode) -> None:
-                used.append(who.link)
-                link_changed(who)
+            def note(changed: RemoteNode) -> None:
+                used.append(changed.link)
+                link_changed(changed)
 
-            larger.link_changed = note  # type: ignore[method-assign]
+            larger.link_changed = note  # type: ignore[method-assign,assignment]
             port = smaller.card.contact.addresses[0].port
             await larger.mesh.dial((messages.Address("127.0.0.1", port),), same_host=True)
             assert all(link is in_use for link in used), "a link that the smaller one is about to close was used"

@@ -93,9 +93,12 @@ def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
         heard: list[str] = []
         if node.peers[peer].is_dialled:
             refused = node.lanes.dialler.refused
-            call_on_loop(
-                setattr, node.lanes.dialler, "refused", lambda key, reason: (heard.append(reason), refused(key, reason))
-            )
+
+            def note(key: Any, reason: str) -> None:
+                heard.append(reason)
+                refused(key, reason)
+
+            call_on_loop(setattr, node.lanes.dialler, "refused", note)
             opened = node.lanes.table._epochs._opened[LaneKey(engine_of(group).id, peer, "messages")]
             for epoch in range(opened + 1):
                 offer = messages.Offer(
@@ -112,7 +115,7 @@ def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
 
 
 @pytest.mark.parametrize("lanes", ["unix", "tcp"])
-def test_both_ends_come_to_use_the_same_connection_whoever_breaks_and_asks(lanes: str) -> None:
+def test_both_ends_come_to_use_the_same_connection_whichever_breaks_and_asks(lanes: str) -> None:
     """Lanes break at random at both ends, and each end asks for others at random; every message arrives once."""
     count = 150
 

@@ -54,7 +54,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-class Crew:
+class MessengerGroup:
     """The messengers of a group of threads. The first to ask for a lane makes it; the other one adopts it."""
 
     def __init__(self, size: int, make_pair: Callable[[], tuple[socket.socket, socket.socket]] = unix_pair) -> None:
@@ -100,7 +100,7 @@ class Crew:
             return self.ends[rank, peer]
 
     def renew_lane(self, rank: int, peer: int, ended: socket.socket) -> None:
-        """Whoever asks first makes another lane; who is gone, or wants none, is not reached."""
+        """The first to ask makes another lane; a rank that is gone, or wants none, is not reached."""
         with self._lock:
             if is_reached := not {rank, peer} & self.gone.keys() and (peer, rank) not in self.given_up:
                 if self.ends[rank, peer] is ended:
@@ -144,11 +144,11 @@ class Crew:
     def recv(self, rank: int, src: int = ANY, tag: int = ANY, *, seconds: float = PATIENCE) -> bytes:
         return bytes(self.wait(rank, self.start_receive(rank, src, tag), seconds).data)
 
-    def run(self, *bodies: Callable[[], None]) -> None:
+    def run(self, *bodies: Callable[[], object]) -> None:
         """Run each body on a thread of its own and raise what the first failing one raised."""
         errors: list[BaseException] = []
 
-        def guarded(body: Callable[[], None]) -> None:
+        def guarded(body: Callable[[], object]) -> None:
             try:
                 body()
             except BaseException as error:
@@ -171,22 +171,22 @@ class Crew:
             sock.close()
 
 
-MakeCrew = Callable[..., Crew]
+MakeGroup = Callable[..., MessengerGroup]
 
 
 @pytest.fixture
-def make_crew() -> Iterator[MakeCrew]:
-    crews: list[Crew] = []
+def make_group() -> Iterator[MakeGroup]:
+    crews: list[MessengerGroup] = []
 
-    def make(*args: Any) -> Crew:
-        crews.append(Crew(*args))
+    def make(*args: Any) -> MessengerGroup:
+        crews.append(MessengerGroup(*args))
         return crews[-1]
 
     try:
         yield make
     finally:
-        for crew in crews:
-            crew.close()
+        for group in crews:
+            group.close()
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("messages")]
 
 
@@ -196,60 +196,60 @@ both_lanes = pytest.mark.parametrize("make_pair", [unix_pair, tcp_pair], ids=["u
 @both_lanes
 @pytest.mark.parametrize("length", SIZES)
 def test_messages_of_any_size_arrive_whole(
-    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]], length: int
+    make_group: MakeGroup, make_pair: Callable[[], tuple[socket.socket, socket.socket]], length: int
 ) -> None:
-    crew = make_crew(2, make_pair)
+    group = make_group(2, make_pair)
     out = bytearray(length)
 
     def first() -> None:
-        crew.send(0, content(1, length), 1, tag=7)
-        assert crew.recv(0, 1, 8) == content(2, length)
+        group.send(0, content(1, length), 1, tag=7)
+        assert group.recv(0, 1, 8) == content(2, length)
 
     def second() -> None:
-        message = crew.wait(1, crew.start_receive(1, 0, 7, out))
+        message = group.wait(1, group.start_receive(1, 0, 7, out))
         assert (message.source, message.tag, message.dtype_code, message.shape) == (0, 7, UINT8, (length,))
         assert (message.is_object, message.data) == (False, None)
-        crew.send(1, content(2, length), 0, tag=8)
+        group.send(1, content(2, length), 0, tag=8)
 
-    crew.run(first, second)
+    group.run(first, second)
     assert out == content(1, length)
 
 
-def test_lanes_are_opened_on_first_use_and_once(make_crew: MakeCrew) -> None:
-    crew = make_crew(4)
-    crew.send(0, b"hello", 1)
-    assert crew.asked == [(0, 1)]
-    assert crew.recv(1, 0) == b"hello"
-    assert crew.asked == [(0, 1)]
-    crew.send(1, b"back", 0)
+def test_lanes_are_opened_on_first_use_and_once(make_group: MakeGroup) -> None:
+    group = make_group(4)
+    group.send(0, b"hello", 1)
+    assert group.asked == [(0, 1)]
+    assert group.recv(1, 0) == b"hello"
+    assert group.asked == [(0, 1)]
+    group.send(1, b"back", 0)
     with pytest.raises(DeadlineError):
-        crew.recv(2, seconds=0.01)
-    assert crew.asked == [(0, 1), (2, 0), (2, 1), (2, 3)]
-    assert crew.recv(0) == b"back"
-    assert crew.asked == [(0, 1), (2, 0), (2, 1), (2, 3), (0, 3)]
+        group.recv(2, seconds=0.01)
+    assert group.asked == [(0, 1), (2, 0), (2, 1), (2, 3)]
+    assert group.recv(0) == b"back"
+    assert group.asked == [(0, 1), (2, 0), (2, 1), (2, 3), (0, 3)]
 
 
-def test_a_lane_that_cannot_be_opened_is_asked_for_again(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    make_pair = crew._make_pair
+def test_a_lane_that_cannot_be_opened_is_asked_for_again(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    make_pair = group._make_pair
 
     def refuse() -> tuple[socket.socket, socket.socket]:
-        crew._make_pair = make_pair
+        group._make_pair = make_pair
         raise ConnectionRefusedError("not there yet")
 
-    crew._make_pair = refuse
+    group._make_pair = refuse
     with pytest.raises(ConnectionRefusedError):
-        crew.start_send(0, b"early", 1)
-    crew.send(0, b"later", 1)
-    assert crew.recv(1, 0) == b"later"
+        group.start_send(0, b"early", 1)
+    group.send(0, b"later", 1)
+    assert group.recv(1, 0) == b"later"
 
 
-def test_objects_and_empty_shapes_keep_their_description(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    messenger = crew.messengers[0]
+def test_objects_and_empty_shapes_keep_their_description(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    messenger = group.messengers[0]
     messenger.start_send(memoryview(b"encoded"), 1, 3, INT64, (4, 5), True)
     messenger.start_send(memoryview(b""), 1, 3, INT64, (4, 0, 5), False)
-    first, second = (crew.wait(1, crew.start_receive(1, 0, 3)) for _ in range(2))
+    first, second = (group.wait(1, group.start_receive(1, 0, 3)) for _ in range(2))
     assert (first.is_object, bytes(first.data)) == (True, b"encoded")
     assert (second.is_object, second.dtype_code, second.shape, second.data.size) == (False, INT64, (4, 0, 5), 0)
 
@@ -257,10 +257,10 @@ def test_objects_and_empty_shapes_keep_their_description(make_crew: MakeCrew) ->
 @both_lanes
 @pytest.mark.parametrize("seed", range(3))
 def test_thousands_of_messages_of_three_ranks_arrive_once_and_in_order(
-    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]], seed: int
+    make_group: MakeGroup, make_pair: Callable[[], tuple[socket.socket, socket.socket]], seed: int
 ) -> None:
     size, count, tags = 3, 400, 4
-    crew = make_crew(size, make_pair)
+    group = make_group(size, make_pair)
     rng = random.Random(seed)
     sizes = [0, 1, 10, 1000, 30_000, 64 * KIB, 64 * KIB + 1, 300_000]
     weights = [4, 8, 20, 20, 4, 2, 1, 1]
@@ -276,12 +276,12 @@ def test_thousands_of_messages_of_three_ranks_arrive_once_and_in_order(
     def sender(rank: int) -> None:
         # Posted first and waited for last: rank 1 asks in an order of its own.
         works = [
-            crew.start_send(rank, body_of(rank, peer, at), peer, script[rank, peer][at][0])
+            group.start_send(rank, body_of(rank, peer, at), peer, script[rank, peer][at][0])
             for at in range(count)
             for peer in range(size)
         ]
         for work in works:
-            crew.wait(rank, work)
+            group.wait(rank, work)
 
     def receiver(rank: int, any_tag: bool) -> None:
         expected: dict[tuple[int, int], list[int]] = {}
@@ -291,132 +291,132 @@ def test_thousands_of_messages_of_three_ranks_arrive_once_and_in_order(
         wishes = [(source, tag) for (source, tag), ats in expected.items() for _ in ats]
         random.Random(rank).shuffle(wishes)
         for wish in wishes:
-            message = crew.wait(rank, crew.start_receive(rank, *((ANY, ANY) if any_tag else wish)))
+            message = group.wait(rank, group.start_receive(rank, *((ANY, ANY) if any_tag else wish)))
             at = expected[message.source, message.tag].pop(0)
             assert bytes(message.data) == body_of(message.source, rank, at)
         assert not any(expected.values())
 
-    crew.run(*(lambda r=r: sender(r) for r in range(size)), *(lambda r=r: receiver(r, r != 1) for r in range(size)))
+    group.run(*(lambda r=r: sender(r) for r in range(size)), *(lambda r=r: receiver(r, r != 1) for r in range(size)))
 
 
-def test_everyone_may_post_everything_and_wait_in_any_order(make_crew: MakeCrew) -> None:
+def test_every_rank_may_start_every_message_and_wait_in_any_order(make_group: MakeGroup) -> None:
     size, length = 4, 3 * MIB
-    crew = make_crew(size)
+    group = make_group(size)
 
     def body(rank: int) -> None:
         peers = [peer for peer in range(size) if peer != rank]
-        works = [crew.start_send(rank, content(10 * rank + peer, length), peer) for peer in peers]
+        works = [group.start_send(rank, content(10 * rank + peer, length), peer) for peer in peers]
         outs = {peer: bytearray(length) for peer in peers}
-        works += [crew.start_receive(rank, peer, 0, outs[peer]) for peer in peers]
+        works += [group.start_receive(rank, peer, 0, outs[peer]) for peer in peers]
         random.Random(rank).shuffle(works)
         for work in works:
-            crew.wait(rank, work)
+            group.wait(rank, work)
         assert all(outs[peer] == content(10 * peer + rank, length) for peer in peers)
 
-    crew.run(*(lambda r=r: body(r) for r in range(size)))
+    group.run(*(lambda r=r: body(r) for r in range(size)))
 
 
-def test_one_thread_can_send_to_itself_first_and_receive_later(make_crew: MakeCrew) -> None:
-    crew = make_crew(1)
+def test_one_thread_can_send_to_itself_first_and_receive_later(make_group: MakeGroup) -> None:
+    group = make_group(1)
     for length in SIZES:
-        crew.send(0, content(length, length), 0, tag=length)
+        group.send(0, content(length, length), 0, tag=length)
     for length in reversed(SIZES):
-        assert crew.recv(0, 0, length) == content(length, length)
+        assert group.recv(0, 0, length) == content(length, length)
 
 
-def test_a_sender_may_leave_four_mebibytes_and_then_waits(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    works = [crew.start_send(0, content(seed, 64 * KIB), 1, tag=seed % 3) for seed in range(100)]
+def test_a_sender_may_leave_four_mebibytes_and_then_waits(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    works = [group.start_send(0, content(seed, 64 * KIB), 1, tag=seed % 3) for seed in range(100)]
     allowed = CREDIT_BYTES // (64 * KIB)
     assert [work.done() for work in works] == [True] * allowed + [False] * (100 - allowed)
     with pytest.raises(DeadlineError, match="rank 1"):
-        crew.wait(0, works[-1], 0.02)
+        group.wait(0, works[-1], 0.02)
     for seed in range(99):
-        assert crew.recv(1, 0, seed % 3) == content(seed, 64 * KIB)
-    crew.send(0, b"room again", 1, tag=9)
-    assert crew.recv(1, 0) == b"room again"  # and not the one that was withdrawn
+        assert group.recv(1, 0, seed % 3) == content(seed, 64 * KIB)
+    group.send(0, b"room again", 1, tag=9)
+    assert group.recv(1, 0) == b"room again"  # and not the one that was withdrawn
 
 
-def test_what_was_accepted_arrives_though_the_sender_has_turned_to_other_things(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_what_was_accepted_arrives_though_the_sender_has_turned_to_other_things(make_group: MakeGroup) -> None:
+    group = make_group(2)
     for seed in range(40):  # far more than a socket's buffer holds
-        crew.send(0, content(seed, 64 * KIB), 1)
-    assert [crew.recv(1, 0) for _ in range(40)] == [content(seed, 64 * KIB) for seed in range(40)]
+        group.send(0, content(seed, 64 * KIB), 1)
+    assert [group.recv(1, 0) for _ in range(40)] == [content(seed, 64 * KIB) for seed in range(40)]
 
 
-def test_a_large_message_nobody_wants_holds_up_no_other_tag(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    large = crew.start_send(0, content(1, 10 * MIB), 1, tag=1)
+def test_a_large_message_that_is_not_received_holds_up_no_other_tag(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    large = group.start_send(0, content(1, 10 * MIB), 1, tag=1)
     for seed in range(200):
-        crew.send(0, content(seed, 50_000), 1, tag=2)
-        assert crew.recv(1, 0, 2) == content(seed, 50_000)
+        group.send(0, content(seed, 50_000), 1, tag=2)
+        assert group.recv(1, 0, 2) == content(seed, 50_000)
     assert not large.done()
-    crew.messengers[0].progress_in_background()
-    assert crew.recv(1, 0, 1) == content(1, 10 * MIB)
-    crew.wait(0, large)
+    group.messengers[0].progress_in_background()
+    assert group.recv(1, 0, 1) == content(1, 10 * MIB)
+    group.wait(0, large)
 
 
-def test_works_nobody_waits_for_go_on_in_the_background(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_works_that_are_not_waited_for_go_on_in_the_background(make_group: MakeGroup) -> None:
+    group = make_group(2)
     out = bytearray(10 * MIB)
     ended = threading.Semaphore(0)
-    for work in (crew.start_receive(1, 0, 5, out), crew.start_send(0, content(5, 10 * MIB), 1, tag=5)):
+    for work in (group.start_receive(1, 0, 5, out), group.start_send(0, content(5, 10 * MIB), 1, tag=5)):
         work.add_done_callback(lambda _: ended.release())
-    for messenger in crew.messengers:
+    for messenger in group.messengers:
         messenger.progress_in_background()
     for _ in range(2):
         assert ended.acquire(timeout=PATIENCE)
     assert out == content(5, 10 * MIB)
 
 
-def test_waiting_threads_of_one_rank_help_each_other(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_waiting_threads_of_one_rank_help_each_other(make_group: MakeGroup) -> None:
+    group = make_group(2)
     count = 8
 
     def receiver(tag: int) -> None:
         for at in range(20):
-            assert crew.recv(1, 0, tag) == content(100 * tag + at, 1000 * tag)
+            assert group.recv(1, 0, tag) == content(100 * tag + at, 1000 * tag)
 
     def sender() -> None:
         for at in range(20):
             for tag in reversed(range(count)):
-                crew.send(0, content(100 * tag + at, 1000 * tag), 1, tag)
+                group.send(0, content(100 * tag + at, 1000 * tag), 1, tag)
 
-    crew.messengers[1].progress_in_background()
-    crew.run(sender, *(lambda tag=tag: receiver(tag) for tag in range(count)))
+    group.messengers[1].progress_in_background()
+    group.run(sender, *(lambda tag=tag: receiver(tag) for tag in range(count)))
 
 
-def test_a_thread_that_drives_notices_when_another_one_completes_its_work(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_a_thread_that_drives_notices_when_another_one_completes_its_work(make_group: MakeGroup) -> None:
+    group = make_group(2)
 
     def player(mine: int, other: int) -> None:
         for at in range(50):
-            crew.send(0, content(at, 10 + mine), 0, tag=other)
-            assert crew.recv(0, 0, mine) == content(at, 10 + other)
+            group.send(0, content(at, 10 + mine), 0, tag=other)
+            assert group.recv(0, 0, mine) == content(at, 10 + other)
 
     started_at = time.monotonic()
-    crew.run(lambda: player(1, 2), lambda: player(2, 1))
+    group.run(lambda: player(1, 2), lambda: player(2, 1))
     assert time.monotonic() - started_at < PATIENCE / 2
 
 
-def test_a_callback_may_wait_for_another_work(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_a_callback_may_wait_for_another_work(make_group: MakeGroup) -> None:
+    group = make_group(2)
     answers: list[bytes] = []
-    question = crew.start_receive(1, 0, 1)
-    question.add_done_callback(lambda _: answers.append(crew.recv(1, 0, 2)))
+    question = group.start_receive(1, 0, 1)
+    question.add_done_callback(lambda _: answers.append(group.recv(1, 0, 2)))
 
     def asker() -> None:
-        crew.send(0, b"question", 1, tag=1)
-        crew.send(0, content(2, 2 * MIB), 1, tag=2)
+        group.send(0, b"question", 1, tag=1)
+        group.send(0, content(2, 2 * MIB), 1, tag=2)
 
-    crew.run(asker, lambda: crew.wait(1, question))
+    group.run(asker, lambda: group.wait(1, question))
     assert answers == [content(2, 2 * MIB)]
 
 
-def test_an_idle_messenger_uses_no_cpu(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    pending = crew.start_receive(1, 0, 1)
-    crew.messengers[1].progress_in_background()
+def test_an_idle_messenger_uses_no_cpu(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    pending = group.start_receive(1, 0, 1)
+    group.messengers[1].progress_in_background()
     before = time.process_time()
     with pytest.raises(DeadlineError):
         pending.wait(0.4)
@@ -424,183 +424,187 @@ def test_an_idle_messenger_uses_no_cpu(make_crew: MakeCrew) -> None:
 
 
 @pytest.mark.parametrize("length", [80, 800_000])
-def test_a_message_that_does_not_fit_fails_its_receive_only(make_crew: MakeCrew, length: int) -> None:
-    crew = make_crew(2)
-    sends = [crew.start_send(0, content(seed, length), 1) for seed in range(2)]
-    crew.messengers[0].progress_in_background()
+def test_a_message_that_does_not_fit_fails_its_receive_only(make_group: MakeGroup, length: int) -> None:
+    group = make_group(2)
+    sends = [group.start_send(0, content(seed, length), 1) for seed in range(2)]
+    group.messengers[0].progress_in_background()
     out = memoryview(bytearray(length))
     with pytest.raises(MismatchError, match=r"int64.*uint8"):
-        crew.wait(1, crew.messengers[1].start_receive(0, 0, out, (INT64, (length // 8,))))
-    crew.wait(1, crew.messengers[1].start_receive(0, 0, out, (UINT8, (length,))))
+        group.wait(1, group.messengers[1].start_receive(0, 0, out, (INT64, (length // 8,))))
+    group.wait(1, group.messengers[1].start_receive(0, 0, out, (UINT8, (length,))))
     assert out == content(1, length)
     for send in sends:
-        crew.wait(0, send)
+        group.wait(0, send)
 
 
-def test_ranks_that_do_not_exist_are_refused_before_anything_is_opened(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_ranks_that_do_not_exist_are_refused_before_anything_is_opened(make_group: MakeGroup) -> None:
+    group = make_group(2)
     with pytest.raises(ConfigError, match="rank 2"):
-        crew.start_send(0, b"", 2)
+        group.start_send(0, b"", 2)
     with pytest.raises(ConfigError, match="rank -2"):
-        crew.start_receive(0, -2)
-    assert crew.asked == []
+        group.start_receive(0, -2)
+    assert group.asked == []
 
 
-def test_a_receive_that_is_late_is_withdrawn(make_crew: MakeCrew) -> None:
-    crew = make_crew(3)
+def test_a_receive_that_is_late_is_withdrawn(make_group: MakeGroup) -> None:
+    group = make_group(3)
     out = bytearray(5)
     with pytest.raises(DeadlineError, match="rank 1") as caught:
-        crew.wait(0, crew.start_receive(0, 1, 4, out), 0.02)
+        group.wait(0, group.start_receive(0, 1, 4, out), 0.02)
     assert caught.value.late == (1,)
-    late = crew.start_receive(0, ANY, 4)
+    late = group.start_receive(0, ANY, 4)
     with pytest.raises(DeadlineError, match="ranks 1, 2") as caught:
-        crew.wait(0, late, 0.02)
+        group.wait(0, late, 0.02)
     assert caught.value.late == (1, 2)
     assert isinstance(late.exception(), DeadlineError)
-    crew.send(1, b"hello", 0, tag=4)
-    assert crew.recv(0, 1, 4) == b"hello"
+    group.send(1, b"hello", 0, tag=4)
+    assert group.recv(0, 1, 4) == b"hello"
     assert out == bytes(5)
 
 
-def test_two_ranks_that_both_send_first_end_with_a_deadline_and_a_closed_lane(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_two_ranks_that_both_send_first_end_with_a_deadline_and_a_closed_lane(make_group: MakeGroup) -> None:
+    group = make_group(2)
     errors: dict[int, BaseException] = {}
 
     def body(rank: int) -> None:
         try:
-            crew.send(rank, content(rank, MIB), 1 - rank, seconds=0.3)
+            group.send(rank, content(rank, MIB), 1 - rank, seconds=0.3)
         except (DeadlineError, PeerLostError) as error:
             errors[rank] = error
 
-    crew.run(lambda: body(0), lambda: body(1))
+    group.run(lambda: body(0), lambda: body(1))
     late = [error.late for error in errors.values() if isinstance(error, DeadlineError)]
     assert len(errors) == 2
     assert late
     assert set(late) <= {(0,), (1,)}
     rank = next(rank for rank, error in errors.items() if isinstance(error, DeadlineError))
     with pytest.raises(ClosedError, match="was abandoned"):
-        crew.send(rank, b"more", 1 - rank)
+        group.send(rank, b"more", 1 - rank)
 
 
 @both_lanes
 def test_messages_that_arrived_outlive_their_sender_and_then_its_loss_is_told(
-    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]]
+    make_group: MakeGroup, make_pair: Callable[[], tuple[socket.socket, socket.socket]]
 ) -> None:
-    crew = make_crew(3, make_pair)
-    crew.gone[0] = PeerLostError("rank 0 was killed", rank=0)
+    group = make_group(3, make_pair)
+    group.gone[0] = PeerLostError("rank 0 was killed", rank=0)
     for seed in range(30):
-        crew.send(0, content(seed, 5000), 2, tag=seed)
-    half_way = crew.start_send(0, content(99, MIB), 2, tag=50)
-    blocked = crew.start_receive(2, 1, 60)
-    crew.messengers[0].close(time.monotonic() + 0.1)  # nobody reads yet: the kernel goes on alone
+        group.send(0, content(seed, 5000), 2, tag=seed)
+    half_way = group.start_send(0, content(99, MIB), 2, tag=50)
+    blocked = group.start_receive(2, 1, 60)
+    group.messengers[0].close(time.monotonic() + 0.1)  # no thread reads yet: the kernel goes on alone
     assert isinstance(half_way.exception(), ClosedError)
-    assert [crew.recv(2, 0, seed) for seed in reversed(range(15))] == [
+    assert [group.recv(2, 0, seed) for seed in reversed(range(15))] == [
         content(seed, 5000) for seed in reversed(range(15))
     ]
-    assert [crew.recv(2) for _ in range(15)] == [content(seed, 5000) for seed in range(15, 30)]
+    assert [group.recv(2) for _ in range(15)] == [content(seed, 5000) for seed in range(15, 30)]
     for source, tag in [(0, ANY), (0, 50), (ANY, ANY)]:
         with pytest.raises(PeerLostError, match="killed"):
-            crew.recv(2, source, tag)
+            group.recv(2, source, tag)
     with pytest.raises(PeerLostError, match="killed"):
-        crew.send(2, b"anyone?", 0)
-    crew.send(1, b"still here", 2, tag=60)
-    assert bytes(crew.wait(2, blocked).data) == b"still here"
+        group.send(2, b"anyone?", 0)
+    group.send(1, b"still here", 2, tag=60)
+    assert bytes(group.wait(2, blocked).data) == b"still here"
 
 
-def test_the_loss_of_a_peer_is_told_at_once_to_those_who_wait_for_it(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    works = [crew.start_receive(1, 0, 1), crew.start_receive(1, ANY, 2), crew.start_send(1, content(1, MIB), 0, tag=3)]
-    crew.messengers[1].progress_in_background()
-    crew.gone[0] = PeerLostError("rank 0 was killed", rank=0)
-    crew.cut(0, 1)
+def test_the_loss_of_a_peer_is_told_at_once_to_the_ranks_that_wait_for_it(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    works = [
+        group.start_receive(1, 0, 1),
+        group.start_receive(1, ANY, 2),
+        group.start_send(1, content(1, MIB), 0, tag=3),
+    ]
+    group.messengers[1].progress_in_background()
+    group.gone[0] = PeerLostError("rank 0 was killed", rank=0)
+    group.cut(0, 1)
     for work in works:
         with pytest.raises(PeerLostError, match="rank 0") as caught:
-            crew.wait(1, work)
+            group.wait(1, work)
         assert caught.value.rank == 0
 
 
-def test_a_receive_in_the_middle_of_a_payload_ends_when_the_sender_dies(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    send = crew.start_send(0, content(1, 30 * MIB), 1)
-    receive = crew.start_receive(1, 0)
+def test_a_receive_in_the_middle_of_a_payload_ends_when_the_sender_dies(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    send = group.start_send(0, content(1, 30 * MIB), 1)
+    receive = group.start_receive(1, 0)
     with pytest.raises(DeadlineError):
         receive.wait(0)  # one look: the header is here, the payload is asked for
     with pytest.raises(DeadlineError):
         send.wait(0)  # one look: the first bytes leave
-    crew.gone[0] = PeerLostError("rank 0 was killed", rank=0)
-    crew.cut(0, 1)
+    group.gone[0] = PeerLostError("rank 0 was killed", rank=0)
+    group.cut(0, 1)
     with pytest.raises(PeerLostError):
-        crew.wait(1, receive)
+        group.wait(1, receive)
 
 
-def test_bytes_that_are_not_messages_end_the_lane_with_a_protocol_error(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    crew.open_lane(0, 1).send(b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n")
+def test_bytes_that_are_not_messages_end_the_lane_with_a_protocol_error(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    group.open_lane(0, 1).send(b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n")
     with pytest.raises(RemoteProtocolError):
-        crew.recv(1, 0)
+        group.recv(1, 0)
 
 
 @pytest.mark.parametrize("waiting", [True, False], ids=["waiting", "background"])
-def test_a_failed_group_ends_all_works_with_its_first_cause(make_crew: MakeCrew, waiting: bool) -> None:
-    crew = make_crew(2)
-    works = [crew.start_receive(1, 0, 1), crew.start_receive(1, ANY, ANY), crew.start_send(1, content(1, MIB), 0)]
+def test_a_failed_group_ends_all_works_with_its_first_cause(make_group: MakeGroup, waiting: bool) -> None:
+    group = make_group(2)
+    works = [group.start_receive(1, 0, 1), group.start_receive(1, ANY, ANY), group.start_send(1, content(1, MIB), 0)]
     ended = threading.Semaphore(0)
     for work in works:
         work.add_done_callback(lambda _: ended.release())
     fault = MismatchError("rank 0 called something else")
     if waiting:
-        crew.run(lambda: crew.fail(fault), lambda: crew.ends_with(MismatchError, 1, works[0]))
+        group.run(lambda: group.fail(fault), lambda: group.ends_with(MismatchError, 1, works[0]))
     else:
-        crew.messengers[1].progress_in_background()
-        crew.fail(fault)
+        group.messengers[1].progress_in_background()
+        group.fail(fault)
     for _ in works:
         assert ended.acquire(timeout=PATIENCE)
     assert all(work.exception() is fault for work in works)
     with pytest.raises(MismatchError):
-        crew.start_receive(1, 0, 1)
+        group.start_receive(1, 0, 1)
 
 
 @both_lanes
 def test_close_delivers_what_was_accepted(
-    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]]
+    make_group: MakeGroup, make_pair: Callable[[], tuple[socket.socket, socket.socket]]
 ) -> None:
-    crew = make_crew(2, make_pair)
+    group = make_group(2, make_pair)
     bodies = [content(seed, 60_000) for seed in range(60)]
     received: list[bytes] = []
-    crew.send(1, content(100, 60_000), 0)  # never received: closing with unread bytes must not reset the lane
+    group.send(1, content(100, 60_000), 0)  # never received: closing with unread bytes must not reset the lane
 
     def first() -> None:
         for body in bodies:
-            crew.send(0, body, 1)
-        crew.messengers[0].close(time.monotonic() + PATIENCE)
+            group.send(0, body, 1)
+        group.messengers[0].close(time.monotonic() + PATIENCE)
 
     def second() -> None:
         for _ in bodies:
-            received.append(crew.recv(1, 0))
+            received.append(group.recv(1, 0))
 
-    crew.run(first, second)
+    group.run(first, second)
     assert received == bodies
 
 
-def test_close_ends_pending_works_waiters_and_later_calls(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    works = [crew.start_receive(0, 1, 1), crew.start_send(0, content(1, MIB), 1)]
-    crew.run(
-        lambda: crew.ends_with(ClosedError, 0, works[0]),
-        lambda: crew.messengers[0].close(time.monotonic() + 0.05),
+def test_close_ends_pending_works_waiters_and_later_calls(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    works = [group.start_receive(0, 1, 1), group.start_send(0, content(1, MIB), 1)]
+    group.run(
+        lambda: group.ends_with(ClosedError, 0, works[0]),
+        lambda: group.messengers[0].close(time.monotonic() + 0.05),
     )
     assert all(isinstance(work.exception(), ClosedError) for work in works)
     with pytest.raises(ClosedError):
-        crew.start_receive(0, 1)
-    crew.messengers[0].close(time.monotonic())
-    messenger = crew.messengers[0]
-    sockets = [messenger._driving._bell, messenger._driving._bell_rope]
+        group.start_receive(0, 1)
+    group.messengers[0].close(time.monotonic())
+    messenger = group.messengers[0]
+    sockets: list[Any] = [messenger._driving._bell, messenger._driving._bell_rope]
     sockets += [lane.sock for lane in messenger._lanes.by_rank.values()]
     assert all(sock.fileno() == -1 for sock in sockets)
 
 
-def test_an_asynchronous_receive_that_nobody_waits_for_fails_at_its_deadline(make_crew: MakeCrew) -> None:
-    two = make_crew(2)
+def test_an_asynchronous_receive_that_is_not_waited_for_fails_at_its_deadline(make_group: MakeGroup) -> None:
+    two = make_group(2)
     work = two.start_receive(0, 1, 7)
     two.messengers[0].progress_in_background(work, time.monotonic() + 0.2)
     error = work.exception()
@@ -618,10 +622,10 @@ def test_an_asynchronous_receive_that_nobody_waits_for_fails_at_its_deadline(mak
 @both_lanes
 @pytest.mark.parametrize("seed", range(4))
 def test_messages_of_three_ranks_arrive_once_and_in_order_though_connections_break_all_the_time(
-    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]], seed: int
+    make_group: MakeGroup, make_pair: Callable[[], tuple[socket.socket, socket.socket]], seed: int
 ) -> None:
     size, count, tags = 3, 60, 3
-    crew = make_crew(size, make_pair)
+    group = make_group(size, make_pair)
     rng = random.Random(seed)
     sizes, weights = [0, 1, 1000, 30_000, 64 * KIB, 64 * KIB + 1, 300_000, 3 * MIB], [4, 20, 20, 4, 2, 2, 2, 1]
     script = {
@@ -636,11 +640,11 @@ def test_messages_of_three_ranks_arrive_once_and_in_order_though_connections_bre
         dice = random.Random(f"{seed}{rank}{peer}")
         for at, (tag, length) in enumerate(script[rank, peer]):
             memory = bytearray(body_of(rank, peer, at))
-            work = crew.start_send(rank, memory, peer, tag)
+            work = group.start_send(rank, memory, peer, tag)
             if dice.random() < 0.4:
                 time.sleep(dice.choice([0, 0, 0.0003, 0.002]))
-                crew.cut(*dice.choice([(rank, peer), (peer, rank)]))
-            crew.wait(rank, work, 2 * PATIENCE)
+                group.cut(*dice.choice([(rank, peer), (peer, rank)]))
+            group.wait(rank, work, 2 * PATIENCE)
             memory[:] = bytes(length)  # a send that is over reads its memory no more
 
     def receiver(rank: int) -> None:
@@ -650,73 +654,73 @@ def test_messages_of_three_ranks_arrive_once_and_in_order_though_connections_bre
                 for at, (tag, _) in enumerate(script[source, rank]):
                     expected.setdefault((source, tag), []).append(at)
         for _ in range(sum(map(len, expected.values()))):
-            message = crew.wait(rank, crew.start_receive(rank), 2 * PATIENCE)
+            message = group.wait(rank, group.start_receive(rank), 2 * PATIENCE)
             at = expected[message.source, message.tag].pop(0)
             assert bytes(message.data) == body_of(message.source, rank, at), (message.source, rank, at)
         assert not any(expected.values())
 
     receivers = [lambda r=r: receiver(r) for r in range(size)]
-    crew.run(*receivers, *(lambda pair=pair: sender(*pair) for pair in script))
-    assert len(crew.renewed) > 20
+    group.run(*receivers, *(lambda pair=pair: sender(*pair) for pair in script))
+    assert len(group.renewed) > 20
 
 
-def test_a_connection_that_breaks_while_nobody_drives_is_replaced_as_soon_as_the_other_end_waits(
-    make_crew: MakeCrew,
+def test_a_connection_that_breaks_while_no_thread_drives_is_replaced_as_soon_as_the_other_end_waits(
+    make_group: MakeGroup,
 ) -> None:
-    crew = make_crew(2)
-    crew.send(0, b"first", 1)
-    assert crew.recv(1, 0) == b"first"
-    crew.cut(0, 1)
+    group = make_group(2)
+    group.send(0, b"first", 1)
+    assert group.recv(1, 0) == b"first"
+    group.cut(0, 1)
     # Rank 0 leaves a message with the kernel, which has no use for it, and does something else from then on.
-    crew.send(0, b"second", 1)
-    assert crew.recv(1, 0) == b"second"
+    group.send(0, b"second", 1)
+    assert group.recv(1, 0) == b"second"
 
 
 @both_lanes
 def test_what_the_kernel_had_when_the_connection_broke_comes_with_the_next(
-    make_crew: MakeCrew, make_pair: Callable[[], tuple[socket.socket, socket.socket]]
+    make_group: MakeGroup, make_pair: Callable[[], tuple[socket.socket, socket.socket]]
 ) -> None:
-    crew = make_crew(2, make_pair)
+    group = make_group(2, make_pair)
     for number in range(20):
-        crew.send(0, content(number, 5000), 1)  # nobody reads them
-    crew.cut(1, 0)
+        group.send(0, content(number, 5000), 1)  # no thread reads them
+    group.cut(1, 0)
     for number in range(20, 30):
-        crew.send(0, content(number, 5000), 1)
-    assert [crew.recv(1, 0) for _ in range(30)] == [content(number, 5000) for number in range(30)]
+        group.send(0, content(number, 5000), 1)
+    assert [group.recv(1, 0) for _ in range(30)] == [content(number, 5000) for number in range(30)]
 
 
-def test_a_large_message_goes_on_where_the_connection_broke(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_a_large_message_goes_on_where_the_connection_broke(make_group: MakeGroup) -> None:
+    group = make_group(2)
     length = 200 * MIB
     out = bytearray(length)
     data = content(1, length)
-    send, receive = crew.start_send(0, data, 1), crew.start_receive(1, 0, ANY, out)
-    for messenger, work in ((crew.messengers[0], send), (crew.messengers[1], receive)):
+    send, receive = group.start_send(0, data, 1), group.start_receive(1, 0, ANY, out)
+    for messenger, work in ((group.messengers[0], send), (group.messengers[1], receive)):
         messenger.progress_in_background(work)
     cuts = 0
     while not receive.done():
-        before = crew.messengers[1]._matcher.progress(0)
+        before = group.messengers[1]._matcher.progress(0)
         deadline = time.monotonic() + PATIENCE
-        while crew.messengers[1]._matcher.progress(0) < before + 10 * MIB and not receive.done():
+        while group.messengers[1]._matcher.progress(0) < before + 10 * MIB and not receive.done():
             assert time.monotonic() < deadline
             time.sleep(0.0005)
-        crew.cut(0, 1)
+        group.cut(0, 1)
         cuts += 1
-    crew.wait(0, send)
+    group.wait(0, send)
     assert cuts >= 3
     assert out == data
-    sent_again = crew.messengers[0]._matcher._link(1).outlet._sent - length
+    sent_again = group.messengers[0]._matcher._link(1).outlet._sent - length
     assert sent_again < MIB  # the stream as the receiver counts it: headers and nothing twice
 
 
-def test_a_send_ends_only_when_the_receiver_has_all_of_it(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    near, far = crew.ends[0, 1], crew.ends[1, 0] = unix_pair()  # the test itself is rank 1
+def test_a_send_ends_only_when_the_receiver_has_all_of_it(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    near, far = group.ends[0, 1], group.ends[1, 0] = unix_pair()  # the test itself is rank 1
     near.setblocking(False)
     far.settimeout(PATIENCE)
     length = 100 * KIB
-    send = crew.start_send(0, content(1, length), 1)
-    crew.messengers[0].progress_in_background(send)
+    send = group.start_send(0, content(1, length), 1)
+    group.messengers[0].progress_in_background(send)
     far.sendall(wire.encode(Header(wire.RESUME)) + wire.encode(Header(wire.CTS, 0, length)))
     arrived = b""
     while not arrived.endswith(content(1, length)):
@@ -730,45 +734,45 @@ def test_a_send_ends_only_when_the_receiver_has_all_of_it(make_crew: MakeCrew) -
     send.wait(PATIENCE)
 
 
-def test_closing_replaces_a_connection_that_broke_with_messages_on_it(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_closing_replaces_a_connection_that_broke_with_messages_on_it(make_group: MakeGroup) -> None:
+    group = make_group(2)
     bodies = [content(seed, 60_000) for seed in range(60)]
     received: list[bytes] = []
 
     def first() -> None:
         for body in bodies:
-            crew.send(0, body, 1)
-        crew.cut(0, 1)
-        crew.messengers[0].close(time.monotonic() + PATIENCE)
+            group.send(0, body, 1)
+        group.cut(0, 1)
+        group.messengers[0].close(time.monotonic() + PATIENCE)
 
-    crew.run(first, lambda: received.extend(crew.recv(1, 0) for _ in bodies))
+    group.run(first, lambda: received.extend(group.recv(1, 0) for _ in bodies))
     assert received == bodies
 
 
-def test_a_rank_that_closed_in_order_is_not_asked_for_another_connection(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    crew.send(0, b"last words", 1)
-    crew.messengers[0].close(time.monotonic() + PATIENCE)
-    assert crew.recv(1, 0) == b"last words"
+def test_a_rank_that_closed_in_order_is_not_asked_for_another_connection(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    group.send(0, b"last words", 1)
+    group.messengers[0].close(time.monotonic() + PATIENCE)
+    assert group.recv(1, 0) == b"last words"
     with pytest.raises(PeerLostError, match="rank 0"):
-        crew.recv(1, 0)
-    assert crew.renewed == []
-    assert (1, 0) in crew.given_up
+        group.recv(1, 0)
+    assert group.renewed == []
+    assert (1, 0) in group.given_up
 
 
-def test_a_rank_that_broke_the_protocol_is_not_asked_for_another_connection(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    crew.open_lane(0, 1).send(bytes(1000))
+def test_a_rank_that_broke_the_protocol_is_not_asked_for_another_connection(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    group.open_lane(0, 1).send(bytes(1000))
     with pytest.raises(RemoteProtocolError, match="rank 0"):
-        crew.recv(1, 0)
-    assert crew.renewed == []
-    assert (1, 0) in crew.given_up
+        group.recv(1, 0)
+    assert group.renewed == []
+    assert (1, 0) in group.given_up
 
 
-def test_pauses_grow_as_long_as_connections_break_before_anything_moves(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
+def test_pauses_grow_as_long_as_connections_break_before_anything_moves(make_group: MakeGroup) -> None:
+    group = make_group(2)
     pauses: list[float] = []
-    messenger = crew.messengers[0]
+    messenger = group.messengers[0]
 
     def renew(peer: int, ended: Any, pause: float) -> None:
         pauses.append(pause)
@@ -778,25 +782,25 @@ def test_pauses_grow_as_long_as_connections_break_before_anything_moves(make_cre
             far.close()
             messenger.adopt(peer, near)
         else:
-            crew.renew_lane(0, peer, crew.ends[0, 1])
+            group.renew_lane(0, peer, group.ends[0, 1])
 
     messenger._renew_lane = renew
-    crew.messengers[1]._renew_lane = lambda *_: None
-    crew.send(0, b"before", 1)
-    crew.cut(0, 1)
-    crew.run(lambda: crew.send(0, content(1, MIB), 1, 5), lambda: crew.recv(1, 0, 5))
+    group.messengers[1]._renew_lane = lambda *_: None
+    group.send(0, b"before", 1)
+    group.cut(0, 1)
+    group.run(lambda: group.send(0, content(1, MIB), 1, 5), lambda: group.recv(1, 0, 5))
     assert pauses[:2] == [0.0, pytest.approx(0.02)]
     assert pauses[:6] == sorted(pauses[:6])
-    crew.cut(0, 1)
-    crew.run(lambda: crew.send(0, content(1, MIB), 1, 6), lambda: crew.recv(1, 0, 6))
+    group.cut(0, 1)
+    group.run(lambda: group.send(0, content(1, MIB), 1, 6), lambda: group.recv(1, 0, 6))
     assert pauses[-1] == 0.0
 
 
-def test_an_error_of_time_says_that_the_connection_broke(make_crew: MakeCrew) -> None:
-    crew = make_crew(2)
-    crew.send(1, b"hello", 0)
-    crew.messengers[0]._renew_lane = lambda *_: None
-    crew.cut(0, 1)
+def test_an_error_of_time_says_that_the_connection_broke(make_group: MakeGroup) -> None:
+    group = make_group(2)
+    group.send(1, b"hello", 0)
+    group.messengers[0]._renew_lane = lambda *_: None
+    group.cut(0, 1)
     with pytest.raises(DeadlineError, match="connection with rank 1 broke: end of stream"):
-        crew.wait(0, crew.start_receive(0, 1, 9), 0.2)
-    assert crew.recv(0, 1) == b"hello"
+        group.wait(0, group.start_receive(0, 1, 9), 0.2)
+    assert group.recv(0, 1) == b"hello"

@@ -14,7 +14,7 @@ from covey.cli.clusters import app as clusters_command
 from covey.cli.enroll import app as enroll_command
 from covey.cli.init import app as init_command
 from covey.net.keys import clusters, owner
-from covey.wire.secret import decode_join_code, encode_join_code
+from covey.wire.secret import ClusterSecret, decode_join_code, encode_join_code
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ def test_a_passphrase_makes_no_owner(first: Path) -> None:
 def test_the_names_of_files_outlast_a_change_of_the_secret() -> None:
     CliRunner().invoke(init_command, [])
     before = clusters.load("home")
-    other = clusters.ClusterSecret("home", os.urandom(32))
+    other = ClusterSecret("home", os.urandom(32))
     after = clusters.update("home", lambda now: clusters.with_secret(now, other, 5, 60))
     assert after.tag == before.tag
     assert clusters.load("home") == after
@@ -75,7 +75,7 @@ def test_the_names_of_files_outlast_a_change_of_the_secret() -> None:
 def test_a_code_of_another_owner_needs_force_and_one_of_the_same_owner_does_not(first: Path) -> None:
     CliRunner().invoke(init_command, [])
     before = clusters.load("home")
-    other = clusters.ClusterSecret("home", os.urandom(32))
+    other = ClusterSecret("home", os.urandom(32))
     renewed = encode_join_code(other, (), before.owner)
     assert "has the new secret" in CliRunner().invoke(enroll_command, ["-"], input=renewed).output
     for code in (encode_join_code(other, (), b"x" * 32), encode_join_code(before.secret)):

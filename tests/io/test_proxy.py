@@ -157,7 +157,7 @@ def test_one_bit_of_one_byte_of_one_direction_is_flipped(
     flipped[byte] ^= 8
     assert proxy.flips_done == 1
     assert echo.heard[0] == (flipped if way is Way.TO_TARGET else TEXT)
-    assert got == (answer(flipped) if way is Way.TO_TARGET else flipped)
+    assert got == (answer(bytes(flipped)) if way is Way.TO_TARGET else flipped)
 
 
 def test_what_is_held_is_neither_accepted_nor_forwarded_and_comes_when_resumed(
@@ -227,8 +227,8 @@ def test_recorded_bytes_are_put_into_a_living_connection_a_second_time(
 
 
 def test_a_client_of_a_target_that_is_not_there_is_hung_up_on() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        address = nobody.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()
     with Proxy(address) as proxy, dial(proxy) as client:
         assert client.recv(1) == b""
         assert proxy.connections() == 0

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import forked, pipes
 
 from covey.base.errors import ConfigError
 from covey.proto.ballot import first_record
 from covey.runtime.members.view_driver import ViewDriver
 from covey.runtime.mesh.records import Records
+from covey.wire import messages
 from covey.wire.lineage import Ending, Known, Remembered, new_lineage
 from covey.wire.membership import Bound, Record, Seat, View
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from covey.proto.changes import QuorumLost, Waiting
-    from covey.wire import messages
 
 DEADLINE = 20.0
 LINEAGE = b"l" * 16
@@ -44,7 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """No file can grow; a mode would not keep those from writing who run as root."""
+    """No file can grow; a mode would not keep root from writing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -129,7 +130,7 @@ from covey.runtime.mesh.records import Records
 from covey.wire.membership import Bound, Seat
 records, number = Records("lab", "mine", b"1" * 32), 0
 while True:
-    seats = [Seat(bytes([1 + place]) * 32, bytes([1 + number % 200]) * 16) for place in range(1 + number % 100)]
+    seats = [Seat(bytes([1 + rank]) * 32, bytes([1 + number % 200]) * 16) for rank in range(1 + number % 100)]
     records.write(Bound(number, first_record(seats, b"l" * 16), b"l" * 16))
     number += 1
     if number > 3:
@@ -138,12 +139,13 @@ while True:
     records = Records("lab", "mine", b"1" * 32)
     for _ in range(3):
         env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-        with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as writer:
+        with forked.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as writer:
             try:
-                said = int(writer.stdout.readline())
+                said = int(pipes.stdout(writer).readline())
             finally:
                 writer.kill()
         bound = records.read()
+        assert bound is not None
         assert bound.generation >= said - 1
         assert len(bound.record.members) == 1 + bound.generation % 100
         assert bound.record.members[0].life == bytes([1 + bound.generation % 200]) * 16
@@ -198,11 +200,11 @@ class Assembly:
     """The members of a run, whose messages reach each other at once."""
 
     def __init__(self) -> None:
-        self.here: dict[int, Councillor] = {}
+        self.here: dict[int, RecordingMember] = {}
         self.news = asyncio.Event()
 
-    def send(self, sender: int, place: int, message: messages.Agreeing) -> None:
-        member = self.here[place]
+    def send(self, sender: int, rank: int, message: messages.Agreeing) -> None:
+        member = self.here[rank]
         asyncio.get_running_loop().call_soon(member.view_driver.received, sender, message.body)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -212,20 +214,21 @@ class Assembly:
                 await self.news.wait()
 
 
-class Councillor:
+class RecordingMember:
     """A member with no operations, that writes down what it promises."""
 
-    def __init__(self, assembly: Assembly, place: int, record: Record = FIRST, **options: Any) -> None:
-        self._assembly, self._place = assembly, place
-        self.records = Records("lab", "mine", IDS[place])
+    def __init__(self, assembly: Assembly, rank: int, record: Record = FIRST, **options: Any) -> None:
+        self._assembly, self._rank = assembly, rank
+        self.records = Records("lab", "mine", IDS[rank])
         self.views: list[View] = []
         self.error: Exception | None = None
         store = lambda record: self.records.write(Bound(0, record, LINEAGE))  # noqa: E731
-        self.view_driver = ViewDriver(0, record, place, LIVES[place], self, store=store, **options)
-        assembly.here[place] = self
+        self.view_driver = ViewDriver(0, record, rank, LIVES[rank], self, store=store, **options)
+        assembly.here[rank] = self
 
-    def send(self, place: int, message: messages.Agreeing) -> None:
-        self._assembly.send(self._place, place, message)
+    def send(self, rank: int, message: messages.Control) -> None:
+        assert isinstance(message, messages.Agreeing)
+        self._assembly.send(self._rank, rank, message)
 
     def freeze(self, number: int) -> None:
         self.view_driver.frozen(number, ())
@@ -247,19 +250,19 @@ class Councillor:
         self._assembly.news.set()
 
 
-def gather(places: int, **options: Any) -> tuple[Assembly, list[Councillor]]:
+def gather(count: int, **options: Any) -> tuple[Assembly, list[RecordingMember]]:
     """Return members that are linked with each other."""
     assembly = Assembly()
-    record = first_record(SEATS[:places], LINEAGE)
-    members = [Councillor(assembly, place, record, **options) for place in range(places)]
+    record = first_record(SEATS[:count], LINEAGE)
+    members = [RecordingMember(assembly, rank, record, **options) for rank in range(count)]
     for member in members:
-        for place in range(places):
-            if members[place] is not member:
-                member.view_driver.link_up(place, LIVES[place])
+        for rank in range(count):
+            if members[rank] is not member:
+                member.view_driver.link_up(rank, LIVES[rank])
     return assembly, members
 
 
-def test_who_cannot_write_a_promise_down_gives_none_and_takes_no_more_part(home: Path) -> None:
+def test_a_member_that_cannot_write_a_promise_down_gives_none_and_takes_no_more_part(home: Path) -> None:
     async def scenario() -> None:
         assembly, members = gather(3, patience=1.0)
         (home / "runs").rename(home / "moved")

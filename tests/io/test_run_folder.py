@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 from covey.net.run_folder import AGE_SECONDS, LOCK, PREFIX, RunFolder, sweep
 from covey.runtime.keeper.keeper import LocalRun
@@ -41,7 +42,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def keeper(base: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A process that has the folder of a run."""
     env = {**os.environ, "XDG_RUNTIME_DIR": str(base)}
-    process = subprocess.Popen([sys.executable, "-c", HOLD], env=env, stdout=subprocess.PIPE, text=True)
+    process = forked.Popen([sys.executable, "-c", HOLD], env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         yield process, Path(process.stdout.readline().strip())
@@ -116,7 +117,7 @@ def test_a_folder_that_is_seconds_old_stays(base: Path) -> None:
 def test_a_folder_in_which_a_rank_lives_stays(base: Path) -> None:
     """Elsewhere than on Linux ranks may outlive their keeper."""
     left = left_by_a_killed_keeper(base)
-    holder = subprocess.Popen(["flock", str(left / "3.lock"), "sleep", "60"])
+    holder = forked.Popen(["flock", str(left / "3.lock"), "sleep", "60"])
     try:
         deadline = time.monotonic() + DEADLINE
         while not (left / "3.lock").exists():
@@ -151,7 +152,7 @@ def test_what_is_not_certainly_an_abandoned_run_stays(base: Path, what: str) -> 
         left.symlink_to(kept)
     elif what == "a file":
         kept = base / f"{PREFIX}file"
-        kept.write_text("somebody's")
+        kept.write_text("another user's")
     else:
         kept = left.rename(base / "covey-mine")
     make_old(kept)
@@ -183,7 +184,7 @@ def test_a_child_of_a_killed_keeper_does_not_keep_its_folder(base: Path) -> None
         "time.sleep(600)", "import os\nif os.fork() == 0:\n    print(os.getpid(), flush=True)\ntime.sleep(600)"
     )
     env = {**os.environ, "XDG_RUNTIME_DIR": str(base)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    process = forked.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     left, child = Path(process.stdout.readline().strip()), int(process.stdout.readline())
     try:

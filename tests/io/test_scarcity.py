@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.io.test_mesh import Crew, know_each_other, new_cluster, run, seed_of, until
+from tests.io.test_mesh import Meshes, know_each_other, new_cluster, run, seed_of, until
 
 from covey.base.errors import ConnectError
 from covey.net.discovery import interfaces, mdns
@@ -54,8 +54,8 @@ def test_addresses_are_kept_true_after_a_shortage(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(mesh_module, "usable_interfaces", shortage)
     monkeypatch.setattr(mesh_module, "advertised", lambda *_: moved)
 
-    async def work(crew: Crew) -> None:
-        node = await crew.add(new_cluster())
+    async def work(meshes: Meshes) -> None:
+        node = await meshes.add(new_cluster())
         await until(lambda: shortage.refused > 3)
         assert node.card.contact.addresses != moved
         shortage.is_over = True
@@ -71,7 +71,7 @@ def test_multicast_begins_after_a_shortage_at_the_start_and_goes_on_after_one_la
     shortage = Shortage(interfaces.all_interfaces)
     monkeypatch.setattr(interfaces, "all_interfaces", shortage)
 
-    async def work(_crew: Crew) -> None:
+    async def work(_meshes: Meshes) -> None:
         beacon = Beacon(bytes(32), 9, "lo", lambda *_: None)
         try:
             await beacon.start()
@@ -89,14 +89,14 @@ def test_multicast_begins_after_a_shortage_at_the_start_and_goes_on_after_one_la
     run(work)
 
 
-def test_seeds_and_neighbours_are_found_after_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_and_processes_of_the_same_host_are_found_after_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     shortage = Shortage(handshake._new_socket)
     monkeypatch.setattr(handshake, "_new_socket", shortage)
 
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        first = await crew.add(cluster)
-        second = await crew.add(new_cluster(secret=cluster.secret, seeds=(seed_of(first),)))
+        first = await meshes.add(cluster)
+        second = await meshes.add(new_cluster(secret=cluster.secret, seeds=(seed_of(first),)))
         await until(lambda: shortage.refused > 3)
         (problem,) = second.report_problems().values()
         assert "ulimit -n" in problem
@@ -107,10 +107,10 @@ def test_seeds_and_neighbours_are_found_after_a_shortage(monkeypatch: pytest.Mon
 
 
 def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(crew: Crew) -> None:
+    async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
-        first = await crew.add(cluster)
-        second = await crew.add(new_cluster(secret=cluster.secret))
+        first = await meshes.add(cluster)
+        second = await meshes.add(new_cluster(secret=cluster.secret))
         monkeypatch.setattr(interfaces, "all_interfaces", Shortage(interfaces.all_interfaces))
         _, there = interfaces._known
         monkeypatch.setattr(interfaces, "_known", (time.monotonic() - 60, there))
@@ -135,7 +135,7 @@ def test_a_hint_is_not_given_up_because_this_process_can_open_no_socket(monkeypa
         dials += 1
         return DialOutcome.SCARCE if dials <= 3 * TRIES else DialOutcome.NO_NODE
 
-    async def work(_crew: Crew) -> None:
+    async def work(_meshes: Meshes) -> None:
         tasks = set()
         follower = HintFollower(dial, lambda _: False, lambda work: tasks.add(asyncio.create_task(work)))
         follower.found(hint, Origin.MULTICAST)
@@ -155,7 +155,7 @@ def test_where_no_thread_can_be_started_what_was_to_run_there_fails_as_the_syste
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    async def work(_crew: Crew) -> None:
+    async def work(_meshes: Meshes) -> None:
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(OSError, match="can't start new thread"):
             await aside(time.monotonic)
@@ -174,8 +174,8 @@ def test_a_seed_is_tried_again_whatever_happened(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("covey.runtime.mesh.search.aside", fail)
 
-    async def work(crew: Crew) -> None:
-        node = await crew.add(new_cluster(seeds=("127.0.0.1:9",)))
+    async def work(meshes: Meshes) -> None:
+        node = await meshes.add(new_cluster(seeds=("127.0.0.1:9",)))
         search: Search = node.search
         await until(lambda: tries > 2)
         assert "127.0.0.1:9" in search.problems

@@ -54,7 +54,7 @@ def test_a_seed_that_cannot_be_tried_now_ends_neither_the_search_nor_the_announc
             endpoint.card,
             "lo",
             endpoint.host_registry,
-            found=lambda _addresses, same_host=False: None,
+            found=lambda _hint, _origin: None,
             try_seed=try_seed,
         )
         searching = asyncio.create_task(search.run())

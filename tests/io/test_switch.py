@@ -81,7 +81,7 @@ def dial(
 def connect(
     host: Host, other: Host, sockets: list[socket.socket], family: int = socket.AF_INET
 ) -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a connection from `host` to `other`, where nobody else may listen."""
+    """Return both ends of a connection from `host` to `other`, where no other process may listen."""
     with listen(other, [], family) as listener:
         client = dial(host, other, sockets, family)
         server, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""Credentials: nodes of one cluster know each other by their keys, and nobody else gets through the handshake."""
+"""Credentials: nodes of one cluster know each other by their keys, and no other gets through the handshake."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def meet(dialling: ssl.SSLContext, accepting: ssl.SSLContext) -> tuple[Outcome, 
         return tuple(await asyncio.gather(dialler, acceptor, return_exceptions=True))  # type: ignore[return-value]
 
     try:
-        return run(both)  # type: ignore[no-any-return]
+        return run(both)
     finally:
         one.close()
         other.close()
@@ -188,7 +188,7 @@ def self_signed(private: Any) -> x509.Certificate:
 
 
 def strange_context(side: ssl._SSLMethod, private: Any = None, *, alpn: str = PROTOCOL) -> ssl.SSLContext:
-    """Return a context that believes everyone, and shows a certificate that it signed itself, or none."""
+    """Return a context that believes every peer, and shows a certificate that it signed itself, or none."""
     context = ssl.SSLContext(side)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols([alpn])
@@ -222,7 +222,7 @@ STRANGERS: dict[str, Callable[[], Credentials]] = {
 
 
 @pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
-def test_a_stranger_is_refused_whoever_dials_and_even_if_it_asks_for_nothing(
+def test_a_stranger_is_refused_whichever_side_dials_and_even_if_it_asks_for_nothing(
     stranger: Callable[[], Credentials],
 ) -> None:
     member = credentials(ONE)
@@ -240,7 +240,7 @@ def test_a_stranger_is_refused_whoever_dials_and_even_if_it_asks_for_nothing(
 @pytest.mark.parametrize(
     "private", [None, Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP256R1())], ids=["none", "own", "ec"]
 )
-def test_who_shows_no_certificate_or_one_it_signed_itself_is_refused_when_it_dials(private: Any) -> None:
+def test_a_peer_without_a_certificate_or_with_one_it_signed_itself_is_refused_when_it_dials(private: Any) -> None:
     dialling = strange_context(ssl.PROTOCOL_TLS_CLIENT, private)
     at_stranger, at_member = meet(dialling, credentials(ONE).accepting)
     assert isinstance(at_member, AuthError)
@@ -248,7 +248,7 @@ def test_who_shows_no_certificate_or_one_it_signed_itself_is_refused_when_it_dia
 
 
 @pytest.mark.parametrize("private", [Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP256R1())])
-def test_who_shows_a_certificate_it_signed_itself_is_refused_when_it_answers(private: Any) -> None:
+def test_a_peer_with_a_certificate_it_signed_itself_is_refused_when_it_answers(private: Any) -> None:
     accepting = strange_context(ssl.PROTOCOL_TLS_SERVER, private)
     at_member, at_stranger = meet(credentials(ONE).dialling, accepting)
     assert isinstance(at_member, AuthError)
@@ -294,6 +294,7 @@ def test_no_session_is_resumed() -> None:
             accepted[0].sendall(b"word")
             assert dialler.recv(4) == b"word"
             assert not dialler.session_reused
+            assert dialler.session is not None
             assert not dialler.session.has_ticket
             session = dialler.session
             accepted[0].close()
@@ -319,7 +320,14 @@ def test_a_connection_without_a_certificate_has_no_id() -> None:
 
 def card_of(private: Ed25519PrivateKey, **changes: Any) -> messages.Card:
     contact = messages.Contact("host", (messages.Address("127.0.0.1", 1),), "")
-    values = {"id": id_of(private), "life": b"l" * 16, "name": "n", "host_name": "n", "pid": 1, "contact": contact}
+    values: dict[str, Any] = {
+        "id": id_of(private),
+        "life": b"l" * 16,
+        "name": "n",
+        "host_name": "n",
+        "pid": 1,
+        "contact": contact,
+    }
     return messages.Card(**(values | changes))
 
 
@@ -385,7 +393,7 @@ def test_a_greeting_proves_both_cards() -> None:
     assert greeted == [id_of(ONE)]
 
 
-def test_a_member_that_poses_as_another_is_refused_by_whom_it_dials() -> None:
+def test_a_member_that_poses_as_another_is_refused_by_the_node_that_it_dials() -> None:
     async def work() -> None:
         async with host(gate_of(TWO), messages.Welcome(-1, card_of(TWO), "visitor")) as where:
             await dial(where, gate_of(ONE), hello_of(card_of(TWO)))
@@ -394,7 +402,7 @@ def test_a_member_that_poses_as_another_is_refused_by_whom_it_dials() -> None:
         run(work)
 
 
-def test_a_member_that_poses_as_another_is_refused_by_who_dials_it() -> None:
+def test_a_member_that_poses_as_another_is_refused_by_the_node_that_dials_it() -> None:
     async def work() -> None:
         async with host(gate_of(TWO), messages.Welcome(-1, card_of(ONE), "visitor")) as where:
             await dial(where, gate_of(ONE), hello_of(card_of(ONE)))

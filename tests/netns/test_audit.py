@@ -1,4 +1,4 @@
-"""The audit logs of two machines after a run, whoever started it."""
+"""The audit logs of two machines after a run, however it was started."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ def start_node(host: Host, cluster: Cluster) -> str:
     node.wait_until_joining()
     deadline = time.monotonic() + DEADLINE
     while True:
-        with host.socket() as knock:
-            knock.settimeout(DEADLINE)
-            if knock.connect_ex((host.ip4, PORT)) == 0:
+        with host.socket() as probe:
+            probe.settimeout(DEADLINE)
+            if probe.connect_ex((host.ip4, PORT)) == 0:
                 return f"{host.ip4}:{PORT}"
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -18,7 +18,9 @@ STALL_SECONDS = 2.0
 """An operation of a run that takes newcomers in, or does not get to see one, is never held up for as long."""
 
 
-def test_a_host_that_is_added_gets_in_a_spare_when_there_is_room_and_nobody_waits_for_one_who_is_out_of_reach() -> None:
+def test_a_host_that_is_added_gets_in_a_spare_when_there_is_room_and_no_node_waits_for_one_that_is_out_of_reach() -> (
+    None
+):
     with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
         one, two, third, far = lan.hosts

@@ -14,8 +14,10 @@ import threading
 import time
 import unittest
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from tests.support import pipes
 
 from covey.testing.netns import Lan, require_namespaces
 
@@ -59,7 +61,7 @@ def is_running(pid: str) -> bool:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return not re.search(r"\) [ZX] ", status)  # killed, and not yet buried by whoever adopted it
+    return not re.search(r"\) [ZX] ", status)  # killed, and not yet reaped by the process that adopted it
 
 
 def left_behind() -> list[str]:
@@ -72,7 +74,7 @@ def left_behind() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["bridge", "switch"])
-def test_all_hosts_reach_each_other_on_all_networks_and_are_gone_at_the_end(kind: str) -> None:
+def test_all_hosts_reach_each_other_on_all_networks_and_are_gone_at_the_end(kind: Literal["bridge", "switch"]) -> None:
     with Lan(hosts=3, kind=kind, two_networks=True, prefix=PREFIX) as lan:
         assert [host.ip4s for host in lan.hosts] == [[f"10.213.{net}.{i}" for net in (0, 1)] for i in (1, 2, 3)]
         for host, other in ((0, 1), (1, 2), (2, 0)):
@@ -82,7 +84,7 @@ def test_all_hosts_reach_each_other_on_all_networks_and_are_gone_at_the_end(kind
 
 
 @pytest.mark.parametrize("kind", ["bridge", "switch"])
-def test_a_network_without_ipv4_has_no_address_of_it_and_works_at_once(kind: str) -> None:
+def test_a_network_without_ipv4_has_no_address_of_it_and_works_at_once(kind: Literal["bridge", "switch"]) -> None:
     with Lan(hosts=2, kind=kind, ipv4=False, prefix=PREFIX) as lan:
         assert "inet " not in lan.hosts[0].run(["ip", "address", "show", "dev", "eth0"]).stdout
         assert lan.hosts[0].ip4 == ""
@@ -90,7 +92,7 @@ def test_a_network_without_ipv4_has_no_address_of_it_and_works_at_once(kind: str
 
 
 @pytest.mark.parametrize("kind", ["bridge", "switch"])
-def test_a_network_may_have_link_local_addresses_only(kind: str) -> None:
+def test_a_network_may_have_link_local_addresses_only(kind: Literal["bridge", "switch"]) -> None:
     with Lan(hosts=2, kind=kind, ipv4=False, ula=False, prefix=PREFIX) as lan:
         assert all(host.ip6.startswith("fe80::") for host in lan.hosts)
         assert "scope global" not in lan.hosts[0].run(["ip", "address"]).stdout
@@ -144,7 +146,7 @@ def test_a_process_that_fails_or_takes_too_long_is_an_error() -> None:
 def test_everything_that_was_started_is_ended_also_what_ran_away() -> None:
     with Lan(hosts=1, prefix=PREFIX) as lan:
         shell = lan.hosts[0].popen(["sh", "-c", "setsid sleep 60 & sleep 61 & echo $!; wait"])
-        assert shell.stdout.readline()
+        assert pipes.stdout(shell).readline()
         namespace = lan.hosts[0].namespace
         pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True).stdout
         assert len(pids.split()) == 3
@@ -161,7 +163,7 @@ print("up", flush=True)
 import time; time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "up\n"
+        assert pipes.stdout(process).readline() == "up\n"
         process.kill()
     assert len(left_behind()) == 5  # two namespaces, two hosts files, a folder
     with Lan(hosts=1, prefix=PREFIX):

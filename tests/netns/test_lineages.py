@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.members import ELASTIC, Member, check_same_end, start, start_kept, together
+from tests.support.members import ELASTIC, Member, check_same_end, start, start_with_keeper, together
 from tests.support.nodes import Cluster
 
 import covey
@@ -57,7 +57,7 @@ def test_machines_that_are_cut_off_wait_for_their_run_whether_they_gave_up_were_
 
         def begin(run: str, *indexes: int) -> list[Member]:
             words, options = ("--restarts", "9", "--min", "2"), {"min_size": 2, "patience": PATIENCE, "timeout": 60}
-            return [start_kept(cluster, lan.hosts[index], run, FAILING, *words, **options) for index in indexes]
+            return [start_with_keeper(cluster, lan.hosts[index], run, FAILING, *words, **options) for index in indexes]
 
         five, told = begin("five", 0, 1, 2, 3, 4), begin("told", 0, 2, 3)
         before = [together(five)["number"], together(told)["number"]]
@@ -103,10 +103,10 @@ def test_of_two_runs_that_were_founded_apart_the_younger_ends_and_its_state_is_s
         for member in older:
             assert "a second run of the name 'one', younger than this one" in wait_for_line(member, "a second run")
         back = [start(cluster, host, "one", ELASTIC, min_size=2, patience=PATIENCE) for host in lan.hosts[2:]]
-        everyone = [*older, *back]
-        assert together(everyone)["step"] > 0
+        members = [*older, *back]
+        assert together(members)["step"] > 0
         back[0].ask_to_end()
-        check_same_end(everyone)
+        check_same_end(members)
 
 
 def test_a_machine_whose_run_is_gone_waits_for_it_until_a_person_begins_a_new_one() -> None:
@@ -119,7 +119,7 @@ def test_a_machine_whose_run_is_gone_waits_for_it_until_a_person_begins_a_new_on
         for member in pair:
             member.kill()
             member.process.wait(20)
-        here, third = other.host, lan.hosts[2]
+        here, third = lan.hosts[other.host.index], lan.hosts[2]
         waiting = [start(cluster, host, "lost", ELASTIC, min_size=2, timeout=9, patience=2) for host in (here, third)]
         for member in waiting:
             wait_for_line(member, KNOWN)
@@ -130,7 +130,7 @@ def test_a_machine_whose_run_is_gone_waits_for_it_until_a_person_begins_a_new_on
             assert "--new gives it up and begins another" in member.story()
             assert member.all_said("generation") == []
         new = [
-            start_kept(cluster, host, "lost", ELASTIC, "--new", "--min", "2", min_size=2, patience=PATIENCE)
+            start_with_keeper(cluster, host, "lost", ELASTIC, "--new", "--min", "2", min_size=2, patience=PATIENCE)
             for host in (here, third)
         ]
         assert together(new)["step"] == 0
@@ -142,7 +142,7 @@ def test_a_process_that_is_started_again_after_the_others_have_finished_ends_qui
     with Lan(hosts=3, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
         members = [
-            start_kept(cluster, host, "done", ELASTIC, "--restarts", "3", "--size", "3", patience=PATIENCE)
+            start_with_keeper(cluster, host, "done", ELASTIC, "--restarts", "3", "--size", "3", patience=PATIENCE)
             for host in lan.hosts
         ]
         together(members)

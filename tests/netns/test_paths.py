@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from tests.support.members import STEADY, by_rank, start_kept
+from tests.support.members import STEADY, by_rank, start_with_keeper
 from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
@@ -41,7 +41,7 @@ def test_an_operation_moves_over_the_other_network_when_one_dies(kind: str) -> N
     with Lan(hosts=2, kind="switch", two_networks=True, prefix=PREFIX) as lan:
         cluster = Cluster()
         options = {"patience": 20, "count": 200_000, "pause": 0.01, "talks": True}
-        started = [start_kept(cluster, host, "paths", STEADY, "--size", "2", **options) for host in lan.hosts]
+        started = [start_with_keeper(cluster, host, "paths", STEADY, "--size", "2", **options) for host in lan.hosts]
         members = by_rank(started)
         for number in (0, 1):  # one of them carries links and lanes
             time.sleep(1.0)
@@ -55,6 +55,6 @@ def test_an_operation_moves_over_the_other_network_when_one_dies(kind: str) -> N
             revive(lan, number, kind)
             time.sleep(2.5)  # addresses come back, and what was tried in vain is tried again
         for member in members:
-            assert member.all_said("contributors") == [], f"nobody is lost\n{member.story()}"
+            assert member.all_said("contributors") == [], f"no member is lost\n{member.story()}"
         members[0].ask_to_end()
         assert len({member.end()["step"] for member in members}) == 1

@@ -67,7 +67,7 @@ def test_one_seed_is_enough_for_three_nodes_without_multicast_and_its_port_may_b
         check_run([cluster.start(host, size=3, env=env) for host, env in zip(lan.hosts, settings, strict=True)])
 
 
-def test_without_multicast_and_seeds_nodes_say_that_they_met_nobody() -> None:
+def test_without_multicast_and_seeds_nodes_say_that_they_met_no_other() -> None:
     with Lan(hosts=2, kind="switch") as lan:
         lan.switch.allow_multicast(False)
         cluster = Cluster()

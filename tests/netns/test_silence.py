@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
+from tests.support import pipes
 from tests.support.nodes import Cluster
 
 from covey.testing.netns import Lan
@@ -56,15 +58,16 @@ def test_a_pulled_cable_is_noticed_on_both_sides_in_five_seconds(is_launched: bo
             for rank in range(2)
         ]
         code = WORK.replace("sys.argv[2], **json.loads(sys.argv[3])", "") if is_launched else WORK
+        options: dict[str, Any] = {} if is_launched else {"size": 2}
         nodes = [
-            cluster.start(host, code=code, env=env if is_launched else {}, **({} if is_launched else {"size": 2}))
+            cluster.start(host, code=code, env=env if is_launched else {}, **options)
             for host, env in zip(lan.hosts, settings, strict=True)
         ]
         for node in nodes:
-            assert json.loads(node.process.stdout.readline()) == "going", node.process.stderr.read()
+            assert json.loads(pipes.stdout(node.process).readline()) == "going", pipes.stderr(node.process).read()
         lan.switch.cut("host1")
         start = time.monotonic()
-        outcomes = [node.process.stdout.readline() for node in nodes]
+        outcomes = [pipes.stdout(node.process).readline() for node in nodes]
         assert time.monotonic() - start < 6
         ends = [node.end() for node in nodes]
         assert [code for code, _, _ in ends] == [0, 0], ends

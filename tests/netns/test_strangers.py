@@ -86,14 +86,14 @@ while time.monotonic() < until:
     for each in mouths:
         number += 1
         each.sendto(invention(kind, number), ("224.0.0.251", 5353))
-    time.sleep(0.002)  # or most are lost before anybody hears them
+    time.sleep(0.002)  # or most are lost before any node hears them
 print(number)
 """
 )
 REPEATER = (
     MULTICAST
     + """
-# Announcements that members made once, for nodes that are gone: anybody may have recorded them.
+# Announcements that members made once, for nodes that are gone: any host may have recorded them.
 ip, key, network, count = sys.argv[1], bytes.fromhex(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 packets = []
 for number in range(count):
@@ -131,6 +131,7 @@ with covey.join(run, **options) as group:
             else:
                 assert part.recv(0)[0] == 1
         count += 1
+        time.sleep(0.02)
     total = group.all_reduce(1)
 print(json.dumps([count, total]))
 """

@@ -18,7 +18,7 @@ from tests.support.members import (
     check_same_end,
     indexes,
     start,
-    start_kept,
+    start_with_keeper,
     together,
 )
 from tests.support.nodes import Cluster
@@ -32,11 +32,11 @@ CABLE_SECONDS = 5.0
 """A machine that fell silent is known, and the others go on, in this time and that of an operation."""
 OPERATION_SECONDS = 1.0
 BACK_SECONDS = 4.0
-"""Who was cut off knows what the others decided so soon after it can be reached again, however long that took."""
+"""Seconds after it can be reached again in which a node that was cut off knows what the others decided."""
 
 
 def parts(members: list[Member], hosts: set[int]) -> tuple[list[Member], list[Member]]:
-    """Return those who are on these hosts, and the others."""
+    """Return the members on these hosts, and the others."""
     return [each for each in members if each.host.index in hosts], [
         each for each in members if each.host.index not in hosts
     ]
@@ -47,7 +47,7 @@ def kinds(member: Member) -> list[str]:
 
 
 def check_quorum_lost(member: Member, missing: list[Member], ranks: list[Member]) -> None:
-    """The error says who is missing, who the tie-breaker is and what can be done."""
+    """The error names the missing ranks and the tie-breaker, and says what can be done."""
     error = member.said("error")
     assert error["kind"] == "QuorumLostError", member.story()
     for other in missing:
@@ -57,7 +57,7 @@ def check_quorum_lost(member: Member, missing: list[Member], ranks: list[Member]
         assert option in error["text"]
 
 
-def test_the_others_go_on_without_a_pulled_cable_and_who_hung_on_it_comes_back_with_their_state() -> None:
+def test_the_others_go_on_without_a_pulled_cable_and_its_node_comes_back_with_their_state() -> None:
     with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
         pulled = lan.hosts[2]
@@ -108,7 +108,7 @@ def test_a_network_that_falls_apart_leaves_one_half_or_with_any_quorum_two_that_
             return time.monotonic()
 
         part()
-        time.sleep(2)  # shorter than anybody takes a silent host for dead
+        time.sleep(2)  # shorter than the silence after which a host is taken for dead
         lan.switch.mend()
         at = time.monotonic()
         for members in (five, four, two):
@@ -146,7 +146,7 @@ def test_a_network_that_falls_apart_leaves_one_half_or_with_any_quorum_two_that_
         assert len({member.end()["step"] for member in staying}) == 1
 
 
-def test_forged_resets_in_the_middle_of_operations_evict_nobody_who_can_be_reached_again_in_a_moment() -> None:
+def test_forged_resets_in_the_middle_of_operations_evict_no_node_that_can_be_reached_again_in_a_moment() -> None:
     with Lan(hosts=3, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
         members = by_rank([start(cluster, host, "big", size=3, count=2 << 20, pause=0) for host in lan.hosts])
@@ -161,7 +161,7 @@ def test_forged_resets_in_the_middle_of_operations_evict_nobody_who_can_be_reach
             assert member.all_said("contributors") == []
 
         *staying, gone = members
-        lan.switch.cut(gone.host.name)
+        lan.switch.cut(lan.hosts[gone.host.index].name)
         lan.switch.reset_connections()
         agree_on_loss(staying)
         lan.switch.mend()
@@ -185,7 +185,7 @@ def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote
         at = lost[0].kill()
         killed_at = elastic[0].kill()
         time.sleep(0.3)
-        again = start(cluster, elastic[0].host, "voted", ELASTIC, min_size=2, patience=15)
+        again = start(cluster, lan.hosts[elastic[0].host.index], "voted", ELASTIC, min_size=2, patience=15)
         alone[1].kill()
 
         assert agree_on_loss(alone[:1])[0] - at < CABLE_SECONDS
@@ -206,8 +206,11 @@ def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote
 def test_keepers_tell_other_machines_of_stopped_and_killed_processes_and_vouch_for_busy_ones() -> None:
     with Lan(hosts=4, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()
-        busy = [start_kept(cluster, host, "busy", STEADY, "--size", "2", patience=5, holds=1) for host in lan.hosts[:2]]
-        kept = [start_kept(cluster, host, "kept", STEADY, "--size", "4", patience=5) for host in lan.hosts]
+        busy = [
+            start_with_keeper(cluster, host, "busy", STEADY, "--size", "2", patience=5, holds=1)
+            for host in lan.hosts[:2]
+        ]
+        kept = [start_with_keeper(cluster, host, "kept", STEADY, "--size", "4", patience=5) for host in lan.hosts]
         ranks = by_rank(kept)
         by_rank(busy)
         stopped, killed = ranks[1], ranks[2]

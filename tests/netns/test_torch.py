@@ -9,9 +9,12 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tests.support import forked
 
+from covey.testing import netns
 from covey.testing.netns import Lan
 
 pytestmark = pytest.mark.slow
@@ -52,12 +55,18 @@ TORCHRUN = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _torch(_forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs on hosts are forked from a process that has imported torch."""
+    monkeypatch.setattr(netns, "subprocess", SimpleNamespace(**(vars(forked) | {"Popen": forked.TorchPopen})))
+
+
 @pytest.mark.parametrize(
     ("launcher", "methods"),
     [(COVEY_RUN, ("covey://hidden-other?size=2&timeout=60", "env://")), (TORCHRUN, ("env://",))],
     ids=["covey run", "torchrun"],
 )
-def test_two_machines_train_and_who_captures_all_of_it_learns_nothing(
+def test_two_machines_train_and_a_capture_of_all_of_it_tells_nothing(
     launcher: str, methods: tuple[str, ...], tmp_path: Path
 ) -> None:
     block, secret, script = secrets.token_bytes(64), tmp_path / "secret", tmp_path / "train.py"

@@ -1,4 +1,4 @@
-"""Every test has a home of its own, and secrets that nobody else has."""
+"""Every test has a home of its own, and secrets that no other test has."""
 
 from __future__ import annotations
 

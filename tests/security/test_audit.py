@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.attackers import BROKEN, DEADLINE, Insider, Victim, knock, new_cluster, read, until, victim
+from tests.support.attackers import BROKEN, DEADLINE, Insider, Victim, dial_door, new_cluster, read, until, victim
 
 from covey.net import audit_reader
 from covey.net.keys.identity import NodeIdentity
@@ -51,7 +51,10 @@ def invade(prey: Victim, source: str) -> None:
 
 def test_a_stranger_with_another_secret_is_noted_with_its_address(prey: Victim) -> None:
     namesake = new_cluster(prey.cluster.name)
-    with contextlib.suppress(*BROKEN), knock(prey.address, namesake.secret.derive("door"), source="127.0.0.66") as sock:
+    with (
+        contextlib.suppress(*BROKEN),
+        dial_door(prey.address, namesake.secret.derive("door"), source="127.0.0.66") as sock,
+    ):
         sock.recv(1)
     (entry,) = entries(prey)
     assert (entry.event, entry.cluster, entry.address, entry.node) == ("refused", "prey", "127.0.0.66", "")
@@ -112,7 +115,7 @@ def test_members_and_visitors_are_noted_when_they_are_met(prey: Victim) -> None:
     }
 
 
-def test_a_new_secret_that_a_node_is_sent_is_noted_with_who_sent_it(prey: Victim) -> None:
+def test_a_new_secret_that_a_node_is_sent_is_noted_with_its_sender(prey: Victim) -> None:
     with Insider(prey, purpose="visitor") as visitor:
         visitor.say(messages.NewSecret(bytes(32), 1, 600, bytes(64)))
         visitor.hear(messages.SecretKept)

@@ -22,7 +22,7 @@ from covey.proto import store as store_rules
 from covey.runtime import early_messages as early
 from covey.runtime.links import acceptor as acceptor
 from covey.runtime.links import dial_limits as allowance
-from covey.runtime.links import handshake
+from covey.runtime.links import link
 from covey.runtime.links import source_limits as arrivals
 from covey.runtime.members import audit
 from covey.runtime.mesh import follower, hints, node_links, problems, reach, situation, visitors
@@ -136,7 +136,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert visitors.LINKS_PER_KEY == node_links.LINKS_LIMIT
     rows = (
         f"{acceptor.STRANGERS_AT_ONCE}; {acceptor.GUESTS_AT_ONCE}",
-        f"{acceptor.STRANGER_SECONDS:.0f}; {handshake.HANDSHAKE_SECONDS:.0f}",
+        f"{acceptor.STRANGER_SECONDS:.0f}; {link.HANDSHAKE_SECONDS:.0f}",
         f"{arrivals.SOURCE_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.TOTAL_RATE:.0f}",
         dials,
         f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",

@@ -17,9 +17,9 @@ from tests.support.attackers import (
     DEADLINE,
     Insider,
     call_on_loop,
+    dial_door,
     hear,
     is_hung_up,
-    knock,
     new_cluster,
     read,
     until,
@@ -76,24 +76,24 @@ def test_garbage_at_the_door_ends_the_connection_at_once(prey: Victim, what: str
 @pytest.mark.parametrize("purpose", [*door.Purpose, 0, 4, 255])
 def test_another_clusters_key_does_not_open_the_door_for_anything(prey: Victim, purpose: int) -> None:
     namesake = new_cluster(prey.cluster.name)
-    with knock(prey.address, namesake.secret.derive("door"), purpose) as sock:
+    with dial_door(prey.address, namesake.secret.derive("door"), purpose) as sock:
         assert is_hung_up(sock)
 
 
 @pytest.mark.parametrize("purpose", ["node-ca", "mdns", "local", "grpc-ca"])
 def test_a_key_for_another_purpose_does_not_open_the_door(prey: Victim, purpose: str) -> None:
-    with knock(prey.address, prey.cluster.secret.derive(purpose)) as sock:
+    with dial_door(prey.address, prey.cluster.secret.derive(purpose)) as sock:
         assert is_hung_up(sock)
 
 
 def test_the_same_secret_under_another_name_is_another_cluster(prey: Victim) -> None:
-    with knock(prey.address, ClusterSecret("other", prey.cluster.secret.key).derive("door")) as sock:
+    with dial_door(prey.address, ClusterSecret("other", prey.cluster.secret.key).derive("door")) as sock:
         assert is_hung_up(sock)
 
 
-def test_an_unknown_purpose_is_turned_away_even_with_the_key(prey: Victim) -> None:
+def test_an_unknown_purpose_is_refused_even_with_the_key(prey: Victim) -> None:
     for purpose in (0, 4, 255):
-        with knock(prey.address, prey.cluster.secret.derive("door"), purpose) as sock:
+        with dial_door(prey.address, prey.cluster.secret.derive("door"), purpose) as sock:
             assert is_hung_up(sock)
 
 
@@ -120,7 +120,7 @@ def test_a_recorded_exchange_replayed_gets_no_answer(prey: Victim) -> None:
             assert is_hung_up(sock)
 
 
-def test_who_does_not_finish_its_answer_is_sent_away_in_time(prey: Victim) -> None:
+def test_a_dialler_that_does_not_finish_its_answer_is_sent_away_in_time(prey: Victim) -> None:
     counts = (0, 1, door.ANSWER_BYTES - 1)
     began = time.monotonic()
     slow = [visit(prey) for _ in counts]
@@ -148,12 +148,12 @@ def test_a_stranger_costs_no_more_than_a_place_at_the_door(prey: Victim) -> None
 
 
 def test_a_crowd_from_a_members_address_does_not_lock_others_out(prey: Victim) -> None:
-    """Another user of a member's host, or whoever took over a gone member's address, has no better place."""
+    """Another user of a member's host, or a host with the address of a member that is gone, has no advantage."""
     with Insider(prey):
         until(lambda: prey.acceptor.member_ips)
         crowd = [visit(prey) for _ in range(2 * STRANGERS_AT_ONCE)]
         try:
-            with knock(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE, "127.0.0.77") as sock:
+            with dial_door(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE, "127.0.0.77") as sock:
                 sock.sendall(b"ping1234")
                 assert read(sock, 8) == b"ping1234"
         finally:
@@ -176,13 +176,13 @@ def test_strangers_leave_one_line_in_the_log_however_many_they_are(
 
 
 def test_the_right_key_gets_in(prey: Victim) -> None:
-    with knock(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE) as sock:
+    with dial_door(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE) as sock:
         sock.sendall(b"ping5678")
         assert read(sock, 8) == b"ping5678"
     with Insider(prey) as member:
         assert isinstance(member.greeting, messages.Welcome)
         member.ping()
-    with pytest.raises(BROKEN), knock(prey.address, bytes(32)) as sock:
+    with pytest.raises(BROKEN), dial_door(prey.address, bytes(32)) as sock:
         hear(sock)
 
 

@@ -1,4 +1,4 @@
-"""Who may say that a run is over, and who is believed about processes: members of the run, and keepers of their own."""
+"""Only members of a run may say that it is over; only a process's own keeper is believed about it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 
 
 def origin_of(participant: Participant) -> bytes:
-    return call_on_loop(lambda: participant.joiner.member.node.generation.founded.origin)  # type: ignore[union-attr]
+    generation = call_on_loop(lambda: participant.node.generation)
+    assert generation is not None
+    return generation.founded.origin
 
 
 def claims(lineage: bytes, insider: Insider, terms: formation.Terms, members: list[NodeIdentity]) -> list[Any]:
     """Every way to say that a run is over."""
     over = Ending(lineage, True)
+    lives = [(insider.card.id, insider.card.life), *((member.id, member.life) for member in members)]
     generation = membership.Successor(0, lineage, tuple(
-        membership.Seat(card.id, card.life) for card in (insider.card, *members)), 0)  # fmt: skip
+        membership.Seat(id, life) for id, life in lives), 0)  # fmt: skip
     seated = membership.encode_membership(membership.Seated(lineage, generation))
     empty = membership.encode_membership(membership.Decided(membership.View(lineage, 1, (), 0, is_finished=True)))
     return [
@@ -134,7 +137,7 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
                         messages.Dial(0, "collectives", 1),
                     ):
                         say(group, rank, message)
-                    until(lambda rank=rank: node.peers[rank].link is not None)
+                    until(lambda rank: node.peers[rank].link is not None, rank)
             together()
             if group.rank == 2:
                 together()
@@ -150,7 +153,7 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
 # Keepers
 
 
-class Kept:
+class AttackedKeeper:
     """A keeper in a cluster."""
 
     def __init__(self, service: ClusterKeeperService, prey: Victim) -> None:
@@ -167,7 +170,7 @@ class Kept:
 
 
 @pytest.fixture
-def kept() -> Iterator[Kept]:
+def attacked() -> Iterator[AttackedKeeper]:
     cluster = new_cluster()
     service = ClusterKeeperService(cluster, LOOPBACK)
     service.start()
@@ -177,7 +180,7 @@ def kept() -> Iterator[Kept]:
         assert seat is not None
         assert cluster_keeper is not None
         address = ("127.0.0.1", seat.card.contact.addresses[0].port)
-        yield Kept(service, Victim(cluster, seat, cluster_keeper.mesh, address))
+        yield AttackedKeeper(service, Victim(cluster, seat, cluster_keeper.mesh, address))
     finally:
         service.close()
 
@@ -187,11 +190,11 @@ def founded(lineage: bytes, *insiders: Insider) -> messages.Founded:
     return messages.Founded(0, lineage, False, members, "continue", 30.0, lineage)
 
 
-def test_a_keeper_believes_only_members_of_its_run_that_the_work_is_done(kept: Kept) -> None:
+def test_a_keeper_believes_only_members_of_its_run_that_the_work_is_done(attacked: AttackedKeeper) -> None:
     lineage = bytes(15) + b"x"
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(kept.own(NodeIdentity.ephemeral()))
-        member, liar = (stack.enter_context(Insider(kept.prey)) for _ in range(2))
+        own = stack.enter_context(attacked.own(NodeIdentity.ephemeral()))
+        member, liar = (stack.enter_context(Insider(attacked.prey)) for _ in range(2))
         liar.say(founded(lineage, liar))
         liar.say(messages.Ended("run", lineage, True))
         liar.ping()
@@ -199,18 +202,18 @@ def test_a_keeper_believes_only_members_of_its_run_that_the_work_is_done(kept: K
         own.ping()
         liar.say(messages.Ended("run", lineage, True))
         liar.ping()
-        assert not kept.service.is_over
+        assert not attacked.service.is_over
         member.say(messages.Ended("run", bytes(16), True))
         member.ping()
-        assert not kept.service.is_over
+        assert not attacked.service.is_over
         member.say(messages.Ended("run", lineage, True))
         member.ping()
-        assert kept.service.is_over
+        assert attacked.service.is_over
         assert own.hear(messages.Ended).lineage == lineage
 
 
 def test_a_node_on_another_machine_cannot_say_that_it_is_a_process_of_this_keeper(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
+    attacked: AttackedKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lineage, honest = bytes(15) + b"x", NodeIdentity.ephemeral()
     far: set[bytes] = set()
@@ -226,17 +229,17 @@ def test_a_node_on_another_machine_cannot_say_that_it_is_a_process_of_this_keepe
         poser = NodeIdentity.ephemeral()
         poser.life = honest.life
         far.add(poser.id)
-        liar = stack.enter_context(kept.own(poser, pid=1 << 22))
+        liar = stack.enter_context(attacked.own(poser, pid=1 << 22))
         liar.say(founded(lineage, liar))
         liar.say(messages.Ended("run", lineage, True))
         liar.ping()
-        assert kept.vouched(honest.life) is None
-        assert (kept.service.survives, kept.service.is_over) == (False, False)
+        assert attacked.vouched(honest.life) is None
+        assert (attacked.service.survives, attacked.service.is_over) == (False, False)
         process = stack.enter_context(subprocess.Popen(["sleep", "1000"]))
         stack.callback(process.kill)
-        own = stack.enter_context(kept.own(honest, process.pid))
+        own = stack.enter_context(attacked.own(honest, process.pid))
         own.ping()
-        assert kept.vouched(honest.life) == Vouch.BUSY
+        assert attacked.vouched(honest.life) == Vouch.BUSY
 
 
 def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_taken(
@@ -270,10 +273,12 @@ def test_a_keeper_speaks_for_no_process_whose_life_another_one_of_its_own_has_ta
         with Insider(nodes[watcher.id].prey, keeper, purpose="keeper") as speaker:
             speaker.say(messages.Vouch(((owner.life, int(Vouch.EXITED)),)))
             speaker.ping()
-            node = call_on_loop(lambda: nodes[watcher.id].joiner.member.node)
-            until(lambda: node.generation.view.number > 0)
+            node = call_on_loop(lambda: nodes[watcher.id].node)
+            generation = node.generation
+            assert generation is not None
+            until(lambda: generation.view.number > 0)
             together()
             together()
             over.set()
-            ids = [member.card.id for member in node.generation.founded.members]
-            assert {ids[rank] for rank in node.generation.view.ranks} == {watcher.id, owner.id}
+            ids = [member.card.id for member in generation.founded.members]
+            assert {ids[rank] for rank in generation.view.ranks} == {watcher.id, owner.id}

@@ -46,7 +46,7 @@ def await_exclusion(group: Group) -> None:
 
 
 def poison(number: int) -> bytes:
-    """Return the frame of a message that nobody should get."""
+    """Return the frame of a message that no rank should get."""
     data = POISON.tobytes()
     code = dtype_code(POISON.dtype)
     header = wire.Header(wire.EAGER, number, len(data), 7, False, code, POISON.shape)

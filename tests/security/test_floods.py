@@ -159,7 +159,7 @@ class Flood:
 
 @contextlib.contextmanager
 def decoy() -> Iterator[tuple[str, int]]:
-    """Where strangers harm nobody: their own share of this host's processors has to be left out of the account."""
+    """Where strangers do no harm: their own share of this host's processors has to be left out of the account."""
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
         yield listener.getsockname()
 

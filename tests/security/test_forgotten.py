@@ -79,4 +79,4 @@ def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_gene
 
 def until_formed(member: Participant) -> Any:
     until(lambda: member.joiner.member is not None and member.joiner.member.node.generation is not None)
-    return member.joiner.member.node
+    return member.node

@@ -1,4 +1,4 @@
-"""Behind the door: only who has a certificate of the cluster is heard, only by its own name, on both sides."""
+"""Behind the door: only a node with a certificate of the cluster is heard, only by its own name, on both sides."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.attackers import (
     Victim,
     call_on_loop,
     card_of,
+    dial_door,
+    dial_tls,
     dialling_context,
     hear,
     is_hung_up,
-    knock,
-    knock_tls,
     new_cluster,
     on_loop,
     read,
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from covey.runtime.members.launcher_mesh import LauncherMesh
+
 
 def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
     values: dict[str, Any] = {
@@ -64,7 +66,7 @@ def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
     return messages.Hello(**(values | changes))
 
 
-# Who dials with the wrong papers
+# Diallers with wrong certificates
 
 
 def no_certificate(_prey: Victim) -> ssl.SSLContext:
@@ -157,7 +159,7 @@ def test_wrong_papers_are_refused_before_anything_is_heard(
     identity = NodeIdentity.ephemeral()
 
     def intrude() -> None:
-        with knock_tls(prey.address, prey.cluster.secret.derive("door"), context) as secured:
+        with dial_tls(prey.address, prey.cluster.secret.derive("door"), context) as secured:
             secured.sendall(frame.frame(messages.encode(hello(identity))))
             hear(secured)
 
@@ -196,7 +198,7 @@ def test_a_certificate_that_only_openssl_can_read_is_refused_in_one_line(
     before = prey.acceptor.turned_away
     for _ in range(5):
         key = prey.cluster.secret.derive("door")
-        with contextlib.suppress(*BROKEN), knock_tls(prey.address, key, context) as secured:
+        with contextlib.suppress(*BROKEN), dial_tls(prey.address, key, context) as secured:
             secured.sendall(b"\0")
             hear(secured)
     until(lambda: prey.acceptor.turned_away >= before + 5 or caplog.records)
@@ -225,7 +227,7 @@ def test_another_version_is_refused_with_the_reason(prey: Victim) -> None:
     assert any("version 2" in reason for reason in prey.node.problems.refusals.values())
 
 
-def test_a_denied_node_is_refused_by_name_whoever_dials() -> None:
+def test_a_denied_node_is_refused_by_name_whichever_node_dials() -> None:
     outcast = NodeIdentity.ephemeral()
     with victim(new_cluster(denied=frozenset({outcast.id}))) as prey:
         for purpose in ("candidate", "visitor", "rank"):
@@ -253,9 +255,14 @@ def launched(
     return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
 
 
+def launcher_mesh(node: Node) -> LauncherMesh:
+    assert node.launcher_mesh is not None
+    return node.launcher_mesh
+
+
 @contextlib.contextmanager
-def forming(node: Node) -> Iterator[None]:
-    future = control.start(node.launcher_mesh._form(within=DEADLINE))
+def launching(node: Node) -> Iterator[None]:
+    future = control.start(launcher_mesh(node)._form(within=DEADLINE))
     try:
         yield
     finally:
@@ -267,7 +274,7 @@ def test_a_denied_node_is_no_rank_of_a_launcher_either() -> None:
     outcast = NodeIdentity.ephemeral()
     cluster = new_cluster(denied=frozenset({outcast.id}))
     node, address = launched(cluster, 0, 2)
-    with forming(node):
+    with launching(node):
         prey = Victim(cluster, None, None, address)  # type: ignore[arg-type]
         with Insider(prey, outcast, purpose="rank", hello={"rank": 1, "size": 2}) as member:
             assert isinstance(member.greeting, messages.Refusal)
@@ -277,7 +284,7 @@ def test_a_node_that_is_not_on_the_list_is_no_rank_of_a_launcher() -> None:
     listed, other = NodeIdentity.ephemeral(), NodeIdentity.ephemeral()
     cluster = new_cluster(charter=messages.Charter(1, "owners-machine", (), (listed.id,)))
     node, address = launched(cluster, 0, 2)
-    with forming(node):
+    with launching(node):
         prey = Victim(cluster, None, None, address)  # type: ignore[arg-type]
         with Insider(prey, other, purpose="rank", hello={"rank": 1, "size": 2}) as member:
             assert isinstance(member.greeting, messages.Refusal)
@@ -287,17 +294,17 @@ def test_a_node_that_is_not_on_the_list_is_no_rank_of_a_launcher() -> None:
 
 
 def test_a_dialled_rank_that_turns_out_to_be_another_is_not_taken_for_it() -> None:
-    """Who holds the wire can lead a connection to another rank: that must not exchange their numbers."""
+    """An attacker that holds the wire can lead a connection to another rank: that must not exchange their numbers."""
     cluster = new_cluster()
     one, address = launched(cluster, 1, 3)
-    with forming(one), Proxy(address) as proxy:
+    with launching(one), Proxy(address) as proxy:
         led_astray = messages.Contact(one.host, (messages.Address(*proxy.address),), "")
         two, _ = launched(cluster, 2, 3, {0: led_astray})
-        with forming(two):
+        with launching(two):
             until(
                 lambda: (
                     proxy.connections()
-                    and (two.peers[0].link or two.launcher_mesh._complaint or two.launcher_mesh._refusal)
+                    and (two.peers[0].link or launcher_mesh(two)._complaint or launcher_mesh(two)._refusal)
                 )
             )
             assert two.peers[0].link is None
@@ -328,9 +335,9 @@ def test_an_identity_in_use_is_refused_and_named(prey: Victim) -> None:
     ],
     ids=["4 GiB", "too long", "empty", "no msgpack", "random", "deep", "Welcome", "Ping"],
 )
-def test_whoever_does_not_say_hello_is_cut_off(prey: Victim, what: bytes) -> None:
+def test_a_dialler_that_does_not_say_hello_is_cut_off(prey: Victim, what: bytes) -> None:
     secret = prey.cluster.secret
-    with knock_tls(prey.address, secret.derive("door"), dialling_context(secret.derive("node-ca"))) as secured:
+    with dial_tls(prey.address, secret.derive("door"), dialling_context(secret.derive("node-ca"))) as secured:
         began = time.monotonic()
         secured.sendall(what)
         assert is_hung_up(secured)
@@ -338,11 +345,11 @@ def test_whoever_does_not_say_hello_is_cut_off(prey: Victim, what: bytes) -> Non
     assert not prey.node.met
 
 
-def test_whoever_does_not_finish_its_hello_is_cut_off_in_time(prey: Victim) -> None:
+def test_a_dialler_that_does_not_finish_its_hello_is_cut_off_in_time(prey: Victim) -> None:
     secret, began = prey.cluster.secret, time.monotonic()
     key, context = secret.derive("door"), dialling_context(secret.derive("node-ca"))
-    socks: list[Any] = [knock(prey.address, key) for _ in range(2)]
-    socks += [knock_tls(prey.address, key, context) for _ in range(2)]
+    socks: list[Any] = [dial_door(prey.address, key) for _ in range(2)]
+    socks += [dial_tls(prey.address, key, context) for _ in range(2)]
     try:
         socks[1].sendall(b"\x16\x03\x01\x02\x00\x01")  # a part of a ClientHello
         socks[3].sendall(frame.LENGTH.pack(1000) + bytes(999))
@@ -353,12 +360,12 @@ def test_whoever_does_not_finish_its_hello_is_cut_off_in_time(prey: Victim) -> N
             sock.close()
 
 
-# Who answers with the wrong papers
+# Acceptors with wrong certificates
 
 
 @contextlib.contextmanager
 def impostor(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
-    """A server that lets everyone through its door and then does as it likes."""
+    """A server that lets every dialler through its door and then does as it likes."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(DEADLINE)
 
@@ -393,7 +400,7 @@ def accept_with(context: ssl.SSLContext, answer: Callable[[messages.Hello], Any]
     return serve
 
 
-def greet(address: tuple[str, int], cluster: Any) -> Any:
+def handshake_with(address: tuple[str, int], cluster: Any) -> Any:
     identity = NodeIdentity.ephemeral()
     credentials = LinkCredentials(
         cluster.secret.derive("door"), tls=Credentials(cluster.secret.derive("node-ca"), identity.private)
@@ -413,7 +420,7 @@ def test_a_caller_gets_an_autherror_from_a_server_with_the_wrong_certificate(pur
     }[purpose]
     serve = accept_with(Credentials(seed, own).accepting, lambda _hello: messages.Refusal("?", retry=True))
     with impostor(serve) as address, pytest.raises(AuthError):
-        greet(address, cluster)
+        handshake_with(address, cluster)
 
 
 def test_a_caller_gets_an_autherror_from_a_member_that_poses_as_another() -> None:
@@ -421,7 +428,7 @@ def test_a_caller_gets_an_autherror_from_a_member_that_poses_as_another() -> Non
     credentials = Credentials(cluster.secret.derive("node-ca"), own.private)
     serve = accept_with(credentials.accepting, lambda _hello: messages.Welcome(-1, card_of(other), "candidate"))
     with impostor(serve) as address, pytest.raises(AuthError, match="poses"):
-        greet(address, cluster)
+        handshake_with(address, cluster)
 
 
 def test_a_caller_is_not_fooled_by_old_tls_another_protocol_or_silence() -> None:
@@ -437,12 +444,12 @@ def test_a_caller_is_not_fooled_by_old_tls_another_protocol_or_silence() -> None
         lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     ):
         with impostor(serve) as address, pytest.raises((AuthError, ConnectError)):
-            greet(address, cluster)
+            handshake_with(address, cluster)
 
 
 def test_a_caller_with_the_wrong_secret_learns_so(prey: Victim) -> None:
     with pytest.raises(ConnectError, match="did not accept this cluster's secret"):
-        greet(prey.address, new_cluster(prey.cluster.name))
+        handshake_with(prey.address, new_cluster(prey.cluster.name))
 
 
 def test_a_refused_caller_is_told_why(prey: Victim) -> None:
@@ -452,7 +459,7 @@ def test_a_refused_caller_is_told_why(prey: Victim) -> None:
         on_loop(dial(prey.address, credentials, hello(identity, version=9)))
 
 
-# Who stands between two nodes
+# An attacker between two nodes
 
 
 @contextlib.contextmanager
@@ -470,7 +477,7 @@ def led_astray(cluster: Any, serve: Callable[[socket.socket], None]) -> Iterator
     thread.start()
     try:
         with pytest.raises((AuthError, ConnectError)):
-            greet(listener.getsockname(), cluster)
+            handshake_with(listener.getsockname(), cluster)
         thread.join(DEADLINE)
         assert not thread.is_alive()
         yield
@@ -509,7 +516,7 @@ def test_a_stranger_that_passes_on_an_answer_to_the_door_sees_no_certificate(pre
 
 def test_a_stranger_that_passes_everything_on_sees_nothing_that_names_a_node_or_its_cluster(prey: Victim) -> None:
     with Proxy(prey.address) as proxy:
-        welcome, peer = greet(proxy.address, prey.cluster)
+        welcome, peer = handshake_with(proxy.address, prey.cluster)
         assert welcome.card.id == peer
         seen = proxy.recorded(0, Way.TO_TARGET) + proxy.recorded(0, Way.TO_CLIENT)
     assert len(seen) > 1000
@@ -545,17 +552,17 @@ def test_a_certificate_names_no_key_but_its_own() -> None:
 
 def test_a_connection_led_to_another_node_is_known_as_that_nodes(prey: Victim) -> None:
     with victim(prey.cluster) as other, Proxy(other.address) as proxy:
-        welcome, peer = greet(proxy.address, prey.cluster)
+        welcome, peer = handshake_with(proxy.address, prey.cluster)
         assert welcome.card.id == peer == other.node.card.id != prey.node.card.id
 
 
-def test_an_altered_handshake_links_nobody(prey: Victim) -> None:
+def test_an_altered_handshake_makes_no_link(prey: Victim) -> None:
     for way, places in ((Way.TO_TARGET, (0, 20, 60, 120, 400, 900)), (Way.TO_CLIENT, (3, 20, 80, 200, 400, 900))):
         for place in places:
             with Proxy(prey.address) as proxy:
                 proxy.flip_bit(way, place)
                 with pytest.raises((AuthError, ConnectError)):
-                    greet(proxy.address, prey.cluster)
+                    handshake_with(proxy.address, prey.cluster)
                 assert proxy.flips_done
     assert welcomes_members(prey)
 
@@ -568,7 +575,7 @@ def test_the_door_stays_closed_to_interfaces_that_are_excluded(home: Path) -> No
     acceptor = call_on_loop(lambda: Acceptor([listener], key, "test", allows=lambda _ip: False))
     call_on_loop(acceptor.open)
     try:
-        with pytest.raises(BROKEN), knock(address, key):
+        with pytest.raises(BROKEN), dial_door(address, key):
             pass
     finally:
         on_loop(acceptor.close())

@@ -47,10 +47,16 @@ def terms_of(size: int, **changes: Any) -> Terms:
 def founded(members: list[messages.Card], *, seats: list[int] | None = None, **changes: Any) -> messages.Founded:
     """Return a generation that is in order, but for the changes."""
     seated = tuple(
-        messages.SeatedMember(endpoint, card)
-        for endpoint, card in zip(seats or range(len(members)), members, strict=True)
+        messages.SeatedMember(seat, card) for seat, card in zip(seats or range(len(members)), members, strict=True)
     )
-    values = {"generation": 1, "lineage": LINEAGE, "is_kept": False, "members": seated, "origin": LINEAGE} | changes
+    values: dict[str, Any] = {
+        "generation": 1,
+        "lineage": LINEAGE,
+        "is_kept": False,
+        "members": seated,
+        "origin": LINEAGE,
+    }
+    values |= changes
     known = messages.Founded.__struct_fields__
     return messages.Founded(**{name: value for name, value in values.items() if name in known})
 
@@ -186,7 +192,7 @@ def lie(group: Group, words: Any) -> None:
         time.sleep(0.1)
         raise RemoteProtocolError("the liar is done")
 
-    group.all_gather_object = gather_lies  # type: ignore[method-assign]
+    group.all_gather_object = gather_lies  # type: ignore[method-assign,assignment]
 
 
 def outcome(result: Callable[[float], Any]) -> Any:

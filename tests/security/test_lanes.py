@@ -1,4 +1,4 @@
-"""Whoever holds the wire of a lane can end it, and nothing else: no number is ever wrong, and nobody hangs."""
+"""An attacker that holds the wire of a lane can end it, and nothing else: no number is wrong, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.attackers import (
     LOOPBACK,
     Detour,
     call_on_loop,
+    dial_door,
     is_hung_up,
-    knock,
     new_cluster,
     read,
     run_nodes,
@@ -113,8 +113,8 @@ def test_a_flipped_bit_anywhere_in_a_lane_is_noticed_by_all_and_never_a_wrong_nu
     places = PLACES if streams == "1" else PLACES[::3]
     results = under_attack(detour, [flip(way, byte, byte % 8) for way, byte in places], streams=streams)
     for place, pair in zip(places, results, strict=True):
-        assert all(pair), f"somebody did not notice {place}: {pair}"
-        assert any("altered" in words for words in pair), f"nobody says what happened at {place}: {pair}"
+        assert all(pair), f"an end did not notice {place}: {pair}"
+        assert any("altered" in words for words in pair), f"no end says what happened at {place}: {pair}"
     flipped = [proxy for proxy in detour.proxies if proxy.flips_done]
     assert len(flipped) == len(places)
 
@@ -217,7 +217,7 @@ def test_messages_through_altered_wires_are_right_or_errors(detour: Detour) -> N
     assert sum(proxy.flips_done > 0 for proxy in detour.proxies) == 4
 
 
-# Who claims a lane
+# Claims of a lane
 
 
 def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
@@ -225,7 +225,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
     key = cluster.secret.derive("door")
 
     def claim(address: tuple[str, int], lane: bytes, stream: int, proof: bytes) -> socket.socket:
-        sock = knock(address, key, door.Purpose.LANE)
+        sock = dial_door(address, key, door.Purpose.LANE)
         sock.sendall(lane + bytes((stream,)) + proof)
         return sock
 
@@ -241,8 +241,8 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
             return
         assert peer.contact is not None
         address = ("127.0.0.1", peer.contact.addresses[0].port)
-        proofs = [proofs.lane_proof(offer.secret, b"dial", offer.lane, stream) for stream in range(3)]
-        with claim(address, offer.lane, 0, proofs[0]) as sock:  # before the offer
+        claims = [proofs.lane_proof(offer.secret, b"dial", offer.lane, stream) for stream in range(3)]
+        with claim(address, offer.lane, 0, claims[0]) as sock:  # before the offer
             assert is_hung_up(sock)
         expected: list[bytes] = []
         call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane: expected.append(lane))
@@ -252,25 +252,25 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
         other = proofs.lane_proof(secrets.token_bytes(32), b"dial", offer.lane, 0)
         mirrored = proofs.lane_proof(offer.secret, b"accept", offer.lane, 0)
         wrong = [
-            (secrets.token_bytes(16), 0, proofs[0]),
+            (secrets.token_bytes(16), 0, claims[0]),
             (offer.lane, 0, bytes(32)),
             (offer.lane, 0, other),
             (offer.lane, 0, mirrored),
-            (offer.lane, 0, proofs[1]),
-            (offer.lane, 1, proofs[0]),
-            (offer.lane, 2, proofs[2]),
-            (offer.lane, 255, proofs[0]),
+            (offer.lane, 0, claims[1]),
+            (offer.lane, 1, claims[0]),
+            (offer.lane, 2, claims[2]),
+            (offer.lane, 255, claims[0]),
         ]
         for lane, stream, proof in wrong:
             with claim(address, lane, stream, proof) as sock:
                 assert is_hung_up(sock), (stream, proof)
-        with claim(address, offer.lane, 0, proofs[0]) as first:
+        with claim(address, offer.lane, 0, claims[0]) as first:
             assert read(first, 32) == proofs.lane_proof(offer.secret, b"accept", offer.lane, 0)
-            with claim(address, offer.lane, 0, proofs[0]) as again:
+            with claim(address, offer.lane, 0, claims[0]) as again:
                 assert is_hung_up(again)
-            with claim(address, offer.lane, 1, proofs[1]) as second:
+            with claim(address, offer.lane, 1, claims[1]) as second:
                 assert read(second, 32) == proofs.lane_proof(offer.secret, b"accept", offer.lane, 1)
-            with claim(address, offer.lane, 1, proofs[1]) as late:
+            with claim(address, offer.lane, 1, claims[1]) as late:
                 assert is_hung_up(late)
         group.barrier()
 
@@ -288,9 +288,12 @@ def test_a_member_cannot_talk_another_into_a_lane_that_others_can_read() -> None
             return []
         heard: list[str] = []
         refused = node.lanes.dialler.refused
-        call_on_loop(
-            setattr, node.lanes.dialler, "refused", lambda key, reason: (heard.append(reason), refused(key, reason))
-        )
+
+        def note(key: Any, reason: str) -> None:
+            heard.append(reason)
+            refused(key, reason)
+
+        call_on_loop(setattr, node.lanes.dialler, "refused", note)
         for kind, capacity, streams, lane, secret in [
             ("tcp", 0, 1, 16, 32),
             ("unix", 0, 1, 16, 32),
@@ -316,7 +319,7 @@ def test_probes_are_bounded() -> None:
     """The door's key alone buys an echo and a sink of so many bytes, for so long."""
     with contextlib.ExitStack() as stack:
         prey = stack.enter_context(victim(new_cluster()))
-        sock = stack.enter_context(knock(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE))
+        sock = stack.enter_context(dial_door(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE))
         sock.sendall(b"sink" + (2**32 - 1).to_bytes(4, "little"))
         for _ in range(PROBE_LIMIT >> 20):
             sock.sendall(bytes(1 << 20))

@@ -19,7 +19,7 @@ from tests.support.attackers import (
     Insider,
     Victim,
     call_on_loop,
-    knock,
+    dial_door,
     new_cluster,
     nonsense,
     read,
@@ -60,7 +60,7 @@ def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_messages_of_every_kind_with_random_content_harm_nobody(prey: Victim, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_every_kind_with_random_content_do_no_harm(prey: Victim, caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(7)
     with Insider(prey) as honest:
         before = resident_bytes()
@@ -87,9 +87,7 @@ def test_messages_of_every_kind_with_random_content_harm_nobody(prey: Victim, ca
     assert errors_in(caplog) == []
 
 
-def test_messages_of_a_formation_with_random_content_harm_nobody(
-    prey: Victim, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_messages_of_a_formation_with_random_content_do_no_harm(prey: Victim, caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(8)
     for _ in range(40):
         with Insider(prey) as insider, contextlib.suppress(*BROKEN):
@@ -196,7 +194,7 @@ def test_early_words_about_a_run_take_no_more_than_their_share_of_memory(prey: V
 
 
 class Jam:
-    """Something that many may begin at once and nobody ends before it is over; counts them."""
+    """Something that many may begin at once and none ends before it is over; counts them."""
 
     def __init__(self) -> None:
         self.begun, self.over = 0, asyncio.Event()
@@ -245,14 +243,14 @@ def test_a_member_has_no_other_machine_scanned(prey: Victim, hosts: str) -> None
                 listener.accept()
 
 
-def test_a_probe_proves_an_address_only_to_whom_its_token_belongs(prey: Victim) -> None:
+def test_a_probe_proves_an_address_only_to_the_owner_of_its_token(prey: Victim) -> None:
     key, token = prey.cluster.secret.derive("door"), secrets.token_bytes(16)
     own, other = messages.Address("127.0.0.1", 9), messages.Address("127.0.0.77", 9)
     contact = messages.Contact("elsewhere", (own, other), "")
     with (
         Insider(prey, purpose="visitor", card={"contact": contact}) as visitor,
         Insider(prey, purpose="visitor", card={"contact": contact}) as thief,
-        knock(prey.address, key, door.Purpose.PROBE, "127.0.0.77", token=token) as probe,
+        dial_door(prey.address, key, door.Purpose.PROBE, "127.0.0.77", token=token) as probe,
     ):
         probe.sendall(b"ping1234")
         assert read(probe, 8) == b"ping1234"
@@ -424,7 +422,7 @@ def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatc
     assert 1 <= jam.begun < 500
 
 
-def test_a_keeper_is_believed_only_about_those_who_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_is_believed_only_about_processes_that_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
     named, stranger, cluster = NodeIdentity.ephemeral(), NodeIdentity.ephemeral(), new_cluster()
     monkeypatch.setenv("COVEY_KEEPER_ID", named.id.hex())
     over = threading.Event()
@@ -456,7 +454,7 @@ def test_a_keeper_is_believed_only_about_those_who_named_it(monkeypatch: pytest.
     run_nodes(cluster, attack)
 
 
-def test_offers_that_nobody_follows_up_take_little_memory() -> None:
+def test_offers_that_are_not_followed_up_take_little_memory() -> None:
     def attack(group: Group) -> int:
         node = engine_of(group).node
         assert node is not None

@@ -1,4 +1,4 @@
-"""Strangers on the same network's multicast: what they repeat or invent costs little, and leads nobody astray."""
+"""Strangers on the same network's multicast: what they repeat or invent costs little, and leads no node astray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.support.attackers import (
     victim,
     welcomes_members,
 )
-from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
+from zeroconf._dns import DNSAddress, DNSPointer, DNSService, DNSText
+from zeroconf._protocol.outgoing import DNSOutgoing
 from zeroconf.const import _CLASS_IN, _TYPE_A, _TYPE_PTR, _TYPE_SRV, _TYPE_TXT
 
 from covey.net.discovery import sieve
@@ -39,7 +40,7 @@ ANSWER = 0x8400
 
 @contextlib.contextmanager
 def microphone(ip: str = "127.0.0.1") -> Iterator[socket.socket]:
-    """A socket that speaks to everybody on loopback, as a machine of its own."""
+    """A socket that speaks to every process on loopback, as a machine of its own."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton("127.0.0.1"))
         sock.bind((ip, 0))
@@ -100,7 +101,7 @@ def found_a_friend(prey: Victim) -> None:
 
 @contextlib.contextmanager
 def trap(ip: str = "127.0.0.1") -> Iterator[int]:
-    """The port of a listener to which nobody may be led."""
+    """The port of a listener to which no node may be led."""
     with socket.create_server((ip, 0)) as listener:
         listener.setblocking(False)
         yield listener.getsockname()[1]
@@ -119,7 +120,7 @@ def test_only_addresses_inside_the_tag_are_believed(prey: Victim) -> None:
 def test_an_announcement_that_a_stranger_repeats_is_followed_like_one(prey: Victim) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         listener.setblocking(False)
-        txt = made(prey, listener.getsockname()[1], "127.0.0.1")  # of a node that has gone, and anybody heard it
+        txt = made(prey, listener.getsockname()[1], "127.0.0.1")  # of a node that has gone; any host may have heard it
         say(prey, [announcement(txt, "127.0.0.1", 9) for _ in range(40)])
         assert observed(prey).matching == 1
         found_a_friend(prey)

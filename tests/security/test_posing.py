@@ -70,16 +70,16 @@ def test_a_member_outside_that_says_it_is_the_life_of_another_gets_no_seat_when_
 
 def everything_about_a_run(lineage: bytes) -> list[messages.Control]:
     """What only members may say to members; a liar that is believed would end the run, or hang it."""
-    views = [
+    views: list[membership.Membership] = [
         membership.Decided(membership.View(lineage, 1, (), 0)),
         membership.Trouble(lineage, 0, leaves=True),
         membership.Prepare(lineage, 1, 4),
     ]
     votes = [messages.Agreeing(0, membership.encode_membership(view)) for view in views]
     offer = messages.Offer(bytes(16), bytes(32), 0, "messages", "secure", 0, 1)
-    board = messages.Posting(1, 1, b"\x91\x0e")
+    posting = messages.Posting(1, 1, b"\x91\x0e")
     return [revoke(), messages.Goodbye(), messages.Failing("ValueError: I am another"), messages.Dial(0, "messages"),
-            offer, board, messages.Expect(bytes(16)), messages.NoLane(0, "collectives", "no"),
+            offer, posting, messages.Expect(bytes(16)), messages.NoLane(0, "collectives", "no"),
             messages.Announce(0, 3, 1, "barrier()"), *votes]  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def abort_links(node: Participant, id: bytes) -> None:
 
 
 def origin_of(generation: Any) -> bytes:
-    return generation.founded.origin  # type: ignore[no-any-return]
+    return generation.founded.origin
 
 
 def node_of_participant(participant: Participant) -> Any:
@@ -189,7 +189,7 @@ def test_a_newcomer_with_the_life_of_another_newcomer_takes_no_seat_from_it() ->
 
 
 def leave_when_seated(poser: Insider) -> None:
-    """Go as soon as a generation has a seat for this insider, so that nobody waits for it."""
+    """Go as soon as a generation has a seat for this insider, so that no node waits for it."""
     with contextlib.suppress(*BROKEN):
         poser.hear(messages.Founded)
         poser.link.close()
@@ -203,8 +203,8 @@ def test_a_member_outside_takes_over_no_rank_of_a_launcher() -> None:
     seats: dict[int, Any] = {}
 
     def main(rank: int) -> int:
-        place = LaunchedRank(rank=rank, size=2, master=(ip, port), name="launched")
-        with join_at(place, config, timeout=DEADLINE, options=options) as group:
+        launched = LaunchedRank(rank=rank, size=2, master=(ip, port), name="launched")
+        with join_at(launched, config, timeout=DEADLINE, options=options) as group:
             seats[rank] = node_of(group)
             together()
             together()
@@ -234,7 +234,7 @@ def own_address() -> str:
 
 
 def free_port() -> int:
-    """Return a port that nobody has, and the next one either."""
+    """Return a port that is free, and so is the next one."""
     while True:
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))

@@ -166,7 +166,7 @@ def test_a_root_whose_value_has_an_absurd_length_is_named(length: int, monkeypat
             made[0] = length
         return made
 
-    monkeypatch.setattr(movements.np, "array", lying)
+    monkeypatch.setattr(np, "array", lying)
     value = "x" * 74  # encoded: 77 bytes
     assert len(objects.encode(value)) == 77
 
@@ -420,8 +420,9 @@ def test_a_message_for_which_there_is_no_memory_names_its_sender_and_others_arri
             messenger._open(0, time.monotonic() + 5)
             with messenger._lock:
                 header = wire.Header(wire.RTS, 0, 8 << 58, 7, False, FLOAT64, (1 << 58,))
-                messenger._matcher._push(0, wire.encode(header))
-                messenger._matcher._link(0).next_id += 1
+                link = messenger._matcher._link(0)
+                link.push(header)
+                link._next_id += 1
                 messenger._lanes.flush_ready()
             group.send(np.arange(3.0), dst=0, tag=8)
         elif group.rank == 0:

@@ -14,10 +14,10 @@ from tests.support.attackers import (
     Insider,
     Victim,
     call_on_loop,
+    dial_door,
+    dial_tls,
     dialling_context,
     hear,
-    knock,
-    knock_tls,
     new_cluster,
     read,
     run_nodes,
@@ -67,7 +67,7 @@ def with_secret(prey: Victim, cluster: Cluster) -> Victim:
 
 def probes(prey: Victim, cluster: Cluster) -> bool:
     """Tell whether the node answers a probe of a holder of this secret."""
-    with knock(prey.address, cluster.secret.derive("door"), door.Purpose.PROBE) as sock:
+    with dial_door(prey.address, cluster.secret.derive("door"), door.Purpose.PROBE) as sock:
         with contextlib.suppress(*BROKEN):
             sock.sendall(b"12345678")
             return read(sock, 8) == b"12345678"
@@ -116,7 +116,7 @@ def test_a_door_key_of_one_secret_does_not_go_with_the_certificate_of_the_other(
         with contextlib.ExitStack() as stack:
             context = dialling_context(authority_of.derive("node-ca"))
             with contextlib.suppress(*BROKEN):
-                link = stack.enter_context(knock_tls(prey.address, door_of.derive("door"), context))
+                link = stack.enter_context(dial_tls(prey.address, door_of.derive("door"), context))
                 link.sendall(b"\0\0\0\0")
                 hear(link)
                 pytest.fail("it was heard")

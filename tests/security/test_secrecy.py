@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import pipes
 from tests.support.attackers import DEADLINE, LOOPBACK, new_cluster, run_nodes
 from tests.support.nodes import Cluster as Nodes
 from tests.support.nodes import node_id
@@ -90,7 +91,7 @@ def hidden(secret: ClusterSecret) -> dict[str, bytes]:
     return found
 
 
-def test_what_two_nodes_exchange_tells_nothing_to_who_captures_all_of_it() -> None:
+def test_a_capture_of_all_that_two_nodes_exchange_tells_nothing() -> None:
     require_namespaces()
     nodes, block = Nodes(CLUSTER), secrets.token_bytes(64)
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
@@ -115,13 +116,13 @@ def test_what_two_nodes_exchange_tells_nothing_to_who_captures_all_of_it() -> No
     assert [what for what, needle in needles.items() if needle in capture] == []
 
 
-def test_forged_resets_are_a_lost_peer_for_everyone_at_once() -> None:
+def test_forged_resets_are_a_lost_peer_for_every_rank_at_once() -> None:
     require_namespaces()
     nodes = Nodes(CLUSTER)
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
         pair = [nodes.start(host, RUN, code=REDUCE, size=2, timeout=DEADLINE) for host in lan.hosts]
         for node in pair:
-            assert node.process.stdout.readline() == "ready\n", node.process.stderr.read()
+            assert pipes.stdout(node.process).readline() == "ready\n", pipes.stderr(node.process).read()
         began = time.monotonic()
         assert lan.switch.reset_connections() >= 2
         ends = [node.end() for node in pair]

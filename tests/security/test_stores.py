@@ -48,7 +48,7 @@ def listening() -> set[str]:
     return found
 
 
-def test_a_board_listens_at_no_port() -> None:
+def test_a_store_listens_at_no_port() -> None:
     with ThreadRun(new_cluster(), size=2) as thread_run:
         together = thread_run.steps(3)
 
@@ -75,7 +75,7 @@ def test_a_board_listens_at_no_port() -> None:
         assert [node.result() for node in nodes] == [b"value"] * 2
 
 
-def test_a_board_gives_back_bytes_as_they_are() -> None:
+def test_a_store_gives_back_bytes_as_they_are() -> None:
     data = pickle.dumps(Opened())
 
     def work(group: Group) -> bytes:
@@ -92,7 +92,7 @@ def test_a_board_gives_back_bytes_as_they_are() -> None:
     assert MADE
 
 
-def test_questions_to_a_board_of_an_excluded_member_are_not_answered() -> None:
+def test_questions_to_a_store_of_an_excluded_member_are_not_answered() -> None:
     with ThreadRun(new_cluster(), SURVIVING, size=3) as thread_run:
         together = thread_run.steps(3)
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.security.test_handshake import greet
+from tests.security.test_handshake import handshake_with
 from tests.support.attackers import (
     BROKEN,
     DEADLINE,
     Insider,
     call_on_loop,
+    dial_tls,
     dialling_context,
     hear,
-    knock_tls,
     new_cluster,
     read,
     run_nodes,
@@ -130,7 +130,7 @@ def test_the_fuzz_reaches_texts_in_messages_of_many_kinds() -> None:
     assert {("Revoke", "text"), ("Tell", "run"), ("Reached", "problems"), ("Refusal", "reason")} <= found
 
 
-def test_whoever_makes_a_message_of_a_hostile_text_sends_a_clean_one() -> None:
+def test_a_message_made_of_a_hostile_text_is_clean() -> None:
     for message in (
         messages.Revoke(1, "PeerLostError", EVIL * 1000, ()),
         messages.Refusal(EVIL, retry=False),
@@ -201,7 +201,7 @@ def test_a_hostile_member_writes_nothing_of_its_own_into_logs_or_what_is_told(
     assert max(map(len, told)) < LONGEST
 
 
-# Before anybody has proved anything
+# Before a peer has proved anything
 
 
 @contextlib.contextmanager
@@ -248,7 +248,7 @@ def other_protocol(sock: socket.socket) -> None:
 @pytest.mark.parametrize("serve", [talk, alert, other_protocol, lambda sock: sock.sendall(EVIL.encode())])
 def test_a_stranger_that_is_dialled_writes_nothing_of_its_own_into_the_error(serve: Any) -> None:
     with stranger(serve) as address, pytest.raises(CoveyError) as caught:
-        greet(address, new_cluster())
+        handshake_with(address, new_cluster())
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
 
@@ -265,7 +265,7 @@ def test_a_stranger_that_dials_writes_nothing_of_its_own_into_the_log(
             sock.recv(1)
     secret = prey.cluster.secret
     for context in (odd_protocol(secret.derive("node-ca")), dialling_context(secret.derive("mdns"))):
-        with contextlib.suppress(*BROKEN), knock_tls(prey.address, secret.derive("door"), context) as secured:
+        with contextlib.suppress(*BROKEN), dial_tls(prey.address, secret.derive("door"), context) as secured:
             secured.sendall(EVIL.encode())
             hear(secured)
     until(lambda: prey.acceptor.turned_away >= before + 3)

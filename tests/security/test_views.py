@@ -72,7 +72,7 @@ class Scene:
         self.groups[group.rank] = group
         self._together()
         self._begin[group.rank].wait(DEADLINE)
-        outcome = []
+        outcome: list[Any] = []
         for number in range(2):
             try:
                 total = group.all_reduce(VALUES * 10**group.rank + number)
@@ -84,7 +84,7 @@ class Scene:
         return group.rank, outcome
 
     def outcome(self) -> dict[int, list[Any]]:
-        """Let all of them go on, and return by rank what came of two operations: an error, or numbers and of whom."""
+        """Let all of them go on; return what two operations gave at each rank: an error, or sums and contributors."""
         self.begin(0, 1, 2)
         self._together()
         return dict(participant.result() for participant in self._participants)
@@ -137,6 +137,11 @@ class Scene:
         send_vote = self._send_vote or self.node(LIAR).send_vote
         bodies = [messages.Agreeing(0, membership.encode_membership(vote)) for vote in votes]
         call_on_loop(lambda: [send_vote(rank, body) for body in bodies])
+
+    def tell_all(self, *votes: membership.Membership) -> None:
+        """Let the liar say these to every honest rank."""
+        for rank in HONEST:
+            self.tell(rank, *votes)
 
     def give_up_the_liar(self) -> None:
         """Let the honest ranks take the liar for lost; they would wait for it to come back for half their patience."""
@@ -204,7 +209,7 @@ def assert_cut_off(scene: Scene, lie: Callable[[], None]) -> None:
     scene.mute()
     lie()
     for rank in HONEST:
-        until(lambda rank=rank: any(isinstance(link.error, RemoteProtocolError) for link in before[rank]))
+        until(lambda rank: any(isinstance(link.error, RemoteProtocolError) for link in before[rank]), rank)
     assert not any(isinstance(link.error, CoveyError) for link in between)
     until(lambda: any(link.is_open for link in between))
     scene.give_up_the_liar()
@@ -262,14 +267,14 @@ BALLOTS: dict[str, Callable[[Scene], membership.Membership]] = {
 def test_a_member_with_a_ballot_far_above_all_others_is_cut_off(
     lie: Callable[[Scene], membership.Membership], scene: Scene
 ) -> None:
-    assert_cut_off(scene, lambda: [scene.tell(rank, lie(scene)) for rank in HONEST] and None)
+    assert_cut_off(scene, lambda: scene.tell_all(lie(scene)))
     assert_right(scene.outcome())
     assert max(call_on_loop(lambda: [scene.generation(rank).view_driver._core.ballot for rank in HONEST])) < MOST_AHEAD
 
 
 def test_a_member_that_proposes_in_a_ballot_of_another_is_cut_off(scene: Scene) -> None:
     view = scene.follows(0, 1, 2)
-    assert_cut_off(scene, lambda: [scene.tell(rank, scene.ask(), Accept(BALLOT + 1, view)) for rank in HONEST] and None)
+    assert_cut_off(scene, lambda: scene.tell_all(scene.ask(), Accept(BALLOT + 1, view)))
     assert_right(scene.outcome())
 
 
@@ -345,14 +350,14 @@ def test_an_operation_that_is_not_complete_is_not_committed_by_the_word_of_a_mem
     for rank in HONEST:  # each waits for the liar in the middle of its operation
         atomic = engine_of(scene.groups[rank]).atomic
         assert atomic is not None
-        until(lambda atomic=atomic: atomic._is_executing)
+        until(lambda atomic: atomic._is_executing, atomic)
         core = scene.generation(rank).view_driver._core
         scene.tell(rank, scene.ask())
-        until(lambda core=core: core._round.states is not None and any(state.sequence for state in core._round.states))
+        until(lambda core: core._round.states is not None and any(state.sequence for state in core._round.states), core)
     for rank in HONEST:  # at once, before one that cut the liar off has given it up
         scene.tell(rank, Decided(lie))
     for rank in HONEST:
-        until(lambda rank=rank: any(isinstance(link.error, RemoteProtocolError) for link in links[rank]))
+        until(lambda rank: any(isinstance(link.error, RemoteProtocolError) for link in links[rank]), rank)
     assert_right(scene.outcome())
 
 
@@ -416,7 +421,7 @@ def test_a_member_that_tells_of_a_fork_that_cannot_be_is_cut_off(
 ) -> None:
     scene = free_scene
     fork = Fork(scene.base.lineage, scene.base.number, lie(scene))
-    assert_cut_off(scene, lambda: [scene.tell(rank, scene.ask(), fork) for rank in HONEST] and None)
+    assert_cut_off(scene, lambda: scene.tell_all(scene.ask(), fork))
     assert_right(scene.outcome())
 
 
@@ -428,7 +433,7 @@ def test_where_a_quorum_decides_no_member_can_fork_a_run(scene: Scene) -> None:
     assert {scene.base.lineage} == {scene.generation(rank).founded.lineage for rank in HONEST}
 
 
-def test_views_of_another_history_have_no_effect(scene: Scene) -> None:
+def test_views_of_another_lineage_have_no_effect(scene: Scene) -> None:
     stranger = scene.follows(0, 2, lineage=bytes(16))
     old, ahead = (scene.follows(0, 1, 2, number=scene.base.number + more) for more in (0, 9))
     for rank in HONEST:

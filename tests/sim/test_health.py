@@ -279,7 +279,7 @@ def only(kind: type, log: list[tuple[float, str, Any]]) -> list[tuple[float, str
     return [entry for entry in log if isinstance(entry[2], kind)]
 
 
-def latencies(ward: Ward, log: list[tuple[float, str, Any]], since: float, kind: type, index: int) -> list[float]:
+def latencies(ward: Ward, log: list[tuple[float, str, Any]], since: float, kind: type[Any], index: int) -> list[float]:
     """Return how long each other member on another host took to think this of one, sorted; all must."""
     victim = ward.actors[index]
     found = {who: at - since for at, who, what in reversed(log) if isinstance(what, kind) and what.peer == victim.id}

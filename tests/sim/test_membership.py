@@ -18,7 +18,8 @@ import pytest
 from covey.proto import views
 from covey.proto.ballot import PaxosAcceptor, Proposal
 from covey.proto.commit import Commit
-from covey.testing.churn import BrokenError, Play, play_of
+from covey.testing.churn import Play, play_of
+from covey.testing.invariants import BrokenError
 from covey.testing.workers import Age, Bytes, Job, Token, Worker
 from covey.wire.membership import Fate, Record, State, Verdict, View, decode_membership, encode_membership
 
@@ -99,7 +100,7 @@ def without_the_commit_before_the_revocation() -> Patches:
 
 
 def without_the_verdict_in_the_view() -> Patches:
-    found = Proposal.found.fget
+    found = vars(Proposal)["found"].fget
     assert found is not None
 
     def judge_again(self: Proposal) -> View | None:

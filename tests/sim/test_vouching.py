@@ -10,7 +10,8 @@ import pytest
 from covey.proto.changes import Excluded
 from covey.proto.membership.proposer import Proposer
 from covey.proto.presence import Presence
-from covey.testing.churn import PATIENCE, RELINK, BrokenError, Play
+from covey.testing.churn import PATIENCE, RELINK, Play
+from covey.testing.invariants import BrokenError
 from covey.testing.workers import Worker
 from covey.wire.membership import Trouble
 
@@ -31,7 +32,7 @@ class LoadedHost(Play):
     waited for until patience is half over."""
     flaps_of_the_keeper = 2
 
-    def __init__(self, seed: int, *, tell: bool = False, **_: Any) -> None:
+    def __init__(self, seed: int, *, tell: bool = False, **_ignored: Any) -> None:
         super().__init__(seed, has_keeper=True, tell=tell)
         chance, world = self.chance, self.world
         self.min_size, self.surprises, world.loss = 1, 0, 0.0
@@ -150,7 +151,7 @@ def test_members_of_a_keeper_tell_only_it_of_their_trouble() -> None:
         told.extend((worker.name, to) for to, message in out if isinstance(message, Trouble) and not message.leaves)
         return out
 
-    Worker.outgoing = listen  # type: ignore[method-assign]
+    Worker.outgoing = listen  # type: ignore[method-assign,assignment]
     try:
         play.perform()
     finally:

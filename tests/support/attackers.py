@@ -13,7 +13,7 @@ import time
 import types
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from covey.runtime.mesh.mesh import Mesh
 
 T = TypeVar("T")
+Args = TypeVarTuple("Args")
 DEADLINE = 20.0
 LOOPBACK = GroupConfig(interfaces="lo", lanes="secure", timeout=DEADLINE)
 BROKEN = (OSError, EOFError)
@@ -65,10 +66,10 @@ def call_on_loop(function: Callable[..., T], *args: Any) -> T:
     return on_loop(call())
 
 
-def until(condition: Callable[[], Any], within: float = DEADLINE - 1) -> None:
-    """Return when `condition` holds on the control loop; TimeoutError if it does not in time."""
+def until(condition: Callable[[*Args], Any], *args: *Args, within: float = DEADLINE - 1) -> None:
+    """Return when `condition(*args)` holds on the control loop; TimeoutError if it does not in time."""
     deadline = time.monotonic() + within
-    while not call_on_loop(condition):
+    while not call_on_loop(condition, *args):
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(0.01)
@@ -111,7 +112,7 @@ def victim(
 # Connections of an attacker's own
 
 
-def knock(
+def dial_door(
     address: tuple[str, int],
     key: bytes,
     purpose: int = door.Purpose.LINK,
@@ -199,10 +200,10 @@ class Tls:
         self.close()
 
 
-def knock_tls(address: tuple[str, int], key: bytes, context: ssl.SSLContext) -> Tls:
+def dial_tls(address: tuple[str, int], key: bytes, context: ssl.SSLContext) -> Tls:
     """Pass the door with its key, and finish a TLS handshake behind it."""
     end = Tls(context)
-    sock = knock(address, key, first=end.hello)
+    sock = dial_door(address, key, first=end.hello)
     try:
         return end.shake_hands(sock)
     except BaseException:
@@ -248,7 +249,7 @@ def dialling_context(seed: bytes, private: Ed25519PrivateKey | None = None) -> s
 
 
 class Insider:
-    """Somebody who holds a cluster's secret, and a link on which it may say what it wants."""
+    """A process that holds a cluster's secret, and a link on which it may say what it wants."""
 
     def __init__(
         self,
@@ -263,7 +264,7 @@ class Insider:
         secret = prey.cluster.secret
         self.card = card_of(self.identity, **(card or {}))
         context = dialling_context(secret.derive("node-ca"), self.identity.private)
-        self.link = knock_tls(prey.address, secret.derive("door"), context)
+        self.link = dial_tls(prey.address, secret.derive("door"), context)
         try:
             values: dict[str, Any] = {
                 "version": messages.VERSION, "nonce": secrets.token_bytes(32), "purpose": purpose, "run": "run",
@@ -306,7 +307,7 @@ def card_of(identity: NodeIdentity, **changes: Any) -> messages.Card:
 
 
 def welcomes_members(prey: Victim) -> bool:
-    """Tell whether a node still takes in those who may come."""
+    """Tell whether a node still accepts nodes that may come."""
     with Insider(prey, purpose="visitor") as visitor:
         visitor.ping()
         return isinstance(visitor.greeting, messages.Welcome)
@@ -358,7 +359,7 @@ def _text(rng: random.Random) -> str:
     return rng.choice(["", "collectives", "messages", "secure", "shm", "x" * 5000, "\n\x1b[2J", "\U0001f600", "../.."])
 
 
-# Runs of which somebody holds the wire
+# Runs of which an attacker holds the wire
 
 
 def run_nodes(
@@ -411,7 +412,7 @@ class Detour:
         if kind != "secure":
             return ways
         if self._current is None:
-            self._current = Proxy(("127.0.0.1", ways[0][1]))
+            self._current = Proxy(("127.0.0.1", int(ways[0][1])))
             self.proxies.append(self._current)
             self.prepare(self._current)
         return [self._current.address]

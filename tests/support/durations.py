@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 20
 FEWEST_TESTS = 100
-"""Runs of fewer tests print nothing: a person who runs one file did not ask."""
+"""Runs of fewer tests print nothing: a user that runs one file did not ask."""
 _USED = "processor seconds"
 
 
@@ -58,7 +58,7 @@ class Durations:
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        cpu = next((value for name, value in report.user_properties if name == _USED), 0.0)
+        cpu = next((float(str(value)) for name, value in report.user_properties if name == _USED), 0.0)
         self.spent[report.nodeid].add(Spent(report.when == "setup", report.duration, cpu))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

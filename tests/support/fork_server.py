@@ -4,14 +4,22 @@
 processor time for a rank of one host and 0.5 s for a node of a cluster; a fork takes a few milliseconds.
 
 A forked program runs as `__main__` with the arguments, path, environment, working folder, streams, descriptors, session
-and exit code that a new interpreter would give it. It is a child of the process that sent the request: this process
-forks twice, and the kernel hands the orphan over to the nearest ancestor that asked for orphans.
+and exit code that a new interpreter would give it, and shows its arguments and environment in /proc. It is a child of
+the process that sent the request: this process forks twice, and the kernel hands the orphan over to the nearest
+ancestor that asked for orphans.
+
+A program that starts Python programs itself, such as `covey run`, gets a companion: a copy of this process, made before
+the program begins, which serves the program as this process serves the test.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+
+TYPE_CHECKING = False  # typing is not imported here
+if TYPE_CHECKING:
+    from typing import Any
 
 HIGH = 700
 """Received descriptors are moved to this number and above while the wanted numbers are taken."""
@@ -36,6 +44,7 @@ PRELOADED = (
     "multiprocessing",
     "runpy",
     "tempfile",
+    "tests.support.forked",
     "textwrap",
     "unittest.mock",
 )
@@ -46,20 +55,23 @@ def main() -> None:
     """Serve the test; in a fork, become the program."""
     import signal
 
-    root, channel_number = sys.argv[1:]
+    _, root, channel_number, *others = sys.argv[1:]
     own_path = sys.path[1:]  # without the folder of this file
     sys.path[:] = [f"{root}/src", root, *own_path]
-    channel = _preload(int(channel_number))
+    channel = _preload(int(channel_number), others)
     # A signal to all processes of a terminal ends the test, which closes the socket.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     request, descriptors = _serve(channel)
     _become(request, descriptors, own_path)
+    while request["starts_programs"] and (channel := _with_companion()) is not None:
+        request, descriptors = _serve(channel)
+        _become(request, descriptors, own_path)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _run(request["argv"])
 
 
-def _preload(number: int):
+def _preload(number: int, others: list[str]):
     import gc
     import importlib
     import socket
@@ -68,16 +80,18 @@ def _preload(number: int):
     from covey.runtime.keeper import template
     from covey.runtime.processes import libc
 
-    for name in (*template.PRELOADED, *PRELOADED):
+    for name in (*template.PRELOADED, *PRELOADED, *others):
         importlib.import_module(name)
     libc()
-    assert threading.active_count() == 1, "a preloaded module starts a thread, which no fork would have"
+    assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, (
+        "a preloaded module starts a thread, which no fork would have"
+    )
     gc.collect()
     gc.freeze()
     return socket.socket(fileno=number)
 
 
-def _serve(channel) -> tuple[dict, list[int]]:
+def _serve(channel) -> tuple[dict[str, Any], list[int]]:
     """Answer requests. Returns in the programs only."""
     import pickle
     import socket
@@ -96,13 +110,14 @@ def _serve(channel) -> tuple[dict, list[int]]:
             if pid:
                 channel.send(str(pid).encode())
                 os._exit(0)
+            channel.detach()  # the program has no use for it, and may have another file of this number
             request = pickle.loads(body)
             while os.getppid() == between:
                 time.sleep(0.0002)
             if os.getppid() != request["parent"]:
                 os._exit(1)
             warnings.resetwarnings()
-            warnings.filters[:] = _FILTERS
+            warnings.filters[:] = _FILTERS  # type: ignore[index]
             return request, descriptors
         os.waitpid(first, 0)
         channel.send(b"adopted")
@@ -110,7 +125,30 @@ def _serve(channel) -> tuple[dict, list[int]]:
             os.close(descriptor)
 
 
-def _become(request: dict, descriptors: list[int], own_path: list[str]) -> None:
+def _with_companion() -> Any:
+    """Fork the companion. Return its socket there; in the program, use it for `subprocess` and return None."""
+    import socket
+
+    from tests.support import forked
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        forked.start_programs_with(ours)
+        return None
+    ours.detach()
+    kept = theirs.fileno()
+    os.closerange(3, kept)
+    os.closerange(kept + 1, max(kept + 64, HIGH + DESCRIPTOR_LIMIT))
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    os.close(null)
+    _show(["companion"], {})  # not to be taken for a program that is left behind
+    return theirs
+
+
+def _become(request: dict[str, Any], descriptors: list[int], own_path: list[str]) -> None:
     """Take over streams, descriptors, environment, folder and session."""
     import fcntl
     import io
@@ -129,12 +167,13 @@ def _become(request: dict, descriptors: list[int], own_path: list[str]) -> None:
         os.setsid()
     if request["before"] is not None:
         request["before"]()
+    _show(request["argv"], request["env"])
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = given + [path for path in own_path if path not in given]  # as `site` does for paths of .pth files
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or request["argv"][1] == "-u"
     encoding = sys.stdout.encoding
-    sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
         binary = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
         stream = io.TextIOWrapper(
@@ -151,15 +190,30 @@ def _become(request: dict, descriptors: list[int], own_path: list[str]) -> None:
         numpy_random.seed()  # Python's own generators do this by themselves
 
 
+def _show(argv: list[str], env: dict[str, str]) -> None:
+    """Write arguments and environment where /proc and `ps` read them, into the memory of those of this process."""
+    import ctypes
+
+    with open("/proc/self/stat") as file:
+        places = [int(word) for word in file.read().rpartition(")")[2].split()[45:49]]
+    texts = (map(os.fsencode, argv), (os.fsencode(f"{name}={value}") for name, value in env.items()))
+    for start, end, words in zip(places[::2], places[1::2], texts, strict=True):
+        text = b"".join(word + b"\0" for word in words)[: end - start - 1]
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, text, len(text))
+
+
 def _run(argv: list[str]) -> None:
     """Run a program as `__main__`, as the interpreter does with these arguments."""
     sys.orig_argv = argv
+    if argv[1] == "-u":
+        argv = [argv[0], *argv[2:]]
     if argv[1] == "-m":
         import runpy
 
         sys.path.insert(0, os.getcwd())
         sys.argv = argv[1:2] + argv[3:]
-        runpy._run_module_as_main(argv[2])
+        runpy._run_module_as_main(argv[2])  # type: ignore[attr-defined]
     elif argv[1] == "-c":
         import builtins
         import types

@@ -1,8 +1,10 @@
 """`Popen` and `run`, as in `subprocess`, for Python programs that use covey: forked where that makes no difference.
 
 A program is forked from a process that has imported numpy and covey already (`tests.support.fork_server`), which saves
-most of what a rank's process costs. It is executed instead where a fork could be told apart: interpreter options,
-PYTHON* variables that differ from those of this process, another user or a function to call first that does not pickle.
+most of what a rank's process costs; with `TorchPopen`, torch as well. It is executed instead where a fork could be told
+apart: interpreter options, PYTHON* variables that differ from those of this process, another user or a function to call
+first that does not pickle. What `covey run` and torchrun start is forked in the same way; a test whose subject is the
+start of processes uses `subprocess` instead.
 
 Programs are forked from two servers in turn, because each has its own hash seed: if the result of a run depended on
 the order of a set, ranks would differ.
@@ -28,68 +30,104 @@ __all__ = ["DEVNULL", "PIPE", "STDOUT", "CalledProcessError", "CompletedProcess"
 __all__ += ["TimeoutExpired", "interruptible", "run"]
 
 SERVERS = 2
+TORCH = (
+    "pytest",
+    "torch.distributed",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "covey.torch.backend.backend",
+)
+SPACE = 100_000
+"""Bytes for the arguments, and as many for the environment, that a forked program shows in /proc."""
+STARTERS = {"bench", "chaos", "demo", "run"}
+"""Commands of covey that start Python programs, and so have a companion to fork them from."""
 ROOT = Path(__file__).parents[2]
 _PER_PROGRAM = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
-_AT_IMPORT = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "LC_", "LANG", "FORCE_COLOR", "PY_COLORS", "GITHUB_", "TERMINAL_")
-"""Variables that begin so have an effect when the interpreter starts or numpy or typer is imported."""
+_AT_IMPORT = (
+    *("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "LC_", "LANG", "FORCE_COLOR", "PY_COLORS", "GITHUB_", "TERMINAL_"),
+    *("TORCH_DEVICE_BACKEND", "TORCH_LOGS", "TORCH_SHOW"),
+)
+"""Variables that begin so have an effect when the interpreter starts or numpy, torch or typer is imported."""
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x1000, 0x4000, 0x80000, 2
 
 
+_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+def _fork_or_execute(
+    self: subprocess.Popen[Any],
+    args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any,
+    startupinfo: Any, creationflags: Any, shell: bool,
+    p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
+    *others: Any,
+) -> None:  # fmt: skip
+    """Fork the program if that is as good; otherwise leave it to `subprocess`."""
+    restore_signals, *user, start_new_session, process_group = others
+    variables = dict(os.environ if env is None else env)
+    plain = restore_signals and user == [None, None, None, -1] and process_group == -1 and executable is None
+    before = None if preexec_fn is interruptible else preexec_fn  # the fork server takes Ctrl-C
+    words = [os.fspath(word) for word in args] if isinstance(args, (list, tuple)) else []
+    if words[:3] == ["ip", "netns", "exec"] and before is None:
+        before, words = functools.partial(enter_namespace, words[3]), words[4:]
+    if (
+        not plain or shell or not close_fds or not _pickles(before) or len(pass_fds) > 32
+        or not can_fork(words, variables) or not (cwd is None or os.path.isdir(cwd))
+    ):  # fmt: skip
+        _execute(
+            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+            p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
+        )  # fmt: skip
+        return
+    streams = [given if given != -1 else number for number, given in enumerate((p2cread, c2pwrite, errwrite))]
+    request = {
+        "argv": words,
+        "before": before,
+        "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),
+        "env": variables,
+        "new_session": start_new_session,
+        "parent": os.getpid(),
+        "starts_programs": starts_programs(words),
+        "targets": [0, 1, 2, *pass_fds],
+    }
+    try:
+        preloaded = self.preloaded if isinstance(self, Popen) else ()
+        self.pid = _fork(preloaded, pickle.dumps(request), [*streams, *pass_fds])
+        self._child_created = True  # type: ignore[attr-defined]
+    finally:
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
 class Popen(subprocess.Popen[Any]):
     """A process, as `subprocess.Popen` starts it."""
 
-    def _execute_child(
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any,
-        startupinfo: Any, creationflags: Any, shell: bool,
-        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
-        *others: Any,
-    ) -> None:  # fmt: skip
-        """Fork the program if that is as good; otherwise leave it to `subprocess`."""
-        restore_signals, *user, start_new_session, process_group = others
-        variables = dict(os.environ if env is None else env)
-        plain = restore_signals and user == [None, None, None, -1] and process_group == -1 and executable is None
-        before = None if preexec_fn is interruptible else preexec_fn  # the fork server takes Ctrl-C
-        words = [os.fspath(word) for word in args] if isinstance(args, (list, tuple)) else []
-        if words[:3] == ["ip", "netns", "exec"] and before is None:
-            before, words = functools.partial(enter_namespace, words[3]), words[4:]
-        if (
-            not plain or shell or not close_fds or not _pickles(before) or len(pass_fds) > 32
-            or not can_fork(words, variables) or not (cwd is None or os.path.isdir(cwd))
-        ):  # fmt: skip
-            super()._execute_child(  # type: ignore[misc]
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
-            )  # fmt: skip
-            return
-        streams = [given if given != -1 else number for number, given in enumerate((p2cread, c2pwrite, errwrite))]
-        request = {
-            "argv": words,
-            "before": before,
-            "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),
-            "env": variables,
-            "new_session": start_new_session,
-            "parent": os.getpid(),
-            "targets": [0, 1, 2, *pass_fds],
-        }
-        try:
-            self.pid = _next_server().fork(pickle.dumps(request), [*streams, *pass_fds])
-            self._child_created = True
-        finally:
-            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+    preloaded: tuple[str, ...] = ()
+    """What its server imports, beside numpy and covey."""
+    _execute_child = _fork_or_execute
+
+
+class TorchPopen(Popen):
+    """A process that is forked from one that has imported torch as well, which takes seconds."""
+
+    preloaded = TORCH
 
 
 def run(
     args: Any, *, input: Any = None, capture_output: bool = False, timeout: float | None = None, check: bool = False,
-    **options: Any,
+    popen: type[Popen] = Popen, **options: Any,
 ) -> CompletedProcess[Any]:  # fmt: skip
     """Run a program to its end, as `subprocess.run` does."""
     if input is not None:
         options["stdin"] = PIPE
     if capture_output:
         options["stdout"] = options["stderr"] = PIPE
-    with Popen(args, **options) as process:
+    with popen(args, **options) as process:
         try:
             out, err = process.communicate(input, timeout=timeout)
         except BaseException:
@@ -106,9 +144,21 @@ def can_fork(args: list[str], env: dict[str, str]) -> bool:
     if sys.platform != "linux" or len(args) < 2 or args[0] != sys.executable:
         return False
     first = args[1]
+    if first == "-u":
+        return len(args) > 2 and not args[2].startswith("-") and can_fork([args[0], *args[2:]], env)
     if first.startswith("-") and (first not in ("-c", "-m") or len(args) < 3):
         return False
+    folders = env.get("PYTHONPATH", "").split(os.pathsep)
+    if any(os.path.exists(os.path.join(folder, "sitecustomize.py")) for folder in folders if folder):
+        return False
     return _at_import(env) == _at_import(dict(os.environ))
+
+
+def starts_programs(args: list[str]) -> bool:
+    """Tell whether a program starts others, which its companion can fork."""
+    return args[1:3] == ["-m", "torch.distributed.run"] or (
+        args[1:3] == ["-m", "covey"] and not STARTERS.isdisjoint(args[3:4])
+    )
 
 
 def _at_import(env: dict[str, str]) -> dict[str, str]:
@@ -148,57 +198,73 @@ def enter_namespace(name: str) -> None:
 
 
 class _Server:
-    """A process to fork programs from."""
+    """A process to fork programs from, at the other end of a socket."""
 
-    def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = Path(__file__).with_name("fork_server.py")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, program, ROOT, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=_at_import(dict(os.environ)) | {name: os.environ[name] for name in ("PATH",) if name in os.environ},
-                stdin=DEVNULL,
-                start_new_session=True,
-            )
-        atexit.register(self._close)
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
 
     def fork(self, request: bytes, descriptors: list[int]) -> int:
         """Fork a program, which becomes a child of this process; return its number."""
         _set_subreaper(True)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             socket.send_fds(self._channel, [request], descriptors)
             answers = {self._channel.recv(64) for _ in range(2)}
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             _set_subreaper(False)
         (pid,) = answers - {b"adopted"}
         assert pid, "the fork server has ended"
         return int(pid)
 
-    def _close(self) -> None:
-        self._channel.close()
-        self._process.wait()
+
+def _new_server(preloaded: tuple[str, ...]) -> _Server:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = Path(__file__).with_name("fork_server.py")
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, program, "x" * SPACE, ROOT, str(theirs.fileno()), *preloaded],
+            pass_fds=[theirs.fileno()],
+            env=_at_import(dict(os.environ)) | {"PATH": os.environ.get("PATH", ""), "SPACE": "x" * SPACE},
+            stdin=DEVNULL,
+            start_new_session=True,
+        )
+
+    def close() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(close)
+    return _Server(ours)
 
 
 _lock = threading.Lock()
-_servers: list[_Server] = []
+_servers: dict[tuple[str, ...], list[_Server]] = {}
+_companion: _Server | None = None
 _started = 0
-_owner = 0
+_owner = os.getpid()
 
 
-class _Locked:
-    def fork(self, request: bytes, descriptors: list[int]) -> int:
-        global _started, _owner
-        with _lock:
-            if _owner != os.getpid():  # a fork of the test has children of its own
-                _owner = os.getpid()
-                _servers[:] = [_Server() for _ in range(SERVERS)]
-            _started += 1
-            return _servers[_started % SERVERS].fork(request, descriptors)
+def _fork(preloaded: tuple[str, ...], request: bytes, descriptors: list[int]) -> int:
+    global _started, _owner, _companion
+    with _lock:
+        if _owner != os.getpid():  # a fork of the test has children of its own
+            _owner, _companion = os.getpid(), None
+            _servers.clear()
+        if _companion is not None:
+            return _companion.fork(request, descriptors)
+        if preloaded not in _servers:
+            _servers[preloaded] = [_new_server(preloaded) for _ in range(1 if preloaded else SERVERS)]
+        _started += 1
+        servers = _servers[preloaded]
+        return servers[_started % len(servers)].fork(request, descriptors)
 
 
-def _next_server() -> _Locked:
-    return _Locked()
+def start_programs_with(channel: socket.socket) -> None:
+    """In a forked program: let `subprocess` fork from the companion of this program."""
+    global _owner, _companion
+    _owner, _companion = os.getpid(), _Server(channel)
+    subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.support import forked
+from tests.support import forked, pipes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ class Job:
     """What starts them; `subprocess.Popen` where a test measures what a new process costs."""
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, code: str, *, before: Sequence[str] = (), **env: object) -> subprocess.Popen[str]:
+    def start(self, code: str, before: Sequence[str] = (), /, **env: object) -> subprocess.Popen[str]:
         """Start a Python program, perhaps by way of the command `before`; `env` is all it knows of a launcher."""
         script = self.folder / f"job{len(self.processes)}.py"
         script.write_text(code)
@@ -88,13 +88,13 @@ class Job:
         return self.folder / "home"
 
     def left_behind(self) -> list[str]:
-        """Return what is in the temporary folder, but for the door of this user's meetings."""
+        """Return what is in the temporary folder, but for the door of this user's host rendezvous."""
         door = Path(f"covey-{os.getuid()}") / "door"
         paths = {path.relative_to(self.temp) for path in self.temp.rglob("*")}
         return sorted(map(str, paths - {door, door.parent}))
 
-    def meeting_place(self, rank: int) -> Path:
-        """Wait until `rank` listens in a meeting, and return the folder."""
+    def rendezvous_folder(self, rank: int) -> Path:
+        """Wait until `rank` listens in a host rendezvous, and return the folder."""
         found: list[Path] = []
 
         def listens() -> bool:
@@ -117,7 +117,7 @@ def new_job(popen: type[subprocess.Popen[str]] = forked.Popen) -> Iterator[Job]:
             for process in job.processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, 9)
-                for pipe in (process.stdin, process.stdout, process.stderr):
+                for pipe in (pipes.stdin(process), pipes.stdout(process), pipes.stderr(process)):
                     pipe.close()
                 process.wait(DEADLINE)
 
@@ -133,7 +133,7 @@ def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> Ended:
     for reader in readers:
         reader.start()
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
+        pipes.stdin(process).close()
     for reader in readers:
         reader.join(max(0.0, until - time.monotonic()))
         if reader.is_alive():

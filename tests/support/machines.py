@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from tests.support import forked
+from tests.support import forked, pipes
 from tests.support.jobs import LAUNCHERS, SOURCE, finish
 
 from covey.net.keys import clusters
@@ -130,7 +130,7 @@ class Lab:
         return machines
 
     def left_behind(self) -> list[str]:
-        """Return what is in the temporary folder, but for the door of this user's meetings."""
+        """Return what is in the temporary folder, but for the door of this user's host rendezvous."""
         door = Path(f"covey-{os.getuid()}") / "door"
         paths = {path.relative_to(self.temp) for path in self.temp.rglob("*")}
         return sorted(map(str, paths - {door, door.parent}))
@@ -148,16 +148,16 @@ def new_lab() -> Iterator[Lab]:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 with contextlib.suppress(OSError):
-                    process.stdin.close()
-                for pipe in (process.stdout, process.stderr):
+                    pipes.stdin(process).close()
+                for pipe in (pipes.stdout(process), pipes.stderr(process)):
                     pipe.close()
                 process.wait(DEADLINE)
 
 
 def heard(process: subprocess.Popen[str]) -> Any:
     """Return the next line that a program prints, as JSON."""
-    line = process.stdout.readline()
-    assert line, process.stderr.read()
+    line = pipes.stdout(process).readline()
+    assert line, pipes.stderr(process).read()
     return json.loads(line)
 
 
@@ -165,9 +165,9 @@ def wait_until_joined(nodes: list[subprocess.Popen[str]]) -> list[int]:
     """Return the ranks of nodes once they are in their run."""
     for node in nodes:
         assert heard(node) == "joining"
-    places = [heard(node) for node in nodes]
-    assert sorted(places) == [[rank, len(nodes)] for rank in range(len(nodes))]
-    return [rank for rank, _ in places]
+    positions = [heard(node) for node in nodes]
+    assert sorted(positions) == [[rank, len(nodes)] for rank in range(len(nodes))]
+    return [rank for rank, _ in positions]
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:

@@ -44,7 +44,7 @@ def say(event, **facts):
     print(json.dumps({"event": event, "at": time.monotonic(), **facts}), flush=True)
 
 def step(group):
-    "Take part in one step; return the sum, and whether somebody wants the run to end."
+    "Take part in one step; return the sum, and whether a member wants the run to end."
     x, is_marked, began = places * 4.0 ** group.rank, marks.is_set(), time.monotonic()
     x[0] = asked.is_set() + 1000 * is_marked
     group.all_reduce(x)
@@ -96,7 +96,7 @@ with covey.join(run, on_loss="continue", **options) as group:
 say("over", step=taken, hosts=[hosts[rank] for rank in before])
 """
 )
-"""Joins once, and goes on with whoever is left."""
+"""Joins once, and goes on with the remaining members."""
 ELASTIC = (
     PRELUDE
     + """
@@ -137,7 +137,7 @@ say("over", step=state["step"], digest=digest(), gap=gap)
 """Goes from generation to generation, with a state that every step changes."""
 
 
-class Place(Protocol):
+class Location(Protocol):
     """Where a program runs."""
 
     index: int
@@ -146,7 +146,7 @@ class Place(Protocol):
 class Member:
     """A program on a host, and all that it has said."""
 
-    def __init__(self, host: Place, process: subprocess.Popen[str]) -> None:
+    def __init__(self, host: Location, process: subprocess.Popen[str]) -> None:
         self.host, self.process = host, process
         self.started_at = time.monotonic()
         self._said: list[dict[str, Any]] = []
@@ -165,7 +165,9 @@ class Member:
             for line in pipe:
                 with self._news:
                     if is_output:
-                        self._said.append(json.loads(line[line.index("{") :]))  # a keeper writes in front of it who
+                        self._said.append(
+                            json.loads(line[line.index("{") :])
+                        )  # a keeper writes the rank in front of it
                     else:
                         self.warnings.append(line.rstrip())
                     self._news.notify_all()
@@ -235,7 +237,7 @@ def start(cluster: Cluster, host: Host, run: str, code: str = STEADY, **options:
     return Member(host, cluster.start(host, run, code=code, env={"COVEY_HOME": str(home)}, **options).process)
 
 
-def start_kept(cluster: Cluster, host: Host, run: str, code: str, *words: str, **options: Any) -> Member:
+def start_with_keeper(cluster: Cluster, host: Host, run: str, code: str, *words: str, **options: Any) -> Member:
     """Start a program by `covey run`."""
     home = host.home / run
     home.mkdir(mode=0o700, exist_ok=True)

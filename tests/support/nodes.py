@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.support import pipes
 from tests.support.jobs import finish
 
 from covey.net.keys.identity import NodeIdentity
@@ -51,8 +52,8 @@ class Node:
 
     def wait_until_joining(self) -> None:
         """Return when the program is about to join."""
-        line = self.process.stdout.readline()
-        assert line == '"ready"\n', self.process.stderr.read()
+        line = pipes.stdout(self.process).readline()
+        assert line == '"ready"\n', pipes.stderr(self.process).read()
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end; return exit code, output and errors."""
@@ -93,7 +94,7 @@ def check_run(nodes: Sequence[Node]) -> list[dict[str, Any]]:
 
 
 def check_members(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """Wait until nodes end; assert that all are in one run, agree on who has which rank, and got the right sums."""
+    """Wait until nodes end; assert that all are in one run, agree on their ranks, and got the right sums."""
     ends = [node.end() for node in nodes]
     story = "\n".join(f"host{node.host.index}: {end}" for node, end in zip(nodes, ends, strict=True))
     assert all(code == 0 for code, _, _ in ends), story

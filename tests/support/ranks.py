@@ -33,7 +33,7 @@ import numpy as np
 import covey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
     from typing import Self
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -43,7 +43,7 @@ LANES = ("shm", "unix", "tcp", "secure")
 
 # Ranks' functions use the modules imported above.
 __all__ = ["DEADLINE", "LANES", "Ranks", "attempt", "await_go", "contextlib", "covey", "logging", "multiprocessing"]
-__all__ += ["np", "run_ranks", "say", "threading"]
+__all__ += ["np", "run_ranks", "say", "threading", "timed"]
 
 
 # In the test
@@ -67,7 +67,7 @@ class Ranks:
         *args: Any,
         lanes: str,
         env: dict[str, str] | None = None,
-        start: Iterable[int] | None = None,
+        start: Collection[int] | None = None,
     ) -> None:
         """`args` are JSON. Ranks outside `start` (default: all) wait for `begin`."""
         from covey.runtime.keeper.keeper import LocalRun  # ranks, which execute this file, have no use for it
@@ -110,11 +110,11 @@ class Ranks:
         with patch.object(keeper, "subprocess", forked):
             process = self._run.start(rank, self._argv, env=self._env, stdin=pipe, stdout=pipe, stderr=pipe)
         self._processes[rank] = process
-        for pipe, is_error in ((process.stdout, False), (process.stderr, True)):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            self._pipes[pipe.fileno()] = (rank, is_error)
-            self._poll.register(pipe, select.POLLIN)
+        for source, is_error in ((process.stdout, False), (process.stderr, True)):
+            assert source is not None
+            os.set_blocking(source.fileno(), False)
+            self._pipes[source.fileno()] = (rank, is_error)
+            self._poll.register(source, select.POLLIN)
 
     def go(self, rank: int) -> None:
         """Let `rank` return from `await_go`."""
@@ -226,6 +226,22 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
         cause = type(error.__cause__).__name__ if error.__cause__ is not None else None
         return {"at": time.monotonic(), "error": type(error).__name__, "text": str(error), "cause": cause, **facts}
     return {"at": time.monotonic(), "error": None, "result": result}
+
+
+def starved() -> float:
+    """Return how long threads of this process have been ready to run while no core was free, in seconds."""
+    total = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has ended
+            total += int(path.read_text().split()[1])
+    return total / 1e9
+
+
+def timed(function: Callable[[], Any]) -> dict[str, Any]:
+    """As `attempt`, with the time that it `took`, and for how long this process was `starved` meanwhile."""
+    before, began = starved(), time.monotonic()
+    result = attempt(function)
+    return {**result, "took": result["at"] - began, "starved": starved() - before}
 
 
 def _main() -> None:

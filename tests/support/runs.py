@@ -17,6 +17,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining import cluster_join as joining
 from covey.runtime.joining import generations
 from covey.runtime.joining.request import JoinRequest, JoinTarget
+from covey.runtime.mesh.endpoint import cluster_endpoint
 from covey.wire import formation, messages
 
 if TYPE_CHECKING:
@@ -49,7 +50,13 @@ class Participant:
     @property
     def joiner(self) -> Joiner:
         found = self.endpoint.acceptor.on_link.__self__.listener  # type: ignore[union-attr]
-        return found  # type: ignore[no-any-return]
+        return found
+
+    @property
+    def node(self) -> Node:
+        """Its node, once it is in a run."""
+        assert self.joiner.member is not None
+        return self.joiner.member.node
 
     @property
     def prey(self) -> Victim:
@@ -137,7 +144,7 @@ class ThreadRun:
         )  # fmt: skip
 
     def __enter__(self) -> ThreadRun:
-        take = joining.cluster_endpoint
+        take = cluster_endpoint
 
         def seat_of_this_thread(*args: Any, **options: Any) -> Endpoint:
             participant = self.local.participant
@@ -194,7 +201,7 @@ def say(group: Group, rank: int, message: messages.Control) -> None:
 
 
 def here(insider: Insider, terms: formation.Terms, hears: tuple[bytes, ...], **fields: Any) -> messages.Forming:
-    """What a candidate tells of itself."""
+    """What a joiner tells of itself."""
     card = insider.card
     member = formation.Member(card.id, card.life, "insider", card.contact.host, b"")
     values: dict[str, Any] = {"phase": formation.Phase.JOINING}

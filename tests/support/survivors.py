@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tests.support import forked
+from tests.support import forked, pipes
 from tests.support.ranks import DEADLINE, LANES, SOURCE, Ranks, attempt, await_go, say
 
 import covey
@@ -76,8 +76,9 @@ class Members(Ranks):
         self._env["PYTHONPATH"] += os.pathsep + str(ROOT)
         self._argv = command(function, *args)
         if not is_kept:
-            self._run.variables = lambda rank: {"RANK": rank, "WORLD_SIZE": size, "TMPDIR": self.folder}
-            self._run.secret_variable = lambda: ("", b"")
+            variables = {"WORLD_SIZE": size, "TMPDIR": self.folder}
+            self._run.variables = lambda rank: {"RANK": rank, **variables}  # type: ignore[method-assign]
+            self._run.secret_variable = lambda: ("", b"")  # type: ignore[method-assign]
         self._begin_all(range(size) if start is None else start)
 
     def begin_again(self, rank: int, number: int) -> None:
@@ -131,12 +132,12 @@ class CoveyRun:
         self.notes: list[str] = []
         """Every line of the standard error."""
         self._poll = select.poll()
-        for source in (self._keeper.stdout, self._keeper.stderr):
+        for source in (pipes.stdout(self._keeper), pipes.stderr(self._keeper)):
             os.set_blocking(source.fileno(), False)
             self._poll.register(source, select.POLLIN)
 
     def said(self, event: str, rank: int | None = None) -> list[Any]:
-        """Return everything that was said with `say(event, ...)` by now, by anybody or one rank: its place at start."""
+        """Return what was said with `say(event, ...)` by now, by any rank or by the one that started as `rank`."""
         while self._listen(0):
             pass
         return [line for line in self._said if line["event"] == event and rank in (None, line["slot"])]
@@ -172,7 +173,7 @@ class CoveyRun:
     def _listen(self, seconds: float) -> bool:
         came = False
         for descriptor, _ in self._poll.poll(max(0.0, seconds) * 1000):
-            number = 1 if descriptor == self._keeper.stdout.fileno() else 2
+            number = 1 if descriptor == pipes.stdout(self._keeper).fileno() else 2
             piece = os.read(descriptor, 1 << 16)
             if not piece:
                 self._poll.unregister(descriptor)
@@ -193,8 +194,8 @@ class CoveyRun:
         if self._keeper.poll() is None:
             self._keeper.kill()  # its ranks die with it
         self._keeper.wait(DEADLINE)
-        self._keeper.stdout.close()
-        self._keeper.stderr.close()
+        pipes.stdout(self._keeper).close()
+        pipes.stderr(self._keeper).close()
         shutil.rmtree(self._runtime, ignore_errors=True)
 
 
@@ -220,15 +221,15 @@ def catch_in_the_middle(pid: int, descriptor: int, timeout: float = DEADLINE) ->
     deadline = time.monotonic() + timeout
     with open(f"/proc/{pid}/fd/{descriptor}", "rb", buffering=0) as memory:
         count = (os.fstat(memory.fileno()).st_size - HEADER_BYTES) // 4
-        places = np.linspace(0, count - 1, 97).astype(int)
+        indices = np.linspace(0, count - 1, 97).astype(int)
 
         def is_half_done() -> bool:
             scale, rank = np.frombuffer(os.pread(memory.fileno(), 8, 0), np.int32)
             if scale <= 0:
                 return False
-            now = [os.pread(memory.fileno(), 4, HEADER_BYTES + 4 * int(place)) for place in places]
-            done = np.frombuffer(b"".join(now), np.float32) != scale * values(int(rank), count, places)
-            return 0 < int(done.sum()) < len(places)
+            now = [os.pread(memory.fileno(), 4, HEADER_BYTES + 4 * int(index)) for index in indices]
+            done = np.frombuffer(b"".join(now), np.float32) != scale * values(int(rank), count, indices)
+            return 0 < int(done.sum()) < len(indices)
 
         while True:
             assert time.monotonic() < deadline, "was never seen in the middle of an operation"
@@ -302,10 +303,10 @@ def break_all_connections(pid: int, spare: str) -> int:
 HEADER_BYTES = 4096
 
 
-def values(rank: int, count: int, places: Any = None, *, dtype: Any = np.float32) -> Any:
-    """What a rank contributes: differs at every rank and place, and sums tell who is in them, exactly."""
-    places = np.arange(count, dtype=np.int32) if places is None else places
-    return (1 + places % 251).astype(dtype) * dtype(4**rank)
+def values(rank: int, count: int, indices: Any = None, *, dtype: Any = np.float32) -> Any:
+    """What a rank contributes: differs at every rank and index, and sums tell exactly which ranks are in them."""
+    indices = np.arange(count, dtype=np.int32) if indices is None else indices
+    return (1 + indices % 251).astype(dtype) * dtype(4**rank)
 
 
 def total(ranks: Sequence[int], count: int, *, dtype: Any = np.float32) -> Any:

@@ -41,7 +41,7 @@ _context.set_forkserver_preload(
 
 
 def all_here(rank: int, size: int, store: str) -> None:
-    """Return once all ranks are here, without covey: who dies then is missed in no operation before."""
+    """Return once all ranks are here, without covey: a rank that dies then is missed in no operation before."""
     kept = dist.FileStore(f"{store}-here", size)
     kept.set(str(rank), "")
     kept.wait([str(other) for other in range(size)], timedelta(seconds=60))

@@ -50,7 +50,7 @@ def combined(op: str, arrays: Sequence[Array]) -> Array:
     return (total / len(arrays)).astype(total.dtype) if op == "mean" else total
 
 
-def everyone(size: int, shape: int | tuple[int, ...], dtype: Any = np.float64, seed: int = 0) -> list[Array]:
+def all_values(size: int, shape: int | tuple[int, ...], dtype: Any = np.float64, seed: int = 0) -> list[Array]:
     """Return what `values` gives to each rank."""
     return [values(rank, shape, dtype, seed) for rank in range(size)]
 

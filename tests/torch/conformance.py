@@ -95,11 +95,11 @@ def cases(size: int) -> Iterator[tuple[str, Callable[[Seat], Tensors]]]:
         if shape == LONG and size > 2 and dtype not in (torch.float32, torch.bool):
             continue
         words = {"dtype": dtype, "shape": shape, "is_async": number % 2 == 0}
-        for case in (broadcast, all_gather, gather, scatter, all_gather_single, all_to_all_single, all_to_all):
-            if (shape or case not in (all_gather_single, all_to_all_single)) and (
-                case is not gather or not dtype.is_complex
+        for move in (broadcast, all_gather, gather, scatter, all_gather_single, all_to_all_single, all_to_all):
+            if (shape or move not in (all_gather_single, all_to_all_single)) and (
+                move is not gather or not dtype.is_complex
             ):
-                yield f"{case.__name__} {words}", partial(case, **words)
+                yield f"{move.__name__} {words}", partial(move, **words)
     yield from compact_cases()
     yield "module_gradients", module_gradients  # torch takes roots of the world for its own there: no sub-groups
 
@@ -118,8 +118,8 @@ def compact_cases() -> Iterator[tuple[str, Callable[[Seat], Tensors]]]:
     """Yield those that take no dtype, op and shape, and one of each that does."""
     for case in (all_reduce, reduce, reduce_scatter, reduce_scatter_single):
         yield case.__name__, partial(case, dtype=torch.float32, op="SUM", shape=(3, 4), is_async=False)
-    for case in (broadcast, all_gather, gather, scatter, all_gather_single, all_to_all_single, all_to_all):
-        yield case.__name__, partial(case, dtype=torch.int64, shape=(3, 4), is_async=True)
+    for move in (broadcast, all_gather, gather, scatter, all_gather_single, all_to_all_single, all_to_all):
+        yield move.__name__, partial(move, dtype=torch.int64, shape=(3, 4), is_async=True)
     for dtype, op in product((torch.bfloat16, torch.float32, torch.int64), ARITHMETIC):
         yield f"coalesced {dtype} {op}", partial(coalesced, dtype=dtype, op=op)
     for dtype in (torch.float32, torch.float64, torch.int64):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from tests.support import forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[2]
 def run_ranks(module: str, size: int, folder: Path, *arguments: str, timeout: float = 60.0) -> list[Any]:
     """Run `python -m module` and return what `be_a_rank` in it left for each rank, in order of ranks."""
     folder.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(
+    process = forked.TorchPopen(
         [sys.executable, "-m", module, str(size), str(folder), *arguments],
         cwd=ROOT,
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
+        stderr=forked.PIPE,
         text=True,
         start_new_session=True,
     )

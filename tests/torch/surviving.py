@@ -34,7 +34,7 @@ def _model() -> nn.Sequential:
 
 def _batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return tuple(torch.randn(4, width, generator=generator) for width in (6, 3))  # type: ignore[return-value]
+    return tuple(torch.randn(4, width, generator=generator) for width in (6, 3))
 
 
 def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -206,7 +206,7 @@ def meet_rarely(rank: int, size: int, store: str) -> list[float]:
         nn.init.ones_(model.weight)
     inner = [torch.optim.SGD(model.parameters(), 1.0) for model in models]
     outer = [torch.optim.SGD(model.parameters(), 1.0) for model in models]
-    helpers = [
+    helpers: list[LocalSGD | DiLoCo] = [
         LocalSGD(models[0], every=1),
         DiLoCo(models[1], inner[1], outer[1], every=1),
         DiLoCo(models[2], inner[2], outer[2], every=1, compress="int8"),

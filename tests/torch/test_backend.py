@@ -7,10 +7,14 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.torch_ranks import run_torch_ranks
 from tests.torch import programs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +37,7 @@ ROOT = Path(__file__).parents[2]
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_ranks_find_what_they_expect(program: object, size: int) -> None:
+def test_ranks_find_what_they_expect(program: Callable[..., Any], size: int) -> None:
     run_torch_ranks(size, program)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +19,9 @@ pytestmark = pytest.mark.slow
 def bench(*arguments: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVEY_")}
     command = [sys.executable, "-m", "covey", "bench", *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = forked.run(
+        command, popen=forked.TorchPopen, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -223,7 +223,12 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_earlier_one_a
 
 def leave_while_it_is_written(_rank: int, _size: int, _store: str, folder: str) -> None:
     go_on, fsync = threading.Event(), os.fsync
-    os.fsync = lambda descriptor: go_on.wait(30) and fsync(descriptor)  # a slow disk
+
+    def fsync_slowly(fd: Any) -> None:
+        if go_on.wait(30):
+            fsync(fd)
+
+    os.fsync = fsync_slowly  # a slow disk
     saving = covey.torch.save({"x": torch.arange(1 << 23)}, folder, step=5, async_=True)
     with pytest.raises(covey.DeadlineError, match="still being written"):
         saving.wait(0.001)

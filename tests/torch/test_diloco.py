@@ -119,7 +119,8 @@ class Reference:
         self.overlap, self.compress, self.fragments = overlap, compress, FRAGMENTS[fragments]
         self.models = [model_of(0) for _ in range(size)]
         self.inners = [inner_of(model) for model in self.models]
-        self.anchor, self.momentum = numbers(self.models[0]), {}
+        self.anchor = numbers(self.models[0])
+        self.momentum: dict[str, Any] = {}
         self.remainder: dict[Any, Any] = {}
         self.waiting: tuple[list[str], list[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None
 
@@ -148,7 +149,8 @@ class Reference:
                 self.remainder[rank, k] = row - round_to_int8(row)
                 row = round_to_int8(row)
             rows.append(row)
-        mean, result, start = sum(rows) / len(rows), {}, 0
+        mean, start = sum(rows, np.zeros(len(rows[0]))) / len(rows), 0
+        result: dict[str, np.ndarray] = {}
         for name in names:
             shape = self.anchor[name].shape
             result[name] = mean[start : start + self.anchor[name].size].reshape(shape)

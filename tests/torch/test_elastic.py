@@ -185,7 +185,7 @@ class Party:
                 self._listen(end)
         return {slot: value for slot, kind, value in self.heard if kind == "returned"}
 
-    def _listen(self, end: Connection) -> tuple[int, str, Any]:
+    def _listen(self, end: Any) -> tuple[int, str, Any]:
         slot = self._ends[end]
         try:
             kind, value = end.recv()
@@ -244,7 +244,8 @@ def await_newcomer(elastic: Elastic) -> None:
 
 def survive(slot: int, tell: Callable[..., None]) -> Any:
     training = Training(slot, tell, torch.bfloat16)
-    elastic, torn = training.elastic, []
+    elastic = training.elastic
+    torn: list[Any] = []
 
     def before_step() -> None:
         if elastic.generation == 0 and elastic.samples >= 2 * BATCH:
@@ -414,7 +415,7 @@ def hurry(slot: int, tell: Callable[..., None]) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = ElasticSampler(20 * 12)
     elastic = Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=20, balance=True)
-    shares = []
+    shares: list[Any] = []
     for indices in elastic:
         model[1].requires_grad_(len(shares) > 5)
         model(torch.full((len(indices), 1), slot + 1.0)).mean().backward()

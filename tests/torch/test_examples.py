@@ -1,7 +1,6 @@
 """The examples for torch run, and show what they promise.
 
-Most of them run one after the other in the same two ranks, because importing torch takes most of the time: this file
-is also the script of those ranks.
+Most of them run one after the other in the same two ranks: this file is also the script of those ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOGETHER = {
@@ -37,10 +36,10 @@ EXPECTED = {
 
 def run(*command: str, cwd: Path | None = None) -> str:
     """Return what `python -m command` said; it must end well, and in time."""
-    process = subprocess.Popen(
+    process = forked.TorchPopen(
         [sys.executable, "-m", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=forked.PIPE,
+        stderr=forked.STDOUT,
         text=True,
         start_new_session=True,
         cwd=cwd,

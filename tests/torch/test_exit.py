@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from datetime import timedelta
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,12 +29,12 @@ TURNS = 10
 def ends_of(scene: str, times: int) -> tuple[list[list[int]], str]:
     """Play a scene so many times; return how each of its ranks ended each time, and all that was said to stderr."""
     with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
+        process = forked.TorchPopen(
             [sys.executable, "-m", "tests.torch.test_exit", scene, str(times), folder],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=forked.PIPE,
+            stderr=forked.PIPE,
             text=True,
             start_new_session=True,
         )

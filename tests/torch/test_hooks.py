@@ -67,7 +67,8 @@ def every_hook(rank: int, size: int, store: str, backend: str) -> dict[str, Any]
         for cap in (25.0, 0.001):
             results[f"{codec} {cap}"] = compressed(rank, codec, cap)
         results[f"{codec} infinite"] = with_an_infinity(rank, codec)
-    results["no feedback"] = averages(rank, hook := compress_hook("int8", feedback=False)), hook.state_dict()
+    forgetful = compress_hook("int8", feedback=False)
+    results["no feedback"] = averages(rank, forgetful), forgetful.state_dict()
     results["converged"] = converge(rank)
     hook = weighted_hook()
     for nonsense in (None, -1, float("nan"), float("inf")):
@@ -141,7 +142,8 @@ def average(ddp: DistributedDataParallel, rank: int, step: int) -> list[np.ndarr
 
 def compressed(rank: int, codec: str, cap: float) -> tuple[list[list[np.ndarray]], dict[int, np.ndarray]]:
     """The averages, and what is owed at the end, by the length of the parameter; half way all begins anew."""
-    got, state = [], None
+    got: list[list[np.ndarray]] = []
+    state: dict[str, Any] | None = None
     for steps in (range(STEPS // 2), range(STEPS // 2, STEPS)):
         ddp, hook = DistributedDataParallel(Terms(), bucket_cap_mb=cap), compress_hook(codec)
         ddp.register_comm_hook(None, hook)
@@ -149,6 +151,7 @@ def compressed(rank: int, codec: str, cap: float) -> tuple[list[list[np.ndarray]
             hook.load_state_dict(state)
         got += [average(ddp, rank, step) for step in steps]
         state = hook.state_dict()
+    assert state is not None
     return got, {len(row): row.double().numpy() for row in state["remainders"].values()}
 
 

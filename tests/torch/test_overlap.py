@@ -23,7 +23,7 @@ def overlapped(rank: int, size: int, store: str) -> list[str]:
     story: list[str] = []
     finished: dict[int, threading.Event] = {}
 
-    def reduce(_state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and not as text
+    def reduce(_state, bucket):  # torch reads annotations, and not as text
         index = bucket.index()
         story.append(f"{index} issued")
         finished[index] = threading.Event()

@@ -78,7 +78,7 @@ def test_the_order_depends_on_seed_and_epoch_only() -> None:
 def test_a_data_loader_yields_an_epoch_and_goes_on_after_a_break() -> None:
     data = torch.arange(23) * 10
     sampler = ElasticSampler(23, seed=4)
-    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
     assert len(loader) == 6
     used = []
     for batch in loader:
@@ -90,7 +90,7 @@ def test_a_data_loader_yields_an_epoch_and_goes_on_after_a_break() -> None:
     again = ElasticSampler(23)
     again.load_state_dict(saved)
     assert len(again) == 15
-    for batch in torch.utils.data.DataLoader(data, batch_size=4, sampler=again):  # type: ignore[arg-type]
+    for batch in torch.utils.data.DataLoader(data, batch_size=4, sampler=again):
         used += batch.tolist()
     assert sorted(used) == data.tolist()
     assert (again.epoch, again.position) == (1, 0)
@@ -104,7 +104,7 @@ def load_an_epoch(rank: int, size: int, store: str) -> list[tuple[int, list[int]
         sampler = ElasticSampler(23, seed=4, drop_last=drop_last)
         taken = sampler.take(2)
         count = len(sampler)
-        loader = torch.utils.data.DataLoader(torch.arange(23), batch_size=3, sampler=sampler)  # type: ignore[arg-type]
+        loader = torch.utils.data.DataLoader(torch.arange(23), batch_size=3, sampler=sampler)
         found.append((count, taken + [index for batch in loader for index in batch.tolist()]))
         assert (sampler.epoch, sampler.position) == (1, 0)
     return found

@@ -39,7 +39,19 @@ class Play:
 
     sizes = (2, 6)
     delays = (0.002, 0.02, 0.1)
-    faults = ("crash", "crash", "partition", "partition", "cut", "flap", "stop", "stop", "slow", "leave", "slander")
+    faults: tuple[str, ...] = (
+        "crash",
+        "crash",
+        "partition",
+        "partition",
+        "cut",
+        "flap",
+        "stop",
+        "stop",
+        "slow",
+        "leave",
+        "slander",
+    )
     surprising = ("crash", "partition", "partition", "stop", "flap")
     """Faults that may happen just when a view is being agreed on."""
     crawling = 0.2

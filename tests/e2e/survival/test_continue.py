@@ -1,4 +1,4 @@
-"""on_loss="continue": operations are all or nothing, and finish among those who are left."""
+"""on_loss="continue": operations are all or nothing, and finish among the remaining ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def add_up(victim: int, count: int) -> Any:
             visible = Visible(victim, count)
             x = visible.array
             say("visible", descriptor=visible.descriptor)
-        rounds, wrong, lanes = [], [], {}
+        rounds: list[Any] = []
+        wrong: list[Any] = []
+        lanes: dict[int, str] = {}
         while len(rounds) < 3 or victim in rounds[-3][1]:
             lanes = group.lanes()
             scale = 1 + len(rounds) % 3
@@ -157,7 +159,7 @@ def do_everything(victim: int, hangs: int, names: list[str]) -> Any:
                 grads = {f"g{i}": 60 * values(rank, 500 + i, dtype=np.float64) for i in range(9)}
                 group.sync_gradients(grads, bucket_bytes=8000)
                 found = set()
-                for grad in grads.values():  # every bucket tells by itself who is in it
+                for grad in grads.values():  # every bucket tells by itself which ranks are in it
                     fits = [ranks for ranks in (range(4), [0, 2, 3]) if (
                         grad == total(ranks, len(grad), dtype=np.float64) * 60 / len(ranks)).all()]  # fmt: skip
                     check(len(fits) == 1)
@@ -289,7 +291,12 @@ def count_losses(count: int) -> Any:
         told_at = 0.0
         mine, x = values(group.rank, count), np.empty(count, np.float32)
         stopping = threading.Event()
-        threading.Thread(target=lambda: (await_go(), stopping.set()), daemon=True).start()
+
+        def stop_when_told() -> None:
+            await_go()
+            stopping.set()
+
+        threading.Thread(target=stop_when_told, daemon=True).start()
         while not before or not group.all_reduce(stopping.is_set(), "or"):
             x[:] = mine
             group.all_reduce(x)
@@ -317,14 +324,14 @@ def test_ranks_are_lost_in_a_row_and_at_once_and_during_recovery_until_one_is_le
                 alive.remove(victim)
 
         def await_loss() -> None:
-            """Until all who are left know that they are."""
+            """Until all remaining ranks know that they are."""
             for rank in alive:
                 number = 1
                 while len(ranks.await_said(rank, "contributors", number)["ranks"]) > len(alive):
                     number += 1
 
         await_loss()
-        lose(0)  # the first rank and tie-breaker; and one more as soon as anybody knows
+        lose(0)  # the first rank and tie-breaker; and one more as soon as any rank knows
         until = time.monotonic() + DEADLINE
         while not any(event["ranks"] == [0] for rank in alive for event in ranks.all_said(rank, "change")):
             assert time.monotonic() < until

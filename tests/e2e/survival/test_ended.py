@@ -17,7 +17,8 @@ def be_evicted(victim: int) -> Any:
     """Every rank has operations queued all the time; the victim is stopped until the others go on without it."""
     with covey.join(on_loss="continue") as group:
         part = group.split(0)
-        peer, errors, rounds = (group.rank + 1) % group.size, [], 0
+        peer, rounds = (group.rank + 1) % group.size, 0
+        errors: list[Any] = []
         waiting = part.recv(src=peer, tag=99, async_op=True)
         group.barrier()
         while not errors and (group.rank == victim or victim in group.contributors or rounds < 3):

@@ -1,4 +1,4 @@
-"""Generations: the killed come back, spares step in, those who are asked to leave go, and the numbers stay right."""
+"""Generations: the killed come back, spares step in, ranks that are asked to leave go, and the numbers stay right."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 def train(steps: int, sizes: list[int | None], count: int, leaver: int = -1) -> Any:
     """Add exact numbers up, step by step, through all generations; tell every change, and every wrong number.
 
-    What is added in a step depends on the step and on who contributed, and everyone writes down who did: a state that
+    What is added in a step depends on the step and its contributors, and every rank writes these down: a state that
     went another way than its history says cannot stay unnoticed.
     """
     slot = int(os.environ["COVEY_RANK"])
@@ -178,10 +178,15 @@ def test_a_generation_waits_for_its_least_size_and_spares_step_in() -> None:
 
 
 def stop_and_go(count: int) -> Any:
-    """Add up for ever, telling who contributed to what; who was given up comes back as a newcomer."""
+    """Add up for ever, telling the contributors of each step; a rank that was given up comes back as a newcomer."""
     state: dict[str, Any] = {"step": 0}
     stopping = threading.Event()
-    threading.Thread(target=lambda: (await_go(), stopping.set()), daemon=True).start()
+
+    def stop_when_told() -> None:
+        await_go()
+        stopping.set()
+
+    threading.Thread(target=stop_when_told, daemon=True).start()
     for group in covey.generations(min_size=2):
         try:
             tell_changes(group)
@@ -245,7 +250,7 @@ def test_stopped_and_given_up_and_continued_ranks_never_make_a_wrong_number() ->
 
 
 def hold_the_state(count: int) -> Any:
-    """Bring a large state to newcomers, who can be watched meanwhile, and do small steps in between."""
+    """Bring a large state to newcomers, which can be watched meanwhile, and do small steps in between."""
     slot, restart = int(os.environ["COVEY_RANK"]), int(os.environ.get("COVEY_RESTART", "0"))
     visible = Visible(slot, count)
     state: dict[str, Any] = {"w": visible.array, "step": 0}
@@ -292,14 +297,14 @@ def test_donors_and_newcomers_may_die_while_the_state_is_restored() -> None:
         assert said["right"]
         assert said["size"] == 3
         steps = ranks.await_said(0, "restored", 4)["step"]
-        ranks.kill(0)  # the last who was there from the beginning
+        ranks.kill(0)  # the last that was there from the beginning
         come_back(0, 1)
         said = ranks.await_said(0, "restored", 5)
         assert said["right"]
         assert said["step"] > steps
         for rank in range(3):
             ranks.signal(rank, signal.SIGTERM)
-        assert min(ranks.results()) > steps  # who is asked last may go on for some steps without the others
+        assert min(ranks.results()) > steps  # the rank that is asked last may go on for some steps without the others
         ranks.await_exit()
 
 
@@ -356,7 +361,7 @@ def wait_for_a_quorum(victims: list[int]) -> Any:
         return reports
 
 
-def test_a_minority_without_a_keeper_says_who_is_missing_and_what_to_do() -> None:
+def test_a_minority_without_a_keeper_says_which_ranks_are_missing_and_what_to_do() -> None:
     victims, others = (0, 2, 4), (1, 3)
     with Members(5, wait_for_a_quorum, victims, is_kept=False) as ranks:
         ranks.hear("ready")

@@ -1,4 +1,4 @@
-"""Messages in a run that goes on: those between survivors are not disturbed by who is lost."""
+"""Messages in a run that goes on: those between survivors are not disturbed by lost ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def exchange(victim: int, sizes: list[int]) -> Any:
-    """Ranks 0 and 2 exchange numbered messages all the time; the victim has sent some that nobody received yet."""
+    """Ranks 0 and 2 exchange numbered messages all the time; the victim has sent some that were not received yet."""
     with covey.join(on_loss="continue") as group:
         if group.rank == victim:
             for number in range(5):
@@ -97,7 +97,7 @@ def test_messages_between_survivors_go_on_and_those_of_the_lost_are_delivered_fi
 
 
 def wait_for_anybody(victim: int) -> Any:
-    """Rank 0 waits for a message of whoever sends one while somebody is lost, and then in a group without lanes yet."""
+    """Rank 0 waits for a message of any rank while one is lost, and then in a group without lanes yet."""
     with covey.join(on_loss="continue") as group:
         other = group.split(0)
         group.barrier()
@@ -120,7 +120,7 @@ def wait_for_anybody(victim: int) -> Any:
 
 
 @pytest.mark.alone
-def test_who_waits_for_anybody_hears_of_a_loss() -> None:
+def test_a_rank_that_waits_for_any_other_hears_of_a_loss() -> None:
     with Members(3, wait_for_anybody, 1) as ranks:
         ranks.hear("ready", [0])
         killed_at = ranks.kill(1)
@@ -128,7 +128,7 @@ def test_who_waits_for_anybody_hears_of_a_loss() -> None:
         assert (first["error"], first["rank"]) == ("PeerLostError", 1), first
         assert first["at"] - killed_at < 1.0
         assert second == [16.0, 32.0, 48.0]
-        assert (third["error"], third["rank"]) == ("PeerLostError", 1), third  # once, and then those who are left
+        assert (third["error"], third["rank"]) == ("PeerLostError", 1), third  # once, and then the remaining ranks
         assert fourth == [16.0, 32.0]
         ranks.await_exit((0, 2))
 
@@ -210,7 +210,7 @@ def check_talk(reports: list[Any]) -> None:
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_messages_between_live_ranks_survive_broken_connections(lanes: str) -> None:
-    """All connections of one rank after the other break, links and lanes; nobody is lost, and no message either."""
+    """All connections of one rank after the other break, links and lanes; no rank is lost, and no message either."""
     with Members(3, talk_over_broken_connections, "continue", SIZES, 0, False, lanes=lanes) as ranks:
         ranks.hear("talking")
         broken = 0

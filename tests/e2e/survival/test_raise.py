@@ -1,4 +1,4 @@
-"""on_loss="raise": every live rank hears of a loss at once, and who is left can go on in a group of its own."""
+"""on_loss="raise": every live rank hears of a loss at once, and the remaining ranks can go on in their own group."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lose_and_shrink(victims: list[int]) -> Any:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "by hand"])
-def test_those_who_are_left_agree_and_shrink_to_a_group_of_their_own(is_kept: bool) -> None:
+def test_the_remaining_ranks_agree_and_shrink_to_a_group_of_their_own(is_kept: bool) -> None:
     victims, others = (1, 2, 4), (0, 3, 5, 6)
     with Members(7, lose_and_shrink, victims, is_kept=is_kept) as ranks:
         said = ranks.hear("ready")
@@ -57,12 +57,12 @@ def test_those_who_are_left_agree_and_shrink_to_a_group_of_their_own(is_kept: bo
         ranks.hear("shrinking", (2, 4, *others))
         ranks.kill(2)
         ranks.kill(4)
-        for place, (rank, report) in enumerate(zip(others, ranks.results(others), strict=True)):
+        for new_rank, (rank, report) in enumerate(zip(others, ranks.results(others), strict=True)):
             assert (report["first"]["error"], report["first"]["rank"]) == ("PeerLostError", 1), (rank, report)
             assert report["first"]["at"] - killed_at < 1.0
             assert (report["agreed"], report["differed"]) == (True, False)
             assert report["last"] == 1, "rank 0 returned operation 2, the others only the first"
-            assert report["new"] == [place, 4, total(others, 4).tolist()]
+            assert report["new"] == [new_rank, 4, total(others, 4).tolist()]
             assert (report["again"]["error"], report["again"]["rank"]) == ("PeerLostError", 1)
             assert report["second"] == [1, total(others, 4).tolist()]
             assert report["on_loss"] == "raise"
@@ -75,7 +75,7 @@ def test_those_who_are_left_agree_and_shrink_to_a_group_of_their_own(is_kept: bo
 
 
 def wait_until_revoked() -> Any:
-    """Everyone waits in another way; rank 1 revokes from another thread."""
+    """Every rank waits in another way; rank 1 revokes from another thread."""
     with covey.join() as group:
         other, mine = group.split(0), group.split(0)
         group.barrier()
@@ -86,7 +86,12 @@ def wait_until_revoked() -> Any:
             lambda: mine.send(values(3, 100_000), dst=0),
         ]
         if group.rank == 1:
-            threading.Timer(0.1, lambda: (say("revoking"), mine.revoke())).start()
+
+            def revoke() -> None:
+                say("revoking")
+                mine.revoke()
+
+            threading.Timer(0.1, revoke).start()
         first = attempt(waits[group.rank])
         return {
             "first": first,

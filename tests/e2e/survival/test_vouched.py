@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support import forked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ def run(folder: Path, size: int, body: str, *options: str) -> tuple[int, dict[in
     (folder / "job.py").write_text(textwrap.dedent(body))
     words = [sys.executable, "-m", "covey", "run", "-n", str(size), *options, "job.py"]
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    ended = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE)
+    ended = forked.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE)
     said = (re.fullmatch(r"\[(\d+)\] (.*)", line) for line in ended.stdout.splitlines())
     return ended.returncode, {int(line[1]): line[2] for line in said if line is not None}, ended.stderr
 
@@ -38,7 +38,7 @@ def run(folder: Path, size: int, body: str, *options: str) -> tuple[int, dict[in
 @contextlib.contextmanager
 def load(count: int) -> Iterator[None]:
     """Keep the cores busy with something else."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    busy = [forked.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:
@@ -48,7 +48,7 @@ def load(count: int) -> Iterator[None]:
 
 
 def test_a_rank_whose_connections_all_break_while_it_is_busy_keeps_its_place(tmp_path: Path) -> None:
-    """For three seconds it neither hears nor answers anybody, its keeper included."""
+    """For three seconds it neither hears nor answers any process, its keeper included."""
     body = """
         import ctypes, os, socket, stat
         import covey, numpy as np

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -51,7 +53,8 @@ def test_check_timeout_refuses_what_is_not_a_number_of_seconds_above_zero(timeou
 
 
 def test_check_timeout_returns_what_it_accepts() -> None:
-    assert [check_timeout(t) for t in (1, 0.25, np.float32(3), np.int64(2))] == [1, 0.25, 3, 2]
+    numbers: tuple[Any, ...] = (1, 0.25, np.float32(3), np.int64(2))
+    assert [check_timeout(number) for number in numbers] == [1, 0.25, 3, 2]
     assert check_timeout(float("inf")) == YEAR_SECONDS
 
 

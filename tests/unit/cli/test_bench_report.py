@@ -26,7 +26,7 @@ def measured(contender: Contender, microseconds: int, of: Case | None = None) ->
     return Measurement(of, contender, (turn, turn))
 
 
-def everyone(of: Case) -> list[Measurement]:
+def all_engines(of: Case) -> list[Measurement]:
     speeds = {SHM: 100, TCP: 200, GLOO: 400, MPI: 50, MPI_TCP: 100}
     return [measured(contender, speed, of) for contender, speed in speeds.items()]
 
@@ -65,7 +65,7 @@ def test_a_barrier_has_a_latency_and_no_bandwidth() -> None:
 
 
 def test_every_lane_meets_gloo_and_open_mpi_meets_its_like() -> None:
-    found = {(r.contender.name, r.opponent.name): r.value for r in ratios(everyone(case()))}
+    found = {(r.contender.name, r.opponent.name): r.value for r in ratios(all_engines(case()))}
     assert found == pytest.approx(
         {
             ("covey shm", "gloo"): 4.0,
@@ -82,7 +82,7 @@ def test_ratios_never_mix_sizes() -> None:
 
 
 def test_the_table_names_each_size_once_and_puts_ratios_in_coveys_rows() -> None:
-    text = shown(everyone(case(4)) + everyone(case(1 << 20)) + everyone(case(512 << 20)))
+    text = shown(all_engines(case(4)) + all_engines(case(1 << 20)) + all_engines(case(512 << 20)))
     assert text.count("1 MiB") == 1
     assert "…" not in text
     for heading in ("p50", "p99", "alg GB/s", "bus GB/s", "CPU s/GiB", "vs gloo", "vs mpi", "vs mpi-tcp"):
@@ -96,7 +96,7 @@ def test_the_table_names_each_size_once_and_puts_ratios_in_coveys_rows() -> None
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_table_fits_and_keeps_sizes_contenders_medians_and_ratios(width: int) -> None:
-    text = shown(everyone(case(4)) + everyone(case(512 << 20)), width)
+    text = shown(all_engines(case(4)) + all_engines(case(512 << 20)), width)
     for each in text.splitlines():
         assert len(each) <= width
         assert each == each.rstrip()
@@ -144,7 +144,7 @@ def test_the_json_has_every_raw_number_and_survives_the_round_trip() -> None:
 
 
 def test_the_plot_is_well_formed_and_shows_each_contender_in_both_panels() -> None:
-    rows = [row for size in (4, 65536, 1 << 20) for row in everyone(case(size))]
+    rows = [row for size in (4, 65536, 1 << 20) for row in all_engines(case(size))]
     root = ElementTree.fromstring(draw(rows, "a <machine> & a date"))
     texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
     assert "a <machine> & a date" in texts
@@ -176,7 +176,7 @@ def test_a_plot_of_one_size_or_of_nothing_is_still_a_picture() -> None:
 
 
 def test_everything_drawn_lies_inside_the_picture() -> None:
-    rows = [row for size in (4, 1 << 26) for op in ("all_reduce", "reduce") for row in everyone(case(size, op))]
+    rows = [row for size in (4, 1 << 26) for op in ("all_reduce", "reduce") for row in all_engines(case(size, op))]
     root = ElementTree.fromstring(draw(rows, ""))
     width, height = float(root.get("width", "")), float(root.get("height", ""))
     for dot in root.iter(f"{SVG}circle"):

@@ -144,9 +144,20 @@ def right_history() -> History:
 
 def change(history: History, name: str, kind: type, edit: Callable[[Any], Record | None], which: int = 0) -> None:
     """Replace one record of a process, or remove it."""
-    places = [place for place, record in enumerate(history[name]) if isinstance(record, kind)]
-    edited = edit(history[name][places[which]])
-    history[name][places[which] : places[which] + 1] = [] if edited is None else [edited]
+    indices = [index for index, record in enumerate(history[name]) if isinstance(record, kind)]
+    edited = edit(history[name][indices[which]])
+    history[name][indices[which] : indices[which] + 1] = [] if edited is None else [edited]
+
+
+def change_both(history: History, kind: type, edit: Callable[[Any], Record | None], which: int = 0) -> None:
+    """Change a record of both processes that are there from the beginning to the end."""
+    for name in "ac":
+        change(history, name, kind, edit, which)
+
+
+def add_a_lost_contributor(history: History) -> None:
+    change_both(history, Done, replacing(ranks=(0, 1, 2), names=("a", "b", "c")), 13)
+    change_both(history, Done, replacing(ranks=(0, 2), names=("a", "c")), 12)
 
 
 def replacing(**fields: Any) -> Callable[[Any], Record]:
@@ -232,7 +243,10 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
             "a",
             Raised,
             lambda old: Done(
-                *[getattr(old, f) for f in ("story", "generation", "group", "number")],
+                old.story,
+                old.generation,
+                old.group,
+                old.number,
                 old.operation,
                 0,
                 3,
@@ -254,10 +268,7 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
         "ended differently in the result",
     ),
     "a contributor that was lost before": (
-        lambda history: (
-            [change(history, name, Done, replacing(ranks=(0, 1, 2), names=("a", "b", "c")), 13) for name in "ac"]
-            and [change(history, name, Done, replacing(ranks=(0, 2), names=("a", "c")), 12) for name in "ac"]
-        ),
+        add_a_lost_contributor,
         "b contributed to operation 15",
     ),
     "a raise although the root is live": (
@@ -269,7 +280,7 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
         "has changed its arguments",
     ),
     "a raise without a root": (
-        lambda history: [change(history, name, Raised, replacing(operation=KINDS[0])) for name in "ac"] and None,
+        lambda history: change_both(history, Raised, replacing(operation=KINDS[0])),
         "an operation that has no root",
     ),
     "two rosters": (
@@ -294,7 +305,7 @@ FORGERIES: dict[str, tuple[Callable[[History], None], str]] = {
         "after different operations",
     ),
     "a generation that begins before the last one ended": (
-        lambda history: [change(history, name, Left, replacing(step=5)) for name in "ac"] and None,
+        lambda history: change_both(history, Left, replacing(step=5)),
         "left generation 0 at step 5, and generation 1 began at step 14",
     ),
     "a wrong message": (
@@ -379,7 +390,7 @@ def test_one_mistake_that_shows_everywhere_does_not_flood_the_report() -> None:
     for _ in range(100):
         forge.do(KINDS[0])
     for records in forge.history.values():
-        for place, record in enumerate(records):
+        for index, record in enumerate(records):
             if isinstance(record, Done):
-                records[place] = msgspec.structs.replace(record, result="x")
+                records[index] = msgspec.structs.replace(record, result="x")
     assert len(check(forge.history, Circumstances()).problems) == MOST_FINDINGS

@@ -27,7 +27,7 @@ chaos = st.builds(
 @given(chaos)
 @example(Chaos(size=3, seed=12055555, kinds=("slow", "cut"), every=1.0765141125925195, count=6))
 @settings(max_examples=200, deadline=None)
-def test_no_plan_touches_who_is_gone_or_leaves_too_few(chosen: Chaos) -> None:
+def test_no_plan_touches_a_process_that_is_gone_or_leaves_too_few(chosen: Chaos) -> None:
     gone: set[int] = set()
     slots, away = chosen.size, dict[int, float]()
     restarts = dict.fromkeys(range(chosen.most), chosen.restarts)

@@ -26,10 +26,10 @@ def lost(pid: int, at: float, view: int, *ranks: int, generation: int = 0, kind:
     return Told(pid, kind, BEGAN + at, generation, view, ranks, phases)
 
 
-def injected(kind: str, at: float, who: Worker | None, **fault: Any) -> Injected:
-    rank = who.rank if who is not None else 9
+def injected(kind: str, at: float, worker: Worker | None, **fault: Any) -> Injected:
+    rank = worker.rank if worker is not None else 9
     return Injected(
-        PlannedFault(0, at, kind, rank, **fault), BEGAN + at, who, note="" if who is not None else "it is gone"
+        PlannedFault(0, at, kind, rank, **fault), BEGAN + at, worker, note="" if worker is not None else "it is gone"
     )
 
 
@@ -95,9 +95,10 @@ def test_every_fault_gets_what_it_led_to() -> None:
     assert (data["code"], data["unexplained_losses"]) == (1, 1)
     assert [fault["recovered_ms"] for fault in data["faults"]] == [80, 230, 50, 630, None, 500, None, None]
     for width in (60, 80, 120):
-        console = Console(file=io.StringIO(), width=width, highlight=False)
+        written = io.StringIO()
+        console = Console(file=written, width=width, highlight=False)
         console.print(view(Chaos(size=6, seed=3), story))
-        lines = console.file.getvalue().splitlines()
+        lines = written.getvalue().splitlines()
         assert all(len(line) <= width and line == line.rstrip() and "\x1b" not in line for line in lines)
         for start, kind, end in (("1.00 s", "kill rank 0", "80 ms"), ("6.00 s", "stop rank 3", "no rank was lost")):
             assert any(line.split("  ")[0] == start and kind in line for line in lines)
@@ -126,7 +127,7 @@ def test_a_job_that_does_not_survive_losses_is_not_said_to_go_on() -> None:
     assert outcome.text == "the other processes failed"
 
 
-def test_the_job_ends_well_only_if_somebody_finished_and_nobody_failed_by_itself() -> None:
+def test_the_job_ends_well_only_if_a_process_finished_and_none_failed_by_itself() -> None:
     def code(*endings: tuple[str, int], forgiven: set[int] | None = None, late: bool = False) -> int:
         ends = [Ending(worker(rank, 10 + rank, how[1]), 0.0, how[0]) for rank, how in enumerate(endings)]
         return Story(endings=ends, forgiven=forgiven or set(), is_out_of_time=late).code

@@ -105,8 +105,8 @@ def folder(tmp_path: Path) -> str:
 
 
 def test_an_order_is_taken_by_a_process_that_it_fits_in_its_moment(folder: str) -> None:
-    for number, target in enumerate(("fresh", "old", "first", "any")):
-        orders.give(folder, number, Order("restore", target, 9, 0.1))
+    for number, whom in enumerate(("fresh", "old", "first", "any")):
+        orders.give(folder, number, Order("restore", whom, 9, 0.1))
     assert orders.take(folder, "split", rank=1, is_fresh=False) is None
 
     def taken(rank: int, *, is_fresh: bool) -> str:
@@ -138,7 +138,7 @@ def test_only_one_process_takes_an_order(folder: str) -> None:
     assert len(taken) == 50
 
 
-def test_orders_that_nobody_took_are_withdrawn(folder: str) -> None:
+def test_orders_that_no_process_took_are_withdrawn(folder: str) -> None:
     for number in range(3):
         orders.give(folder, number, Order("split", "any", 9, 0.0))
     orders.take(folder, "split", rank=0, is_fresh=False)

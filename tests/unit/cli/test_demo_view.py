@@ -195,7 +195,7 @@ def test_the_story_tells_of_the_loss_the_recovery_and_the_return_in_order() -> N
     assert trained(3, 2).story == []
 
 
-def test_who_is_killed_on_the_way_back_was_lost_once() -> None:
+def test_a_rank_that_is_killed_on_the_way_back_was_lost_once() -> None:
     run = Progress(3, 10 * ROUND)
     start(run)
     do_round(run, 1, 0, 1, 2)
@@ -346,7 +346,7 @@ def test_a_victim_that_was_never_lost_or_never_came_back_is_not_as_it_should_be(
     assert [check.holds for check in summary.checks(team, None, victim=1)] == [False, False, True]
 
 
-def test_a_loss_of_which_nobody_told_is_not_as_it_should_be() -> None:
+def test_a_loss_that_no_process_reported_is_not_as_it_should_be() -> None:
     team = disturbed()
     team.recoveries.clear()
     assert [check.holds for check in summary.checks(team, None, victim=1)] == [True, True, False]

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from covey.cli.doctor.facts import Facts, Machine, MetNode, Network, PrivatePath, Seed, Setting, Wait, Way
-from covey.cli.doctor.findings import WEIGHTS, Finding, findings
+from covey.cli.doctor.finding import WEIGHTS, Finding
+from covey.cli.doctor.findings import findings
 from covey.cli.doctor.report import as_json, as_text
 
 CABLE = Network(
@@ -105,14 +106,14 @@ def test_a_folder_that_others_may_enter_is_a_problem_with_the_command_that_mends
     assert only(with_path(mode="0755", is_loose=True, is_folder=True)).remedy.startswith("chmod 700 ")
 
 
-def test_a_file_of_somebody_else_is_a_problem() -> None:
+def test_a_file_of_another_user_is_a_problem() -> None:
     finding = only(with_path(is_ours=False, owner="root"))
     assert (finding.weight, finding.code) == ("problem", "owner")
     assert "belongs to root" in finding.text
 
 
 @pytest.mark.parametrize(("meant", "advice"), [("COVEY_SEEDS", "Rename it to COVEY_SEEDS"), ("", "unset COVEY_SEED")])
-def test_a_variable_that_nobody_reads_is_a_problem(meant: str, advice: str) -> None:
+def test_a_variable_that_is_never_read_is_a_problem(meant: str, advice: str) -> None:
     finding = only(replace(WELL, machine=replace(MACHINE, unknown_variables={"COVEY_SEED": meant})))
     assert (finding.weight, finding.code) == ("problem", "unknown-variable")
     assert advice in finding.remedy
@@ -158,7 +159,7 @@ def test_a_machine_without_ipv4_gets_a_note() -> None:
 
 
 @pytest.mark.parametrize("heard", [0, 7])
-def test_nobody_found_is_a_problem_that_two_doctors_solve(heard: int) -> None:
+def test_no_node_found_is_a_problem_that_two_doctors_solve(heard: int) -> None:
     finding = only(replace(ALONE, interfaces=(LOOPBACK, replace(CABLE, heard=heard, heard_from=()))))
     assert (finding.weight, finding.code) == ("problem", "nobody")
     assert ("not one multicast packet" in finding.text) == (heard == 0)
@@ -179,7 +180,7 @@ def test_an_announced_node_that_refuses_connections_has_most_likely_ended() -> N
 
 
 @pytest.mark.parametrize(("nodes", "weight"), [((), "problem"), ((BETA,), "warning")])
-def test_a_silent_seed_weighs_more_where_nobody_was_found(nodes: tuple[MetNode, ...], weight: str) -> None:
+def test_a_silent_seed_weighs_more_where_no_node_was_found(nodes: tuple[MetNode, ...], weight: str) -> None:
     seeds = (Seed(text="10.0.0.5:47700", answered=False, problem="Connection refused"),)
     finding = findings(replace(WELL, nodes=nodes, seeds=seeds))[0]
     assert (finding.weight, finding.code) == (weight, "seed-silent")
@@ -199,7 +200,7 @@ def test_a_seed_that_hangs_up_has_another_secret() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "weight"), [((), "problem"), ((BETA,), "note")])
-def test_another_secret_nearby_matters_where_nobody_was_found(nodes: tuple[MetNode, ...], weight: str) -> None:
+def test_another_secret_nearby_matters_where_no_node_was_found(nodes: tuple[MetNode, ...], weight: str) -> None:
     stranger = replace(CABLE, foreign=("10.0.0.9:47700",))
     finding = findings(replace(WELL, nodes=nodes, interfaces=(LOOPBACK, stranger)))[0]
     assert (finding.weight, finding.code) == (weight, "wrong-secret-nearby")
@@ -233,14 +234,14 @@ def test_a_refusal_at_a_seed_is_not_told_twice() -> None:
 
 
 @pytest.mark.parametrize("how", ["seed", "others"])
-def test_someone_on_the_same_network_who_was_not_heard_means_that_multicast_is_blocked(how: str) -> None:
+def test_a_node_on_the_same_network_that_was_not_heard_means_that_multicast_is_blocked(how: str) -> None:
     finding = only(with_beta(found_by=(how,)))
     assert (finding.weight, finding.code) == ("warning", "multicast-blocked")
     assert "beta-x7a2" in finding.text
     assert "5353/udp" in finding.remedy
 
 
-def test_someone_on_another_network_or_on_this_machine_need_not_be_heard_by_multicast() -> None:
+def test_a_node_on_another_network_or_on_this_machine_need_not_be_heard_by_multicast() -> None:
     assert findings(with_beta(found_by=("seed",), addresses=("172.16.0.2", "fe80::2"))) == []
     assert findings(with_beta(found_by=("same host",), is_here=True)) == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 from tests.support.jobs import SOURCE
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WORDS = [[name] for name in COMMANDS] + [["secret", "show"], ["secret", "rotate"], ["bench", "ddp"], []]
 WIDTHS = [60, 80, 120]
 
-Covey = "Callable[..., tuple[int, str, str]]"
+Covey: TypeAlias = "Callable[..., tuple[int, str, str]]"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with a script, and a user who is in no cluster."""
+    """An empty folder with a script, and a user that is in no cluster."""
     for name in list(os.environ):
         if name.startswith("COVEY_"):
             monkeypatch.delenv(name)

@@ -52,9 +52,10 @@ def draw(answers: list[Answer | CoveyError], *, offset: float = 0.0, refused: di
 
 def shown(drawn: Picture, width: int | None = 120) -> list[str]:
     """Return the lines as they come out of a pipe."""
-    console = Console(file=io.StringIO(), highlight=False)
+    written = io.StringIO()
+    console = Console(file=written, highlight=False)
     console.print(view(drawn, width), soft_wrap=True, end="")
-    return console.file.getvalue().splitlines()
+    return written.getvalue().splitlines()
 
 
 def test_ranks_come_from_what_the_others_tell() -> None:
@@ -70,7 +71,7 @@ def test_ranks_come_from_what_the_others_tell() -> None:
 
 
 @pytest.mark.parametrize("teller", [0, 1, 2])
-def test_the_only_one_who_answers_tells_all_ranks(teller) -> None:
+def test_the_only_node_that_answers_tells_all_ranks(teller) -> None:
     answers: list[Answer | CoveyError] = [DeadlineError(f"{number} did not answer") for number in range(3)]
     answers[teller] = tells(3)[teller]
     drawn = draw(answers)
@@ -80,7 +81,7 @@ def test_the_only_one_who_answers_tells_all_ranks(teller) -> None:
     assert drawn.silent == tuple(f"{number} did not answer" for number in range(3) if number != teller)
 
 
-def test_who_has_gone_meanwhile_is_not_mentioned() -> None:
+def test_a_node_that_has_gone_meanwhile_is_not_mentioned() -> None:
     drawn = draw([ConnectError("wren-0001 has gone")])
     assert drawn.is_empty
     assert shown(drawn) == []
@@ -130,7 +131,7 @@ def test_the_ways_of_many_are_summed_up() -> None:
     ]
 
 
-def test_a_clock_that_is_far_off_and_who_was_refused_are_mentioned() -> None:
+def test_a_clock_that_is_far_off_and_refused_nodes_are_mentioned() -> None:
     assert not any("clock" in line for line in shown(draw([*tells(2)], offset=0.9)))
     lines = shown(draw([*tells(2)], offset=-75.25, refused={"otter-aaaa": "is denied"}))
     assert sum("clock -75.2 s" in line for line in lines) == 2

@@ -13,6 +13,7 @@ from tests.unit.cli.test_main import covey, home  # noqa: F401 - fixtures
 from covey.cli import allow, audit, charter, secret
 from covey.cli.layout import room, table
 from covey.net import audit as log
+from covey.net import audit_reader
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.wire.messages import Address, Card, Contact, Waiting
@@ -83,7 +84,7 @@ def test_tables_of_nodes_fit_a_terminal(cluster: Cluster, monkeypatch: pytest.Mo
     name, host = "a-machine-with-a-long-name-aaaq", "a-machine-with-a-long-name.example.org"
     card = Card(NODE, bytes(16), name, host, 4711, contact, "1.2")
     waiting = [Waiting(NODE, name, host, "2001:db8::dead:beef:17")]
-    entries = list(audit.audit_reader.entries())
+    entries = list(audit_reader.entries())
     shown = {
         "secret": secret._listed([card]),
         "waiting": table(allow._waiting_columns(waiting), room()),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, TypeVarTuple
 
 from covey.plan.moves import LEFT, REDUCE, Plan
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator, Sequence
+
+Args = TypeVarTuple("Args")
 
 SIZES = range(1, 34)
 SEGMENTS = (1, 2, 1000)
@@ -29,15 +32,16 @@ def lengths(size: int, count: int) -> list[int]:
     return [(3 * rank + count) % 5 * count // (2 * size) for rank in range(size)]
 
 
-def everyone(size: int, plan: Callable[[int], Plan]) -> list[Plan]:
-    return [plan(rank) for rank in range(size)]
+def each_rank(size: int, plan: Callable[[int, *Args], Plan], *args: *Args) -> list[Plan]:
+    """Return `plan(rank, *args)` of every rank."""
+    return [plan(rank, *args) for rank in range(size)]
 
 
-def segmented(size: int, plan: Callable[[int, int], Plan]) -> Iterator[list[Plan]]:
-    """Yield the plans of everyone for each segment length, once where several lengths cut alike."""
+def segmented(size: int, plan: Callable[[int, *Args, int], Plan], *args: *Args) -> Iterator[list[Plan]]:
+    """Yield `plan(rank, *args, segment)` of every rank for each segment length, once where several cut alike."""
     seen: list[list[Plan]] = []
     for segment in SEGMENTS:
-        plans = [plan(rank, segment) for rank in range(size)]
+        plans = [plan(rank, *args, segment) for rank in range(size)]
         if plans not in seen:
             seen.append(plans)
             yield plans
@@ -48,7 +52,7 @@ class StuckError(Exception):
 
 
 def run(plans: Sequence[Plan], memory: list[list[list[str]]], rng: random.Random, room: int) -> None:
-    """Carry out plans in a random order, on lanes that hold up to `room` transfers that nobody takes yet.
+    """Carry out plans in a random order, on lanes that hold up to `room` transfers not yet received.
 
     A value is the text of its expression. A send reads each element at its start or at its end, by chance.
     """
@@ -63,13 +67,13 @@ def run(plans: Sequence[Plan], memory: list[list[list[str]]], rng: random.Random
                 send = plan.sends[done[rank]]
                 if started[rank] is None:
                     if applied[rank] >= send.after:
-                        yield lambda rank=rank: start(rank)
+                        yield functools.partial(start, rank)
                 elif len(lanes[rank, send.peer]) < room + (awaited(send.peer) == rank):
-                    yield lambda rank=rank: complete(rank)
+                    yield functools.partial(complete, rank)
             if applied[rank] < len(plan.recvs):
                 recv = plan.recvs[applied[rank]]
                 if lanes[recv.peer, rank] and done[rank] >= recv.after:
-                    yield lambda rank=rank: apply(rank)
+                    yield functools.partial(apply, rank)
 
     def awaited(rank: int) -> int | None:
         return plans[rank].recvs[applied[rank]].peer if applied[rank] < len(plans[rank].recvs) else None

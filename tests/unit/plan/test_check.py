@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from tests.unit.plan.cases import StuckError, everyone, run
+from tests.unit.plan.cases import StuckError, each_rank, run
 
 from covey.base.errors import ConfigError
 from covey.plan import check, direct, doubling, ring, tree
@@ -15,7 +15,7 @@ from covey.plan.check import PlanError
 from covey.plan.moves import FINAL, LEFT, REDUCE, STORE, Plan, Recv, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     Breakage = Callable[[Sequence[Plan]], Iterator[list[Plan]]]
 
@@ -30,18 +30,18 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = [
-    Subject("exchange", everyone(2, lambda rank: direct.exchange(rank, 2, COUNT))),
-    Subject("owners-2", everyone(2, lambda rank: direct.owner_reduce(rank, 2, COUNT, 1))),
-    Subject("owners-4", everyone(4, lambda rank: direct.owner_reduce(rank, 4, COUNT, 1))),
-    Subject("ring-2", everyone(2, lambda rank: ring.all_reduce(rank, 2, COUNT, 2))),
-    Subject("ring-4", everyone(4, lambda rank: ring.all_reduce(rank, 4, COUNT, 1))),
-    Subject("doubling-3", everyone(3, lambda rank: doubling.all_reduce(rank, 3, COUNT))),
-    Subject("doubling-4", everyone(4, lambda rank: doubling.all_reduce(rank, 4, COUNT))),
+    Subject("exchange", each_rank(2, direct.exchange, 2, COUNT)),
+    Subject("owners-2", each_rank(2, direct.owner_reduce, 2, COUNT, 1)),
+    Subject("owners-4", each_rank(4, direct.owner_reduce, 4, COUNT, 1)),
+    Subject("ring-2", each_rank(2, ring.all_reduce, 2, COUNT, 2)),
+    Subject("ring-4", each_rank(4, ring.all_reduce, 4, COUNT, 1)),
+    Subject("doubling-3", each_rank(3, doubling.all_reduce, 3, COUNT)),
+    Subject("doubling-4", each_rank(4, doubling.all_reduce, 4, COUNT)),
 ]
 each_subject = pytest.mark.parametrize("plans", [s.plans for s in SUBJECTS], ids=[s.name for s in SUBJECTS])
 
 
-def with_moves(plans: Sequence[Plan], rank: int, kind: str, moves: Sequence[Send | Recv]) -> list[Plan]:
+def with_moves(plans: Sequence[Plan], rank: int, kind: str, moves: Sequence[Any]) -> list[Plan]:
     return [plan._replace(**{kind: tuple(moves)}) if r == rank else plan for r, plan in enumerate(plans)]
 
 
@@ -128,12 +128,12 @@ def doubled(plans: Sequence[Plan]) -> Iterator[list[Plan]]:
             nth = sum(other.peer == send.peer for other in plan.sends[:index])
             target = [i for i, recv in enumerate(plans[send.peer].recvs) if recv.peer == rank][nth]
             changed = list(plans)
-            for who, kind, at in ((rank, "sends", index), (send.peer, "recvs", target)):
+            for peer, kind, at in ((rank, "sends", index), (send.peer, "recvs", target)):
                 other_kind = "recvs" if kind == "sends" else "sends"
-                moves = list(getattr(changed[who], kind))
+                moves = list(getattr(changed[peer], kind))
                 moves.insert(at, moves[at])
-                waits = [m._replace(after=m.after + (m.after > at)) for m in getattr(changed[who], other_kind)]
-                changed = with_moves(with_moves(changed, who, kind, moves), who, other_kind, waits)
+                waits = [m._replace(after=m.after + (m.after > at)) for m in getattr(changed[peer], other_kind)]
+                changed = with_moves(with_moves(changed, peer, kind, moves), peer, other_kind, waits)
             yield changed
 
 
@@ -199,8 +199,8 @@ def sums_right(plans: Sequence[Plan], rng: random.Random, room: int) -> bool:
     "plans",
     [
         SUBJECTS[0].plans,
-        everyone(4, lambda rank: doubling.all_reduce(rank, 4, COUNT)),
-        everyone(7, lambda rank: doubling.all_reduce(rank, 7, COUNT)),
+        each_rank(4, doubling.all_reduce, 4, COUNT),
+        each_rank(7, doubling.all_reduce, 7, COUNT),
     ],
     ids=["exchange", "doubling-4", "doubling-7"],
 )
@@ -236,7 +236,7 @@ def test_an_error_names_rank_move_and_reason_and_asks_for_a_fix() -> None:
     assert caught.value.remedy is ConfigError.remedy
 
 
-def test_a_transfer_nobody_receives_or_sends_is_refused() -> None:
+def test_a_transfer_that_no_rank_receives_or_sends_is_refused() -> None:
     with pytest.raises(PlanError, match="rank 1 does not receive it"):
         check.broadcast([Plan((Send(1, 0, 0, 0),)), Plan()], 0, 0)
     with pytest.raises(PlanError, match="rank 0 does not send it"):
@@ -277,7 +277,7 @@ def test_an_order_that_only_roomy_lanes_survive_is_a_deadlock() -> None:
         Plan((), (Recv(2, 1, 0, 1), Recv(0, 0, 0, 1))),
         Plan((Send(1, 0, 0, 1, 1),), (Recv(0, 0, 0, 1),)),
     ]
-    initial = [[["x"], [None]], [[None], [None]], [[None], [None]]]
+    initial: list[list[list[Hashable]]] = [[["x"], [None]], [[None], [None]], [[None], [None]]]
     expected = [{0: ["x"]}, {0: ["x"], 1: ["x"]}, {0: ["x"]}]
     with pytest.raises(PlanError, match="deadlock: send 0 waits for receive 0 of rank 1"):
         check.prove(plans, initial, expected)
@@ -302,14 +302,14 @@ def test_what_a_peer_must_have_heard_orders_moves_without_after() -> None:
     check.prove(plans, [[["a"]], [["b"]]], [{0: [frozenset("ab")]}] * 2)
 
 
-def test_sending_what_nobody_wrote_is_refused() -> None:
+def test_sending_what_was_never_written_is_refused() -> None:
     plans = [Plan((Send(1, 1, 0, 2),)), Plan((), (Recv(0, 1, 0, 2),))]
     with pytest.raises(PlanError, match="never written"):
         check.all_gather(plans, [0, 2])
 
 
 def test_a_missing_and_a_surplus_contributor_are_named() -> None:
-    reduces = everyone(3, lambda rank: tree.reduce(rank, 3, 0, 1))
+    reduces = each_rank(3, tree.reduce, 3, 0, 1)
     with pytest.raises(PlanError, match=r"lacks \(0, 0\), \(2, 0\)"):
         check.reduce(reduces, 1, 1)
     with pytest.raises(PlanError, match=r"should not have \(1, 0\), \(2, 0\)"):
@@ -317,7 +317,7 @@ def test_a_missing_and_a_surplus_contributor_are_named() -> None:
 
 
 def test_an_input_that_should_be_spared_is_guarded() -> None:
-    plans = everyone(3, lambda rank: direct.reduce_scatter(rank, [2, 2, 2], 2))
+    plans = each_rank(3, lambda rank: direct.reduce_scatter(rank, [2, 2, 2], 2))
     scribbling = [Plan(p.sends, tuple(recv._replace(buffer=r) for recv in p.recvs)) for r, p in enumerate(plans)]
     with pytest.raises(PlanError, match=r"buffer 0\[0\] should not have"):
         check.reduce_scatter(scribbling, [2, 2, 2])

@@ -1,5 +1,5 @@
 import pytest
-from tests.unit.plan.cases import SIZES, counts, everyone, lengths, roots, segmented
+from tests.unit.plan.cases import SIZES, counts, each_rank, lengths, roots, segmented
 
 from covey.plan import check, direct
 from covey.plan.moves import Recv, Send, part
@@ -8,7 +8,7 @@ from covey.plan.moves import Recv, Send, part
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 @pytest.mark.parametrize("size", [1, 2])
 def test_exchange_reduces_between_two_ranks(size: int, count: int) -> None:
-    check.all_reduce(everyone(size, lambda rank: direct.exchange(rank, size, count)), count)
+    check.all_reduce(each_rank(size, direct.exchange, size, count), count)
 
 
 def test_exchange_is_not_for_three() -> None:
@@ -19,9 +19,7 @@ def test_exchange_is_not_for_three() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_owner_reduce_reduces_everything_on_every_rank(size: int) -> None:
     for count in counts(size):
-        for plans in segmented(
-            size, lambda rank, segment, count=count: direct.owner_reduce(rank, size, count, segment)
-        ):
+        for plans in segmented(size, direct.owner_reduce, size, count):
             check.all_reduce(plans, count)
 
 
@@ -36,21 +34,21 @@ def test_reduce_scatter_reduces_own_part_and_spares_the_input(size: int) -> None
     for count in counts(size):
         even = [stop - start for start, stop in (part(count, size, rank) for rank in range(size))]
         for sizes in (even, lengths(size, count)):
-            for plans in segmented(size, lambda rank, segment, s=sizes: direct.reduce_scatter(rank, s, segment)):
+            for plans in segmented(size, direct.reduce_scatter, sizes):
                 check.reduce_scatter(plans, sizes)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_gather_gives_every_block_to_everyone(size: int) -> None:
+def test_all_gather_gives_every_block_to_every_rank(size: int) -> None:
     for count in counts(size):
         blocks = lengths(size, count)
-        check.all_gather(everyone(size, lambda rank, blocks=blocks: direct.all_gather(rank, blocks)), blocks)
+        check.all_gather(each_rank(size, direct.all_gather, blocks), blocks)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_all_to_all_gives_each_block_to_its_addressee(size: int) -> None:
     table = [[(3 * i + 5 * j) % 4 for j in range(size)] for i in range(size)]
-    plans = everyone(size, lambda rank: direct.all_to_all(rank, table[rank], [row[rank] for row in table]))
+    plans = each_rank(size, lambda rank: direct.all_to_all(rank, table[rank], [row[rank] for row in table]))
     check.all_to_all(plans, table)
 
 
@@ -59,8 +57,8 @@ def test_gather_and_scatter_are_each_others_reverse(size: int) -> None:
     for count in counts(size):
         blocks = lengths(size, count)
         for root in roots(size, count):
-            gathers = everyone(size, lambda rank, b=blocks, root=root: direct.gather(rank, root, b))
-            scatters = everyone(size, lambda rank, b=blocks, root=root: direct.scatter(rank, root, b))
+            gathers = each_rank(size, direct.gather, root, blocks)
+            scatters = each_rank(size, direct.scatter, root, blocks)
             check.gather(gathers, root, blocks)
             check.scatter(scatters, root, blocks)
             assert [Recv(*send[:4]) for send in scatters[root].sends] == list(gathers[root].recvs)

@@ -1,5 +1,5 @@
 import pytest
-from tests.unit.plan.cases import SIZES, counts, everyone, lengths, roots, segmented
+from tests.unit.plan.cases import SIZES, counts, each_rank, lengths, roots, segmented
 
 from covey.plan import check, ring
 
@@ -7,7 +7,7 @@ from covey.plan import check, ring
 @pytest.mark.parametrize("size", SIZES)
 def test_all_reduce_reduces_everything_on_every_rank(size: int) -> None:
     for count in counts(size):
-        for plans in segmented(size, lambda rank, segment, count=count: ring.all_reduce(rank, size, count, segment)):
+        for plans in segmented(size, ring.all_reduce, size, count):
             check.all_reduce(plans, count)
 
 
@@ -23,17 +23,17 @@ def test_all_reduce_moves_no_more_than_twice_the_buffer() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_gather_gives_every_block_to_everyone(size: int) -> None:
+def test_all_gather_gives_every_block_to_every_rank(size: int) -> None:
     for count in counts(size):
         blocks = lengths(size, count)
-        check.all_gather(everyone(size, lambda rank, blocks=blocks: ring.all_gather(rank, blocks)), blocks)
+        check.all_gather(each_rank(size, ring.all_gather, blocks), blocks)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_brings_the_roots_buffer_to_everyone(size: int) -> None:
+def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
-            for plans in segmented(size, lambda rank, s, r=root, c=count: ring.broadcast(rank, size, r, c, s)):
+            for plans in segmented(size, ring.broadcast, size, root, count):
                 check.broadcast(plans, root, count)
 
 
@@ -41,5 +41,5 @@ def test_broadcast_brings_the_roots_buffer_to_everyone(size: int) -> None:
 def test_reduce_leaves_the_whole_sum_at_the_root(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
-            for plans in segmented(size, lambda rank, s, r=root, c=count: ring.reduce(rank, size, r, c, s)):
+            for plans in segmented(size, ring.reduce, size, root, count):
                 check.reduce(plans, root, count)

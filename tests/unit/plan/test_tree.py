@@ -1,14 +1,14 @@
 import pytest
-from tests.unit.plan.cases import SIZES, counts, everyone, roots
+from tests.unit.plan.cases import SIZES, counts, each_rank, roots
 
 from covey.plan import check, tree
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_brings_the_roots_buffer_to_everyone(size: int) -> None:
+def test_broadcast_brings_the_roots_buffer_to_every_rank(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
-            plans = everyone(size, lambda rank, r=root, c=count: tree.broadcast(rank, size, r, c))
+            plans = each_rank(size, tree.broadcast, size, root, count)
             check.broadcast(plans, root, count)
 
 
@@ -16,7 +16,7 @@ def test_broadcast_brings_the_roots_buffer_to_everyone(size: int) -> None:
 def test_reduce_leaves_the_whole_sum_at_the_root(size: int) -> None:
     for count in counts(size):
         for root in roots(size, count):
-            check.reduce(everyone(size, lambda rank, r=root, c=count: tree.reduce(rank, size, r, c)), root, count)
+            check.reduce(each_rank(size, tree.reduce, size, root, count), root, count)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -44,8 +44,8 @@ class Stage:
 
     def enter(self, name: str, terms: Terms = OPEN, host: str = "north", **options: Any) -> Formation:
         me = member(name, host)
-        clock = {"wall": lambda: self.world.now}
-        self.cores[name] = core = Formation(me, terms, random.Random(name), self.world.now, **clock, **options)
+        options = {"wall": lambda: self.world.now, **options}
+        self.cores[name] = core = Formation(me, terms, random.Random(name), self.world.now, **options)
         self.world.start(name, me.id, me.life, core)
         return core
 

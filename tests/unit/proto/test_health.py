@@ -80,7 +80,7 @@ class Watch:
         self.drain()
         return [effect for _, effect in self.log[before:]]
 
-    def moment(self, kind: type, peer: bytes) -> float:
+    def moment(self, kind: type[Any], peer: bytes) -> float:
         """Return when the last such effect was about this peer."""
         return [at for at, effect in self.log if isinstance(effect, kind) and effect.peer == peer][-1]
 
@@ -182,13 +182,14 @@ def test_a_process_whose_keeper_is_gone_is_judged_by_itself_again() -> None:
 def test_one_that_exited_is_dead_at_once_and_no_word_that_was_on_the_way_revives_it() -> None:
     watch = Watch(a="south")
     assert kinds(watch.told("vouched", A, Vouch.EXITED)) == [(Dead, Cause.EXITED)]
-    for call in [
+    calls: list[tuple[Any, ...]] = [
         ("heard", A),
         ("link_lost", A),
         ("link_up", A),
         ("vouched", A, Vouch.BUSY),
         ("vouched", A, Vouch.EXITED),
-    ]:
+    ]
+    for call in calls:
         assert watch.told(*call) == []
     assert watch.run(30.0, A) == []
     assert not any(isinstance(effect, Ping) for _, effect in watch.log)
@@ -298,7 +299,8 @@ def test_nobody_to_watch_is_nothing_to_wait_for() -> None:
     assert watch.run(1.0) == []
     watch.health.forget(A)
     watch.health.forget(A)
-    for call in [("heard", A), ("link_up", A), ("link_lost", A), ("acknowledged", A), ("vouched", A, Vouch.EXITED)]:
+    calls: list[tuple[Any, ...]] = [("heard", A), ("link_up", A), ("link_lost", A), ("acknowledged", A)]
+    for call in [*calls, ("vouched", A, Vouch.EXITED)]:
         assert watch.told(*call) == []
     watch.health.round_trip(A, 1.0)
     assert watch.health.next_deadline() == math.inf

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
+
+import msgspec
 
 from covey.proto.ballot import first_record
 from covey.proto.joining import Agree, Bind, Joining, Remember, Say, founding_record, seated_for
@@ -285,7 +288,7 @@ def test_a_node_believes_only_members_of_its_run_that_it_is_over_and_none_while_
         (False, "x", False),
         (False, "b", True),
     ):
-        inside.core.may_go_on = lambda may_go_on=may_go_on: may_go_on
+        inside.core.may_go_on = functools.partial(bool, may_go_on)
         inside.core.ended(over, 0.2, seat(teller).id)
         inside.core.heard(seat("x").id, here, 0.2)
         assert (inside.core.formation.ending == over) is is_believed
@@ -296,7 +299,7 @@ def test_a_node_believes_only_members_of_its_run_that_it_is_over_and_none_while_
 
 
 def test_the_first_that_was_started_to_break_ties_does() -> None:
-    wishing = [Member(*list(_fields(member(name)))[:5], breaks_ties=name != "a") for name in "abc"]
+    wishing = [msgspec.structs.replace(member(name), breaks_ties=name != "a") for name in "abc"]
     assert founding_record(wishing, LINEAGE).view.tie_breaker == 1
     assert founding_record(map(member, "abc"), LINEAGE).view.tie_breaker == 0
 
@@ -307,7 +310,3 @@ def test_nobody_is_told_of_seats_in_what_is_over() -> None:
     assert seated_for(seat("b").id, bound_to("ab", 1)) is not None
     over = View(NEXT, 1, (), 0)
     assert seated_for(seat("b").id, bound_to("ab", 1, view=over)) is None
-
-
-def _fields(struct: Any) -> Any:
-    return (getattr(struct, name) for name in type(struct).__struct_fields__)

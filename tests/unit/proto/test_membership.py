@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,6 @@ from covey.proto.views import MOST_OPERATIONS, fits, is_quorum, judge, largest_c
 from covey.testing.workers import Worker
 from covey.testing.world import World
 from covey.wire.membership import (
-    MAX_MEMBERS,
     Accept,
     Accepted,
     Decided,
@@ -37,17 +36,25 @@ from covey.wire.membership import (
     Verdict,
     View,
 )
+from covey.wire.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 LINEAGE = b"0" * 16
 KEEPER = b"K" * 32
+MessageT = TypeVar("MessageT")
 
 
 def seat(name: str) -> Seat:
     """Return a life of the node that is called by the first letter of `name`; a' is the life after a."""
     return Seat(name[0].encode() * 32, name.encode().ljust(16, b"."))
+
+
+def sent(core: Membership, kind: type[MessageT]) -> list[MessageT]:
+    """Return the messages of one kind that a core wants to send."""
+    messages = [effect.message for effect in core.effects() if isinstance(effect, Send)]
+    return [message for message in messages if isinstance(message, kind)]
 
 
 class Stage:
@@ -86,6 +93,9 @@ class Stage:
     def returned(self, *_: Any) -> None: ...
     def raised(self, *_: Any) -> None: ...
     def said(self, *_: Any) -> None: ...
+    def froze(self, *_: Any) -> None: ...
+    def gave_up(self, *_: Any) -> None: ...
+    def revoked(self, *_: Any) -> None: ...
 
     # What a test does.
 
@@ -436,7 +446,7 @@ def test_too_few_that_were_started_anew_wait() -> None:
     assert stage.members() == {name: "1:abc" for name in "abc"}
     stage.world.heal()
     stage.run(1)
-    assert all(isinstance(stage.ends[name], Excluded) and stage.ends[name].view.ranks for name in ("d'", "e'"))
+    assert all(isinstance(end, Excluded) and end.view.ranks for end in (stage.ends["d'"], stage.ends["e'"]))
 
 
 def test_a_member_without_a_quorum_says_what_it_waits_for_and_how_long() -> None:
@@ -533,7 +543,7 @@ def test_a_leader_that_is_cut_off_stops_to_lead_before_another_begins() -> None:
     stage = Stage("abc")
     stage.run(2)
     stage.partition("a", "bc")
-    seen = []
+    seen: list[Any] = []
     for _ in range(80):
         stage.run(0.1)
         seen += [leader for leader in [stage.leaders()] if leader not in seen[-1:]]
@@ -720,12 +730,12 @@ def test_a_member_in_the_middle_of_an_operation_is_told_what_became_of_it_before
     core = lone("a")
     core.succeed(successor("a", "b", "c"), 1.0)
     core.tick(1.0)
-    ballot = next(effect.message.ballot for effect in core.effects() if isinstance(effect, Send))
+    ballot = sent(core, Prepare)[0].ballot
     core.frozen(1, [State(7, (0, 1, 2), 5)], 1.1)
     core.received(seat("c").id, Promise(LINEAGE, 1, ballot, (0, 1), (State(7, (0, 1, 2), 5),)), 1.1)
     stopped = State(7, (0, 1, 2), 4, 5, 0, complete=True)
     core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (stopped,)), 1.1)
-    view = next(effect.message.view for effect in core.effects() if isinstance(getattr(effect, "message", 0), Accept))
+    view = sent(core, Accept)[0].view
     assert view == View(LINEAGE, 1, (0, 1, 2), 0, (Verdict(7, 6, Fate.REDO),))
 
 
@@ -799,12 +809,10 @@ def test_an_answer_that_cannot_be_is_a_protocol_error_and_changes_nothing(change
     core = lone("a")
     core.disturbed(0, 1.0)
     core.tick(1.0)
-    ballot = next(
-        effect.message.ballot for effect in core.effects() if isinstance(getattr(effect, "message", 0), Prepare)
-    )
+    ballot = sent(core, Prepare)[0].ballot
     core.frozen(1, [State(7, (0, 1), 1)], 1.1)
     core.effects()
-    values = {"states": (State(7, (0, 1), 1),), "accepted_ballot": -1, "accepted": None} | changes
+    values: dict[str, Any] = {"states": (State(7, (0, 1), 1),), "accepted_ballot": -1, "accepted": None} | changes
     with pytest.raises(RemoteProtocolError, match="sent an impossible answer"):
         core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), **values), 1.2)
     assert core.effects() == []
@@ -1015,9 +1023,7 @@ def test_an_answer_that_came_before_this_member_had_frozen_is_compared_then() ->
     core = lone("a")
     core.disturbed(0, 1.0)
     core.tick(1.0)
-    ballot = next(
-        effect.message.ballot for effect in core.effects() if isinstance(getattr(effect, "message", 0), Prepare)
-    )
+    ballot = sent(core, Prepare)[0].ballot
     true, false = (State(7, (0, 1, 2), returned) for returned in (4, 9))
     core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (false,)), 1.1)
     core.received(seat("c").id, Promise(LINEAGE, 1, ballot, (0, 1), (true,)), 1.1)
@@ -1026,7 +1032,7 @@ def test_an_answer_that_came_before_this_member_had_frozen_is_compared_then() ->
     with pytest.raises(RemoteProtocolError, match="sent an impossible answer"):
         core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (false,)), 1.3)
     core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (true,)), 1.4)
-    (view,) = {effect.message.view for effect in core.effects() if isinstance(getattr(effect, "message", 0), Accept)}
+    (view,) = {message.view for message in sent(core, Accept)}
     assert view == View(LINEAGE, 1, (0, 1, 2), 0, (Verdict(7, 5, Fate.REDO),))
 
 
@@ -1034,9 +1040,7 @@ def test_a_member_that_called_something_else_than_the_others_gives_an_answer_tha
     core = lone("a")
     core.disturbed(0, 1.0)
     core.tick(1.0)
-    ballot = next(
-        effect.message.ballot for effect in core.effects() if isinstance(getattr(effect, "message", 0), Prepare)
-    )
+    ballot = sent(core, Prepare)[0].ballot
     behind = Commit(7, (0, 1, 2), 1, View(LINEAGE, 0, (0, 1), 0, (Verdict(7, 3, Fate.RAISE),)))
     behind.start()
     core.received(seat("b").id, Promise(LINEAGE, 1, ballot, (0, 2), (behind.freeze(),)), 1.1)

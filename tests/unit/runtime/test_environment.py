@@ -59,7 +59,7 @@ MASTER = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4000"}
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Meetings take place in a private folder with a short path."""
+    """Ranks of a host find each other in a private folder with a short path."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         monkeypatch.setenv("COVEY_HOME", f"{folder}/home")
@@ -96,39 +96,39 @@ def with_pipe(descriptor: int) -> dict[str, str]:
     return {**COVEY, "COVEY_MEET": "/run/meet", "COVEY_TOKEN_FD": str(descriptor)}
 
 
-def where(place: LaunchedRank) -> tuple[int, int, int, int]:
-    return place.rank, place.size, place.local_rank, place.local_size
+def where(launched: LaunchedRank) -> tuple[int, int, int, int]:
+    return launched.rank, launched.size, launched.local_rank, launched.local_size
 
 
-# Who started this process
+# What started this process
 
 
 def test_without_a_launcher_a_process_is_a_group_of_one() -> None:
-    place = find_launched_rank({"PATH": "/bin", "HOME": "/"})
-    assert where(place) == (0, 1, 0, 1)
-    assert (place.folder, place.master) == ("", None)
+    launched = find_launched_rank({"PATH": "/bin", "HOME": "/"})
+    assert where(launched) == (0, 1, 0, 1)
+    assert (launched.folder, launched.master) == ("", None)
 
 
 def test_covey_run_gives_place_folder_and_token(token_pipe: tuple[int, bytes]) -> None:
     descriptor, token = token_pipe
-    place = find_launched_rank(with_pipe(descriptor))
-    assert where(place) == (1, 3, 1, 3)
-    assert (place.folder, place.token) == ("/run/meet", token)
-    assert token.hex() not in repr(place)
-    assert repr(token) not in repr(place)
+    launched = find_launched_rank(with_pipe(descriptor))
+    assert where(launched) == (1, 3, 1, 3)
+    assert (launched.folder, launched.token) == ("/run/meet", token)
+    assert token.hex() not in repr(launched)
+    assert repr(token) not in repr(launched)
 
 
 def test_ranks_of_torchrun_on_one_host_meet_in_a_folder_whatever_the_master_is_called(runtime: Path) -> None:
-    place = find_launched_rank(TORCHRUN)
-    assert where(place) == (2, 4, 2, 4)
-    assert Path(place.folder).is_relative_to(runtime)
-    assert place.token is None
+    launched = find_launched_rank(TORCHRUN)
+    assert where(launched) == (2, 4, 2, 4)
+    assert Path(launched.folder).is_relative_to(runtime)
+    assert launched.token is None
 
 
 def test_ranks_of_torchrun_on_several_hosts_meet_at_the_master() -> None:
-    place = find_launched_rank(TWO_HOSTS)
-    assert where(place) == (2, 4, 0, 2)
-    assert (place.folder, place.master) == ("", ("node-7", 31000))
+    launched = find_launched_rank(TWO_HOSTS)
+    assert where(launched) == (2, 4, 0, 2)
+    assert (launched.folder, launched.master) == ("", ("node-7", 31000))
 
 
 def test_a_restart_of_torchrun_meets_elsewhere_than_the_run_before() -> None:
@@ -137,9 +137,9 @@ def test_a_restart_of_torchrun_meets_elsewhere_than_the_run_before() -> None:
 
 
 def test_rank_and_size_by_hand_are_enough_on_one_host(runtime: Path) -> None:
-    place = find_launched_rank(HAND)
-    assert where(place) == (2, 4, 2, 4)
-    assert Path(place.folder).is_relative_to(runtime)
+    launched = find_launched_rank(HAND)
+    assert where(launched) == (2, 4, 2, 4)
+    assert Path(launched.folder).is_relative_to(runtime)
 
 
 def test_the_master_port_tells_two_jobs_by_hand_apart() -> None:
@@ -149,21 +149,21 @@ def test_the_master_port_tells_two_jobs_by_hand_apart() -> None:
 
 
 def test_ranks_that_name_a_loopback_master_are_on_this_host_even_if_each_counts_itself_alone(runtime: Path) -> None:
-    place = find_launched_rank({**HAND, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
-    assert (place.rank, place.size, place.local_rank) == (2, 4, 0)
-    assert Path(place.folder).is_relative_to(runtime)
+    launched = find_launched_rank({**HAND, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
+    assert (launched.rank, launched.size, launched.local_rank) == (2, 4, 0)
+    assert Path(launched.folder).is_relative_to(runtime)
 
 
 def test_a_master_elsewhere_without_local_numbers_means_one_rank_a_host() -> None:
-    place = find_launched_rank({**HAND, **MASTER})
-    assert where(place) == (2, 4, 0, 1)
-    assert place.master == ("10.1.2.3", 4000)
+    launched = find_launched_rank({**HAND, **MASTER})
+    assert where(launched) == (2, 4, 0, 1)
+    assert launched.master == ("10.1.2.3", 4000)
 
 
 def test_open_mpi_on_one_host(runtime: Path) -> None:
-    place = find_launched_rank(OPEN_MPI)
-    assert where(place) == (3, 5, 3, 5)
-    assert Path(place.folder).is_relative_to(runtime)
+    launched = find_launched_rank(OPEN_MPI)
+    assert where(launched) == (3, 5, 3, 5)
+    assert Path(launched.folder).is_relative_to(runtime)
 
 
 def test_jobs_of_open_mpi_meet_in_folders_of_their_own() -> None:
@@ -175,25 +175,25 @@ def test_open_mpi_on_several_hosts_needs_a_master() -> None:
     spread = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         find_launched_rank(spread)
-    place = find_launched_rank({**spread, **MASTER})
-    assert where(place) == (3, 5, 1, 2)
-    assert place.master == ("10.1.2.3", 4000)
+    launched = find_launched_rank({**spread, **MASTER})
+    assert where(launched) == (3, 5, 1, 2)
+    assert launched.master == ("10.1.2.3", 4000)
 
 
 def test_mpich_by_its_process_manager(runtime: Path) -> None:
-    place = find_launched_rank(PMI)
-    assert where(place) == (1, 6, 1, 6)
-    assert Path(place.folder).is_relative_to(runtime)
+    launched = find_launched_rank(PMI)
+    assert where(launched) == (1, 6, 1, 6)
+    assert Path(launched.folder).is_relative_to(runtime)
 
 
 def test_a_slurm_step_of_several_tasks_on_one_host(runtime: Path) -> None:
-    place = find_launched_rank(SLURM)
-    assert where(place) == (4, 7, 4, 7)
-    assert Path(place.folder).is_relative_to(runtime)
+    launched = find_launched_rank(SLURM)
+    assert where(launched) == (4, 7, 4, 7)
+    assert Path(launched.folder).is_relative_to(runtime)
 
 
 def test_steps_and_jobs_of_slurm_meet_in_folders_of_their_own() -> None:
-    variants = ({}, {"SLURM_STEP_ID": "3"}, {"SLURM_JOB_ID": "78"})
+    variants: tuple[dict[str, str], ...] = ({}, {"SLURM_STEP_ID": "3"}, {"SLURM_JOB_ID": "78"})
     assert len({find_launched_rank({**SLURM, **change}).folder for change in variants}) == 3
 
 
@@ -201,8 +201,8 @@ def test_a_slurm_step_on_several_hosts_needs_a_master() -> None:
     spread = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}
     with pytest.raises(ConfigError, match="several hosts"):
         find_launched_rank(spread)
-    place = find_launched_rank({**spread, **MASTER})
-    assert (place.rank, place.size, place.local_rank, place.master) == (4, 7, 1, ("10.1.2.3", 4000))
+    launched = find_launched_rank({**spread, **MASTER})
+    assert (launched.rank, launched.size, launched.local_rank, launched.master) == (4, 7, 1, ("10.1.2.3", 4000))
 
 
 @pytest.mark.parametrize(
@@ -346,9 +346,9 @@ def test_a_run_on_several_hosts_is_refused_without_a_secret_unless_clear_text_is
 
 
 def test_a_master_address_that_is_not_of_this_machine_is_refused_by_rank_0() -> None:
-    place = find_launched_rank({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "4000"})
+    launched = find_launched_rank({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "4000"})
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1, port 4001"):
-        join_at(place, GroupConfig(insecure=True))
+        join_at(launched, GroupConfig(insecure=True))
 
 
 def test_a_temporary_folder_with_a_long_path_is_refused_by_name(

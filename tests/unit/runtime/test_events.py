@@ -91,7 +91,7 @@ def test_listeners_have_heard_everything_when_the_run_is_left(path: Path) -> Non
         heard.append(event)
 
     events.listen(listen)
-    told = [Event("lost", 1.5, 0, number, (number,), ("somebody",)) for number in range(3)]
+    told = [Event("lost", 1.5, 0, number, (number,), ("a host",)) for number in range(3)]
     for event in told:
         events.add(event)
     events.close()

@@ -62,7 +62,7 @@ def test_exceptions_that_covey_caught_on_the_way_are_left_out_and_documented_cau
 def test_what_the_user_caught_before_is_still_shown() -> None:
     def uncaught() -> None:
         try:
-            {}["mine"]
+            dict[str, int]()["mine"]
         except KeyError:
             covey.join(lanes="pigeons")
 

@@ -105,7 +105,7 @@ def test_a_work_can_be_awaited_before_and_after_its_end_and_by_several() -> None
     asyncio.run(main())
 
 
-def test_a_work_that_ends_after_its_await_was_cancelled_or_its_loop_was_closed_disturbs_nobody() -> None:
+def test_a_work_that_ends_after_its_await_was_cancelled_or_its_loop_was_closed_raises_nothing() -> None:
     work: Work[int] = Work("count")
 
     async def main(*, linger: bool) -> None:

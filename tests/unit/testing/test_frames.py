@@ -45,11 +45,12 @@ def test_only_the_first_frame_of_a_connection_dials(version: int) -> None:
 
 @pytest.mark.parametrize("version", [4, 6])
 def test_resets_carry_the_number_each_end_expects(version: int) -> None:
-    frame = _build(Segment(*ENDS[version], 2**32 - 2, 0, ACK, b"abcde"), to=THERE, sender=HERE)
-    frame = bytearray(frame)
+    frame = bytearray(_build(Segment(*ENDS[version], 2**32 - 2, 0, ACK, b"abcde"), to=THERE, sender=HERE))
     at = 42 if version == 4 else 62
     frame[at : at + 4] = (900).to_bytes(4)  # what the sender has heard of the other
-    onward, back = map(parse_segment, forge_resets(bytes(frame)))
+    resets = forge_resets(bytes(frame))
+    assert resets is not None
+    onward, back = map(parse_segment, resets)
     assert onward == Segment(*ENDS[version], 3, 0, RST, b"")
     assert back == Segment(*ENDS[version][2:], *ENDS[version][:2], 900, 0, RST, b"")
 
@@ -60,7 +61,7 @@ def test_only_ip_version_6_keeps_the_multicast_that_it_cannot_do_without() -> No
 
     assert is_stoppable_multicast(bytes.fromhex("01005e0000fb") + HERE + IPV4 + bytes(40))
     assert is_stoppable_multicast(bytes.fromhex("3333000000fb") + HERE + IPV6 + bytes(60))
-    assert is_stoppable_multicast(icmp("333300000001", 128))  # a ping to everybody
+    assert is_stoppable_multicast(icmp("333300000001", 128))  # a ping to every host
     assert not is_stoppable_multicast(icmp("333300000001", 134))
     assert not is_stoppable_multicast(icmp("3333ff000002", 135))
     assert not is_stoppable_multicast(b"\xff" * 6 + HERE + b"\x08\x06" + bytes(28))

@@ -156,9 +156,9 @@ def test_pip_takes_only_files_whose_hashes_are_in_a_lock(tmp_path: Path, is_genu
         f"{lock.HEADER}p==1.0 \\\n    --hash=sha256:{'0' * 64} \\\n    --hash=sha256:{digest}\n"
     )
     env = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
-    pip = [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "--find-links", archive.parent]
-    checked = ["--require-hashes", "--no-deps", "--no-build-isolation", "--target", tmp_path / "out"]
-    command = [*pip, *checked, "-r", tmp_path / "lock"]
+    pip = [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "--find-links", str(archive.parent)]
+    checked = ["--require-hashes", "--no-deps", "--no-build-isolation", "--target", str(tmp_path / "out")]
+    command = [*pip, *checked, "-r", str(tmp_path / "lock")]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert ended.returncode != 0  # it is no archive
     assert ("DO NOT MATCH THE HASHES" in ended.stderr) is not is_genuine

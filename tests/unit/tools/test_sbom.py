@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from tools import lock, sbom
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +39,7 @@ def build_wheel(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def bill(wheel: Path) -> dict[str, Any]:
     """What `make sbom` writes."""
-    command = [sys.executable, "-m", "tools.sbom", wheel]
+    command = [sys.executable, "-m", "tools.sbom", str(wheel)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert ended.returncode == 0, ended.stderr
     written = Path(ended.stdout.strip())
@@ -93,7 +94,7 @@ def test_it_is_complete_by_what_is_installed(bill: dict[str, Any]) -> None:
     graph = {each["ref"]: each["dependsOn"] for each in bill["dependencies"]}
     own = {canonicalize_name(Requirement(text).name) for text in lock.of_project()} - {"hatchling"}
     assert graph[bill["metadata"]["component"]["bom-ref"]] == sorted(listed[name]["bom-ref"] for name in own)
-    found, waiting = set[str](), set(own)
+    found, waiting = set[str](), set[str](own)
     while waiting:
         name = waiting.pop()
         found.add(name)
@@ -120,7 +121,7 @@ def test_the_same_source_gives_the_same_wheel_and_bill(tmp_path: Path, monkeypat
 
 
 def test_a_version_that_is_not_locked_is_refused(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rich = lock.locked() | {"rich": (lock.Version("0.0.1"), frozenset({"0" * 64}))}
+    rich = lock.locked() | {"rich": (Version("0.0.1"), frozenset({"0" * 64}))}
     monkeypatch.setattr(sbom, "locked", lambda: rich)
     with pytest.raises(SystemExit, match=r"rich .* which requirements-dev\.lock does not have"):
         sbom.bill(wheel)

@@ -1,4 +1,4 @@
-"""Announcements: recognised by who holds the key, as they were made, telling everybody else nothing."""
+"""Announcements: nodes with the key recognise them as they were made; they tell other nodes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def encoded(properties: dict[bytes, bytes]) -> bytes:
 
 
 @given(keys, nonces, ports, ips)
-def test_who_holds_the_key_reads_what_was_announced(key: bytes, nonce: bytes, port: int, given_ips: list[str]) -> None:
+def test_a_node_that_holds_the_key_reads_what_was_announced(
+    key: bytes, nonce: bytes, port: int, given_ips: list[str]
+) -> None:
     text = encoded(beacon.make(key, nonce, port, given_ips))
     assert len(text) < 400
     said = beacon.read(key, beacon.split_txt(text))
@@ -39,7 +41,7 @@ def test_who_holds_the_key_reads_what_was_announced(key: bytes, nonce: bytes, po
 
 
 @given(keys, keys, nonces, ports)
-def test_with_another_key_it_is_somebody_elses(key: bytes, other: bytes, nonce: bytes, port: int) -> None:
+def test_with_another_key_it_belongs_to_another_cluster(key: bytes, other: bytes, nonce: bytes, port: int) -> None:
     said = beacon.read(other, dict(beacon.make(key, nonce, port, IPS)))
     assert said is not None
     assert said.is_ours == (key == other)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from covey.base.text import TEXT_LIMIT
-from covey.net.discovery import host_rendezvous as meeting
+from covey.net.discovery import host_rendezvous
 from covey.net.lanes import ring
-from covey.proto import health, matching, message, message_stream, views
+from covey.proto import health, message, message_link, message_stream, views
 from covey.proto import membership as agreement
 from covey.runtime.collectives import attempt as attempt
-from covey.runtime.links import handshake
+from covey.runtime.links import link
 from covey.runtime.members import lane_dialler
 from covey.runtime.members import store as stores
 from covey.wire import (
@@ -108,7 +108,7 @@ def test_what_messages_about_views_are_made_of_is_listed_with_its_fields() -> No
         assert documented_fields(rows[kind]) == fields_of(getattr(membership, kind)), kind
 
 
-def test_every_question_to_a_board_is_listed_with_its_tag_and_fields() -> None:
+def test_every_question_to_a_store_is_listed_with_its_tag_and_fields() -> None:
     known = by_name(store.Body)
     rows = table("Key-value stores", "tag")
     assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
@@ -201,7 +201,7 @@ NUMBERS = (
     f"{door.BOUND_BYTES} bytes B",
     f'"{door._LABEL.decode()}" C purpose B',
     f"both are limited to {frame.HANDSHAKE_LIMIT} bytes",
-    f"The handshake has {handshake.HANDSHAKE_SECONDS:.0f} s",
+    f"The handshake has {link.HANDSHAKE_SECONDS:.0f} s",
     f"A frame is a length ({frame.LENGTH.size} bytes) and a msgpack message (at most {frame.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",
@@ -219,8 +219,8 @@ NUMBERS = (
     f"Keys have up to {store.KEY_LIMIT} characters, values {store.VALUE_LIMIT >> 10} KiB, a message "
     f"{store.KEYS_LIMIT} keys and 1 MiB",
     f"carries a random id ({lane_dialler.LANE_BYTES} bytes) and a random secret ({lane_dialler.SECRET_BYTES} bytes)",
-    f"a token ({meeting.TOKEN_BYTES} random bytes that never travel)",
-    f"small frames in lots of {matching.ACK_BATCH >> 10} KiB",
+    f"a token ({host_rendezvous.TOKEN_BYTES} random bytes that never travel)",
+    f"small frames in lots of {message_link.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
     f"are repeated after {stores.ASK_AGAIN_SECONDS:.0f} s",
 )
@@ -231,7 +231,7 @@ def test_a_number_of_the_page_is_that_of_the_code(said: str) -> None:
     assert said in WORDS
 
 
-def test_a_board_has_a_number_of_so_many_bits_and_calls_are_so_many_runs() -> None:
+def test_a_store_has_a_number_of_so_many_bits_and_calls_are_so_many_runs() -> None:
     hints = typing.get_type_hints(messages.Posting, include_extras=True)
     assert f"Its number ({limit(hints['store'])} random bits)" in WORDS
     (meta,) = typing.get_args(typing.get_type_hints(messages.Calls, include_extras=True)["runs"])[1:]
@@ -260,7 +260,7 @@ def limit(kind: Any) -> int:
     """Return what a number must be below."""
     (meta,) = typing.get_args(kind)[1:]
     assert meta.lt & (meta.lt - 1) == 0
-    return meta.lt.bit_length() - 1  # type: ignore[no-any-return]
+    return meta.lt.bit_length() - 1
 
 
 def test_numbers_of_views_ballots_operations_and_generations_have_the_documented_limits() -> None:

@@ -1,4 +1,4 @@
-"""The door: who holds the key gets in, once, for what it came for; nobody else does."""
+"""The door: a dialler that holds the key gets in, once, for its purpose; no other does."""
 
 from __future__ import annotations
 

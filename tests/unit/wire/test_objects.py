@@ -146,7 +146,7 @@ RING.append(RING)
         ({1: datetime.date(2026, 1, 2)}, "date"),
         (2 + 1j, "complex"),
         (np.array(["a"]), "U1"),
-        (np.ma.masked_array([1, 2], [0, 1]), "MaskedArray"),
+        (np.ma.masked_array([1, 2], [False, True]), "MaskedArray"),
         ({Custom: 1}, "type"),
         (np.ones((1,) * 33), "33 dimensions"),
         (2**64, "ints"),

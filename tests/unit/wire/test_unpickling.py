@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy._core import multiarray
 
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.wire import objects
@@ -237,15 +238,15 @@ class Made:
 
 
 def unfilled(state: Any) -> Made:
-    return Made(np._core.multiarray._reconstruct, (np.ndarray, (0,), b"b"), state)
+    return Made(multiarray._reconstruct, (np.ndarray, (0,), b"b"), state)
 
 
 @pytest.mark.parametrize(
     "trick",
     [
         Made(np.ndarray, ((1 << 34,),)),
-        Made(np._core.multiarray._reconstruct, (np.ndarray, (1 << 34,), b"b")),
-        Made(np._core.multiarray.scalar, (np.dtype("V2000000000"),)),
+        Made(multiarray._reconstruct, (np.ndarray, (1 << 34,), b"b")),
+        Made(multiarray.scalar, (np.dtype("V2000000000"),)),
         unfilled((1, (1_000_000,), np.dtype("O"), False, [1])),  # numpy would read a million objects, and crash
         unfilled((1, (2,), np.dtype("O"), False, (1, 2))),
         unfilled(((1_000_000,), np.dtype("O"), False, [1])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 import numpy as np
 
@@ -149,6 +149,12 @@ class Group(Reductions, Moves, Messages):
             MismatchError: ranks passed different names, shapes or dtypes; the message says the first difference.
         """
         gradients.sync(self, grads, op, bucket_bytes, timeout)
+
+    @overload
+    def split(self, color: int, key: int | None = None, *, timeout: float | None = None) -> Group: ...
+
+    @overload
+    def split(self, color: int | None, key: int | None = None, *, timeout: float | None = None) -> Group | None: ...
 
     def split(self, color: int | None, key: int | None = None, *, timeout: float | None = None) -> Group | None:
         """Return a new group of all ranks that passed the same `color`, ordered by `key`, then by rank.

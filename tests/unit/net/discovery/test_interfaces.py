@@ -237,7 +237,7 @@ def test_what_is_no_port_is_never_dialled(port: int) -> None:
     assert to_dial([ETH], at("192.168.1.9", port=port), same_host=True) == []
 
 
-def test_nobody_can_make_us_dial_without_end() -> None:
+def test_no_announcement_makes_a_node_dial_without_end() -> None:
     theirs = at(*(f"10.{i}.{j}.1" for i in range(20) for j in range(20)))
     assert len(to_dial([ETH], theirs, same_host=False)) == MOST_DIALLED
 

@@ -57,7 +57,7 @@ def test_only_another_call_at_the_same_place_is_a_contradiction() -> None:
     assert call_log.heard(3, 1, 1, REDUCE.fingerprint, REDUCE.text)
 
 
-def test_the_late_are_those_who_do_not_answer_or_else_those_furthest_behind() -> None:
+def test_the_late_are_the_ranks_that_do_not_answer_or_else_those_furthest_behind() -> None:
     call_log = CallLog()
     call_log.enter(5, BARRIER)
     ranks = range(4)

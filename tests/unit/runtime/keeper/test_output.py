@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from covey.runtime.keeper.output import LINE_LIMIT_BYTES, SILENCE, Cursor, OutputStream
 
 
-def two_voices() -> tuple[OutputStream, OutputStream]:
+def two_outputs() -> tuple[OutputStream, OutputStream]:
     cursor = Cursor()
     return OutputStream(0, cursor, coloured=False), OutputStream(1, cursor, coloured=False)
 
 
 def test_a_line_is_shown_when_it_is_finished() -> None:
-    first, second = two_voices()
+    first, second = two_outputs()
     assert first.feed(b"ab", now=5.0) == b""
     assert first.show_at == 5.0 + SILENCE
     assert second.feed(b"x\ny\n", now=5.1) == b"[1] x\n[1] y\n"
@@ -23,15 +23,15 @@ def test_a_line_is_shown_when_it_is_finished() -> None:
     assert first.show_at is None
 
 
-def test_an_unfinished_line_goes_on_in_place_if_nobody_spoke_meanwhile() -> None:
-    first, _ = two_voices()
+def test_an_unfinished_line_goes_on_in_place_if_no_other_rank_wrote_meanwhile() -> None:
+    first, _ = two_outputs()
     first.feed(b"loading", now=0.0)
     assert first.flush() == b"[0] loading"
     assert first.feed(b"... done\nnext\n", now=1.0) == b"... done\n[0] next\n"
 
 
-def test_another_voice_never_ends_up_in_an_unfinished_line() -> None:
-    first, second = two_voices()
+def test_the_output_of_another_rank_never_ends_up_in_an_unfinished_line() -> None:
+    first, second = two_outputs()
     first.feed(b"loading", now=0.0)
     assert first.flush() == b"[0] loading"
     assert second.feed(b"hello\n", now=1.0) == b"\n[1] hello\n"
@@ -39,7 +39,7 @@ def test_another_voice_never_ends_up_in_an_unfinished_line() -> None:
 
 
 def test_a_progress_bar_keeps_its_prefix_when_it_is_redrawn() -> None:
-    first, second = two_voices()
+    first, second = two_outputs()
     assert first.feed(b"10%\r20%\r", now=0.0) == b"[0] 10%\r[0] 20%\r"
     assert first.feed(b"30%", now=0.1) == b""
     assert first.flush() == b"[0] 30%"
@@ -49,13 +49,13 @@ def test_a_progress_bar_keeps_its_prefix_when_it_is_redrawn() -> None:
 
 
 def test_a_carriage_return_before_a_newline_is_part_of_the_line_end() -> None:
-    first, _ = two_voices()
+    first, _ = two_outputs()
     assert first.feed(b"one\r\ntwo\r", now=0.0) == b"[0] one\r\n[0] two\r"
     assert first.feed(b"\nthree\n", now=0.1) == b"\n[0] three\n"
 
 
 def test_little_of_an_endless_line_is_held_back() -> None:
-    first, _ = two_voices()
+    first, _ = two_outputs()
     shown = sum(len(first.feed(b"x" * 1000, now=0.0)) for _ in range(1000))
     assert shown >= 1_000_000 - LINE_LIMIT_BYTES
 
@@ -67,7 +67,7 @@ SPEECH = st.lists(
 
 @given(SPEECH)
 def test_every_shown_line_has_one_speaker_and_nothing_is_lost(speech: list[tuple[int, bytes, bool]]) -> None:
-    streams = two_voices()
+    streams = two_outputs()
     shown = b""
     for rank, text, pause in speech:
         shown += streams[rank].feed(text, now=0.0)
@@ -78,6 +78,6 @@ def test_every_shown_line_has_one_speaker_and_nothing_is_lost(speech: list[tuple
     assert all(line.startswith((b"[0] ", b"[1] ")) and line.endswith(b"\n") for line in lines)
     for rank in range(2):
         prefix = b"[%d] " % rank
-        heard = b"".join(text for who, text, _ in speech if who == rank)
+        heard = b"".join(text for speaker, text, _ in speech if speaker == rank)
         said = b"".join(line.removeprefix(prefix) for line in lines if line.startswith(prefix))
         assert said.replace(b"\n", b"") == heard.replace(b"\n", b"")

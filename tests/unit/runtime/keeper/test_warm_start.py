@@ -64,7 +64,7 @@ def test_only_scripts_of_this_interpreter_are(tmp_path: Path) -> None:
     assert not is_of_use([sys.executable], 2, ALWAYS)
 
 
-def test_the_number_of_cores_decides_unless_somebody_does(tmp_path: Path) -> None:
+def test_the_number_of_cores_decides_unless_the_environment_does(tmp_path: Path) -> None:
     argv, cores = words(tmp_path, "import covey"), len(os.sched_getaffinity(0))
     assert not is_of_use(argv, cores, {})
     assert is_of_use(argv, cores + 1, {"COVEY_WARM_START": ""})
@@ -72,7 +72,7 @@ def test_the_number_of_cores_decides_unless_somebody_does(tmp_path: Path) -> Non
     assert not is_of_use(argv, 1, ALWAYS)
 
 
-def test_who_watches_processes_begin_sees_all_of_them_do_so(tmp_path: Path) -> None:
+def test_watching_processes_begin_shows_all_of_them(tmp_path: Path) -> None:
     argv = words(tmp_path, "import covey")
     assert not is_of_use(argv, 2, {**ALWAYS, "PYTHONPROFILEIMPORTTIME": "1"})
     assert not is_of_use(argv, 2, {**ALWAYS, "COVERAGE_PROCESS_START": "x"})

@@ -38,7 +38,7 @@ def test_an_ipv6_source_is_its_network_of_64_bits() -> None:
     assert source_of("no address: at all") == "no address: at all"
 
 
-def test_who_proves_the_key_is_not_counted() -> None:
+def test_a_dialler_that_proves_the_key_is_not_counted() -> None:
     arrivals = SourceLimits()
     for _ in range(10 * int(TOTAL_BURST)):
         arrival = arrivals.come("10.0.0.1", 0.0, is_member=False)

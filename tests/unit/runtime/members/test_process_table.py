@@ -46,24 +46,24 @@ def test_this_very_process_is_busy_and_one_that_has_been_is_not(gone: int) -> No
 
 
 def test_a_process_that_got_the_number_of_another_is_not_taken_for_it() -> None:
-    ward = ProcessStatus(card(1).life, card(1).pid, 0.0)
-    ward._began = b"0"  # this process did not begin when the machine did
-    assert ward.look(1.0)
-    assert ward.state is Vouch.EXITED
+    status = ProcessStatus(card(1).life, card(1).pid, 0.0)
+    status._began = b"0"  # this process did not begin when the machine did
+    assert status.look(1.0)
+    assert status.state is Vouch.EXITED
 
 
 def test_a_process_is_lost_at_once_when_it_exited_and_after_a_moment_when_it_is_stopped(gone: int) -> None:
     assert ProcessStatus(card(1, gone).life, card(1, gone).pid, 5.0).is_lost(5.0)
-    ward = ProcessStatus(card(2).life, card(2).pid, 5.0)
-    assert not ward.is_lost(1e9)
-    ward.state = Vouch.STOPPED
-    assert not ward.is_lost(5.0 + STOPPED_SILENCE - 0.01)
-    assert ward.is_lost(5.0 + STOPPED_SILENCE)
-    assert ward.look(6.0)  # this process runs, or it could not look
-    assert (ward.state, ward.changed_at) == (Vouch.BUSY, 6.0)
+    status = ProcessStatus(card(2).life, card(2).pid, 5.0)
+    assert not status.is_lost(1e9)
+    status.state = Vouch.STOPPED
+    assert not status.is_lost(5.0 + STOPPED_SILENCE - 0.01)
+    assert status.is_lost(5.0 + STOPPED_SILENCE)
+    assert status.look(6.0)  # this process runs, or it could not look
+    assert (status.state, status.changed_at) == (Vouch.BUSY, 6.0)
 
 
-def test_who_exited_is_told_of_for_a_while_and_then_forgotten(gone: int) -> None:
+def test_a_process_that_exited_is_told_of_for_a_while_and_then_forgotten(gone: int) -> None:
     process_table = ProcessTable()
     process_table.watch(card(1), 0.0)
     process_table.watch(card(2, gone), 0.0)
@@ -95,9 +95,9 @@ def test_of_too_many_the_living_are_told_first_and_then_the_latest(gone: int) ->
 
 def test_a_process_whose_link_ended_is_looked_at_more_often_for_a_moment() -> None:
     process_table = ProcessTable()
-    ward = process_table.watch(card(1), 0.0)
+    status = process_table.watch(card(1), 0.0)
     assert process_table.look_again_in(0.0) == LOOK_EVERY
-    process_table.watch_closely(ward, 0.0)
+    process_table.watch_closely(status, 0.0)
     assert process_table.look_again_in(0.9) == LOOK_CLOSELY_EVERY
     assert process_table.look_again_in(1.1) == LOOK_EVERY
 
@@ -113,35 +113,35 @@ def test_a_process_is_not_taken_to_be_dead_because_the_kernel_cannot_be_asked(mo
         patched.setattr("builtins.open", refuse)
         patched.setattr(os, "kill", refuse)
         late = ProcessStatus(b"late", os.getpid(), 0.0)
-        for ward in (known, late):
-            assert ward.look(1.0) is False
-            assert ward.state is Vouch.BUSY
-    for ward in (known, late):
-        assert ward.look(2.0) is False
-        assert ward.state is Vouch.BUSY
+        for status in (known, late):
+            assert status.look(1.0) is False
+            assert status.state is Vouch.BUSY
+    for status in (known, late):
+        assert status.look(2.0) is False
+        assert status.state is Vouch.BUSY
 
 
 def test_a_process_that_ended_while_the_kernel_could_not_be_asked_is_noticed_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process_table_module, "_state", lambda _pid: None)
-    ward = ProcessStatus(b"life", 1, 0.0)
-    assert ward.state is Vouch.BUSY
+    status = ProcessStatus(b"life", 1, 0.0)
+    states = [status.state]
     monkeypatch.setattr(process_table_module, "_state", lambda _pid: ("", None))
-    assert ward.look(1.0) is True
-    assert ward.state is Vouch.EXITED
+    assert status.look(1.0) is True
+    assert [*states, status.state] == [Vouch.BUSY, Vouch.EXITED]
 
 
 def test_time_in_which_the_keeper_stood_still_too_is_not_time_that_a_process_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process_table = ProcessTable()
-    ward = process_table.watch(card(1), 10.0)
+    status = process_table.watch(card(1), 10.0)
     process_table.look(10.0)
-    monkeypatch.setattr(process_table_module, "_state", lambda _pid: ("T", ward._began))
+    monkeypatch.setattr(process_table_module, "_state", lambda _pid: ("T", status._began))
     process_table.look(10.1)
-    assert ward.state is Vouch.STOPPED
+    assert status.state is Vouch.STOPPED
     process_table.look(70.1)
-    assert not ward.is_lost(70.1), "the keeper was stopped for a minute as well"
+    assert not status.is_lost(70.1), "the keeper was stopped for a minute as well"
     process_table.look(70.2)
-    assert ward.is_lost(70.2 + STOPPED_SILENCE)
+    assert status.is_lost(70.2 + STOPPED_SILENCE)

@@ -1,4 +1,4 @@
-"""Room for visitors: a few links of each key, so many in all; keepers that somebody named are not displaced."""
+"""Room for visitors: a few links of each key, so many in all; keepers that a node named are not displaced."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_however_many_keys_come_there_are_so_many_and_the_one_that_asked_last_st
     assert left == guests[1 : 1 + len(left)]
 
 
-def test_a_keeper_that_somebody_named_is_not_displaced_and_one_that_nobody_named_is() -> None:
+def test_a_keeper_that_a_node_named_is_not_displaced_and_one_that_no_node_named_is() -> None:
     room = visitors()
     keeper, pretender = remote(NAMED, "keeper"), remote(b"pretender", "keeper")
     left = take(room, keeper) + take(room, pretender)
