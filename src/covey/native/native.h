@@ -99,7 +99,7 @@ struct reduction {
     numpy_loop *combine, *divide; /* `divide` is NULL unless this is a mean */
     void *combine_data, *divide_data;
     uint8_t divisor[MOST_ITEM_BYTES] __attribute__((aligned(16))); /* of a mean by numpy's loops, as an element */
-    bool is_half, is_bfloat16;
+    bool is_half, is_bfloat16, keeps_left;
     enum half_op half_op;
 };
 int reduction_init(struct reduction *reduction, PyObject *args);
