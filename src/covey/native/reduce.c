@@ -166,7 +166,7 @@ void combine(const struct reduction *reduction, const uint8_t *left, const uint8
         enum half_op op = reduction->half_op == HALF_MEAN && !divides ? HALF_SUM : reduction->half_op;
         bool selects = op == HALF_MIN || op == HALF_MAX;
         /* The loops keep the right one of two nans, and otherwise it is all the same to them which operand is which. */
-        bool swaps = !selects && (op == HALF_MEAN || reduction->keeps_left);
+        bool swaps = !selects && reduction->keeps_left;
         chosen(reduction->is_bfloat16, op, (const uint16_t *)(swaps ? right : left), (const uint16_t *)(swaps ? left : right),
                (uint16_t *)out, count, (float)contributors, reduction->keeps_left);
         return;
