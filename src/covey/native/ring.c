@@ -228,7 +228,7 @@ int ring_init(struct lane *lane, PyObject *args)
         return -1;
     if (PyObject_GetBuffer(memory, &lane->memory, PyBUF_WRITABLE) < 0)
         return -1;
-    if (capacity <= 0 || capacity % LINE_BYTES || lane->memory.len < CONTROL_BYTES + 2 * capacity ||
+    if (capacity <= 0 || capacity % LINE_BYTES || capacity > (lane->memory.len - CONTROL_BYTES) / 2 ||
         (uintptr_t)lane->memory.buf % sizeof(uint64_t)) {
         PyErr_SetString(PyExc_ValueError, "the memory is too small for two rings of this capacity, or not aligned");
         return -1;
