@@ -20,8 +20,12 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "src/covey/native"
 EXTENSION = ROOT / "src/covey/_native.abi3.so"
-FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
-"""No fast-math: the bits of a result do not depend on how it was compiled."""
+FLAGS = (
+    *("-O3", "-std=c11", "-D_GNU_SOURCE", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math"),
+    *("-Wall", "-Wextra"),
+)
+"""No fast-math: the bits of a result do not depend on how it was compiled. That no operation traps lets gcc vectorise
+selections; it changes no result."""
 LINK_FLAGS = ("-bundle", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared",)
 
 

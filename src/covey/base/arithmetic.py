@@ -43,7 +43,15 @@ class Reduction(NamedTuple):
     def average(self, left: Array, right: Array, out: Array, contributors: int) -> None:
         """Combine the last two arrays of a mean, and divide; half precision is rounded once, after both."""
         if out.itemsize == 2:
-            out[...] = (left.astype(np.float32) + right.astype(np.float32)) / np.float32(contributors)
+            total = left.astype(np.float32)
+            total += right.astype(np.float32)
+            nans = np.isnan(total)
+            # Which of two nans numpy keeps depends on the position when it adds float32, but not with half precision.
+            kept = self.combine(left[nans], right[nans]) if nans.any() else None
+            total /= np.float32(contributors)
+            out[...] = total
+            if kept is not None:
+                out[nans] = kept
         elif out.size == 1:
             out[...] = self.combine(left, right) / contributors
         else:

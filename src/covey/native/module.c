@@ -158,6 +158,13 @@ static PyObject *new_runner(PyTypeObject *type, PyObject *args, PyObject *unused
 
 void runner_finish(struct runner *runner)
 {
+    if (runner->plan_object != NULL && runner->is_sending) {
+        const struct send_move *send = &((const struct plan *)runner->plan_object)->sends[runner->sent];
+        struct lane *lane = (struct lane *)runner->lane_objects[send->peer];
+        if (lane != NULL)
+            lane->functions->cancel(lane);
+        runner->is_sending = false;
+    }
     for (int32_t index = 0; index < runner->buffer_count; index++)
         PyBuffer_Release(&runner->buffers[index]);
     runner->buffer_count = 0;
@@ -186,19 +193,20 @@ static void free_runner(PyObject *self)
     destroy(self);
 }
 
-/* set_lane(slot, lane, wake_fd) */
+/* set_lane(slot, lane, wake_fd, has_idle_core) */
 static PyObject *runner_set_lane(PyObject *self, PyObject *args)
 {
     struct runner *runner = (struct runner *)self;
-    int slot, wake_fd;
+    int slot, wake_fd, has_idle_core;
     PyObject *lane;
-    if (!PyArg_ParseTuple(args, "iOi", &slot, &lane, &wake_fd))
+    if (!PyArg_ParseTuple(args, "iOip", &slot, &lane, &wake_fd, &has_idle_core))
         return NULL;
     bool is_lane = false;
     for (size_t index = 0; index < 3; index++)
         is_lane |= (PyObject *)Py_TYPE(lane) == lane_types[index];
     if (slot < 0 || slot >= runner->size || !is_lane)
         return PyErr_Format(PyExc_ValueError, "no lane to a slot of this attempt");
+    ((struct lane *)lane)->has_idle_core = has_idle_core;
     Py_INCREF(lane);
     Py_XDECREF(runner->lane_objects[slot]);
     runner->lane_objects[slot] = lane;
@@ -466,7 +474,7 @@ static PyMethodDef undo_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyMethodDef runner_methods[] = {
-    {"set_lane", runner_set_lane, METH_VARARGS, "set_lane(slot, lane, wake_fd)"},
+    {"set_lane", runner_set_lane, METH_VARARGS, "set_lane(slot, lane, wake_fd, has_idle_core)"},
     {"forget_lanes", runner_forget, METH_NOARGS, "Forget all lanes."},
     {"start", runner_start, METH_VARARGS, "Start an operation, and run until there is a reason to return."},
     {"resume", runner_resume, METH_O, "Go on for up to so many idle nanoseconds."},

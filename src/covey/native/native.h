@@ -74,6 +74,8 @@ struct lane_functions {
     void (*unpark)(struct lane *lane);
     /* Copies the next header that has arrived, if all of it is here; the lane may not be received from afterwards. */
     bool (*peek)(struct lane *lane, uint8_t header[HEADER_BYTES]);
+    /* Ends a transfer on its way out that is given up: nothing reads its payload from now on. */
+    void (*cancel)(struct lane *lane);
     void (*close)(struct lane *lane);    /* forgets the descriptors, which their owner closes next */
     void (*release)(struct lane *lane);  /* frees what the lane allocated */
 };
@@ -82,8 +84,19 @@ struct lane {
     const struct lane_functions *functions;
     Py_buffer memory;       /* of a ring: the shared memory; else empty */
     int64_t spin_bytes;     /* transfers up to this are worth spinning for */
+    bool has_idle_core;     /* a helper thread may seal what goes out */
     char trouble[TROUBLE_BYTES];
 };
+
+/* Moves what can be moved of a transfer; if nothing can, adds the descriptors to poll, and counts them in *count. */
+typedef enum outcome helper_step(struct lane *lane, struct outgoing *out, struct pollfd *polls, int *count);
+struct helper;
+struct helper *helper_start(struct lane *lane, helper_step *step);
+void helper_post(struct helper *helper, struct outgoing *out);
+bool helper_result(struct helper *helper, enum outcome *outcome);
+int helper_fd(const struct helper *helper);
+void helper_cancel(struct helper *helper);
+void helper_end(struct helper *helper);
 
 enum outcome lane_ended(struct lane *lane, const char *what);
 enum outcome lane_failed(struct lane *lane, int error);
@@ -99,7 +112,7 @@ struct reduction {
     numpy_loop *combine, *divide; /* `divide` is NULL unless this is a mean */
     void *combine_data, *divide_data;
     uint8_t divisor[MOST_ITEM_BYTES] __attribute__((aligned(16))); /* of a mean by numpy's loops, as an element */
-    bool is_half, is_bfloat16;
+    bool is_half, is_bfloat16, keeps_left;
     enum half_op half_op;
 };
 int reduction_init(PyObject *self, PyObject *args);

@@ -1,6 +1,7 @@
 /* Reductions. For most dtypes these are numpy's own inner loops, so the bits are those of the Python executor in every
  * case, and numpy chooses the instructions. Only float16 and bfloat16 have loops of their own, at memory speed; they
- * combine in float32 and round once, to the nearest even value, as numpy and ml_dtypes do.
+ * combine in float32 and round once, to the nearest even value, as numpy and ml_dtypes do. Minima and maxima are selected,
+ * not rounded: the bits of a nan stay as they are.
  */
 #include "native.h"
 
@@ -112,6 +113,22 @@ AVX2 static inline void narrow_float16_f16c(const float *from, uint16_t *to)
 #include "half_loops.h"
 #undef TARGET
 #undef NAMED
+#undef WIDEN_FLOAT16
+#undef NARROW_FLOAT16
+
+/* With halves of a block, what one of them has stored could not be loaded as a whole before it is in the cache. */
+AVX512 static inline void widen_float16_avx512(const uint16_t *from, float *to)
+{
+    _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)));
+}
+
+AVX512 static inline void narrow_float16_avx512(const float *from, uint16_t *to)
+{
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+}
+
+#define WIDEN_FLOAT16 widen_float16_avx512
+#define NARROW_FLOAT16 narrow_float16_avx512
 #define TARGET AVX512
 #define NAMED(name) name##_avx512
 #include "half_loops.h"
@@ -120,7 +137,7 @@ AVX2 static inline void narrow_float16_f16c(const float *from, uint16_t *to)
 #endif
 
 typedef void half_loops(bool is_bfloat16, enum half_op op, const uint16_t *left, const uint16_t *right, uint16_t *out,
-                        int64_t count, float divisor);
+                        int64_t count, float divisor, bool keeps_left);
 
 static half_loops *chosen_loops(void)
 {
@@ -147,8 +164,11 @@ void combine(const struct reduction *reduction, const uint8_t *left, const uint8
             atomic_store_explicit(&loops, chosen, memory_order_relaxed);
         }
         enum half_op op = reduction->half_op == HALF_MEAN && !divides ? HALF_SUM : reduction->half_op;
-        chosen(reduction->is_bfloat16, op, (const uint16_t *)left, (const uint16_t *)right, (uint16_t *)out, count,
-               (float)contributors);
+        bool selects = op == HALF_MIN || op == HALF_MAX;
+        /* The loops keep the right one of two nans, and otherwise it is all the same to them which operand is which. */
+        bool swaps = !selects && reduction->keeps_left;
+        chosen(reduction->is_bfloat16, op, (const uint16_t *)(swaps ? right : left), (const uint16_t *)(swaps ? left : right),
+               (uint16_t *)out, count, (float)contributors, reduction->keeps_left);
         return;
     }
     intptr_t step = (intptr_t)reduction->itemsize, dimensions = (intptr_t)count;
@@ -197,13 +217,14 @@ static bool find_loop(PyObject *object, int type, numpy_loop **loop, void **data
 }
 
 /* Reduction(itemsize, type number, combine, divide or None, divisor) of numpy's loops;
- * Reduction(is_bfloat16, op) of our own. */
+ * Reduction(is_bfloat16, op, keeps_left) of our own, where the last says which operand the reference keeps of two nans, or
+ * of two zeros with different signs if it selects. */
 int reduction_init(PyObject *self, PyObject *args)
 {
     struct reduction *reduction = (struct reduction *)self;
-    if (PyTuple_Size(args) == 2) {
-        int is_bfloat16, op;
-        if (!PyArg_ParseTuple(args, "pi", &is_bfloat16, &op))
+    if (PyTuple_Size(args) == 3) {
+        int is_bfloat16, op, keeps_left;
+        if (!PyArg_ParseTuple(args, "pip", &is_bfloat16, &op, &keeps_left))
             return -1;
         if (op < 0 || op >= HALF_OPS) {
             PyErr_SetString(PyExc_ValueError, "no such operation");
@@ -213,6 +234,7 @@ int reduction_init(PyObject *self, PyObject *args)
         reduction->is_half = true;
         reduction->is_bfloat16 = is_bfloat16;
         reduction->half_op = (enum half_op)op;
+        reduction->keeps_left = keeps_left;
         return 0;
     }
     long long itemsize;

@@ -197,12 +197,14 @@ static bool ring_peek(struct lane *lane, uint8_t header[HEADER_BYTES])
     return true;
 }
 
+static void ring_cancel(struct lane *lane) { (void)lane; }
+
 static void ring_close(struct lane *lane) { ((struct ring_lane *)lane)->doorbell = -1; }
 
 static void ring_release(struct lane *lane) { (void)lane; }
 
 static const struct lane_functions ring_functions = {
-    ring_transmit, ring_receive, ring_park, ring_unpark, ring_peek, ring_close, ring_release,
+    ring_transmit, ring_receive, ring_park, ring_unpark, ring_peek, ring_cancel, ring_close, ring_release,
 };
 
 static struct ring_end end_of(uint8_t *memory, uint64_t capacity, int index)
@@ -229,7 +231,7 @@ int ring_init(PyObject *self, PyObject *args)
         return -1;
     if (PyObject_GetBuffer(memory, &lane->memory, PyBUF_WRITABLE) < 0)
         return -1;
-    if (capacity <= 0 || capacity % LINE_BYTES || lane->memory.len < CONTROL_BYTES + 2 * capacity ||
+    if (capacity <= 0 || capacity % LINE_BYTES || capacity > (lane->memory.len - CONTROL_BYTES) / 2 ||
         (uintptr_t)lane->memory.buf % sizeof(uint64_t)) {
         PyErr_SetString(PyExc_ValueError, "the memory is too small for two rings of this capacity, or not aligned");
         return -1;

@@ -32,6 +32,7 @@ enum {
     OUT_BYTES = CHUNK_BYTES + FIRST_BYTES + 2 * OVERHEAD_BYTES,
     IN_BYTES = 1 << 18,
     SPIN_BYTES = 1 << 17,
+    HELPED_BYTES = 1 << 17, /* transfers of this size are worth waking another thread for */
     REKEY_RECORDS = 1 << 24,
     GET_TAG = 0x10, /* of EVP_CIPHER_CTX_ctrl */
     SET_TAG = 0x11,
@@ -162,6 +163,9 @@ struct sealed_lane {
     int64_t assigned;            /* payload bytes of the transfer that are in records */
     uint8_t first_out[FIRST_BYTES], first_in[FIRST_BYTES];
     uint8_t *scratch;            /* RECORD_LIMIT bytes of a record that will be reduced */
+    struct helper *helper;       /* NULL until a large transfer finds an idle core */
+    bool is_helped;              /* the helper has the current transfer */
+    char out_trouble[TROUBLE_BYTES];
 };
 
 const size_t sealed_size = sizeof(struct sealed_lane);
@@ -252,23 +256,30 @@ static bool has_room(const struct pipe *pipe)
     return !pipe->plain_left && !pipe->out_start && pipe->out_end <= FIRST_BYTES + OVERHEAD_BYTES;
 }
 
-static enum outcome sealed_transmit(struct lane *lane, struct outgoing *out)
+/* Seals and sends what the kernel takes. On the thread of the operation, or on the helper's. */
+/* Notes why nothing more can be sent. The other half of the lane may be in use on another thread, with its own trouble. */
+static enum outcome cannot_send(struct sealed_lane *sealed, const char *what)
 {
-    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    PyOS_snprintf(sealed->out_trouble, TROUBLE_BYTES, "%s", what);
+    return ENDED;
+}
+
+static enum outcome send_more(struct sealed_lane *sealed, struct outgoing *out)
+{
     enum outcome outcome = IDLE;
     bool is_on_its_way = false;
     while ((!sealed->has_begun || sealed->assigned < out->nbytes) && has_room(&sealed->pipes[sealed->out_turn]))
         if (!assign_record(sealed, out))
-            return lane_ended(lane, "libcrypto could not seal a record");
+            return cannot_send(sealed, "libcrypto could not seal a record");
     for (int32_t index = 0; index < sealed->pipe_count; index++) {
         struct pipe *pipe = &sealed->pipes[index];
         if (pipe->plain_left && !pipe->out_end && !seal_more(pipe))
-            return lane_ended(lane, "libcrypto could not seal a record");
+            return cannot_send(sealed, "libcrypto could not seal a record");
         if (pipe->out_end) {
             ssize_t taken = send(pipe->fd, pipe->out + pipe->out_start, (size_t)(pipe->out_end - pipe->out_start),
                                  MSG_NOSIGNAL | MSG_DONTWAIT);
-            if (taken < 0 && could_not(lane, errno) == ENDED)
-                return ENDED;
+            if (taken < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+                return cannot_send(sealed, strerror(errno));
             if (taken > 0) {
                 outcome = MOVED;
                 pipe->out_start += taken;
@@ -283,6 +294,46 @@ static enum outcome sealed_transmit(struct lane *lane, struct outgoing *out)
         sealed->has_begun = false;
     }
     return outcome;
+}
+
+static enum outcome helped_step(struct lane *lane, struct outgoing *out, struct pollfd *polls, int *count)
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    enum outcome outcome = send_more(sealed, out);
+    for (int32_t index = 0; outcome == IDLE && index < sealed->pipe_count; index++)
+        if (sealed->pipes[index].out_end)
+            polls[*count - 1] = (struct pollfd){.fd = sealed->pipes[index].fd, .events = POLLOUT}, ++*count;
+    return outcome;
+}
+
+static enum outcome sealed_transmit(struct lane *lane, struct outgoing *out)
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    enum outcome outcome;
+    if (sealed->is_helped) {
+        if (!helper_result(sealed->helper, &outcome))
+            return IDLE;
+        sealed->is_helped = false;
+    } else {
+        bool is_large = out->nbytes >= HELPED_BYTES && out->sent < 0 && !sealed->has_begun;
+        if (is_large && lane->has_idle_core && sealed->helper == NULL)
+            sealed->helper = helper_start(lane, helped_step);
+        if (is_large && lane->has_idle_core && sealed->helper != NULL) {
+            sealed->is_helped = true;
+            helper_post(sealed->helper, out);
+            return IDLE;
+        }
+        outcome = send_more(sealed, out);
+    }
+    return outcome == ENDED ? lane_ended(lane, sealed->out_trouble) : outcome;
+}
+
+static void sealed_cancel(struct lane *lane)
+{
+    struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    if (sealed->is_helped)
+        helper_cancel(sealed->helper);
+    sealed->is_helped = false;
 }
 
 /* Opening */
@@ -450,7 +501,11 @@ static int sealed_park(struct lane *lane, struct pollfd *polls, bool sending, bo
 {
     struct sealed_lane *sealed = (struct sealed_lane *)lane;
     int count = 0;
-    if (sealed->pipe_count == 1) { /* one entry for both directions */
+    if (sending && sealed->is_helped) {
+        polls[count++] = (struct pollfd){.fd = helper_fd(sealed->helper), .events = POLLIN};
+        sending = false;
+    }
+    if (sealed->pipe_count == 1 && !count) { /* one entry for both directions */
         polls[0] = (struct pollfd){.fd = sealed->pipes[0].fd, .events = (sending ? POLLOUT : 0) | (receiving ? POLLIN : 0)};
         return 1;
     }
@@ -491,6 +546,8 @@ static void sealed_close(struct lane *lane)
 static void sealed_release(struct lane *lane)
 {
     struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    if (sealed->helper != NULL)
+        helper_end(sealed->helper);
     for (int32_t index = 0; index < sealed->pipe_count; index++) {
         struct pipe *pipe = &sealed->pipes[index];
         if (pipe->sealer.ctx != NULL)
@@ -507,7 +564,7 @@ static void sealed_release(struct lane *lane)
 }
 
 static const struct lane_functions sealed_functions = {
-    sealed_transmit, sealed_receive, sealed_park, sealed_unpark, sealed_peek, sealed_close, sealed_release,
+    sealed_transmit, sealed_receive, sealed_park, sealed_unpark, sealed_peek, sealed_cancel, sealed_close, sealed_release,
 };
 
 static bool key_init(struct keyed *keyed, const uint8_t *key, const uint8_t *scope, Py_ssize_t scope_bytes, bool seals)

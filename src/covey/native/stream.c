@@ -147,12 +147,14 @@ static bool stream_peek(struct lane *lane, uint8_t header[HEADER_BYTES])
     return recv(stream->fd, header, HEADER_BYTES, MSG_PEEK | MSG_DONTWAIT) == HEADER_BYTES;
 }
 
+static void stream_cancel(struct lane *lane) { (void)lane; }
+
 static void stream_close(struct lane *lane) { ((struct stream_lane *)lane)->fd = -1; }
 
 static void stream_release(struct lane *lane) { free(((struct stream_lane *)lane)->scratch); }
 
 static const struct lane_functions stream_functions = {
-    stream_transmit, stream_receive, stream_park, stream_unpark, stream_peek, stream_close, stream_release,
+    stream_transmit, stream_receive, stream_park, stream_unpark, stream_peek, stream_cancel, stream_close, stream_release,
 };
 
 /* Stream(fd) */

@@ -87,7 +87,8 @@ class Engine:
         self.quiet = contextvars.Context()
         """A context in which numpy does not warn about infinities and nans; cheaper to enter than np.errstate."""
         self.quiet.run(np.seterr, all="ignore")
-        self.may_spin = roster.has_core_each()
+        self.may_spin = roster.has_cores(1)
+        self.has_idle_core = roster.has_cores(2)
         self.is_native = node is not None and node.lanes.factory.is_native
         """Whether the compiled executor runs the plans."""
         self.operation = CurrentOperation(self)

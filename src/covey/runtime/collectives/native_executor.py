@@ -129,7 +129,7 @@ class NativeExecutor:
         peer, expected, header, trouble = runner.details()
         if reason == NEEDS_LANE:
             lane: Any = attempt.lane(peer)
-            runner.set_lane(peer, lane.native, attempt.wake_fd)
+            runner.set_lane(peer, lane.native, attempt.wake_fd, attempt.has_idle_core)
         elif reason == LANE_ENDED:
             attempt.lane_closed(peer, LaneClosedError(trouble))
         elif reason == WRONG_HEADER:
@@ -162,10 +162,17 @@ class NativeExecutor:
 def native_reduction(reduction: Reduction, dtype: np.dtype[Any], contributors: int) -> Any:
     """Return how the compiled executor combines arrays of `dtype`."""
     if dtype.itemsize == 2 and dtype.kind not in "iu":
-        return native().module.Reduction(dtype is BFLOAT16, _HALF_OPS[reduction.op])
+        return native().module.Reduction(dtype == BFLOAT16, _HALF_OPS[reduction.op], _keeps_left(reduction, dtype))
     divide = np.divide if reduction.divides else None
     divisor = np.array([contributors], np.float64 if dtype.kind == "b" else dtype).view(np.uint8)[: dtype.itemsize]
     return native().module.Reduction(dtype.itemsize, dtype.num, reduction.combine, divide, divisor.tobytes())
+
+
+def _keeps_left(reduction: Reduction, dtype: np.dtype[Any]) -> bool:
+    """Tell which of two nans the reference keeps, or of two zeros if it selects: numpy's compiler has decided that."""
+    magnitude = 0 if reduction.op in ("min", "max") else 0x7FFF  # a nan in float16 and in bfloat16
+    left, right = (np.full(2, sign | magnitude, np.uint16).view(dtype) for sign in (0, 0x8000))
+    return bool(reduction.combine(left, right).view(np.uint16)[0] < 0x8000)
 
 
 class Shortcut:

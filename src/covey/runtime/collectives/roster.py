@@ -72,9 +72,12 @@ class GroupRoster:
         assert self.node is not None
         return self.node.lanes.kind(self.seats[rank])
 
-    def has_core_each(self) -> bool:
-        """Tell whether every rank on this host can have a core of its own: then waiting ranks may spin."""
+    def has_cores(self, each: int) -> bool:
+        """Tell whether every rank on this host can have so many cores for itself.
+
+        With one, waiting ranks may spin; with two, a helper thread may encrypt.
+        """
         host = self.node.host if self.node is not None else ""
         here = 1 + sum(1 for peer in self.peers() if peer.contact is not None and peer.contact.host == host)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return here <= cores
+        return here * each <= cores

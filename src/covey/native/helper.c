@@ -1,0 +1,180 @@
+/* A helper thread that seals and sends large transfers, while the thread of the operation receives and opens others.
+ *
+ * It is started where an idle core exists, with the first large transfer of a lane, and sleeps in between. One transfer at a
+ * time: from `helper_post` until `helper_result` says that it is over, the helper alone uses the sending half of the lane
+ * and reads the payload. It takes no part in the interpreter: it never needs its lock, and all signals are blocked in it.
+ */
+#include "native.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+struct helper {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    bool has_job, is_over, is_ending; /* under the lock */
+    enum outcome outcome;             /* of the job that is over */
+    _Atomic int is_cancelled;
+    int cancel[2], done[2];           /* pipes: readable once the job is cancelled, and once it is over */
+    pid_t process;                    /* that started the thread: it does not exist in a forked child */
+    struct lane *lane;
+    struct outgoing *out;
+    helper_step *step;
+};
+
+static void ring(int fd)
+{
+    ssize_t ignored = write(fd, "", 1);
+    (void)ignored;
+}
+
+static void hush(int fd)
+{
+    char rung[16];
+    while (read(fd, rung, sizeof rung) > 0) {
+    }
+}
+
+/* Sends until the transfer is over, the lane has ended, or the job is cancelled. */
+static enum outcome do_job(struct helper *helper)
+{
+    while (!atomic_load(&helper->is_cancelled)) {
+        struct pollfd polls[1 + MOST_STREAMS];
+        int count = 1;
+        enum outcome outcome = helper->step(helper->lane, helper->out, polls + 1, &count);
+        if (outcome == ENDED || helper->out->sent == helper->out->nbytes)
+            return outcome;
+        if (outcome == IDLE) {
+            polls[0] = (struct pollfd){.fd = helper->cancel[0], .events = POLLIN};
+            poll(polls, (nfds_t)count, 1000);
+        }
+    }
+    return IDLE;
+}
+
+static void *work(void *argument)
+{
+    struct helper *helper = argument;
+    pthread_mutex_lock(&helper->lock);
+    for (;;) {
+        while (!helper->has_job && !helper->is_ending)
+            pthread_cond_wait(&helper->changed, &helper->lock);
+        if (helper->is_ending)
+            break;
+        pthread_mutex_unlock(&helper->lock);
+        enum outcome outcome = do_job(helper);
+        pthread_mutex_lock(&helper->lock);
+        helper->outcome = outcome;
+        helper->has_job = false;
+        helper->is_over = true;
+        ring(helper->done[1]);
+        pthread_cond_broadcast(&helper->changed);
+    }
+    pthread_mutex_unlock(&helper->lock);
+    return NULL;
+}
+
+static bool open_pipe(int ends[2])
+{
+    if (pipe(ends) < 0)
+        return false;
+    for (int index = 0; index < 2; index++) {
+        fcntl(ends[index], F_SETFD, FD_CLOEXEC);
+        fcntl(ends[index], F_SETFL, O_NONBLOCK);
+    }
+    return true;
+}
+
+static void close_pipe(int ends[2])
+{
+    for (int index = 0; index < 2; index++)
+        if (ends[index] >= 0)
+            close(ends[index]);
+}
+
+/* Starts a helper for a lane; NULL if the system has no thread or descriptors for it: the lane can do without. */
+struct helper *helper_start(struct lane *lane, helper_step *step)
+{
+    struct helper *helper = calloc(1, sizeof *helper);
+    sigset_t all, before;
+    if (helper == NULL)
+        return NULL;
+    helper->lane = lane;
+    helper->step = step;
+    helper->process = getpid();
+    helper->cancel[0] = helper->cancel[1] = helper->done[0] = helper->done[1] = -1;
+    pthread_mutex_init(&helper->lock, NULL);
+    pthread_cond_init(&helper->changed, NULL);
+    bool is_ready = open_pipe(helper->cancel) && open_pipe(helper->done);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    bool is_started = is_ready && pthread_create(&helper->thread, NULL, work, helper) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (is_started)
+        return helper;
+    close_pipe(helper->cancel);
+    close_pipe(helper->done);
+    free(helper);
+    return NULL;
+}
+
+void helper_post(struct helper *helper, struct outgoing *out)
+{
+    hush(helper->done[0]);
+    pthread_mutex_lock(&helper->lock);
+    helper->out = out;
+    helper->is_over = false;
+    helper->has_job = true;
+    pthread_cond_broadcast(&helper->changed);
+    pthread_mutex_unlock(&helper->lock);
+}
+
+/* Whether the job is over; then *outcome is MOVED or ENDED. */
+bool helper_result(struct helper *helper, enum outcome *outcome)
+{
+    pthread_mutex_lock(&helper->lock);
+    bool is_over = helper->is_over;
+    *outcome = helper->outcome == ENDED ? ENDED : MOVED;
+    pthread_mutex_unlock(&helper->lock);
+    return is_over;
+}
+
+int helper_fd(const struct helper *helper) { return helper->done[0]; }
+
+/* Ends the job, if there is one, and waits until the helper has let go of the payload. */
+void helper_cancel(struct helper *helper)
+{
+    if (helper->process != getpid())
+        return;
+    atomic_store(&helper->is_cancelled, 1);
+    ring(helper->cancel[1]);
+    pthread_mutex_lock(&helper->lock);
+    while (helper->has_job)
+        pthread_cond_wait(&helper->changed, &helper->lock);
+    pthread_mutex_unlock(&helper->lock);
+    hush(helper->cancel[0]);
+    atomic_store(&helper->is_cancelled, 0);
+}
+
+void helper_end(struct helper *helper)
+{
+    if (helper->process == getpid()) { /* in a forked child the thread does not exist, and the lock may be held for ever */
+        helper_cancel(helper);
+        pthread_mutex_lock(&helper->lock);
+        helper->is_ending = true;
+        pthread_cond_broadcast(&helper->changed);
+        pthread_mutex_unlock(&helper->lock);
+        pthread_join(helper->thread, NULL);
+        pthread_cond_destroy(&helper->changed);
+        pthread_mutex_destroy(&helper->lock);
+    }
+    close_pipe(helper->cancel);
+    close_pipe(helper->done);
+    free(helper);
+}
