@@ -154,7 +154,7 @@ def test_clear_text_cannot_be_forced_on_ranks_that_share_a_secret(hosts: Hosts, 
     ranks = [hosts.start(job, rank, COVEY_LANES="tcp", COVEY_SECRET=SECRET) for rank in range(4)]
     for rank, ended in enumerate(finish_all(ranks)):
         other = 2 if rank < 2 else 0
-        assert f"ConfigError: lanes='tcp' is clear text, and rank {other} is on another host" in ended.error
+        assert f"ConfigError: lanes='tcp' is not encrypted, and rank {other} is on another host" in ended.error
     assert job.left_behind() == []
 
 

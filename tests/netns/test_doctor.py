@@ -141,7 +141,7 @@ def test_a_one_way_firewall_is_noticed_and_the_side_that_has_it_named() -> None:
             assert {way["round_trip"] >= 0 for way in met["ways_back"]} == {not reaches_node}
             assert (said.code, list(said.findings)) == (0, ["one-way-firewall", "waiting-nodes"])
             where = "this machine" if reaches_node else f"{met['name']} ({lan.hosts[0].ip4})"
-            advice = f"open {PORTS_TO_OPEN} in the firewall of {where}:"
+            advice = f"allow {PORTS_TO_OPEN} in the firewall of {where}:"
             assert advice in said.findings["one-way-firewall"]["remedy"]
 
 
@@ -229,7 +229,7 @@ def test_a_seed_that_refuses_connections_is_a_machine_where_covey_is_to_be_start
         finding = said.findings["waiting-seed"]
         assert (said.code, next(iter(said.findings))) == (1, "waiting-seed")
         assert f"{seed}:47700: Connection refused" in finding["text"]
-        assert "Start covey run on it" in finding["remedy"]
+        assert "Start covey run on that machine" in finding["remedy"]
         assert "firewall" not in finding["remedy"]
         idle = see_doctor(lan.hosts[1], cluster, "--seeds", f"{seed}:47701")
         assert "firewall" not in idle.findings["seed-silent"]["remedy"]

@@ -145,7 +145,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{messages.CHARTER_LIMIT}; {messages.WAITING_LIMIT}",
         f"{frame.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
-        f"{early.LIMIT_BYTES >> 20} MiB of each",
+        f"{early.LIMIT_BYTES >> 20} MiB from each node",
         f"one in {acceptor.TOLD_SECONDS:.0f}, {problems.LOG_SECONDS:.0f}, {situation.NEXT_LOG_SECONDS:.0f} s",
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]

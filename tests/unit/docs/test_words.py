@@ -40,7 +40,6 @@ RETIRED = frozenset(
         "greeting",
         "kept",
         "history",
-        "kept",
         "knock",
         "ledger",
         "letter",
