@@ -75,7 +75,7 @@ def build(*extra: str) -> None:
         os.replace(output, EXTENSION)
 
 
-class NativeBuildHook(BuildHookInterface):
+class NativeBuildHook(BuildHookInterface[Any]):
     """Adds the extension to a wheel, if it can be built."""
 
     PLUGIN_NAME = "custom"
