@@ -41,7 +41,7 @@ def command(output: Path, *extra: str) -> list[str]:
     sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
     libraries = ["-ldl"] if sys.platform == "linux" else []
     return [
-        *shlex.split(compiler)[:1],
+        *shlex.split(compiler),
         *FLAGS,
         limited,
         f"-I{include}",

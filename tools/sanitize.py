@@ -83,7 +83,7 @@ def run(name: str, seeds: int, pytest_arguments: list[str]) -> int:
         }
         # A sanitizer keeps fixed addresses for its own tables, which a random layout may take.
         fixed = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "--timeout=600"]
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "--timeout=600", "--tb=short"]
         return subprocess.run(
             [*fixed, *pytest, *pytest_arguments, *sanitizer.tests], env=environment, cwd=ROOT
         ).returncode
