@@ -41,7 +41,7 @@ def command(output: Path, *extra: str) -> list[str]:
     sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
     libraries = ["-ldl"] if sys.platform == "linux" else []
     return [
-        *shlex.split(compiler)[:1],
+        *shlex.split(compiler),
         *FLAGS,
         limited,
         f"-I{include}",
@@ -75,7 +75,7 @@ def build(*extra: str) -> None:
         os.replace(output, EXTENSION)
 
 
-class NativeBuildHook(BuildHookInterface):
+class NativeBuildHook(BuildHookInterface[Any]):
     """Adds the extension to a wheel, if it can be built."""
 
     PLUGIN_NAME = "custom"

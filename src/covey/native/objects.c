@@ -121,6 +121,8 @@ void undo_release(struct undo *undo)
 
 /* Plans */
 
+enum { MOST_INDEX = 1 << 20 }; /* of a peer or a buffer */
+
 static bool read_moves(PyObject *moves, struct plan *plan, bool is_send, PyObject *saves)
 {
     Py_ssize_t count = PyTuple_Size(moves);
@@ -132,8 +134,8 @@ static bool read_moves(PyObject *moves, struct plan *plan, bool is_send, PyObjec
                               : PyArg_ParseTuple(move, "iiLLii", &peer, &buffer, &start, &stop, &action, &after);
         if (!is_read)
             return false;
-        if (peer < 0 || buffer < 0 || after < 0 || start < 0 || stop < start) {
-            PyErr_SetString(PyExc_ValueError, "a move has a negative number, or ends before it starts");
+        if (peer < 0 || peer > MOST_INDEX || buffer < 0 || buffer > MOST_INDEX || after < 0 || start < 0 || stop < start) {
+            PyErr_SetString(PyExc_ValueError, "a move has an impossible number, or ends before it starts");
             return false;
         }
         if (is_send)

@@ -25,7 +25,8 @@ class Operand(NamedTuple):
     code: int
     """The dtype code on the wire."""
     strided: Array | None = None
-    """The argument, if it is not contiguous: then `flat` is a copy that `load` fills and `store` copies back."""
+    """The argument, if it is not contiguous or not aligned: then `flat` is a copy that `load` fills and `store` copies
+    back."""
 
     @property
     def is_own(self) -> bool:
@@ -73,7 +74,8 @@ def readable(x: Any) -> Operand:
 
 def _operand(array: Array) -> Operand:
     code = dtype_code(array.dtype)
-    if array.flags.c_contiguous:
+    flags = array.flags
+    if flags.c_contiguous and flags.aligned:  # loops over elements may crash on memory that is not aligned
         return Operand(array if array.ndim == 1 else array.reshape(-1), array.shape, code)
     return Operand(np.empty(array.size, array.dtype), array.shape, code, array)
 

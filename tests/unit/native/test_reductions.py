@@ -176,21 +176,6 @@ def test_halves_are_rounded_to_the_nearest_even_value() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.itemsize > 1], ids=lambda dtype: dtype.name)
-def test_memory_that_is_not_aligned_gives_the_same_numbers(dtype: np.dtype[Any]) -> None:
-    for op in allowed(dtype):
-        for size in (1, 5, 100):
-            left, right = (np.full(size, fill, dtype) for fill in (5, 3))
-            room = np.zeros((2, (size + 1) * dtype.itemsize), np.uint8)
-            skewed = [row[1 : 1 + size * dtype.itemsize].view(dtype) for row in room]
-            skewed[0][...], skewed[1][...] = left, right
-            how = {"is_left": False, "divides": op == "mean", "contributors": 2}
-            in_python(op, left, right, **how)
-            compiled(op, skewed[0], skewed[1], **how)
-            assert skewed[0].tobytes() == left.tobytes(), (op, dtype, size)
-
-
-@needs_native
 def test_what_does_not_fit_together_is_refused() -> None:
     rule = native_reduction(reduction("sum", np.dtype(np.float32)), np.dtype(np.float32), 2)
     four, eight = np.zeros(4, np.uint8), np.zeros(8, np.uint8)

@@ -27,6 +27,19 @@ def test_a_contiguous_array_is_used_where_it_stands(dtype: np.dtype[Any], shape:
         assert (x == 1).all()
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize > 1], ids=lambda dtype: dtype.name)
+def test_an_array_that_is_not_aligned_is_copied_in_and_out(dtype: np.dtype[Any]) -> None:
+    room = np.zeros(1 + 5 * dtype.itemsize, np.uint8)
+    x = room[1:].view(dtype)
+    x[...] = np.arange(5)
+    operand = writable(x)
+    assert operand.load().flags.aligned
+    assert np.array_equal(operand.flat, np.arange(5).astype(dtype))
+    operand.flat[...] = 7
+    operand.store()
+    assert np.all(x == dtype.type(7))
+
+
 @pytest.mark.parametrize(
     "view",
     [lambda x: x.T, lambda x: x[::-1], lambda x: x[:, ::3], lambda x: x[1:3, 2:4], lambda x: x[:, None, 1]],
