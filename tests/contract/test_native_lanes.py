@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.contract import test_sealed_lanes as sealed
-from tests.contract.test_lanes import PATIENCE, End, carry_alone, whole_elements
+from tests.contract.test_lanes import PATIENCE, End, Reader, carry_alone, whole_elements
 from tests.support.compiled import needs_native
 from tests.support.native_ends import NativeEnd, OtherHeaderError, StoppedError, in_parallel, transfers
 
@@ -21,7 +21,7 @@ from covey.net.lanes.ring import RingLane, memory_bytes
 from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.stream import StreamLane
 from covey.wire.header import HEADER_BYTES, flagged
-from covey.wire.seal import DIALLER, NEXT_KEY, OVERHEAD_BYTES, RECORD_LIMIT, Sealer, lane_keys
+from covey.wire.seal import DIALLER, NEXT_KEY, OVERHEAD_BYTES, RECORD_LIMIT, REKEY_SECONDS, Sealer, lane_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -259,8 +259,8 @@ def test_a_lane_that_python_has_closed_cannot_move_and_does_not_crash(ends: cont
     pair = make(ends, (True, True))
     pair[0].close()
     pair[0].close()
-    for what in ((transfers([64 * MIB]), []), ([], transfers([5]))):
-        end = NativeEnd(pair[0], *what)
+    for sends, receives in ((transfers([64 * MIB]), []), ([], transfers([5]))):
+        end = NativeEnd(pair[0], sends, receives)
         ends.callback(end.close)
         with contextlib.suppress(LaneClosedError, AssertionError):
             end.advance(0.2)
@@ -327,7 +327,7 @@ def test_altered_records_end_the_lane_and_change_no_number(
         assert not receiver.received[differs[0] :].any(), "something was absorbed before it was verified"
     # The Python lane says the same about the same bytes.
     source, far = sealed.unix_pairs(ends, count)
-    readers = [sealed.Reader(each) for each in sent]
+    readers = [Reader(each) for each in sent]
     with pytest.raises(LaneClosedError) as python:
         sealed.feed(sealed.acceptor(ends, far), source, [b"".join(each) for each in records], readers)
     assert str(told.value) == str(python.value)
@@ -388,7 +388,7 @@ def test_keys_that_python_changes_are_followed(
     receiver = NativeEnd(sealed_end(ends, far, is_native=True, dialler=False), [], sent)
     ends.callback(receiver.close)
     for message in sent:
-        clock.now += 2 * sealed.REKEY_SECONDS
+        clock.now += 2 * REKEY_SECONDS
         end = End(sender, [message], [])
         while end.sending:
             end.send()

@@ -39,7 +39,12 @@ def wait_or_work(how: str) -> Any:
         if group.rank == 0:
             await_go()
             os._exit(0)
-        return attempt(lambda: (say("blocking"), group.all_reduce(x)))
+
+        def block() -> None:
+            say("blocking")
+            group.all_reduce(x)
+
+        return attempt(block)
 
     def work() -> None:
         while True:

@@ -69,7 +69,7 @@ def compare(op: str, mine: Array, piece: Array, contributors: int = 3) -> None:
     before = mine.copy()
     for is_left in (False, True):
         for divides in (False, True) if op == "mean" else (False,):
-            how = {"is_left": is_left, "divides": divides, "contributors": contributors}
+            how: dict[str, Any] = {"is_left": is_left, "divides": divides, "contributors": contributors}
             mine[...] = before
             in_python(op, mine, piece, **how)
             expected = mine.copy()
@@ -96,8 +96,8 @@ def specials(dtype: np.dtype[Any]) -> Array:
     if dtype.kind == "b":
         return np.array([False, True])
     if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        return np.array([0, 1, 2, 3, limits.max, limits.max - 1, limits.min, limits.min + 1, limits.max // 2], dtype)
+        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+        return np.array([0, 1, 2, 3, most, most - 1, least, least + 1, most // 2], dtype)
     if dtype.itemsize == 2:
         bits = np.array(HALF_BITS, np.uint16)
         return np.concatenate([bits, bits | 0x8000]).view(dtype)

@@ -186,7 +186,7 @@ class Shortcut:
             runner, engine.operation, call_log, call_log.slots, np.ndarray, spin_ns, YIELD_NS, int(STALL_SECONDS * 1e9)
         )
         self.run = self._made.run
-        """`run(x, op)` returns False if the call must go the long way, True if it has returned, or the call it began."""
+        """`run(x, op)` returns False if the call must go the long way, True if it has returned, or else the begun call."""
 
     @property
     def is_open(self) -> bool:
