@@ -406,7 +406,7 @@ static enum outcome open_more(struct sealed_lane *sealed, struct pipe *pipe, uin
 static enum outcome unexpected(struct sealed_lane *sealed, int64_t length, int64_t expected)
 {
     snprintf(sealed->base.trouble, TROUBLE_BYTES,
-             "the bytes were altered on the way: %lld bytes of payload where %lld belong", (long long)length,
+             "the bytes were altered on the way: %lld bytes of payload instead of %lld", (long long)length,
              (long long)expected);
     return ENDED;
 }
