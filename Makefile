@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check stress fuzz format docs cast lock wheel sbom clean
+.PHONY: demo test check stress fuzz sanitize format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -40,6 +40,12 @@ FUZZ_SECONDS ?= 600
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m covey.testing.fuzz --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m covey.testing.hostile --seconds $(FUZZ_SECONDS) --seeds 1000000
+
+# The tests of the compiled executor with random inputs, under AddressSanitizer and UndefinedBehaviorSanitizer, then
+# under ThreadSanitizer. Needs gcc.
+SANITIZE_SEEDS ?= 2000
+sanitize: $(VENV)/.dev
+	CC=gcc $(BIN)/python -m tools.sanitize address thread --seeds $(SANITIZE_SEEDS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -14,12 +14,12 @@ from tests.contract.test_lanes import PATIENCE, End, Reader, carry_alone, whole_
 from tests.support.compiled import needs_native
 from tests.support.native_ends import NativeEnd, OtherHeaderError, StoppedError, in_parallel, transfers
 
-from covey.base.native import native_crypto
 from covey.net.lanes import shm
 from covey.net.lanes.lane import SMALL_BYTES, LaneClosedError
 from covey.net.lanes.ring import RingLane, memory_bytes
 from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.stream import StreamLane
+from covey.net.native import native_crypto
 from covey.wire.header import HEADER_BYTES, flagged
 from covey.wire.seal import DIALLER, NEXT_KEY, OVERHEAD_BYTES, RECORD_LIMIT, REKEY_SECONDS, Sealer, lane_keys
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.base.dtypes import BFLOAT16
-from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
+from covey.net.native import native
 from covey.plan.moves import first_writes
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Shortcut:
             runner, engine.operation, call_log, call_log.slots, np.ndarray, spin_ns, YIELD_NS, int(STALL_SECONDS * 1e9)
         )
         self.run = self._made.run
-        """`run(x, op)` returns False if the call must go the long way, True if it has returned, or else the begun call."""
+        """`run(x, op)` returns False if the call must go the long way, True if it has returned, or the begun call."""
 
     @property
     def is_open(self) -> bool:
