@@ -125,14 +125,19 @@ def _version(asked: bool) -> None:
             version = metadata.version("covey")
         except metadata.PackageNotFoundError:  # run from its source folder
             from covey.base.version import __version__ as version
-        typer.echo(f"covey {version}")
+        from covey.net.native import describe_executor
+
+        typer.echo(f"covey {version}\nexecutor: {describe_executor()}")
         raise typer.Exit
 
 
 @app.callback()
 def covey(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version, and which executor moves the data."
+        ),
     ] = False,
     traceback: Annotated[
         bool,

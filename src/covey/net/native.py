@@ -22,11 +22,11 @@ class Native(NamedTuple):
 def native() -> Native:
     """Return the compiled executor of this process."""
     if os.environ.get("COVEY_NATIVE") == "0":
-        return Native(None, "COVEY_NATIVE=0")
+        return Native(None, "COVEY_NATIVE=0 is set")
     try:
         from covey import _native  # type: ignore[attr-defined,unused-ignore]
     except ImportError as error:
-        return Native(None, f"it was not built ({error})")
+        return Native(None, f"covey._native was not built ({error})")
     return Native(_native)
 
 
@@ -43,3 +43,12 @@ def native_crypto() -> str:
     except (ImportError, OSError) as error:
         return f"libcrypto was not found ({error})"
     return ""
+
+
+def describe_executor() -> str:
+    """Return which executor this process uses, as people read it."""
+    why_not = native().why_not
+    if why_not:
+        return f"Python, because {why_not}"
+    why_not = native_crypto()
+    return "compiled" + (f"; Python between hosts, because {why_not}" if why_not else "")

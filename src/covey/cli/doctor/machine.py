@@ -24,6 +24,7 @@ from covey.base.version import __version__
 from covey.cli.doctor.facts import Folder, Machine, PrivatePath, Setting
 from covey.net.keys import clusters
 from covey.net.keys.identity import node_name
+from covey.net.native import describe_executor
 from covey.runtime.environment import CLUSTER_JOIN_SECONDS, DEFAULT_MIN_SIZE
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ DEFAULTS: Final = {
     "COVEY_JOIN_TIMEOUT": f"{CLUSTER_JOIN_SECONDS:g}",
     "COVEY_PORT": f"first free of {settings.PORTS[0]}-{settings.PORTS[-1]}",
     "COVEY_DEBUG": "0",
+    "COVEY_NATIVE": "1",
 }
 """Defaults of variables that are not fields of `GroupConfig`. Variables not listed have no default."""
 GROUP_VARIABLES: Final = tuple(f"COVEY_{field.name.upper()}" for field in fields(GroupConfig))
@@ -91,7 +93,7 @@ def home_path(env: Mapping[str, str]) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    found = {"covey": __version__, "Python": platform.python_version()}
+    found = {"covey": __version__, "executor": describe_executor(), "Python": platform.python_version()}
     found["OpenSSL"] = ssl.OPENSSL_VERSION.removeprefix("OpenSSL ").split()[0]
     for package in ("cryptography", "zeroconf", "msgspec", "numpy"):
         found[package] = metadata.version(package)

@@ -57,6 +57,13 @@ CARRIERS: Final = frozenset(OPERATIONS.index(name) for name in ("all_reduce", "b
 """Operations in which every rank hears from every other, so that all know of a waiting change after the same one."""
 
 
+class LaneKinds(dict[int, str]):
+    """The kind of lane to each other rank, by rank."""
+
+    executor = "Python"
+    """What moves the data: "compiled", or "Python". `covey --version` says why."""
+
+
 class Engine:
     """The order and state of a group's operations on this rank. A group of one has no node and sends nothing.
 
@@ -198,12 +205,13 @@ class Engine:
         """Whether a thread is in `run`."""
         return self._is_issuing
 
-    def lane_kinds(self) -> dict[int, str]:
+    def lane_kinds(self) -> LaneKinds:
         """Return the kind of lane to each other rank: of the open lane, or of the one that would be opened."""
         opened = self.attempt.open_kinds()
-        return {
-            rank: opened.get(rank) or self.roster.lane_kind(rank) for rank in self.attempt.ranks if rank != self.rank
-        }
+        others = (rank for rank in self.attempt.ranks if rank != self.rank)
+        kinds = LaneKinds({rank: opened.get(rank) or self.roster.lane_kind(rank) for rank in others})
+        kinds.executor = "compiled" if self.is_native else "Python"
+        return kinds
 
     # Operations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.engine import Engine, LaneKinds
     from covey.runtime.collectives.stalls import Late
     from covey.runtime.events import Event
     from covey.runtime.group.restore import RestoreReport
@@ -126,8 +126,11 @@ class Group(Reductions, Moves, Messages):
         """The number of this process among the run's processes on its host, for instance to choose a device."""
         return self._local_rank
 
-    def lanes(self) -> dict[int, str]:
-        """Return the kind of lane to each other rank: shm, unix, tcp, secure or memory."""
+    def lanes(self) -> LaneKinds:
+        """Return the kind of lane to each other rank: shm, unix, tcp, secure or memory.
+
+        The attribute `executor` of the result is "compiled" or "Python": what moves the data.
+        """
         return self._engine.lane_kinds()
 
     def __repr__(self) -> str:
