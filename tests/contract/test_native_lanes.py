@@ -86,14 +86,17 @@ def streams(pairs: Callable[..., Any], kind: str) -> Callable[..., Pair]:
     return make
 
 
-def seals(pairs: Callable[..., Any], count: int) -> Callable[..., Pair]:
+def seals(pairs: Callable[..., Any], count: int, *, is_helped: bool) -> Callable[..., Pair]:
+    """`is_helped`: a helper thread seals large transfers."""
+
     def make(stack: contextlib.ExitStack, is_native: tuple[bool, bool]) -> Pair:
         made = []
         for index, socks in enumerate(pairs(stack, count)):
             made.append(sealed_end(stack, socks, is_native=is_native[index], dialler=index == 0))
+            made[-1].has_idle_core = is_helped
         return made[0], made[1]
 
-    make.__name__ = f"sealed_{count}_{pairs.__name__}"
+    make.__name__ = f"{'helped' if is_helped else 'sealed'}_{count}_{pairs.__name__}"
     return make
 
 
@@ -110,8 +113,11 @@ def sealed_end(stack: contextlib.ExitStack, socks: Any, *, is_native: bool, dial
     return lane
 
 
-NARROW = [streams(sealed.narrow_pairs, "tcp"), *(seals(sealed.narrow_pairs, count) for count in (1, 3))]
-WIDE = [streams(sealed.unix_pairs, "unix"), *(seals(sealed.unix_pairs, count) for count in (1, 3))]
+NARROW = [streams(sealed.narrow_pairs, "tcp"), *(seals(sealed.narrow_pairs, n, is_helped=n == 1) for n in (1, 3))]
+WIDE = [
+    streams(sealed.unix_pairs, "unix"),
+    *(seals(sealed.unix_pairs, count, is_helped=helped) for count, helped in ((1, False), (1, True), (3, True))),
+]
 TINY = [rings(128), rings(256), rings(4 * KIB)]
 RINGS = [rings(128 * KIB), rings(2 * MIB), *([shared_rings] if shm.usable() else [])]
 every_pair = pytest.mark.parametrize("is_native", [(True, False), (False, True), (True, True)], ids=str)

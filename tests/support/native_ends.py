@@ -113,7 +113,7 @@ class NativeEnd:
             reason = runner.start(self._plan, self._buffers, *how)
             self._is_started = True
         if reason == NEEDS_LANE:
-            runner.set_lane(PEER, self.lane.native, self.wake.fileno(), False)
+            runner.set_lane(PEER, self.lane.native, self.wake.fileno(), getattr(self.lane, "has_idle_core", False))
             return self.advance(idle_seconds)
         if reason == STOPPED:
             raise StoppedError

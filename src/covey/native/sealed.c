@@ -539,6 +539,7 @@ static bool sealed_peek(struct lane *lane, uint8_t header[HEADER_BYTES])
 static void sealed_close(struct lane *lane)
 {
     struct sealed_lane *sealed = (struct sealed_lane *)lane;
+    sealed_cancel(lane); /* the helper must not use a descriptor whose number may soon be another file's */
     for (int32_t index = 0; index < sealed->pipe_count; index++)
         sealed->pipes[index].fd = -1;
 }
