@@ -14,13 +14,17 @@
 #include <string.h>
 #include <unistd.h>
 
+enum state { NO_JOB, POSTED, OVER };
+static const int64_t SPIN_NS = 100 * 1000; /* the next job often comes soon, and waking a thread takes as long */
+
 struct helper {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    bool has_job, is_over, is_ending; /* under the lock */
+    _Atomic int state;                /* enum state: posted by the operation's thread, then over by the helper */
+    _Atomic int is_cancelled, is_ending;
+    bool is_asleep;                   /* under the lock */
     enum outcome outcome;             /* of the job that is over */
-    _Atomic int is_cancelled;
     int cancel[2], done[2];           /* pipes: readable once the job is cancelled, and once it is over */
     pid_t process;                    /* that started the thread: it does not exist in a forked child */
     struct lane *lane;
@@ -58,26 +62,40 @@ static enum outcome do_job(struct helper *helper)
     return IDLE;
 }
 
+static bool has_work(struct helper *helper)
+{
+    return atomic_load(&helper->state) == POSTED || atomic_load(&helper->is_ending);
+}
+
+/* Waits for a job: for a moment with open eyes, then asleep. */
+static void await_work(struct helper *helper)
+{
+    int64_t until = monotonic_ns() + SPIN_NS;
+    while (!has_work(helper) && monotonic_ns() < until)
+        relax();
+    pthread_mutex_lock(&helper->lock);
+    helper->is_asleep = true;
+    while (!has_work(helper))
+        pthread_cond_wait(&helper->changed, &helper->lock);
+    helper->is_asleep = false;
+    pthread_mutex_unlock(&helper->lock);
+}
+
 static void *work(void *argument)
 {
     struct helper *helper = argument;
-    pthread_mutex_lock(&helper->lock);
     for (;;) {
-        while (!helper->has_job && !helper->is_ending)
-            pthread_cond_wait(&helper->changed, &helper->lock);
-        if (helper->is_ending)
-            break;
-        pthread_mutex_unlock(&helper->lock);
-        enum outcome outcome = do_job(helper);
-        pthread_mutex_lock(&helper->lock);
-        helper->outcome = outcome;
-        helper->has_job = false;
-        helper->is_over = true;
-        ring(helper->done[1]);
-        pthread_cond_broadcast(&helper->changed);
+        await_work(helper);
+        if (atomic_load(&helper->state) == POSTED) {
+            helper->outcome = do_job(helper);
+            pthread_mutex_lock(&helper->lock);
+            atomic_store(&helper->state, OVER);
+            pthread_cond_broadcast(&helper->changed);
+            pthread_mutex_unlock(&helper->lock);
+            ring(helper->done[1]);
+        } else if (atomic_load(&helper->is_ending))
+            return NULL;
     }
-    pthread_mutex_unlock(&helper->lock);
-    return NULL;
 }
 
 static bool open_pipe(int ends[2])
@@ -127,22 +145,21 @@ struct helper *helper_start(struct lane *lane, helper_step *step)
 void helper_post(struct helper *helper, struct outgoing *out)
 {
     hush(helper->done[0]);
-    pthread_mutex_lock(&helper->lock);
     helper->out = out;
-    helper->is_over = false;
-    helper->has_job = true;
-    pthread_cond_broadcast(&helper->changed);
+    atomic_store(&helper->state, POSTED);
+    pthread_mutex_lock(&helper->lock);
+    if (helper->is_asleep)
+        pthread_cond_broadcast(&helper->changed);
     pthread_mutex_unlock(&helper->lock);
 }
 
 /* Whether the job is over; then *outcome is MOVED or ENDED. */
 bool helper_result(struct helper *helper, enum outcome *outcome)
 {
-    pthread_mutex_lock(&helper->lock);
-    bool is_over = helper->is_over;
+    if (atomic_load(&helper->state) != OVER)
+        return false;
     *outcome = helper->outcome == ENDED ? ENDED : MOVED;
-    pthread_mutex_unlock(&helper->lock);
-    return is_over;
+    return true;
 }
 
 int helper_fd(const struct helper *helper) { return helper->done[0]; }
@@ -155,7 +172,7 @@ void helper_cancel(struct helper *helper)
     atomic_store(&helper->is_cancelled, 1);
     ring(helper->cancel[1]);
     pthread_mutex_lock(&helper->lock);
-    while (helper->has_job)
+    while (atomic_load(&helper->state) == POSTED)
         pthread_cond_wait(&helper->changed, &helper->lock);
     pthread_mutex_unlock(&helper->lock);
     hush(helper->cancel[0]);
@@ -167,7 +184,7 @@ void helper_end(struct helper *helper)
     if (helper->process == getpid()) { /* in a forked child the thread does not exist, and the lock may be held for ever */
         helper_cancel(helper);
         pthread_mutex_lock(&helper->lock);
-        helper->is_ending = true;
+        atomic_store(&helper->is_ending, 1);
         pthread_cond_broadcast(&helper->changed);
         pthread_mutex_unlock(&helper->lock);
         pthread_join(helper->thread, NULL);

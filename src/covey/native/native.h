@@ -242,6 +242,7 @@ extern const size_t shortcut_size;
 /* Without it: */
 enum reason runner_run(struct runner *runner, bool only_look);
 int64_t monotonic_ns(void);
+void relax(void);
 
 /* libcrypto's functions, from the library that Python's ssl has loaded. */
 bool crypto_load(const char *library, char *trouble, size_t room);

@@ -28,7 +28,7 @@ int64_t monotonic_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static void relax(void)
+void relax(void)
 {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -297,6 +297,12 @@ awake:
     return reason;
 }
 
+/* Whether to look again before sleeping: what is long is not over soon, unless a helper works on it as well. */
+static bool is_worth_it(const struct lane *lane, int64_t nbytes)
+{
+    return lane == NULL || nbytes <= lane->spin_bytes || lane->has_idle_core;
+}
+
 /* Neither direction moved: looks again later, or sleeps. */
 static enum reason wait_a_moment(struct runner *runner, bool only_look)
 {
@@ -309,7 +315,7 @@ static enum reason wait_a_moment(struct runner *runner, bool only_look)
     int64_t idle = now - runner->idle_since;
     if (only_look)
         return idle < LOOK_NS && runner->spin_ns ? NOT_YET : STALLED;
-    bool is_short = (in == NULL || runner->in.nbytes <= in->spin_bytes) && (out == NULL || runner->out.nbytes <= out->spin_bytes);
+    bool is_short = is_worth_it(in, runner->in.nbytes) && is_worth_it(out, runner->out.nbytes);
     if (!runner->has_slept && is_short) {
         if (idle < runner->spin_ns) {
             relax();

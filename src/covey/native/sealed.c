@@ -32,7 +32,7 @@ enum {
     OUT_BYTES = CHUNK_BYTES + FIRST_BYTES + 2 * OVERHEAD_BYTES,
     IN_BYTES = 1 << 18,
     SPIN_BYTES = 1 << 17,
-    HELPED_BYTES = 1 << 17, /* transfers of this size are worth waking another thread for */
+    HELPED_BYTES = 1 << 20, /* transfers of this size are worth the hand-over to another thread */
     REKEY_RECORDS = 1 << 24,
     GET_TAG = 0x10, /* of EVP_CIPHER_CTX_ctrl */
     SET_TAG = 0x11,
