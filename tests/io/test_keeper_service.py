@@ -26,7 +26,7 @@ from covey.runtime.keeper.service import KeeperService, keeper_path
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.members.view_driver import ViewDriver, rank_id
 from covey.wire import messages
-from covey.wire.membership import Seat
+from covey.wire.membership import MemberKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -154,7 +154,7 @@ class Member:
         self.views: list[View] = []
         self.lost: list[tuple[int, ...]] = []
         self.is_excluded = False
-        seats = [Seat(rank_id(rank), each.card.life) for rank, each in enumerate(ranks)]
+        seats = [MemberKey(rank_id(rank), each.card.life) for rank, each in enumerate(ranks)]
         record = first_record(seats, LINEAGE, has_keeper=True)
         self.view_driver = ViewDriver(generation, record, index, ranks[index].card.life, self, has_keeper=True)
         ranks[index].on_message = self.heard

@@ -38,7 +38,7 @@ def claims(lineage: bytes, insider: Insider, terms: formation.Terms, members: li
     over = Ending(lineage, True)
     lives = [(insider.card.id, insider.card.life), *((member.id, member.life) for member in members)]
     generation = membership.Successor(0, lineage, tuple(
-        membership.Seat(id, life) for id, life in lives), 0)  # fmt: skip
+        membership.MemberKey(id, life) for id, life in lives), 0)  # fmt: skip
     seated = membership.encode_membership(membership.Seated(lineage, generation))
     empty = membership.encode_membership(membership.Decided(membership.View(lineage, 1, (), 0, is_finished=True)))
     return [

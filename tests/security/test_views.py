@@ -25,11 +25,11 @@ from covey.wire.membership import (
     Decided,
     Fate,
     Fork,
+    MemberKey,
     Prepare,
     Promise,
     Pulse,
     Refuse,
-    Seat,
     State,
     Successor,
     Trouble,
@@ -217,7 +217,7 @@ def assert_cut_off(scene: Scene, lie: Callable[[], None]) -> None:
 
 def successor(scene: Scene, *, members: Sequence[int] = (0, 1, 2), tie_breaker: int = 0) -> Successor:
     cards = [scene.node(rank).card for rank in members]
-    return Successor(1, b"s" * 16, tuple(Seat(card.id, card.life) for card in cards), tie_breaker)
+    return Successor(1, b"s" * 16, tuple(MemberKey(card.id, card.life) for card in cards), tie_breaker)
 
 
 IMPOSSIBLE: dict[str, Callable[[Scene], View]] = {
