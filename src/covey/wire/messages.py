@@ -18,6 +18,7 @@ import msgspec
 
 from covey.base.config import YEAR_SECONDS
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
 from covey.base.text import TEXT_LIMIT, printable
 
 VERSION: Final = 1
@@ -466,7 +467,7 @@ def founded_with(founded: Founded, members: tuple[SeatedMember, ...], tie_breake
 class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
     """A member of a generation."""
 
-    seat: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    seat: Annotated[Seat, msgspec.Meta(ge=0, lt=1 << 31)]
     """Its position in the run, which no other process ever gets."""
     card: Card
 

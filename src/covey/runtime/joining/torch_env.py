@@ -9,6 +9,7 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import Seat
 from covey.runtime.group.internals import node_of, peers_of
 
 if TYPE_CHECKING:
@@ -93,10 +94,10 @@ def export_torch_env(group: Group, node: Node | None) -> None:
 
 def address_of_first(node: Node) -> str:
     """Return the address by which this node reaches the host of rank 0."""
-    if node.rank == 0:
+    if node.seat == 0:
         ips = [address.ip for address in node.card.contact.addresses]
         return next((ip for ip in ips if not ipaddress.ip_address(ip).is_link_local), "127.0.0.1")
-    first = node.peers[0]
+    first = node.peers[Seat(0)]
     if first.contact is not None and first.contact.host == node.host:
         return "127.0.0.1"
     return _ip(first.way) or (first.link.remote_ip if first.link is not None else "127.0.0.1")

@@ -338,7 +338,7 @@ class Mesh:
         there = spell(remote.way) if remote.way is not None else link.address
         return messages.PeerReport(
             card=remote.card,
-            rank=remote.rank,
+            rank=remote.seat,
             lane=lane,
             local=link.local_ip,
             remote=there,
