@@ -300,7 +300,7 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     """Seconds in this state."""
     peers: tuple[PeerReport, ...]
     rank: int = -1
-    """The sender's rank, once it has one."""
+    """The sender's rank in the current generation of its run; -1 while it has none."""
     turned_away: Count = 0
     """Connections that failed at its door or in the handshake."""
     too_many: Count = 0
@@ -369,6 +369,7 @@ class PeerReport(Worded, frozen=True, array_like=True):
 
     card: Card
     rank: int
+    """In the current generation of the sender's run; -1 if the node is not in it."""
     lane: Name
     """The kind of lane between them."""
     local: Text

@@ -8,7 +8,7 @@ import hashlib
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base.numbers import Seat
+from covey.base.numbers import NO_RANK, Rank, Seat
 from covey.proto.changes import Quorum
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.events import Event
@@ -21,7 +21,6 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.base.numbers import Rank
     from covey.runtime.members.node import Node
     from covey.runtime.members.view_driver import ViewDriver
     from covey.wire.membership import Bound, Record
@@ -54,6 +53,15 @@ class GenerationTable:
         """Whether this node is in a generation and hears a quorum of it."""
         current = self.current
         return current is not None and not current.is_over and current.view_driver.hears_quorum
+
+    # Ranks
+
+    def rank_of(self, seat: Seat) -> Rank:
+        """Return the rank of a seat in the current generation; NO_RANK if the seat is not in it."""
+        if self.current is None:
+            return Rank(seat)  # as it will be in the first generation
+        rank = self.current.rank_of(seat)
+        return NO_RANK if rank is None else rank
 
     # Generations
 

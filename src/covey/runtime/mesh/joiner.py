@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError, RemoteProtocolError
+from covey.base.numbers import NO_RANK
 from covey.base.text import printable
 from covey.proto.joining import Agree, Bind, Joining, Remember, Say
 from covey.runtime.driver import CoreDriver
@@ -346,15 +347,20 @@ class Joiner(MeshListener):
     def describe(self) -> messages.Tell:
         member = self.member
         leader, tie_breaker = member.leaders() if member is not None else (b"", b"")
-        lane_kind = member.lane_kind if member is not None else lambda _remote: ""
+        met = self.mesh.met.values()
+        if member is not None:
+            ranks = member.node.generation_table
+            peers = [self.mesh.peer_report(each, member.lane_kind(each), ranks.rank_of(each.seat)) for each in met]
+        else:
+            peers = [self.mesh.peer_report(each) for each in met]
         return messages.Tell(
             run=self.run,
             state="running" if member is not None else "joining",
             leader=leader,
             tie_breaker=tie_breaker,
             since=time.monotonic() - self._since,
-            peers=tuple(self.mesh.peer_report(remote, lane_kind(remote)) for remote in self.mesh.met.values()),
-            rank=member.node.seat if member is not None else -1,
+            peers=tuple(peers),
+            rank=member.node.generation_table.rank_of(member.node.seat) if member is not None else NO_RANK,
             wait=self._wait(),
         )
 
