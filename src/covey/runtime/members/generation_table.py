@@ -63,6 +63,11 @@ class GenerationTable:
         rank = self.current.rank_of(seat)
         return NO_RANK if rank is None else rank
 
+    def name_of(self, seat: Seat) -> str:
+        """Return how messages name the process in a seat: by its rank in the current generation, if it has one."""
+        rank = self.rank_of(seat)
+        return f"rank {rank}" if rank >= 0 else f"seat {seat}"
+
     # Generations
 
     def found_first(self, lineage: bytes, tie_breaker: int) -> None:

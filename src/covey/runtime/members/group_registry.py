@@ -103,7 +103,7 @@ class GroupRegistry:
                 while len(self._early_calls) > EARLY_CALLS:
                     del self._early_calls[next(iter(self._early_calls))]
         elif isinstance(message, messages.Announce) and self._node.lanes.ended(message.group, message.sequence):
-            text = f"rank {self._node.seat} of the run has closed the group"
+            text = f"{self._node.generation_table.name_of(self._node.seat)} of the run has closed the group"
             self._node.send(seat, messages.Revoke(message.group, "PeerLostError", text, ()))
 
     def peer_gone(self, peer: Peer) -> None:

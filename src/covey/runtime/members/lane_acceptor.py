@@ -68,15 +68,16 @@ class LaneAcceptor:
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
         if offer.capacity not in acceptable_capacities(offer.kind, offer.purpose):
             return f"a ring of {offer.capacity} bytes is not usable"
+        name = self._node.generation_table.name_of(seat)
         if offer.kind not in acceptable_kinds(self._node, seat, offer.purpose):
-            return f"the lane to rank {seat} is {kind_to(self._node, seat)!r} here and {offer.kind!r} there"
+            return f"the lane to {name} is {kind_to(self._node, seat)!r} here and {offer.kind!r} there"
         key = lane_key(offer.group, seat, offer.purpose, offer.attempt)
         if self._node.peers[seat].is_excluded:
-            return f"the run goes on without rank {seat}"
+            return f"the run goes on without {name}"
         if not self._node.groups.has_member(offer.group, seat):
-            return f"rank {seat} of the run is not in this group"
+            return f"{name} of the run is not in this group"
         if self._table.is_over(key) or self._node.is_closing:
-            return f"rank {self._node.seat} has closed the group"
+            return f"{self._node.generation_table.name_of(self._node.seat)} has closed the group"
         if self._table.is_open(key, offer.attempt) or len(self._table) + len(self._expected) > LANES_LIMIT:
             return "this lane is open already"
         return ""
@@ -139,12 +140,12 @@ class LaneAcceptor:
             await readable(sock)
             _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
             if len(descriptors) != 1:
-                raise ConnectError(f"rank {seat} sent no shared memory")
+                raise ConnectError(f"{self._node.generation_table.name_of(seat)} sent no shared memory")
             segment = shm.attach(descriptors[0], nbytes)
         else:
             segment = memory.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
             if segment is None or len(segment) != nbytes:
-                raise ConnectError(f"rank {seat} is not a thread of this process")
+                raise ConnectError(f"{self._node.generation_table.name_of(seat)} is not a thread of this process")
         word = bytes(memoryview(segment).cast("B")[-32:])
         await asyncio.get_running_loop().sock_sendall(sock, word)
         return RingLane(segment, offer.capacity, sock, first=False, kind=offer.kind)

@@ -86,7 +86,8 @@ class LaneDialler:
         # The peer has seen every offer of this end and asks for another lane: its end of the last one is broken.
         again = key.purpose == "messages" and wanted.attempt >= self._table.attempt_of_next(key)
         if self._node.peers[seat].is_dialled and not self._start(key, again=again):
-            reason = f"rank {self._node.seat} has closed the group, or rank {seat} is not in it any more"
+            here, there = map(self._node.generation_table.name_of, (self._node.seat, seat))
+            reason = f"{here} has closed the group, or {there} is not in it any more"
             self._node.send(seat, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
 
     def _start(self, key: LaneKey, *, again: bool) -> bool:
@@ -102,7 +103,7 @@ class LaneDialler:
 
     async def _dial(self, key: LaneKey) -> None:
         seat = key.peer
-        peer = self._node.peers[seat]
+        peer, name = self._node.peers[seat], self._node.generation_table.name_of(seat)
         try:
             kind = offered_kind(self._node, seat, key.purpose)
             pause = FIRST_PAUSE_SECONDS
@@ -118,13 +119,13 @@ class LaneDialler:
                     if peer.is_gone or self._node.is_closing or self._table.is_over(key):
                         raise
                     if isinstance(error, ScarceError):
-                        self._log.log(logging.WARNING, "no lane to rank %d can be opened now: %s", seat, error)
+                        self._log.log(logging.WARNING, "no lane to %s can be opened now: %s", name, error)
                     await asyncio.sleep(pause)  # a full backlog, or out of descriptors
                     pause = min(MOST_PAUSE_SECONDS, 1.5 * pause)
         except CoveyError as error:
             self._table.failed(key, error)
         except (RefusedError, OSError) as error:
-            self._table.failed(key, ConnectError(f"rank {seat}: {error}"))
+            self._table.failed(key, ConnectError(f"{name}: {error}"))
         finally:
             self._dialling.discard(key)
 
@@ -140,7 +141,8 @@ class LaneDialler:
                 else:
                     name, segment = memory.offer(memory_bytes(capacity))
             except OSError as error:
-                logger.warning("no shared memory for the lane to rank %d (%s); using a unix socket", peer.seat, error)
+                name = self._node.generation_table.name_of(peer.seat)
+                logger.warning("no shared memory for the lane to %s (%s); using a unix socket", name, error)
                 kind, capacity = "unix", 0
         if kind == "secure":
             await _measured(peer)
@@ -204,7 +206,7 @@ class LaneDialler:
                 again = reason == OTHER_END_DIALS
                 answer.set_exception(ConnectError(reason) if again else RefusedError(reason, retry=False))
         else:
-            self._table.failed(key, ConnectError(f"rank {key.peer}: {reason}"))
+            self._table.failed(key, ConnectError(f"{self._node.generation_table.name_of(key.peer)}: {reason}"))
 
     def link_lost(self, peer: Seat) -> None:
         """Fail the offers to a peer whose link ended: they may not have arrived."""
@@ -228,9 +230,9 @@ class LaneDialler:
     async def _connect_stream(
         self, peer: Peer, offer: messages.Offer, stream: int, credentials: LinkCredentials
     ) -> socket.socket:
-        ways = self._node.ways_to(peer, offer.kind)
+        ways, name = self._node.ways_to(peer, offer.kind), self._node.generation_table.name_of(peer.seat)
         if not ways:
-            raise ConfigError(f"rank {peer.seat} has no address that can be dialled from here")
+            raise ConfigError(f"{name} has no address that can be dialled from here")
         sock = await connect_any(ways, credentials, door.Purpose.LANE)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
@@ -238,12 +240,12 @@ class LaneDialler:
                 await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
                 answer = await receive_exactly(sock, proofs.PROOF_BYTES)
             if not proofs.proofs_equal(answer, proofs.lane_proof(offer.secret, b"accept", offer.lane, stream)):
-                raise ConnectError(f"the process that answers for rank {peer.seat} does not know the lane's key")
+                raise ConnectError(f"the process that answers for {name} does not know the lane's key")
             return sock
         except BaseException as error:
             sock.close()
             if isinstance(error, OSError) and not isinstance(error, ConnectError):
-                raise ConnectError(f"rank {peer.seat} hung up on the lane: {error}") from error
+                raise ConnectError(f"{name} hung up on the lane: {error}") from error
             raise
 
 

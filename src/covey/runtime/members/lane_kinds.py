@@ -40,10 +40,11 @@ def kind_to(node: Node, peer: Seat) -> str:
     in_clear = here or node.credentials.tls is None  # without TLS between hosts, the user has allowed it
     if forced in ("memory", "secure") or (forced in ("shm", "unix") and here) or (forced == "tcp" and in_clear):
         return forced
+    name = node.generation_table.name_of(peer)
     if forced in ("shm", "unix"):
-        raise ConfigError(f"lanes={forced!r} works on one host only, but rank {peer} is on another")
+        raise ConfigError(f"lanes={forced!r} works on one host only, but {name} is on another")
     if forced == "tcp":
-        raise ConfigError(f"lanes='tcp' is not encrypted, and rank {peer} is on another host; use auto or secure")
+        raise ConfigError(f"lanes='tcp' is not encrypted, and {name} is on another host; use auto or secure")
     if here:
         return "shm" if shm.usable() else "unix"
     return "tcp" if in_clear else "secure"

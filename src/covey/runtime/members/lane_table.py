@@ -76,7 +76,7 @@ class LaneTable:
             if future is None:
                 future = Future()
                 if self._node.peers[key.peer].is_excluded:
-                    future.set_exception(ConnectError(f"rank {key.peer} is gone"))
+                    future.set_exception(ConnectError(f"{self._node.generation_table.name_of(key.peer)} is gone"))
                 elif self._node.is_closing or self.is_over(key):  # nothing would ever end the wait
                     future.set_exception(ClosedError("the group was closed"))
                 else:

@@ -55,14 +55,15 @@ class Lanes:
         try:
             return future.result(timeout)
         except TimeoutError:
-            raise DeadlineError(f"no lane to rank {peer} within the timeout of {timeout:g} s", late=(peer,)) from None
+            name = self._node.generation_table.name_of(peer)
+            raise DeadlineError(f"no lane to {name} within the timeout of {timeout:g} s") from None
 
     def _request(self, key: LaneKey) -> Future[Any]:
         future = self.table.want(key)
         if not future.done():
             control.soon(self.dialler.open, key)
             if self._node.peers[key.peer].is_gone:
-                self.table.failed(key, ConnectError(f"rank {key.peer} is gone"))
+                self.table.failed(key, ConnectError(f"{self._node.generation_table.name_of(key.peer)} is gone"))
         return future
 
     def renew(self, group: int, peer: Seat, ended: Any) -> Future[Any]:
@@ -108,7 +109,9 @@ class Lanes:
         collectives stay open: the last bytes of its part may still be on the way to a group that ends with its first
         loss.
         """
-        self.table.abandon(lambda key: key.peer == peer, ConnectError(f"seat {peer} is gone"))
+        self.table.abandon(
+            lambda key: key.peer == peer, ConnectError(f"{self._node.generation_table.name_of(peer)} is gone")
+        )
         self.acceptor.stop_expecting(peer)
         self.table.shut_down(peer, collectives=not self._node.peers[peer].has_left)
 

@@ -104,7 +104,7 @@ class Losses:
             peer.link.catch_up()
         node.generation_table.judged(seat, is_dead=True)
         if node.config.on_loss == "raise" and not peer.has_left:
-            logger.warning("rank %d is given up: %s", seat, reason)
+            logger.warning("%s is given up: %s", node.generation_table.name_of(seat), reason)
         if cause is Cause.EXITED and peer.link is not None:
             # The kernel ends the link of a process that has exited; its last messages may still be on the way.
             asyncio.get_running_loop().call_later(LAST_MESSAGES_SECONDS, self._end_link, peer, peer.link)
@@ -190,6 +190,7 @@ class Losses:
             reason = f"its program failed with {peer.failure}" if peer.failure else peer.reason
             kind = "left" if peer.has_left else "lost"
             node.audit.note(kind, peer.card(), reason=reason, generation=number, once=True)
-        node.lanes.abandon(lambda key: key.peer == peer.seat, ConnectError(f"rank {peer.seat} is gone"))
+        gone = ConnectError(f"{node.generation_table.name_of(peer.seat)} is gone")
+        node.lanes.abandon(lambda key: key.peer == peer.seat, gone)
         node.stores.peer_gone(peer.seat)
         node.groups.peer_gone(peer)

@@ -165,7 +165,8 @@ class Node:
 
     def _link_ended(self, peer: Peer, link: Link) -> None:
         if isinstance(link.error, CoveyError):
-            logger.warning("rank %d sent nonsense and is cut off: %s", peer.seat, printable(str(link.error)))
+            name = self.generation_table.name_of(peer.seat)
+            logger.warning("%s sent nonsense and is cut off: %s", name, printable(str(link.error)))
         if peer.link is link:
             self.losses.link_ended(peer.seat)
 
