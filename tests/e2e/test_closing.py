@@ -219,7 +219,7 @@ def test_a_link_that_comes_while_a_node_closes_is_not_kept(launched: Callable[..
             join_at(launched(rank, 3), GroupConfig(lanes="unix"), timeout=seconds)
 
     def find() -> Node | None:
-        return next((node for node in list(nodes._nodes) if node.run == "closing" and node.rank == 0), None)
+        return next((node for node in list(nodes._nodes) if node.run == "closing" and node.seat == 0), None)
 
     first = threading.Thread(target=join, args=(0, 0.5))
     first.start()

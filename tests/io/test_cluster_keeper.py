@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from covey.base.config import GroupConfig
+from covey.base.numbers import Seat
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
@@ -158,7 +159,7 @@ def test_a_run_survives_if_a_node_of_the_keeper_says_so_and_no_other() -> None:
         cluster = new_cluster()
         service = opened(stack, cluster)
         own, other = await add(stack, cluster, keeper=service.id), await add(stack, cluster)
-        founded = messages.Founded(0, b"l" * 16, False, (messages.SeatedMember(0, own.mesh.card),), "continue")
+        founded = messages.Founded(0, b"l" * 16, False, (messages.SeatedMember(Seat(0), own.mesh.card),), "continue")
         for node in (other, own):
             assert not service.survives
             while True:  # of two links that were opened at once one is closed, and what was said there is lost

@@ -161,7 +161,7 @@ class AttackedRun:
             for node in list(node_module._nodes):
                 contact = node.card.contact
                 if (
-                    node.rank == rank
+                    node.seat == rank
                     and contact.socket.startswith(self.folder)
                     and node.launcher_mesh is not None
                     and node.launcher_mesh._formed is not None
@@ -374,7 +374,7 @@ def test_diallers_that_hold_the_key_and_say_no_more_are_forgotten_in_time(
             pass_the_door(sock, attacked.credentials, purpose)
             send(sock, bytes(number))
     assert attacked.everywhere(lambda group: add(group.split(0))) == [[0.0, 3.0, 6.0]] * 2
-    acceptor = next(node.acceptor for node in list(node_module._nodes) if node.rank == 0)
+    acceptor = next(node.acceptor for node in list(node_module._nodes) if node.seat == 0)
     wait_until(lambda: not acceptor._guests)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 import pytest
 
 from covey.base.errors import AuthError, ConfigError, ConnectError
+from covey.base.numbers import Seat
 from covey.proto.ballot import first_record
 from covey.proto.health import Vouch
 from covey.runtime.keeper import local_keeper as local_keeper
@@ -26,7 +27,7 @@ from covey.runtime.keeper.service import KeeperService, keeper_path
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.members.view_driver import ViewDriver, rank_id
 from covey.wire import messages
-from covey.wire.membership import Seat
+from covey.wire.membership import MemberKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -139,7 +140,7 @@ def hello(card: messages.Card, **changes: Any) -> messages.Hello:
 
 
 def founded(ranks: list[Rank], generation: int = 1, **changes: Any) -> messages.Founded:
-    members = tuple(messages.SeatedMember(10 + rank, each.card) for rank, each in enumerate(ranks))
+    members = tuple(messages.SeatedMember(Seat(10 + rank), each.card) for rank, each in enumerate(ranks))
     return messages.Founded(**{
         "generation": generation, "lineage": LINEAGE, "is_kept": True, "members": members, **changes
     })  # fmt: skip
@@ -154,7 +155,7 @@ class Member:
         self.views: list[View] = []
         self.lost: list[tuple[int, ...]] = []
         self.is_excluded = False
-        seats = [Seat(rank_id(rank), each.card.life) for rank, each in enumerate(ranks)]
+        seats = [MemberKey(rank_id(rank), each.card.life) for rank, each in enumerate(ranks)]
         record = first_record(seats, LINEAGE, has_keeper=True)
         self.view_driver = ViewDriver(generation, record, index, ranks[index].card.life, self, has_keeper=True)
         ranks[index].on_message = self.heard
@@ -304,7 +305,7 @@ def test_nonsense_cuts_off_the_process_that_sends_it_and_no_other(
     async def work(stack: contextlib.AsyncExitStack) -> None:
         ranks = [await Rank.come(stack, service) for _ in range(3)]
         await found(stack, ranks)
-        twins = (messages.SeatedMember(1, ranks[0].card), messages.SeatedMember(2, ranks[0].card))
+        twins = (messages.SeatedMember(Seat(1), ranks[0].card), messages.SeatedMember(Seat(2), ranks[0].card))
         for body in [
             b"\xff",
             messages.encode(founded(ranks, 2, members=twins)),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from covey.base.numbers import Seat
 from covey.proto.health import Cause, Vouch
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
@@ -24,8 +25,8 @@ def test_every_rank_tells_every_other_once_that_it_is_ready(monkeypatch: pytest.
     said: Counter[tuple[int, int]] = Counter()
     send = Node.send
 
-    def count(node: Node, peer: int, message: Any) -> None:
-        said[node.rank, peer] += isinstance(message, messages.Ready)
+    def count(node: Node, peer: Seat, message: Any) -> None:
+        said[node.seat, peer] += isinstance(message, messages.Ready)
         send(node, peer, message)
 
     monkeypatch.setattr(Node, "send", count)
@@ -37,7 +38,7 @@ def test_no_rank_of_one_host_is_told_what_it_knows_already(monkeypatch: pytest.M
     said: Counter[str] = Counter()
     send = Node.send
 
-    def count(node: Node, peer: int, message: Any) -> None:
+    def count(node: Node, peer: Seat, message: Any) -> None:
         said[type(message).__name__] += 1
         send(node, peer, message)
 
@@ -57,7 +58,7 @@ def test_the_word_of_a_keeper_reaches_the_ranks_that_agree_on_views() -> None:
         presence, other = generation.view_driver._core._presence, 1 - group.rank
 
         async def hear(value: Vouch) -> float:
-            node.losses.vouched(node.peers[other].keeper, [(node.peers[other].life, int(value))])
+            node.losses.vouched(node.peers[Seat(other)].keeper, [(node.peers[Seat(other)].life, int(value))])
             return presence.vouched_until(other)
 
         assert control.start(hear(Vouch.STOPPED)).result(10) < 0
@@ -83,13 +84,13 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
             return
 
         async def hear_both_at_once() -> bool:
-            nodes[1].send(0, messages.Goodbye())  # it is in the socket now, and this rank has not looked there
-            assert not node.peers[1].has_left
+            nodes[1].send(Seat(0), messages.Goodbye())  # it is in the socket now, and this rank has not looked there
+            assert not node.peers[Seat(1)].has_left
             if news == "a view without it":
-                node.losses.exclude(1)
+                node.losses.exclude(Seat(1))
             else:
-                node.losses.silent(1, news, Cause.EXITED)
-            return node.peers[1].has_left
+                node.losses.silent(Seat(1), news, Cause.EXITED)
+            return node.peers[Seat(1)].has_left
 
         try:
             assert control.start(hear_both_at_once()).result(10)

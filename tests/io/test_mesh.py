@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.base.config import GroupConfig
 from covey.base.errors import AuthError, ConnectError, DeadlineError
+from covey.base.numbers import Seat
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity, short_id
@@ -676,7 +677,7 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
             for node in nodes:
                 await node.open()
             await asyncio.gather(larger.form(10), smaller.form(10))
-            (remote,) = larger.seated({messages.key_of(smaller.card): 0}).values()
+            (remote,) = larger.seated({messages.key_of(smaller.card): Seat(0)}).values()
             used: list[object] = []
             in_use = remote.link
             link_changed = larger.link_changed

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.support.attackers import DEADLINE, LOOPBACK, Detour, call_on_loop, new_cluster, run_nodes, until
 
+from covey.base.numbers import Seat
 from covey.runtime.group.internals import engine_of
 from covey.runtime.members.epochs import Epochs
 from covey.runtime.members.lane_table import LaneKey
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.group import Group
 
 SURVIVING = replace(LOOPBACK, on_loss="continue")
-KEY = LaneKey(7, 1, "messages")
+KEY = LaneKey(7, Seat(1), "messages")
 
 
 def test_of_two_connections_the_later_one_counts() -> None:
@@ -37,7 +38,7 @@ def test_of_two_connections_the_later_one_counts() -> None:
     assert [epochs.is_past(KEY, epoch) for epoch in (2, 3, 4)] == [True, True, False]
     epochs.seen(KEY, 1)
     assert epochs.next(KEY) == 4
-    assert epochs.next(LaneKey(7, 2, "messages")) == 0
+    assert epochs.next(LaneKey(7, Seat(2), "messages")) == 0
     epochs.forget(7)
     assert epochs.next(KEY) == 0
 
@@ -72,7 +73,7 @@ def test_a_lane_that_fell_silent_without_a_sign_is_replaced_when_the_link_is(det
         group.send(np.arange(4.0) + group.rank, dst=peer, tag=2)  # into a connection that carries nothing any more
         turn.wait()
         if group.rank == 0:
-            link = node.peers[peer].link
+            link = node.peers[Seat(peer)].link
             assert link is not None
             call_on_loop(link.abort)
         return first, group.recv(src=peer, tag=2, timeout=DEADLINE - 5).tolist()
@@ -91,7 +92,7 @@ def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
         group.recv(src=peer)
         group.barrier()
         heard: list[str] = []
-        if node.peers[peer].is_dialled:
+        if node.peers[Seat(peer)].is_dialled:
             refused = node.lanes.dialler.refused
 
             def note(key: Any, reason: str) -> None:
@@ -99,7 +100,7 @@ def test_an_offer_that_is_not_later_than_what_is_open_is_refused() -> None:
                 refused(key, reason)
 
             call_on_loop(setattr, node.lanes.dialler, "refused", note)
-            opened = node.lanes.table._epochs._opened[LaneKey(engine_of(group).id, peer, "messages")]
+            opened = node.lanes.table._epochs._opened[LaneKey(engine_of(group).id, Seat(peer), "messages")]
             for epoch in range(opened + 1):
                 offer = messages.Offer(
                     bytes(15) + bytes((epoch,)), bytes(32), engine_of(group).id, "messages", "secure", 0, 1, epoch

@@ -21,7 +21,7 @@ from covey.runtime.members.view_driver import ViewDriver
 from covey.runtime.mesh.records import Records
 from covey.wire import messages
 from covey.wire.lineage import Ending, Known, Remembered, new_lineage
-from covey.wire.membership import Bound, Record, Seat, View
+from covey.wire.membership import Bound, MemberKey, Record, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ DEADLINE = 20.0
 LINEAGE = b"l" * 16
 IDS = [bytes([number]) * 32 for number in (1, 2, 3)]
 LIVES = [bytes([number]) * 16 for number in (11, 12, 13)]
-SEATS = [Seat(id, life) for id, life in zip(IDS, LIVES, strict=True)]
+SEATS = [MemberKey(id, life) for id, life in zip(IDS, LIVES, strict=True)]
 FIRST = first_record(SEATS, LINEAGE)
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -127,10 +127,10 @@ def test_a_writer_that_is_killed_leaves_one_whole_record(home: Path) -> None:
 import sys
 from covey.proto.ballot import first_record
 from covey.runtime.mesh.records import Records
-from covey.wire.membership import Bound, Seat
+from covey.wire.membership import Bound, MemberKey
 records, number = Records("lab", "mine", b"1" * 32), 0
 while True:
-    seats = [Seat(bytes([1 + rank]) * 32, bytes([1 + number % 200]) * 16) for rank in range(1 + number % 100)]
+    seats = [MemberKey(bytes([1 + rank]) * 32, bytes([1 + number % 200]) * 16) for rank in range(1 + number % 100)]
     records.write(Bound(number, first_record(seats, b"l" * 16), b"l" * 16))
     number += 1
     if number > 3:

@@ -13,6 +13,7 @@ from tests.support.attackers import DEADLINE, LOOPBACK, Insider, Victim, call_on
 from tests.support.runs import SURVIVING, Participant, ThreadRun, here, node_of, say
 
 from covey.base.errors import GroupChangedError
+from covey.base.numbers import Seat
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime.group.internals import engine_of
@@ -38,7 +39,7 @@ def claims(lineage: bytes, insider: Insider, terms: formation.Terms, members: li
     over = Ending(lineage, True)
     lives = [(insider.card.id, insider.card.life), *((member.id, member.life) for member in members)]
     generation = membership.Successor(0, lineage, tuple(
-        membership.Seat(id, life) for id, life in lives), 0)  # fmt: skip
+        membership.MemberKey(id, life) for id, life in lives), 0)  # fmt: skip
     seated = membership.encode_membership(membership.Seated(lineage, generation))
     empty = membership.encode_membership(membership.Decided(membership.View(lineage, 1, (), 0, is_finished=True)))
     return [
@@ -125,7 +126,7 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
             assert generation is not None
             if group.rank == 2:
                 call_on_loop(generation.withdraw)
-            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].is_excluded)
+            until(lambda: generation.is_over if group.rank == 2 else node.peers[Seat(2)].is_excluded)
             together()
             if group.rank == 2:
                 for rank in (0, 1):
@@ -137,7 +138,7 @@ def test_nothing_that_an_excluded_member_says_reaches_the_groups_of_the_others()
                         messages.Dial(0, "collectives", 1),
                     ):
                         say(group, rank, message)
-                    until(lambda rank: node.peers[rank].link is not None, rank)
+                    until(lambda rank: node.peers[Seat(rank)].link is not None, rank)
             together()
             if group.rank == 2:
                 together()
@@ -186,7 +187,7 @@ def attacked() -> Iterator[AttackedKeeper]:
 
 
 def founded(lineage: bytes, *insiders: Insider) -> messages.Founded:
-    members = tuple(messages.SeatedMember(seat, insider.card) for seat, insider in enumerate(insiders))
+    members = tuple(messages.SeatedMember(Seat(seat), insider.card) for seat, insider in enumerate(insiders))
     return messages.Founded(0, lineage, False, members, "continue", 30.0, lineage)
 
 

@@ -17,6 +17,7 @@ from tests.support.runs import node_of
 
 from covey.base.dtypes import dtype_code
 from covey.base.errors import CoveyError, PeerLostError
+from covey.base.numbers import Seat
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.wire import message_header as wire
@@ -42,7 +43,7 @@ def leave_secretly(group: Group) -> None:
 
 def await_exclusion(group: Group) -> None:
     node = node_of(group)
-    until(lambda: node.peers[ATTACKER].is_excluded)
+    until(lambda: node.peers[Seat(ATTACKER)].is_excluded)
 
 
 def poison(number: int) -> bytes:
@@ -71,7 +72,7 @@ class Words:
                 self.invitations.append(message)
             if isinstance(message, messages.NoLane):
                 self.refusals.append(message.reason)
-            heard(rank, message)
+            heard(Seat(rank), message)
 
         call_on_loop(setattr, node, "heard", listen)
 
@@ -157,7 +158,7 @@ def test_a_lane_that_is_being_opened_as_the_view_comes_is_not_opened(
         held_up: asyncio.Event = call_on_loop(asyncio.Event)
         began: asyncio.Event = call_on_loop(asyncio.Event)
         owner: Any
-        if node.peers[ATTACKER].is_dialled:
+        if node.peers[Seat(ATTACKER)].is_dialled:
             owner, name = node.lanes.dialler, "_make_offer" if stage == "offered" else "_open_stream"
         else:
             owner, name = node.lanes.acceptor, "_prove_claim" if stage == "offered" else "_take_over"
@@ -171,7 +172,7 @@ def test_a_lane_that_is_being_opened_as_the_view_comes_is_not_opened(
             return result
 
         def is_attackers(args: tuple[Any, ...]) -> bool:
-            return name == "_prove_claim" or args[0] == ATTACKER or getattr(args[0], "rank", -1) == ATTACKER
+            return name == "_prove_claim" or args[0] == ATTACKER or getattr(args[0], "seat", -1) == ATTACKER
 
         call_on_loop(setattr, owner, name, hold_up)
         turn.wait()

@@ -39,6 +39,7 @@ from tests.support.attackers import (
 )
 
 from covey.base.errors import AuthError, ConnectError
+from covey.base.numbers import Seat
 from covey.net.keys import tls
 from covey.net.keys.identity import NodeIdentity
 from covey.net.keys.tls import Credentials
@@ -244,12 +245,12 @@ def test_a_denied_node_is_refused_by_name_whichever_node_dials() -> None:
 
 
 def launched(
-    cluster: Any, rank: int, size: int, contacts: dict[int, messages.Contact] | None = None
+    cluster: Any, rank: int, size: int, contacts: dict[Seat, messages.Contact] | None = None
 ) -> tuple[Node, tuple[str, int]]:
     """A rank that a launcher started on several hosts, with the cluster's secret."""
     endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     node = Node(
-        rank=rank, size=size, run="run", credentials=endpoint.credentials, card=endpoint.card, config=LOOPBACK,
+        seat=Seat(rank), size=size, run="run", credentials=endpoint.credentials, card=endpoint.card, config=LOOPBACK,
         acceptor=endpoint.acceptor, contacts=contacts or {}, objection=endpoint.objection, on_close=endpoint.on_close,
     )  # fmt: skip
     return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
@@ -299,15 +300,15 @@ def test_a_dialled_rank_that_turns_out_to_be_another_is_not_taken_for_it() -> No
     one, address = launched(cluster, 1, 3)
     with launching(one), Proxy(address) as proxy:
         led_astray = messages.Contact(one.host, (messages.Address(*proxy.address),), "")
-        two, _ = launched(cluster, 2, 3, {0: led_astray})
+        two, _ = launched(cluster, 2, 3, {Seat(0): led_astray})
         with launching(two):
             until(
                 lambda: (
                     proxy.connections()
-                    and (two.peers[0].link or launcher_mesh(two)._complaint or launcher_mesh(two)._refusal)
+                    and (two.peers[Seat(0)].link or launcher_mesh(two)._complaint or launcher_mesh(two)._refusal)
                 )
             )
-            assert two.peers[0].link is None
+            assert two.peers[Seat(0)].link is None
 
 
 def test_an_identity_in_use_is_refused_and_named(prey: Victim) -> None:

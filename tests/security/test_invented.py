@@ -22,6 +22,7 @@ from tests.support.attackers import (
 from tests.support.runs import SURVIVING, ThreadRun, here
 
 from covey.base.errors import CoveyError, RemoteProtocolError
+from covey.base.numbers import Seat
 from covey.net.keys.identity import NodeIdentity
 from covey.wire import messages
 from covey.wire.formation import Phase, Terms
@@ -47,7 +48,8 @@ def terms_of(size: int, **changes: Any) -> Terms:
 def founded(members: list[messages.Card], *, seats: list[int] | None = None, **changes: Any) -> messages.Founded:
     """Return a generation that is in order, but for the changes."""
     seated = tuple(
-        messages.SeatedMember(seat, card) for seat, card in zip(seats or range(len(members)), members, strict=True)
+        messages.SeatedMember(Seat(seat), card)
+        for seat, card in zip(seats or range(len(members)), members, strict=True)
     )
     values: dict[str, Any] = {
         "generation": 1,

@@ -26,6 +26,7 @@ from tests.support.attackers import (
 )
 
 from covey.base.errors import CoveyError, PeerLostError
+from covey.base.numbers import Seat
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.links.acceptor import PROBE_LIMIT
@@ -232,7 +233,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
     def rank_main(group: Group) -> None:
         node = engine_of(group).node
         assert node is not None
-        peer = node.peers[1 - group.rank]
+        peer = node.peers[Seat(1 - group.rank)]
         offer = messages.Offer(secrets.token_bytes(16), secrets.token_bytes(32), 77, "collectives", "secure", 0, 2)
         group.barrier()
         if not peer.is_dialled:
@@ -246,7 +247,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
             assert is_hung_up(sock)
         expected: list[bytes] = []
         call_on_loop(setattr, node.lanes.dialler, "accepted", lambda _rank, lane: expected.append(lane))
-        control.soon(node.send, peer.rank, offer)
+        control.soon(node.send, peer.seat, offer)
         until(lambda: expected == [offer.lane])
         group.barrier()
         other = proofs.lane_proof(secrets.token_bytes(32), b"dial", offer.lane, 0)
@@ -281,7 +282,7 @@ def test_a_member_cannot_talk_another_into_a_lane_that_others_can_read() -> None
     def rank_main(group: Group) -> list[str]:
         node = engine_of(group).node
         assert node is not None
-        peer = node.peers[1 - group.rank]
+        peer = node.peers[Seat(1 - group.rank)]
         group.barrier()
         if not peer.is_dialled:
             group.barrier()
@@ -307,7 +308,7 @@ def test_a_member_cannot_talk_another_into_a_lane_that_others_can_read() -> None
             ("plain", 0, 1, 16, 32),
         ]:
             offer = messages.Offer(bytes(lane), bytes(secret), 99, "collectives", kind, capacity, streams)
-            control.soon(node.send, peer.rank, offer)
+            control.soon(node.send, peer.seat, offer)
         until(lambda: len(heard) == 10)
         group.barrier()
         return heard

@@ -31,6 +31,7 @@ from tests.support.attackers import (
 )
 
 from covey.base.errors import ConnectError, CoveyError, PeerLostError
+from covey.base.numbers import Seat
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Vouch
 from covey.runtime import loop as control
@@ -399,7 +400,7 @@ def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatc
     def attack(group: Group) -> None:
         node = engine_of(group).node
         assert node is not None
-        peer = node.peers[1 - group.rank]
+        peer = node.peers[Seat(1 - group.rank)]
         group.barrier()
         if peer.is_dialled:
             marks: list[bytes] = []
@@ -411,8 +412,8 @@ def test_a_member_of_a_run_cannot_make_another_open_lanes_without_end(monkeypatc
         else:
             group.barrier()
             for number in range(2000):
-                control.soon(node.send, peer.rank, messages.Dial(1000 + number, "collectives"))
-            control.soon(node.send, peer.rank, messages.Expect(b"the end"))
+                control.soon(node.send, peer.seat, messages.Dial(1000 + number, "collectives"))
+            control.soon(node.send, peer.seat, messages.Expect(b"the end"))
         group.barrier()
 
     try:
@@ -437,7 +438,7 @@ def test_a_keeper_is_believed_only_about_processes_that_named_it(monkeypatch: py
         assert node is not None
         address = ("127.0.0.1", node.card.contact.addresses[0].port)
         prey = Victim(cluster, None, node, address)  # type: ignore[arg-type]
-        death = messages.Vouch(((node.peers[1].life, Vouch.EXITED),))
+        death = messages.Vouch(((node.peers[Seat(1)].life, Vouch.EXITED),))
         try:
             for purpose, identity in (("keeper", stranger), ("candidate", stranger), ("visitor", named)):
                 with Insider(prey, identity, purpose=purpose) as liar:
@@ -459,13 +460,13 @@ def test_offers_that_are_not_followed_up_take_little_memory() -> None:
         node = engine_of(group).node
         assert node is not None
         group.barrier()
-        peer, before = node.peers[1 - group.rank], resident_bytes()
+        peer, before = node.peers[Seat(1 - group.rank)], resident_bytes()
         if peer.is_dialled:
             for number in range(5000):
                 offer = messages.Offer(
                     secrets.token_bytes(16), secrets.token_bytes(32), 5000 + number, "collectives", "secure", 0, 1
                 )
-                control.soon(node.send, peer.rank, offer)
+                control.soon(node.send, peer.seat, offer)
         group.all_gather_object("the offers came before this")
         return resident_bytes() - before
 

@@ -33,7 +33,7 @@ def revoke() -> messages.Revoke:
 def links_by_rank(group: Group) -> dict[int, bytes]:
     node = node_of(group)
     mesh = node.acceptor.on_link.__self__  # type: ignore[union-attr]
-    return {remote.rank: remote.card.id for remote in mesh.met.values() if remote.rank >= 0}
+    return {remote.seat: remote.card.id for remote in mesh.met.values() if remote.seat >= 0}
 
 
 def test_a_member_outside_that_says_it_is_the_life_of_another_gets_no_seat_when_a_run_is_formed() -> None:

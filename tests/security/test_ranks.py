@@ -20,6 +20,7 @@ from tests.support.attackers import DEADLINE, resident_bytes
 from covey.base.config import GroupConfig
 from covey.base.dtypes import dtype_code
 from covey.base.errors import CoveyError, MismatchError, RemoteProtocolError
+from covey.base.numbers import Rank, Slot
 from covey.runtime.buffers import Operand, readable
 from covey.runtime.group import movements, restore
 from covey.runtime.group.internals import engine_of
@@ -208,8 +209,8 @@ def test_bytes_that_are_no_value_name_their_sender_and_leave_the_group_whole(ope
                 engine.run(call, lambda c: movements.gather_all(c, operand), timeout=None, async_op=False)
             elif operation == "broadcast_object":
                 call = group._call("broadcast_object", None, None, root=HOSTILE)
-                engine.run(call, lambda c: movements.broadcast_bytes(c, data.tobytes(), HOSTILE),
-                           timeout=None, async_op=False, root=HOSTILE)  # fmt: skip
+                engine.run(call, lambda c: movements.broadcast_bytes(c, data.tobytes(), Slot(HOSTILE)),
+                           timeout=None, async_op=False, root=Rank(HOSTILE))  # fmt: skip
             else:
                 for rank in (0, 2):
                     group._send(data, rank, 0, BYTE, data.shape, True, None, False)

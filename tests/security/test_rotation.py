@@ -26,6 +26,7 @@ from tests.support.attackers import (
 )
 from typer.testing import CliRunner
 
+from covey.base.numbers import Seat
 from covey.cli.enroll import app as enroll_command
 from covey.net.discovery.host_registry import is_nodes_socket
 from covey.net.keys import clusters, owner
@@ -143,7 +144,7 @@ def test_lanes_to_a_node_that_has_not_heard_of_a_new_secret_are_opened_with_the_
             group.all_reduce(1)
             node = engine_of(group).node
             assert node is not None
-            if node.peers[1 - group.rank].is_dialled is dialler_has_heard:
+            if node.peers[Seat(1 - group.rank)].is_dialled is dialler_has_heard:
                 call_on_loop(heard_of_another, node.credentials)
             group.barrier()
             part = group.split(0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tests.support.attackers import DEADLINE, call_on_loop, new_cluster, until
 from tests.support.runs import SURVIVING, ThreadRun, node_of, say
 
+from covey.base.numbers import Seat
 from covey.runtime.group.internals import engine_of
 from covey.runtime.group.store import open_group_store
 from covey.wire import messages, store
@@ -107,7 +108,7 @@ def test_questions_to_a_store_of_an_excluded_member_are_not_answered() -> None:
 
             def listen(seat: int, posting: messages.Posting) -> None:
                 answers.append(store.decode_body(posting.body))
-                heard(seat, posting)
+                heard(Seat(seat), posting)
 
             call_on_loop(setattr, node.stores, "heard", listen)
             pongs: list[int] = []
@@ -116,13 +117,13 @@ def test_questions_to_a_store_of_an_excluded_member_are_not_answered() -> None:
             def note(rank: int, message: messages.Control) -> None:
                 if isinstance(message, messages.Pong):
                     pongs.append(message.number)
-                take(rank, message)
+                take(Seat(rank), message)
 
             call_on_loop(setattr, node, "heard", note)
             together()
             if group.rank == 2:
                 call_on_loop(generation.withdraw)
-            until(lambda: generation.is_over if group.rank == 2 else node.peers[2].is_excluded)
+            until(lambda: generation.is_over if group.rank == 2 else node.peers[Seat(2)].is_excluded)
             together()
             if group.rank == 2:
                 for question in (store.Add("count", 100), store.Get(("count",)), store.Put((("key", b"poison"),))):

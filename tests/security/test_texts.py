@@ -30,6 +30,7 @@ from tests.support.attackers import (
 )
 
 from covey.base.errors import CoveyError, RemoteProtocolError
+from covey.base.numbers import Seat
 from covey.net.keys.tls import Credentials
 from covey.runtime.group.internals import engine_of
 from covey.wire import door, formation, frame, messages, store
@@ -155,7 +156,7 @@ def test_a_hostile_rank_does_not_write_to_the_terminals_of_the_others() -> None:
         assert engine.node is not None
         group.all_reduce(1)
         if group.rank == 0:
-            link = engine.node.peers[1].link
+            link = engine.node.peers[Seat(1)].link
             assert link is not None
             raw = [
                 [11, engine.id, "messages", EVIL, 0],

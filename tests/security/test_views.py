@@ -14,6 +14,7 @@ from tests.support.attackers import DEADLINE, Insider, call_on_loop, new_cluster
 from tests.support.runs import SURVIVING, Participant, ThreadRun, node_of
 
 from covey.base.errors import CoveyError, GroupChangedError, MismatchError, PeerLostError, RemoteProtocolError
+from covey.base.numbers import Seat
 from covey.proto.health import Cause
 from covey.proto.membership import MOST_AHEAD, MOST_SKIPPED
 from covey.proto.views import MOST_OPERATIONS
@@ -25,11 +26,11 @@ from covey.wire.membership import (
     Decided,
     Fate,
     Fork,
+    MemberKey,
     Prepare,
     Promise,
     Pulse,
     Refuse,
-    Seat,
     State,
     Successor,
     Trouble,
@@ -61,7 +62,7 @@ class Scene:
     def __init__(self, thread_run: ThreadRun) -> None:
         self._thread_run = thread_run
         self.groups: dict[int, Group] = {}
-        self._send_vote: Callable[[int, messages.Control], None] | None = None
+        self._send_vote: Callable[[Seat, messages.Control], None] | None = None
         self._begin = [threading.Event() for _ in range(3)]
         self._together = thread_run.steps(4)
         self._participants = [thread_run.start(self._work) for _ in range(3)]
@@ -136,7 +137,7 @@ class Scene:
         """Let the liar say these to a rank, one right after the other."""
         send_vote = self._send_vote or self.node(LIAR).send_vote
         bodies = [messages.Agreeing(0, membership.encode_membership(vote)) for vote in votes]
-        call_on_loop(lambda: [send_vote(rank, body) for body in bodies])
+        call_on_loop(lambda: [send_vote(Seat(rank), body) for body in bodies])
 
     def tell_all(self, *votes: membership.Membership) -> None:
         """Let the liar say these to every honest rank."""
@@ -217,7 +218,7 @@ def assert_cut_off(scene: Scene, lie: Callable[[], None]) -> None:
 
 def successor(scene: Scene, *, members: Sequence[int] = (0, 1, 2), tie_breaker: int = 0) -> Successor:
     cards = [scene.node(rank).card for rank in members]
-    return Successor(1, b"s" * 16, tuple(Seat(card.id, card.life) for card in cards), tie_breaker)
+    return Successor(1, b"s" * 16, tuple(MemberKey(card.id, card.life) for card in cards), tie_breaker)
 
 
 IMPOSSIBLE: dict[str, Callable[[Scene], View]] = {
@@ -305,7 +306,7 @@ def test_a_member_that_answers_what_cannot_be_is_cut_off_and_the_others_go_on(
         if isinstance(vote, Promise) and seat == 0 and not lies:  # and nothing else, from then on
             lies.append(vote)
             vote = msgspec.structs.replace(vote, **lie(scene, vote))
-            send_vote(seat, messages.Agreeing(message.generation, membership.encode_membership(vote)))
+            send_vote(Seat(seat), messages.Agreeing(message.generation, membership.encode_membership(vote)))
 
     links = scene.links(0, LIAR)
     call_on_loop(setattr, node, "send_vote", send_lies)
@@ -383,7 +384,7 @@ def test_a_rank_whose_operation_the_others_are_past_is_told_that_the_calls_diffe
                 together()
                 together()
                 return None
-            until(lambda: node.peers[LIAR].is_excluded)
+            until(lambda: node.peers[Seat(LIAR)].is_excluded)
             together()
             with pytest.raises((PeerLostError, MismatchError)) as error:
                 # A broadcast from a lost rank raises at once, on this rank alone.

@@ -339,7 +339,7 @@ def nonsense(kind: Any, rng: random.Random) -> Any:
         str: lambda: _text(rng),
         type(None): lambda: None,
     }
-    return makers[kind]()
+    return makers[getattr(kind, "__supertype__", kind)]()  # of a `NewType`, the type below it
 
 
 def _bounded(value: Any, rng: random.Random) -> Any:

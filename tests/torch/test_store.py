@@ -18,6 +18,7 @@ from tests.support.torch_ranks import Lost, run_torch_ranks
 
 from covey.base.config import group_config
 from covey.base.errors import ConfigError, ConnectError, CoveyError, DeadlineError, PeerLostError
+from covey.base.numbers import Seat
 from covey.net.discovery.host_rendezvous import rendezvous_folder
 from covey.runtime import loop as control
 from covey.runtime.environment import LaunchedRank
@@ -234,7 +235,7 @@ def break_links(rank: int, size: int, path: str) -> None:
             while len([each for each in list(node.stores._requests.values()) if each.is_sent]) < 2:
                 assert time.monotonic() < until
                 time.sleep(0.01)
-            link = node.peers[0].link
+            link = node.peers[Seat(0)].link
             assert link is not None
             control.soon(link.abort)
             failed = outcomes.get(timeout=30)
@@ -260,7 +261,7 @@ def talk_nonsense(rank: int, size: int, path: str) -> None:
             stranger.ask(wire.Count(), 30)
         store.barrier("here", size)
         if rank == 1:
-            engine.node.tell((0,), messages.Posting(1, 2, b"\xc1 no msgpack"))
+            engine.node.tell((Seat(0),), messages.Posting(1, 2, b"\xc1 no msgpack"))
             with pytest.raises(PeerLostError):
                 store.get("never")
             return

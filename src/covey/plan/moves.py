@@ -5,6 +5,7 @@ applied in order, one at a time; sends and receives are independent of each othe
 be printed, counted, proved by `check` and run by any executor.
 
 Offsets count elements, never bytes: a range is always whole elements.
+The ranks of a plan are numbered from 0 without gaps: when a group runs it, they are the slots of an attempt.
 """
 
 from __future__ import annotations

@@ -10,19 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from covey.proto.views import judge, largest_clique, next_tie_breaker
-from covey.wire.membership import Promise, Record, Seat, Successor, View
+from covey.wire.membership import MemberKey, Promise, Record, Successor, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
 
-def first_record(members: Iterable[Seat], lineage: bytes, *, anchor: int = 0, has_keeper: bool = False) -> Record:
+def first_record(members: Iterable[MemberKey], lineage: bytes, *, anchor: int = 0, has_keeper: bool = False) -> Record:
     """Return the record of a member of view 0; `anchor` is the first tie-breaker and, without a keeper, the leader."""
     seats = tuple(members)
     return Record(seats, View(lineage, 0, tuple(range(len(seats))), anchor), len(seats) if has_keeper else anchor)
 
 
-def without(successor: Successor, lost: Collection[Seat]) -> Successor | None:
+def without(successor: Successor, lost: Collection[MemberKey]) -> Successor | None:
     """Return a generation without members that were lost before it began; None if none remain."""
     members = tuple(member for member in successor.members if member not in lost)
     if len(members) == len(successor.members) or not members:
@@ -36,7 +36,7 @@ class PaxosAcceptor:
     """What a member is bound to. After a change, `record` must be durable before anything is sent."""
 
     def __init__(self, record: Record) -> None:
-        self.members: tuple[Seat, ...] = record.members
+        self.members: tuple[MemberKey, ...] = record.members
         self.view = record.view
         self.promised = record.promised
         self.accepted_ballot = record.accepted_ballot

@@ -22,7 +22,7 @@ from covey.proto.membership import PATIENCE as VIEW_PATIENCE
 from covey.proto.membership import RELINK, Membership
 from covey.wire.formation import Here
 from covey.wire.lineage import Ending
-from covey.wire.membership import Bound, Seat, Seated, Successor
+from covey.wire.membership import Bound, MemberKey, Seated, Successor
 
 if TYPE_CHECKING:
     import random
@@ -77,7 +77,7 @@ def founding_record(members: Iterable[Member], lineage: bytes) -> Record:
     """Return the record of a member of a run that this proposal founds."""
     members = tuple(members)
     tie_breaker = next((rank for rank, member in enumerate(members) if member.breaks_ties), 0)
-    return first_record((Seat(member.id, member.life) for member in members), lineage, anchor=tie_breaker)
+    return first_record((MemberKey(member.id, member.life) for member in members), lineage, anchor=tie_breaker)
 
 
 def seated_for(peer_id: bytes, bound: Bound | None) -> Seated | None:

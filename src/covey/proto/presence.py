@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from covey.wire.membership import Seat
+    from covey.wire.membership import MemberKey
 
 WORD_LASTS: Final = 3.0
 """Seconds for which a keeper's word counts that a process is alive and not stopped: six times the interval at which the
@@ -18,7 +18,7 @@ keeper repeats it."""
 class Presence:
     """The other ranks of view 0, as heard from `me`. The keeper has the rank after the last member's."""
 
-    def __init__(self, members: tuple[Seat, ...], me: int, now: float) -> None:
+    def __init__(self, members: tuple[MemberKey, ...], me: int, now: float) -> None:
         self._lives = [member.life for member in members]
         self._me = me
         self._links: dict[int, bytes] = {}

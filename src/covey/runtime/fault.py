@@ -16,6 +16,7 @@ from covey.base.errors import (
     RemoteProtocolError,
     SplitRunError,
 )
+from covey.base.numbers import NO_RANK, Rank
 
 _PLAIN: Final[dict[str, type[CoveyError]]] = {
     kind.__name__: kind for kind in (ClosedError, GroupChangedError, MismatchError, RemoteProtocolError, SplitRunError)
@@ -29,10 +30,10 @@ class Fault:
     kind: str
     """The name of the error class; an unknown name becomes a PeerLostError."""
     text: str
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Rank, ...] = ()
     """The lost or late ranks."""
 
-    def error(self, *, rank: int, host: str, operation: str, sequence: int, group: str) -> CoveyError:
+    def error(self, *, rank: Rank, host: str, operation: str, sequence: int, group: str) -> CoveyError:
         """Return the error to raise on `rank`, where `operation` met the fault; `host` is that of the lost rank."""
         if self.kind == "DeadlineError":
             return DeadlineError(self.text, late=self.ranks)
@@ -44,6 +45,6 @@ class Fault:
         return PeerLostError(text, rank=self.culprit, host=host, operation=operation, sequence=sequence)
 
     @property
-    def culprit(self) -> int:
+    def culprit(self) -> Rank:
         """The first lost or late rank, or -1."""
-        return self.ranks[0] if self.ranks else -1
+        return self.ranks[0] if self.ranks else NO_RANK

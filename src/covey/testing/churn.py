@@ -23,7 +23,7 @@ from covey.testing.invariants import BrokenError, End, Invariants, tell_ranks, t
 from covey.testing.workers import Bytes, Job, Token, Worker
 from covey.testing.world import World
 from covey.wire import membership as wire
-from covey.wire.membership import Accept, Accepted, Decided, Prepare, Promise, Pulse, Record, Seat, State, View
+from covey.wire.membership import Accept, Accepted, Decided, MemberKey, Prepare, Promise, Pulse, Record, State, View
 
 PATIENCE = 12.0
 RELINK = 0.6
@@ -97,7 +97,7 @@ class Play:
             ]
             for ranks in self.groups
         ]
-        seats = [Seat(id, chance.randbytes(16)) for id in self.ids]
+        seats = [MemberKey(id, chance.randbytes(16)) for id in self.ids]
         self.first = first_record(seats, chance.randbytes(16), anchor=chance.randrange(size), has_keeper=has_keeper)
         self.disks: dict[bytes, Record] = dict.fromkeys(self.ids, self.first)
         self.workers: dict[bytes, Worker] = {}

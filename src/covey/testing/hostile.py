@@ -39,7 +39,7 @@ from covey.testing.invariants import BrokenError
 from covey.testing.world import World
 from covey.wire import membership as wire
 from covey.wire.formation import Formation
-from covey.wire.membership import Accept, Accepted, Decided, Promise, Seat, State
+from covey.wire.membership import Accept, Accepted, Decided, MemberKey, Promise, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -327,7 +327,7 @@ class Quarrel:
         self.ids = [chance.randbytes(32) for _ in range(size)]
         self.lives = [chance.randbytes(16) for _ in range(size)]
         self.hostile = chance.randrange(size)
-        seats = [Seat(id, life) for id, life in zip(self.ids, self.lives, strict=True)]
+        seats = [MemberKey(id, life) for id, life in zip(self.ids, self.lives, strict=True)]
         self.first = first_record(seats, chance.randbytes(16), anchor=chance.randrange(size))
         self.members: dict[bytes, Member] = {}
         """The honest ones, by id."""

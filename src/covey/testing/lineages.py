@@ -24,7 +24,7 @@ from covey.testing.invariants import BrokenError
 from covey.testing.world import World
 from covey.wire.formation import Here, Member, Phase, Terms
 from covey.wire.lineage import Ending, Remembered
-from covey.wire.membership import Bound, Seat, Seated, Successor, View
+from covey.wire.membership import Bound, MemberKey, Seated, Successor, View
 
 PATIENCE = 4.0
 RELINK = 0.5
@@ -91,7 +91,7 @@ class Process:
         self.generation = -1
         self.cores: dict[int, Membership] = {}
         """By generation: the one that this process is in, and the one before."""
-        self.seats: tuple[Seat, ...] = ()
+        self.seats: tuple[MemberKey, ...] = ()
         self.links: dict[bytes, bytes] = {}
         self.early: list[tuple[bytes, Any]] = []
         self.is_frozen = False
@@ -171,7 +171,7 @@ class Process:
     # Generations
 
     def _heard_founded(self, peer_id: bytes, origin: bytes, successor: Successor, now: float) -> None:
-        is_ours = Seat(self.id, self.life) in successor.members
+        is_ours = MemberKey(self.id, self.life) in successor.members
         if self.generation >= 0:
             if origin == self.origin and successor.generation > self.generation and not is_ours:
                 self._go_away(now)  # the run is generations ahead, without this process
@@ -304,7 +304,7 @@ class Process:
         self.story.installed(self, generation, view)
         if generation != self.generation or view.successor is None:
             return
-        if Seat(self.id, self.life) in view.successor.members:
+        if MemberKey(self.id, self.life) in view.successor.members:
             self._enter(self.origin, view.successor, now)
         else:
             self._go_away(now)
@@ -354,7 +354,7 @@ class Story:
         self._accepted: dict[tuple[bytes, bytes], float] = {}
         """By node and lineage: when it accepted the founding."""
         self._views: dict[tuple[bytes, int, int], View] = {}
-        self._members: dict[tuple[bytes, int], tuple[Seat, ...]] = {}
+        self._members: dict[tuple[bytes, int], tuple[MemberKey, ...]] = {}
         self._agreed: set[tuple[bytes, bytes]] = set()
         """Generations whose members have agreed on what follows, by run and lineage."""
         self.foundings: set[bytes] = set()
@@ -445,7 +445,7 @@ class Story:
         first = together[0]
         assert first.core is not None
         view, seats = first.core.view, first.seats
-        here = {Seat(each.id, each.life): each for each in together}
+        here = {MemberKey(each.id, each.life): each for each in together}
         if view.successor is not None or any(seats[rank] not in here for rank in view.ranks):
             return
         if (first.origin, view.lineage) in self._agreed:
@@ -459,8 +459,8 @@ class Story:
             other.id not in each.links for each in staying for other in staying if other is not each
         ):
             return
-        new = [Seat(id, first.links[id]) for id in newcomers]
-        members = (*(Seat(each.id, each.life) for each in staying), *new)
+        new = [MemberKey(id, first.links[id]) for id in newcomers]
+        members = (*(MemberKey(each.id, each.life) for each in staying), *new)
         lives = b"".join(seat.life for seat in members)
         lineage = hashlib.blake2b(view.lineage + lives, digest_size=16).digest()
         tie_breaker = next((at for at, each in enumerate(staying) if each.id == seats[view.tie_breaker].id), 0)
@@ -503,7 +503,7 @@ class Story:
             self._founded(origin, bound.record.members)
         self._known[process.id].setdefault(origin, self.world.now)
 
-    def _founded(self, origin: bytes, members: tuple[Seat, ...]) -> None:
+    def _founded(self, origin: bytes, members: tuple[MemberKey, ...]) -> None:
         self.foundings.add(origin)
         for seat in members:
             accepted_at = self._accepted[seat.id, origin]
@@ -544,7 +544,7 @@ class Story:
             return False
         first = processes[0]
         assert first.core is not None
-        all_seats = {Seat(process.id, process.life) for process in processes}
+        all_seats = {MemberKey(process.id, process.life) for process in processes}
         same = all((each.origin, each.generation) == (first.origin, first.generation) for each in processes)
         views = {process.core.view for process in processes if process.core is not None}
         return (

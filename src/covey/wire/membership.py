@@ -32,7 +32,7 @@ Key = Annotated[int, msgspec.Meta(ge=0)]
 """The number of a group."""
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class MemberKey(msgspec.Struct, frozen=True, array_like=True):
     """The process of a rank of view 0: one life of one node."""
 
     id: NodeId
@@ -44,7 +44,7 @@ class Successor(msgspec.Struct, frozen=True, array_like=True):
 
     generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     lineage: ProposalId
-    members: Annotated[tuple[Seat, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    members: Annotated[tuple[MemberKey, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     """By rank of that generation."""
     tie_breaker: Rank
 
@@ -215,7 +215,7 @@ class Seated(msgspec.Struct, frozen=True, array_like=True, tag=10):
 class Record(msgspec.Struct, frozen=True, array_like=True):
     """What a member must remember after a crash, so that its votes bind its next life, too."""
 
-    members: Annotated[tuple[Seat, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    members: Annotated[tuple[MemberKey, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     view: View
     """The last view that was installed."""
     promised: Ballot

@@ -18,6 +18,7 @@ import msgspec
 
 from covey.base.config import YEAR_SECONDS
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import Seat  # noqa: TC001 - msgspec reads the annotation
 from covey.base.text import TEXT_LIMIT, printable
 
 VERSION: Final = 1
@@ -299,7 +300,7 @@ class Tell(Worded, frozen=True, array_like=True, tag=19):
     """Seconds in this state."""
     peers: tuple[PeerReport, ...]
     rank: int = -1
-    """The sender's rank, once it has one."""
+    """The sender's rank in the current generation of its run; -1 while it has none."""
     turned_away: Count = 0
     """Connections that failed at its door or in the handshake."""
     too_many: Count = 0
@@ -368,6 +369,7 @@ class PeerReport(Worded, frozen=True, array_like=True):
 
     card: Card
     rank: int
+    """In the current generation of the sender's run; -1 if the node is not in it."""
     lane: Name
     """The kind of lane between them."""
     local: Text
@@ -466,7 +468,7 @@ def founded_with(founded: Founded, members: tuple[SeatedMember, ...], tie_breake
 class SeatedMember(msgspec.Struct, frozen=True, array_like=True):
     """A member of a generation."""
 
-    seat: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    seat: Annotated[Seat, msgspec.Meta(ge=0, lt=1 << 31)]
     """Its position in the run, which no other process ever gets."""
     card: Card
 

@@ -18,10 +18,10 @@ from covey.wire.membership import (
     Bound,
     Decided,
     Fate,
+    MemberKey,
     Prepare,
     Promise,
     Record,
-    Seat,
     Seated,
     Successor,
     Verdict,
@@ -34,9 +34,9 @@ NEXT = b"n" * 16
 KNOWN = Remembered((Known(LINEAGE, ("a", "b", "c")),))
 
 
-def seat(name: str) -> Seat:
+def seat(name: str) -> MemberKey:
     """Return a life of the node that is called by the first letter of `name`; a' is the life after a."""
-    return Seat(name[0].encode() * 32, name.encode().ljust(16, b"."))
+    return MemberKey(name[0].encode() * 32, name.encode().ljust(16, b"."))
 
 
 def member(name: str) -> Member:

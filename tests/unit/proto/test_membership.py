@@ -24,12 +24,12 @@ from covey.wire.membership import (
     Decided,
     Fate,
     Fork,
+    MemberKey,
     Prepare,
     Promise,
     Pulse,
     Record,
     Refuse,
-    Seat,
     State,
     Successor,
     Trouble,
@@ -46,9 +46,9 @@ KEEPER = b"K" * 32
 MessageT = TypeVar("MessageT")
 
 
-def seat(name: str) -> Seat:
+def seat(name: str) -> MemberKey:
     """Return a life of the node that is called by the first letter of `name`; a' is the life after a."""
-    return Seat(name[0].encode() * 32, name.encode().ljust(16, b"."))
+    return MemberKey(name[0].encode() * 32, name.encode().ljust(16, b"."))
 
 
 def sent(core: Membership, kind: type[MessageT]) -> list[MessageT]:

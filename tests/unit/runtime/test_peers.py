@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from covey.base.numbers import Seat
 from covey.runtime.members.health_monitor import HealthMonitor
 from covey.runtime.members.peers import TRANSITIONS, Peer, PeerEvent, PeerState
 from covey.wire.messages import Card, Contact
@@ -17,7 +18,7 @@ RELINKED, EXCLUDED = PeerEvent.RELINKED, PeerEvent.EXCLUDED
 
 
 def peer_after(*events: PeerEvent) -> Peer:
-    peer = Peer(1, None, is_dialled=False)
+    peer = Peer(Seat(1), None, is_dialled=False)
     for event in events:
         peer.note(event)
     return peer
@@ -71,7 +72,7 @@ def test_what_becomes_of_a_peer(events: tuple[PeerEvent, ...], state: PeerState)
 
 def test_the_readers_of_each_state() -> None:
     def where(name: str) -> set[PeerState]:
-        peer, found = Peer(1, None, is_dialled=False), set()
+        peer, found = Peer(Seat(1), None, is_dialled=False), set()
         for peer.state in PeerState:
             if getattr(peer, name):
                 found.add(peer.state)
@@ -92,7 +93,7 @@ def test_a_lost_link_makes_a_peer_suspected_and_a_new_one_makes_it_active() -> N
     monitor.watch(peer)
     monitor.link_up(peer)
     assert not peer.is_suspected
-    monitor.link_lost(1)
+    monitor.link_lost(Seat(1))
     assert peer.is_suspected
     monitor.link_up(peer)
     assert peer.state is PeerState.ACTIVE

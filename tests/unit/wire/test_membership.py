@@ -12,7 +12,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.wire import membership as wire
 from covey.wire.formation import MAX_MEMBERS
 from covey.wire.frame import CONTROL_LIMIT
-from covey.wire.membership import Bound, Fate, Promise, Record, Seat, State, Verdict, View
+from covey.wire.membership import Bound, Fate, MemberKey, Promise, Record, State, Verdict, View
 
 RUN = b"l" * 16
 VIEW = View(RUN, 3, (0, 2, 5), 2, (Verdict(7, 41, Fate.COMMIT, True), Verdict(1 << 63, 1, Fate.REVOKE)))
@@ -27,7 +27,7 @@ MESSAGES: list[Any] = [
     wire.Pulse(RUN, 2, 17, True, 12.5),
     wire.Trouble(RUN, 2, True),
     wire.Fork(RUN, 2, VIEW),
-    wire.Seated(RUN, wire.Successor(4, RUN, (Seat(b"i" * 32, b"l" * 16),), 0)),
+    wire.Seated(RUN, wire.Successor(4, RUN, (MemberKey(b"i" * 32, b"l" * 16),), 0)),
 ]
 
 
@@ -49,7 +49,7 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
         for key in range(wire.MAX_GROUPS)
     )
     verdicts = tuple(Verdict((1 << 63) + key, large, Fate.REVOKE, True) for key in range(wire.MAX_VERDICTS))
-    seats = tuple(Seat(bytes([rank]) * 32, bytes([rank]) * 16) for rank in all_ranks)
+    seats = tuple(MemberKey(bytes([rank]) * 32, bytes([rank]) * 16) for rank in all_ranks)
     view = View(RUN, (1 << 32) - 1, all_ranks, 127, verdicts, wire.Successor((1 << 31) - 1, RUN, seats, 127))
     for message in (Promise(RUN, 1, large, all_ranks, states, large, view), wire.Accept(large, view)):
         data = wire.encode_membership(message)
@@ -88,7 +88,7 @@ def test_deeply_nested_data_is_a_protocol_error() -> None:
 
 
 def test_a_record_comes_back_as_it_was_and_a_damaged_one_is_refused() -> None:
-    record = Record((Seat(b"i" * 32, b"l" * 16), Seat(b"j" * 32, b"m" * 16)), VIEW, 17, 11, VIEW)
+    record = Record((MemberKey(b"i" * 32, b"l" * 16), MemberKey(b"j" * 32, b"m" * 16)), VIEW, 17, 11, VIEW)
     data = wire.encode_bound(Bound(3, record, RUN, 1))
     assert wire.decode_bound(data) == Bound(3, record, RUN, 1)
     for damaged in (data[:-1], data + b"\0", b""):

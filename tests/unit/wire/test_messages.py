@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import Seat
 from covey.wire import messages
 from covey.wire.frame import CONTROL_LIMIT, HANDSHAKE_LIMIT
 
@@ -50,7 +51,7 @@ CONTROLS: list[Any] = [
     messages.SecretKept("the disk is full"),
     messages.Agreeing(3, b"anything"),
     messages.Vouch(((b"l" * 16, 2), (b"m" * 16, 3))),
-    messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(7, CARD),), "continue", 12.5, b"o" * 16, 5),
+    messages.Founded(3, b"n" * 16, True, (messages.SeatedMember(Seat(7), CARD),), "continue", 12.5, b"o" * 16, 5),
     messages.Ended("train", b"o" * 16, True),
     CHARTER,
     messages.Charter(4, "otter-aaaa", (), None, b"s" * 64),

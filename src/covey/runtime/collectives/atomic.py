@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, RemoteProtocolError
+from covey.base.numbers import Rank
 from covey.proto.commit import Commit, Raised, Returned, Run
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
@@ -55,7 +56,7 @@ class AtomicOperations(EnginePart):
             self._undo = NativeUndoBuffer()
         self._is_executing = False
         self._halt_number = -1
-        self._translated: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        self._translated: tuple[tuple[int, ...], tuple[Rank, ...]] = ((), ())
         """The ranks of the generation that `_ranks` translated last, and the ranks of the group that they are."""
         self._strikes, self._trouble = 0, ""
         """How often lanes broke since an operation returned, and how the last one did."""
@@ -83,12 +84,12 @@ class AtomicOperations(EnginePart):
 
     def _new_attempt(self, engine: Engine) -> Attempt:
         live = set(self._commit.live)
-        ranks = tuple(rank for rank, member in enumerate(self._ranks_of) if member in live)
+        ranks = tuple(rank for rank, member in zip(engine.ranks, self._ranks_of, strict=True) if member in live)
         return Attempt(engine, self._commit.attempt, ranks, self._bell, self._undo)
 
     # The thread that runs an operation
 
-    def perform(self, body: Callable[[Attempt], Any], root: int) -> Any:
+    def perform(self, body: Callable[[Attempt], Any], root: Rank) -> Any:
         """Return what `body` returns, once all remaining ranks have completed it; `root` is the rank it needs, or -1.
 
         Raises:
@@ -128,10 +129,10 @@ class AtomicOperations(EnginePart):
             self._stop_executing()
             raise
 
-    def _ranks(self, members: tuple[int, ...]) -> tuple[int, ...]:
+    def _ranks(self, members: tuple[int, ...]) -> tuple[Rank, ...]:
         """Return the ranks of the group that these ranks of the generation are."""
         if members is not self._translated[0]:  # the same tuple every time, until a rank is lost
-            self._translated = members, tuple(map(self._ranks_of.index, members))
+            self._translated = members, tuple(Rank(index) for index in map(self._ranks_of.index, members))
         return self._translated[1]
 
     def _attempt(self, engine: Engine, run: Run, body: Callable[[Attempt], Any]) -> tuple[Step | None, Any]:

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
+from covey.base.numbers import Slot
 from covey.net import tcp
 from covey.net.descriptors import explain, is_exhausted
 from covey.net.lanes.lane import LaneClosedError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from covey.base.arithmetic import Reduction
     from covey.base.errors import MismatchError
+    from covey.base.numbers import Rank
     from covey.net.lanes.lane import Lane
     from covey.plan.moves import Plan
     from covey.runtime.bell import Bell
@@ -62,12 +64,14 @@ class Attempt(EnginePart):
     """The ranks of one attempt and their lanes."""
 
     def __init__(
-        self, engine: Engine, number: int, ranks: tuple[int, ...], bell: Bell, undo: UndoBuffer | None
+        self, engine: Engine, number: int, ranks: tuple[Rank, ...], bell: Bell, undo: UndoBuffer | None
     ) -> None:
         """`ranks` are in the order of the group; `bell` wakes the running thread; `undo` saves what is overwritten."""
         super().__init__(engine)
         self.number, self.ranks = number, ranks
-        self.slot, self.size = ranks.index(engine.rank), len(ranks)
+        self._slots = {rank: Slot(slot) for slot, rank in enumerate(ranks)}
+        self.slots = tuple(self._slots.values())
+        self.slot, self.size = self._slots[engine.rank], len(ranks)
         """The slot of this process in the attempt, and the number of slots."""
         self.prepared: dict[Any, Any] = {}
         """Plans and reductions that repeated calls share."""
@@ -151,9 +155,9 @@ class Attempt(EnginePart):
 
     # Ranks and slots
 
-    def slot_of(self, rank: int) -> int:
+    def slot_of(self, rank: Rank) -> Slot:
         """Return the slot of a rank that is in the attempt."""
-        return rank if self.size == self.engine.size else self.ranks.index(rank)
+        return self._slots[rank]
 
     def chosen(self, items: Sequence[T]) -> list[T]:
         """Return the items of the ranks in this attempt, from a list by rank."""
@@ -172,11 +176,11 @@ class Attempt(EnginePart):
         kinds = {self.engine.roster.lane_kind(rank) for rank in self.ranks if rank != self.engine.rank}
         return "ring" if kinds <= {"shm", "memory"} else "stream"
 
-    def open_kinds(self) -> dict[int, str]:
+    def open_kinds(self) -> dict[Rank, str]:
         """Return the kinds of the open lanes, by rank."""
         return {self.ranks[slot]: lane.kind for slot, lane in enumerate(self._lanes) if lane is not None}
 
-    # What the executor calls (`executor.ExecutionHost`)
+    # What the executor calls (`executor.ExecutionHost`): `peer` is a slot, taken from a move of a plan
 
     @property
     def is_stopped(self) -> bool:
@@ -255,13 +259,13 @@ class Attempt(EnginePart):
                 return
         self.engine.lane_trouble.wrong_header(self, self.ranks[peer], expected, header)
 
-    def reject(self, peer: int, what: str) -> NoReturn:
+    def reject(self, slot: Slot, what: str) -> NoReturn:
         """End the group because a rank sent `what`, which breaks the protocol; raise RemoteProtocolError."""
-        self.engine.lane_trouble.reject(self, "RemoteProtocolError", self.ranks[peer], what)
+        self.engine.lane_trouble.reject(self, "RemoteProtocolError", self.ranks[slot], what)
 
-    def disagree_with(self, peer: int, what: str) -> NoReturn:
+    def disagree_with(self, slot: Slot, what: str) -> NoReturn:
         """End the group because a rank sent `what`, which this rank cannot accept; raise MismatchError."""
-        self.engine.lane_trouble.reject(self, "MismatchError", self.ranks[peer], what)
+        self.engine.lane_trouble.reject(self, "MismatchError", self.ranks[slot], what)
 
     def disagree(self, error: MismatchError) -> NoReturn:
         """End the operation and the group with an error that every rank finds by itself."""

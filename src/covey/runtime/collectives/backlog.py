@@ -13,6 +13,7 @@ from covey.runtime.work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from covey.base.numbers import Rank
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
@@ -48,7 +49,7 @@ class Backlog:
         body: Callable[[Attempt], Any],
         then: Callable[[Any], Any] | None,
         limit: float,
-        root: int,
+        root: Rank,
     ) -> Work[Any]:
         """Queue an operation for `engine`, and return its work."""
         work: Work[Any] = Work(f"{call.text} of group {self._group!r}")

@@ -19,6 +19,7 @@ import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.errors import BusyError, ClosedError
+from covey.base.numbers import NO_RANK, Seat
 from covey.net.descriptors import explained
 from covey.runtime import loop as control
 from covey.runtime.bell import Bell
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.config import GroupConfig
+    from covey.base.numbers import Rank
     from covey.runtime.collectives.atomic import AtomicOperations
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.native_executor import Shortcut
@@ -75,7 +77,7 @@ class Engine:
         self,
         node: Node | None,
         group_id: int,
-        members: tuple[int, ...],
+        members: tuple[Seat, ...],
         name: str,
         config: GroupConfig,
         *,
@@ -139,16 +141,16 @@ class Engine:
             node.groups.register(group_id, self.reports)
             for peer in roster.peers():  # peers that were lost before the group was registered
                 if peer.is_gone:
-                    self.reports.peer_gone(peer.rank, left=peer.has_left)
+                    self.reports.peer_gone(peer.seat, left=peer.has_left)
 
-    def subgroup(self, key: str, members: tuple[int, ...], name: str, config: GroupConfig | None = None) -> Engine:
+    def subgroup(self, key: str, members: tuple[Seat, ...], name: str, config: GroupConfig | None = None) -> Engine:
         """Return the engine of a group of some members; each of them makes it with the same `key`. Sends nothing."""
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         node = self.node if len(members) > 1 else None
         return Engine(
             node,
             int.from_bytes(digest, "little"),
-            members if node is not None else (0,),
+            members if node is not None else (Seat(0),),
             name,
             self.config if config is None else config,
             generation=self.generation if node is not None else None,
@@ -170,7 +172,7 @@ class Engine:
         return self.atomic is not None
 
     @property
-    def live(self) -> tuple[int, ...]:
+    def live(self) -> tuple[Rank, ...]:
         """The ranks that have not been lost."""
         return self.roster.present() if self.atomic is None else self.atomic.attempt.ranks
 
@@ -223,7 +225,7 @@ class Engine:
         timeout: float | None,
         async_op: bool,
         then: Callable[[Any], Any] | None = None,
-        root: int = -1,
+        root: Rank = NO_RANK,
     ) -> Any:
         """Perform `body` as the next operation; with `async_op`, queue it and return a Work.
 
@@ -265,7 +267,7 @@ class Engine:
         body: Callable[[Attempt], Any],
         then: Callable[[Any], Any] | None,
         limit: float,
-        root: int,
+        root: Rank,
     ) -> Any:
         """Run an operation now, on this thread; see `run`. One thread at a time may call this."""
         operation = self.operation
@@ -299,7 +301,7 @@ class Engine:
                 self.suspicion.settle()
         return result if then is None else then(result)
 
-    def returned(self, contributors: tuple[int, ...]) -> None:
+    def returned(self, contributors: tuple[Rank, ...]) -> None:
         """Note the ranks whose input is in the result of an all-or-nothing operation, which returns now."""
         self.contributors = contributors
         node = self.roster.node
@@ -385,7 +387,7 @@ def _drop(
     node: Node | None,
     generation: Generation | None,
     group_id: int,
-    members: tuple[int, ...],
+    members: tuple[Seat, ...],
     descriptors: list[int],
     work_queue: queue.SimpleQueue[Any],
 ) -> None:

@@ -12,11 +12,13 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import NO_RANK
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.collectives.stalls import ANSWER_SECONDS, ROUNDS
 from covey.wire.header import HEADER_BYTES, unpack
 
 if TYPE_CHECKING:
+    from covey.base.numbers import Rank
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.fault import Fault
@@ -35,7 +37,7 @@ class Suspicion(EnginePart):
         super().__init__(engine)
         self._lock = threading.Lock()
         self._fault: Fault | None = None
-        self._reported: set[int] = set()
+        self._reported: set[Rank] = set()
         """Ranks that have ended the group with a loss, and so found no mismatch."""
 
     @property
@@ -48,7 +50,7 @@ class Suspicion(EnginePart):
         with self._lock:
             self._fault = self._fault or fault
 
-    def note_report(self, rank: int) -> None:
+    def note_report(self, rank: Rank) -> None:
         """Record that a rank has ended the group with a loss."""
         self._reported.add(rank)
 
@@ -77,12 +79,12 @@ class Suspicion(EnginePart):
         engine = self.engine
         lanes = engine.node.lanes.arrived(engine.id, "collectives") if engine.node is not None else {}
         for seat, lane in sorted(lanes.items()):
-            rank = engine.roster.rank_of.get(seat, -1)
+            rank = engine.roster.rank_of.get(seat, NO_RANK)
             if rank >= 0 and (header := _header(lane.peek(), engine)) is not None:
                 engine.stalls.recognise(rank, header, call, is_here=rank in self._witnesses(engine))
         return engine.stalls.compare_known(call)
 
-    def _witnesses(self, engine: Engine) -> set[int]:
+    def _witnesses(self, engine: Engine) -> set[Rank]:
         """Return the other ranks that can still be asked."""
         peers = engine.node.peers if engine.node is not None else {}
         others = (rank for rank in engine.live if rank != engine.rank and not engine.stalls.has_parted(rank))

@@ -19,6 +19,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.base.errors import MismatchError
+    from covey.base.numbers import Rank
     from covey.runtime.collectives.engine import Engine
 
 TEXT_LIMIT: Final = 8000
@@ -171,7 +172,7 @@ class Failure(EnginePart):
         """Return the error for a message, None while the group has not ended. A caller that raises it notes that."""
         return None if self.fault is None else self._error(MESSAGES.text, self.engine.operation.sequence)
 
-    def lost_error(self, rank: int) -> CoveyError:
+    def lost_error(self, rank: Rank) -> CoveyError:
         """Return the error for a message to or from a rank whose lane ended; wait a moment for the reason."""
         engine = self.engine
         text = engine.lane_trouble.why_closed(rank, "end of stream")
@@ -179,15 +180,15 @@ class Failure(EnginePart):
         lost = PeerLostError(text, rank=rank, host=host, operation=MESSAGES.text, sequence=sequence)
         return self.message_error() or lost
 
-    def root_lost(self, root: int) -> PeerLostError:
+    def root_lost(self, root: Rank) -> PeerLostError:
         """Return the error for the current operation, whose root is lost. The group continues."""
         return self._missing(root, f"{self.engine.operation.describe()} cannot be done without it")
 
-    def part_lost(self, rank: int) -> PeerLostError:
+    def part_lost(self, rank: Rank) -> PeerLostError:
         """Return the error for the current operation, whose result lacks a lost rank's part. The group continues."""
         return self._missing(rank, f"its part of {self.engine.operation.describe()} with it")
 
-    def _missing(self, rank: int, consequence: str) -> PeerLostError:
+    def _missing(self, rank: Rank, consequence: str) -> PeerLostError:
         roster, operation = self.engine.roster, self.engine.operation
         peer = roster.peer(rank)
         how = peer.how_it_went() if peer is not None and peer.failure else "is lost"

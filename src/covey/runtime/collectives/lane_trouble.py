@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.errors import ConnectError
+    from covey.base.numbers import Rank
     from covey.net.lanes.lane import LaneClosedError
     from covey.runtime.collectives.attempt import Attempt
 
@@ -33,7 +34,7 @@ LOOK_SECONDS: Final = 0.01
 class LaneTrouble(EnginePart):
     """Turns what goes wrong on the lanes of a group into faults."""
 
-    def lane_closed(self, attempt: Attempt, rank: int, error: LaneClosedError | ConnectError) -> None:
+    def lane_closed(self, attempt: Attempt, rank: Rank, error: LaneClosedError | ConnectError) -> None:
         """Raise the error for the lane to a rank, which has ended."""
         engine = self.engine
         if engine.atomic is not None:
@@ -41,7 +42,7 @@ class LaneTrouble(EnginePart):
         engine.suspicion.note(Fault("PeerLostError", self.why_closed(rank, str(error)), (rank,)))
         engine.failure.check()
 
-    def why_closed(self, rank: int, symptom: str) -> str:
+    def why_closed(self, rank: Rank, symptom: str) -> str:
         """Wait a moment for a message that says why a lane ended; return the reason, or what is known without one."""
         engine = self.engine
         peer = engine.roster.peer(rank)
@@ -75,7 +76,7 @@ class LaneTrouble(EnginePart):
             poll.poll(1e3 * LOOK_SECONDS)
             looks -= 1
 
-    def wrong_header(self, attempt: Attempt, rank: int, expected: bytes, header: bytes) -> None:
+    def wrong_header(self, attempt: Attempt, rank: Rank, expected: bytes, header: bytes) -> None:
         """Raise the error for a rank that sent another transfer than the plan says."""
         engine = self.engine
         failure, stalls = engine.failure, engine.stalls
@@ -100,7 +101,7 @@ class LaneTrouble(EnginePart):
         failure.declare(Fault("MismatchError", text, (rank,)), differs_at=ours.sequence if is_same else 0)
         attempt.check()
 
-    def reject(self, attempt: Attempt, kind: str, rank: int, what: str) -> NoReturn:
+    def reject(self, attempt: Attempt, kind: str, rank: Rank, what: str) -> NoReturn:
         """End the group with an error of class `kind` because of `what` a rank sent, and raise it."""
         engine = self.engine
         text = f"{engine.roster.describe((rank,))} sent {what} (in {engine.operation.describe()})"

@@ -12,6 +12,7 @@ from covey.runtime.collectives.stalls import ANSWER_SECONDS
 from covey.runtime.fault import Fault
 
 if TYPE_CHECKING:
+    from covey.base.numbers import Rank
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine
 
@@ -56,7 +57,7 @@ class CurrentOperation(EnginePart):
             )
             engine.failure.declare(Fault("DeadlineError", text, late))
 
-    def stalled(self, attempt: Attempt, since: float, waiting_for: tuple[int, ...]) -> float:
+    def stalled(self, attempt: Attempt, since: float, waiting_for: tuple[Rank, ...]) -> float:
         """Announce the stall or warn about it when it is time to; return when to call this again.
 
         Nothing has moved since `since`. Raises DeadlineError if the deadline has passed.
@@ -82,7 +83,7 @@ class CurrentOperation(EnginePart):
         moments = (self.deadline, self.warn_at, since + ANNOUNCE_SECONDS)
         return min(moments[:2] if self.is_announced else moments)
 
-    def _time_out(self, attempt: Attempt, waiting_for: tuple[int, ...]) -> None:
+    def _time_out(self, attempt: Attempt, waiting_for: tuple[Rank, ...]) -> None:
         """Fail the group with a DeadlineError that names the late ranks."""
         engine, stalls = self.engine, self.engine.stalls
         stalls.announce(self.sequence)  # a rank that could not answer before may answer now, and then is not late

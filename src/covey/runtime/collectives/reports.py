@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from covey.base.numbers import Rank
 from covey.runtime.collectives.part import EnginePart
 from covey.runtime.fault import Fault
 from covey.wire import messages
 
 if TYPE_CHECKING:
+    from covey.base.numbers import Seat
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.members.group_registry import GroupMessage
 
@@ -24,10 +26,10 @@ class ControlReports(EnginePart):
         super().__init__(engine)
         self.members, self.generation, self.survives = engine.members, engine.generation, engine.survives
 
-    def heard(self, peer: int, message: GroupMessage) -> None:
-        """Act on a message from the rank in seat `peer`."""
+    def heard(self, seat: Seat, message: GroupMessage) -> None:
+        """Act on a message from the rank in `seat`."""
         engine = self._owner()
-        if engine is None or engine.node is None or (rank := engine.roster.rank_of.get(peer)) is None:
+        if engine is None or engine.node is None or (rank := engine.roster.rank_of.get(seat)) is None:
             return
         if isinstance(message, messages.Revoke):
             self._revoked(engine, rank, message)
@@ -37,11 +39,11 @@ class ControlReports(EnginePart):
         else:
             if isinstance(message, messages.Announce) and (fault := engine.failure.fault) is not None:
                 # The revocation may have reached the asking rank before it made the group.
-                engine.node.tell((peer,), engine.failure.revocation(fault))
+                engine.node.tell((seat,), engine.failure.revocation(fault))
             engine.stalls.heard(rank, message)
 
-    def _revoked(self, engine: Engine, sender: int, message: messages.Revoke) -> None:
-        ranks = tuple(rank for rank in message.ranks if rank in engine.ranks)
+    def _revoked(self, engine: Engine, sender: Rank, message: messages.Revoke) -> None:
+        ranks = tuple(Rank(rank) for rank in message.ranks if rank in engine.ranks)
         fault = Fault(message.kind, message.text, ranks or (sender,))
         if engine.atomic is not None:
             engine.atomic.note_reason(fault)
@@ -51,10 +53,10 @@ class ControlReports(EnginePart):
         else:
             engine.failure.end_here(fault)
 
-    def peer_gone(self, peer: int, *, left: bool) -> None:
-        """Act on the loss of the process in seat `peer`, or on its orderly leaving."""
+    def peer_gone(self, seat: Seat, *, left: bool) -> None:
+        """Act on the loss of the process in `seat`, or on its orderly leaving."""
         engine = self._owner()
-        if engine is None or (rank := engine.roster.rank_of.get(peer)) is None:
+        if engine is None or (rank := engine.roster.rank_of.get(seat)) is None:
             return
         if engine.atomic is not None:
             engine.routing.peer_lost(rank)
@@ -73,12 +75,12 @@ class ControlReports(EnginePart):
         else:
             engine.suspicion.settle()
 
-    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> bool:
-        """Pass on a lane for messages from seat `peer`; tell whether the group uses it."""
+    def lane_arrived(self, seat: Seat, purpose: str, lane: Any) -> bool:
+        """Pass on a lane for messages from `seat`; tell whether the group uses it."""
         engine = self._owner()
         if engine is None or purpose != "messages":
             return False
-        return engine.routing.lane_arrived(engine.roster.rank_of[peer], lane)
+        return engine.routing.lane_arrived(engine.roster.rank_of[seat], lane)
 
     def end(self, fault: Fault) -> None:
         """End the group on this rank."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from covey.base.numbers import Rank
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.base.numbers import Seat
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Peer
     from covey.wire import messages
@@ -14,30 +19,30 @@ if TYPE_CHECKING:
 class GroupRoster:
     """The ranks of one group. It is fixed when the group is made; lost ranks stay in it."""
 
-    def __init__(self, node: Node | None, seats: tuple[int, ...]) -> None:
+    def __init__(self, node: Node | None, seats: tuple[Seat, ...]) -> None:
         """`seats` are positions in the run, in the order of the group's ranks. A group of one has no node."""
         self.node = node
         """None in a group of one, and in a process that was forked from a member."""
         self.seats = seats
         self.size = len(seats)
-        self.ranks = range(self.size)
-        self.rank = seats.index(node.rank) if node is not None else 0
+        self.ranks = cast("Sequence[Rank]", range(self.size))
+        self.rank = Rank(seats.index(node.seat) if node is not None else 0)
         """The rank of this process."""
-        self.rank_of = {seat: rank for rank, seat in enumerate(seats)}
+        self.rank_of = dict(zip(seats, self.ranks, strict=True))
 
-    def others(self) -> list[int]:
+    def others(self) -> list[Seat]:
         """Return the seats of the other ranks."""
-        return [] if self.node is None else [seat for seat in self.seats if seat != self.node.rank]
+        return [] if self.node is None else [seat for seat in self.seats if seat != self.node.seat]
 
     def peers(self) -> list[Peer]:
         """Return the peers that are the other ranks."""
         return [] if self.node is None else [self.node.peers[seat] for seat in self.others()]
 
-    def peer(self, rank: int) -> Peer | None:
+    def peer(self, rank: Rank) -> Peer | None:
         """Return the peer that is a rank; None for this process itself."""
         return None if self.node is None else self.node.peers.get(self.seats[rank])
 
-    def present(self) -> tuple[int, ...]:
+    def present(self) -> tuple[Rank, ...]:
         """Return the ranks whose processes have neither left nor been lost."""
         return tuple(rank for rank in self.ranks if (peer := self.peer(rank)) is None or not peer.is_gone)
 
@@ -46,7 +51,7 @@ class GroupRoster:
         if self.node is not None:
             self.node.tell(self.others(), message)
 
-    def describe(self, ranks: tuple[int, ...]) -> str:
+    def describe(self, ranks: tuple[Rank, ...]) -> str:
         """Return the ranks with their hosts and process ids, as error messages name them."""
         if self.node is None:
             return ""
@@ -56,18 +61,18 @@ class GroupRoster:
             names.append(f"rank {rank}" + (f" ({peer.host_name}, process {peer.pid})" if peer is not None else ""))
         return " and ".join(names)
 
-    def host_name(self, rank: int) -> str:
+    def host_name(self, rank: Rank) -> str:
         """Return the name of a rank's host; that of this host for a number that is no other rank's."""
         if self.node is None or rank not in self.ranks or rank == self.rank:
             return self.node.card.host_name if self.node is not None else ""
         return str(self.node.peers[self.seats[rank]].host_name)
 
-    def pid(self, rank: int) -> int:
+    def pid(self, rank: Rank) -> int:
         """Return the process id of a rank."""
         peer = self.peer(rank)
         return os.getpid() if peer is None else peer.pid
 
-    def lane_kind(self, rank: int) -> str:
+    def lane_kind(self, rank: Rank) -> str:
         """Return the kind of lane to a rank. Both ends compute the same, from facts that both know."""
         assert self.node is not None
         return self.node.lanes.kind(self.seats[rank])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from covey.base.dtypes import DTYPES
+from covey.base.numbers import Rank
 from covey.runtime import loop as control
 from covey.runtime.collectives.call_log import TEXT_LIMIT, CallLog, operation_name
 from covey.runtime.collectives.part import EnginePart
@@ -37,7 +38,7 @@ POLL_SECONDS: Final = 0.002
 class Late:
     """A rank that keeps the other ranks of its group waiting."""
 
-    rank: int
+    rank: Rank
     host: str
     pid: int
     answers: bool
@@ -64,7 +65,7 @@ class StallDiagnosis(EnginePart):
         self._compared = 0
         """The operation that ranks are known to have called differently, or 0."""
         self._is_concluded = False
-        self._parted: set[int] = set()
+        self._parted: set[Rank] = set()
 
     def announce(self, sequence: int) -> None:
         """Tell the other ranks what this rank called as operation `sequence`, and ask what they called."""
@@ -76,7 +77,7 @@ class StallDiagnosis(EnginePart):
         """Whether ranks are known to have called different operations: a MismatchError is about to end the group."""
         return self._compared > 0
 
-    def has_parted(self, rank: int) -> bool:
+    def has_parted(self, rank: Rank) -> bool:
         """Tell whether a rank has closed the group and sent its last calls."""
         return rank in self._parted
 
@@ -93,7 +94,7 @@ class StallDiagnosis(EnginePart):
         if runs:
             engine.roster.tell_others(messages.Calls(engine.id, tuple(runs)))
 
-    def recall(self, rank: int, calls: messages.Calls) -> None:
+    def recall(self, rank: Rank, calls: messages.Calls) -> None:
         """Note the last calls of a rank that has closed the group, and compare. On the control loop."""
         self._parted.add(rank)
         for run in calls.runs:
@@ -101,7 +102,7 @@ class StallDiagnosis(EnginePart):
                 self.call_log.heard(rank, sequence, sequence, run.fingerprint, run.call)
         self.compare_known()
 
-    def recognise(self, rank: int, header: Header, upcoming: Call | None, *, is_here: bool) -> None:
+    def recognise(self, rank: Rank, header: Header, upcoming: Call | None, *, is_here: bool) -> None:
         """Note the header of an operation that a rank has sent; if the rank `is_here`, ask it what it called."""
         sequence = header.sequence
         mine = upcoming if sequence == self.call_log.entered + 1 else self.call_log.at(sequence)
@@ -132,13 +133,13 @@ class StallDiagnosis(EnginePart):
         self.announce(sequence)
         control.soon(self._compare, self.engine, sequence, ROUNDS + 1)
 
-    def late(self, waiting_for: tuple[int, ...]) -> tuple[int, ...]:
+    def late(self, waiting_for: tuple[Rank, ...]) -> tuple[Rank, ...]:
         """Return the ranks that have not entered the current operation; if there are none, `waiting_for`."""
         engine = self.engine
         late = self.call_log.late(engine.operation.sequence, engine.attempt.ranks, engine.rank)
-        return late or tuple(sorted(set(waiting_for)))
+        return tuple(map(Rank, late)) or tuple(sorted(set(waiting_for)))
 
-    def excuse(self, late: tuple[int, ...]) -> str:
+    def excuse(self, late: tuple[Rank, ...]) -> str:
         """Say why the current operation waits for the ranks that `late` returned."""
         return self.call_log.excuse(self.engine.operation.sequence, late)
 
@@ -165,20 +166,20 @@ class StallDiagnosis(EnginePart):
                 late.append(Late(rank, host, pid, rank in reached, furthest - entered, call))
         return late
 
-    def _ask(self, ranks: Sequence[int], sequences: Sequence[int], until: float) -> list[int]:
+    def _ask(self, ranks: Sequence[Rank], sequences: Sequence[int], until: float) -> list[Rank]:
         """Ask about some operations, and return those of `ranks` that have answered by `until`."""
         before = {rank: self.call_log.words[rank] for rank in ranks}
         for sequence in sequences:
             self.announce(sequence)
 
-        def has_answered(rank: int) -> bool:
+        def has_answered(rank: Rank) -> bool:
             return self.call_log.words[rank] >= before[rank] + len(sequences)
 
         while not all(map(has_answered, ranks)) and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         return [rank for rank in ranks if has_answered(rank)]
 
-    def heard(self, rank: int, message: messages.Announce | messages.Position) -> None:
+    def heard(self, rank: Rank, message: messages.Announce | messages.Position) -> None:
         """Note what another rank called, answer if it asks, and compare. On the control loop."""
         engine, sequence = self.engine, message.sequence
         entered = sequence

@@ -19,6 +19,7 @@ from covey.runtime.group import movements
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from covey.base.numbers import Rank
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.group.group import Group
@@ -93,7 +94,7 @@ def _agree(group: Group, named: Named, call: Call, timeout: float | None) -> Non
         if (digests == digest).all():
             return
         texts = movements.gather_all(attempt, listed, wanted=movements.Wanted(ndim=1, most_bytes=LIST_BYTES))
-        for slot, text in enumerate(texts):
+        for slot, text in zip(attempt.slots, texts, strict=True):
             if not np.array_equal(_digest(text.tobytes()), digests[slot]):
                 attempt.reject(slot, "a list of names that differs from the one it announced")
         lists = {
@@ -116,7 +117,7 @@ def _digest(data: bytes) -> Any:
     return np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint8)
 
 
-def _at(lists: dict[int, list[str]], index: int) -> dict[int, str]:
+def _at(lists: dict[Rank, list[str]], index: int) -> dict[Rank, str]:
     return {rank: lines[index] if index < len(lines) else "" for rank, lines in lists.items()}
 
 

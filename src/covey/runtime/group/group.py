@@ -223,7 +223,7 @@ class Group(Reductions, Moves, Messages):
     def revoke(self) -> None:
         """End this group and all its pending operations, on all ranks. On any thread."""
         text = f"rank {self.rank} revoked group {self.name!r}"
-        self._engine.failure.declare(Fault("ClosedError", text, (self.rank,)))
+        self._engine.failure.declare(Fault("ClosedError", text, (self._engine.rank,)))
 
     def who_is_late(self, *, timeout: float = 2.0) -> list[Late]:
         """Return the ranks that are operations behind the others, or do not answer within `timeout` seconds.
@@ -298,9 +298,9 @@ class Group(Reductions, Moves, Messages):
             self._failure = error
             self._tell_failure(error)
             if self.on_loss == "raise" and not self._is_consequence(error):
-                host = self._engine.roster.host_name(self.rank)
+                host = self._engine.roster.host_name(self._engine.rank)
                 text = f"rank {self.rank}{f' ({host})' if host else ''} failed with {describe(error)}"
-                self._engine.failure.declare(Fault("PeerLostError", text, (self.rank,)))
+                self._engine.failure.declare(Fault("PeerLostError", text, (self._engine.rank,)))
         self.close()
 
     def _tell_failure(self, error: BaseException) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
+    from covey.base.numbers import Rank, Seat
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.group.group import Group
     from covey.runtime.group.issuer import Issuer
@@ -33,7 +34,7 @@ def peers_of(group: Issuer) -> list[Peer]:
     return group._engine.roster.peers()
 
 
-def seat_of(group: Issuer, rank: int) -> int:
+def seat_of(group: Issuer, rank: Rank) -> Seat:
     """Return the position in the run of a rank of a group."""
     return group._engine.members[rank]
 

@@ -12,6 +12,7 @@ from covey.runtime.collectives.call_log import make_call
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from covey.base.numbers import Rank
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
@@ -47,14 +48,14 @@ class Issuer:
             call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
 
-    def _check_rank(self, rank: int, what: str) -> int:
-        """Return `rank` as an int; raise ConfigError if the group has no such rank."""
+    def _check_rank(self, rank: int, what: str) -> Rank:
+        """Return `rank` as a `Rank`; raise ConfigError if the group has no such rank."""
         try:
             index = operator.index(rank)
         except TypeError:
             index = -1
         if 0 <= index < self.size:
-            return index
+            return self._engine.ranks[index]
         raise ConfigError(f"{what}={rank!r} is not a rank of this group; it has ranks 0 to {self.size - 1}")
 
     def _list_of_operands(self, xs: Sequence[Any] | None, what: str) -> list[Operand]:

@@ -18,6 +18,7 @@ from covey.runtime.buffers import BYTES
 from covey.wire.message_header import array_bytes
 
 if TYPE_CHECKING:
+    from covey.base.numbers import Slot
     from covey.runtime.buffers import Operand
     from covey.runtime.collectives.attempt import Attempt
 
@@ -56,7 +57,7 @@ def gather_all(
     alike = (metas == metas[attempt.slot]).all(axis=1)  # usually all of them, and then no row needs a check
     arrays = [
         np.empty(operand.shape, operand.flat.dtype) if alike[slot] else _room(attempt, slot, meta, wanted)
-        for slot, meta in enumerate(metas)
+        for slot, meta in zip(attempt.slots, metas, strict=True)
     ]
     arrays[attempt.slot][...] = operand.flat.reshape(operand.shape)
     blocks = [_bytes(array) for array in arrays]
@@ -65,14 +66,14 @@ def gather_all(
     return arrays
 
 
-def gather(attempt: Attempt, operand: Operand, root: int, *, wanted: Wanted = ANYTHING) -> list[Array] | None:
+def gather(attempt: Attempt, operand: Operand, root: Slot, *, wanted: Wanted = ANYTHING) -> list[Array] | None:
     """Return the array of every slot at the slot `root`, None elsewhere; all have the dtype of `operand`."""
     operand.load()
     wanted = wanted._replace(code=operand.code)
     metas = _metas(attempt, {attempt.slot: operand})
     attempt.execute(direct.gather(attempt.slot, root, [META_WORDS] * attempt.size), list(metas))
     if attempt.slot == root:
-        arrays = [_room(attempt, slot, meta, wanted) for slot, meta in enumerate(metas)]
+        arrays = [_room(attempt, slot, meta, wanted) for slot, meta in zip(attempt.slots, metas, strict=True)]
         arrays[root][...] = operand.flat.reshape(operand.shape)
         blocks = [_bytes(array) for array in arrays]
     else:
@@ -83,7 +84,7 @@ def gather(attempt: Attempt, operand: Operand, root: int, *, wanted: Wanted = AN
     return arrays
 
 
-def scatter(attempt: Attempt, operands: list[Operand] | None, root: int, *, wanted: Wanted = ANYTHING) -> Array:
+def scatter(attempt: Attempt, operands: list[Operand] | None, root: Slot, *, wanted: Wanted = ANYTHING) -> Array:
     """Return this rank's array of those that `root` passes."""
     me = attempt.slot
     for operand in operands or ():
@@ -111,7 +112,7 @@ def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
     in_metas[me] = out_metas[me]
     fixed = [META_WORDS] * attempt.size
     attempt.execute(direct.all_to_all(me, fixed, fixed), [*out_metas, *in_metas])
-    arrays = [_room(attempt, slot, meta, ANYTHING) for slot, meta in enumerate(in_metas)]
+    arrays = [_room(attempt, slot, meta, ANYTHING) for slot, meta in zip(attempt.slots, in_metas, strict=True)]
     arrays[me][...] = operands[me].flat.reshape(operands[me].shape)
     outgoing = [_bytes(operand.flat) for operand in operands]
     incoming = [_bytes(array) for array in arrays]
@@ -120,7 +121,7 @@ def exchange_all(attempt: Attempt, operands: list[Operand]) -> list[Array]:
     return arrays
 
 
-def broadcast_bytes(attempt: Attempt, data: bytes, root: int) -> bytes:
+def broadcast_bytes(attempt: Attempt, data: bytes, root: Slot) -> bytes:
     """Return `data` of the slot `root`; the other ranks need not know its length."""
     length = np.array([len(data)], np.uint64)
     attempt.execute(choose.broadcast(attempt.slot, attempt.size, root, 1, 8, "tree"), [length])
@@ -142,7 +143,7 @@ def _metas(attempt: Attempt, operands: dict[int, Operand]) -> np.ndarray[Any, np
     return metas
 
 
-def _room(attempt: Attempt, slot: int, meta: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
+def _room(attempt: Attempt, slot: Slot, meta: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
     """Return memory for the array that a row describes; end the group if the row is invalid."""
     code, ndim = int(meta[0]), int(meta[1])
     if code >= len(DTYPES) or ndim > MAX_NDIM or meta[2 + ndim :].any():
@@ -155,14 +156,14 @@ def _room(attempt: Attempt, slot: int, meta: np.ndarray[Any, np.dtype[np.uint64]
     return _allocated(attempt, slot, code, shape)
 
 
-def _size(attempt: Attempt, slot: int, code: int, shape: tuple[int, ...]) -> int:
+def _size(attempt: Attempt, slot: Slot, code: int, shape: tuple[int, ...]) -> int:
     try:
         return array_bytes(code, shape)
     except RemoteProtocolError as error:
         attempt.reject(slot, f"an invalid description of an array: {error}")
 
 
-def _allocated(attempt: Attempt, slot: int, code: int, shape: tuple[int, ...]) -> Array:
+def _allocated(attempt: Attempt, slot: Slot, code: int, shape: tuple[int, ...]) -> Array:
     """Return memory for the array that a slot is about to send; end the group if there is not enough."""
     nbytes = _size(attempt, slot, code, shape)
     try:

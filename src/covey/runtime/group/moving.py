@@ -8,6 +8,7 @@ import numpy as np
 
 from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
+from covey.base.numbers import NO_RANK
 from covey.plan import barrier, choose
 from covey.runtime.buffers import BYTES, Operand, readable, writable
 from covey.runtime.group import movements
@@ -17,6 +18,7 @@ from covey.wire import objects
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from covey.base.numbers import Rank
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.wire.unpickling import AllowPickle
@@ -259,7 +261,7 @@ class Moves(Issuer):
         codec: _ObjectCodec,
         timeout: float | None,
         async_op: bool,
-        root: int = -1,
+        root: Rank = NO_RANK,
     ) -> Any:
         def conclude(data: Any) -> Any:
             if codec.failure is not None:
@@ -274,14 +276,14 @@ class Moves(Issuer):
 
 
 def _gathered(
-    attempt: Attempt, operand: Operand, root: int, wanted: movements.Wanted = movements.ANYTHING
+    attempt: Attempt, operand: Operand, root: Rank, wanted: movements.Wanted = movements.ANYTHING
 ) -> list[Any] | None:
     arrays = movements.gather(attempt, operand, attempt.slot_of(root), wanted=wanted)
     return arrays if arrays is None else attempt.by_rank(arrays)
 
 
 def _scattered(
-    attempt: Attempt, operands: list[Operand] | None, root: int, wanted: movements.Wanted = movements.ANYTHING
+    attempt: Attempt, operands: list[Operand] | None, root: Rank, wanted: movements.Wanted = movements.ANYTHING
 ) -> Array:
     mine = None if operands is None else attempt.chosen(operands)
     return movements.scatter(attempt, mine, attempt.slot_of(root), wanted=wanted)

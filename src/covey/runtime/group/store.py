@@ -6,6 +6,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import Rank, Seat
 from covey.runtime import loop as control
 from covey.runtime.group.internals import node_of, seat_of
 from covey.runtime.members.store import StoreClient, Stores
@@ -25,13 +26,13 @@ def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
     if node is None:
         alone = Stores(None)
         alone.keep(number)
-        return StoreClient(alone, number, 0)
+        return StoreClient(alone, number, Seat(0))
     if group.rank == 0:  # before any rank hears of it: the loop may be about to read what another rank asks
         control.run(_keep(node.stores, number), OPEN_SECONDS)
     number = group.broadcast_object(number, type=int, timeout=timeout)
     if not 0 <= number < 1 << 62:
         raise RemoteProtocolError(f"rank 0 sent the store number {number}, which is not within 62 bits")
-    return StoreClient(node.stores, number, seat_of(group, 0))
+    return StoreClient(node.stores, number, seat_of(group, Rank(0)))
 
 
 async def _keep(stores: Stores, number: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
+from covey.base.numbers import Seat
 from covey.net.descriptors import explained
 from covey.net.lanes import shm
 from covey.runtime import tracebacks
@@ -214,7 +215,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
             f"on_loss='continue' is for runs of up to {MAX_MEMBERS} ranks, and this one has {launched.size}"
         )
     if launched.size == 1:
-        return Group(Engine(None, 0, (0,), launched.name, config), local_rank=launched.local_rank)
+        return Group(Engine(None, 0, (Seat(0),), launched.name, config), local_rank=launched.local_rank)
     from covey.runtime.members.node import Node
 
     endpoint = _open_endpoint(launched, config, target.options)
@@ -222,7 +223,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
         return _join_late(launched, config, endpoint, YEAR_SECONDS if target.is_elastic else target.wait)
     try:
         node = Node(
-            rank=launched.rank,
+            seat=Seat(launched.rank),
             size=launched.size,
             run=launched.name,
             config=config,
@@ -287,7 +288,7 @@ def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: Cluster
 def group_of(node: Node, local_rank: int, *, is_fresh: bool = True) -> Group:
     """Return the group of all ranks of a node's generation; closing it closes the node."""
     generation = node.generation
-    members = generation.seats if generation is not None else tuple(range(node.size))
+    members = generation.seats if generation is not None else tuple(map(Seat, range(node.size)))
     number = generation.number if generation is not None else 0
     engine = Engine(node, number, members, node.run, node.config, generation=generation)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from covey.base.config import ports_from
 from covey.base.errors import ConfigError
+from covey.base.numbers import Seat
 from covey.net.lanes import shm
 from covey.runtime import loop as control
 from covey.runtime.collectives.engine import Engine
@@ -42,7 +43,7 @@ def join_run(target: JoinTarget) -> Group:
     if config.lanes == "shm" and not shm.usable():
         raise ConfigError("lanes='shm' needs Linux on x86-64; use unix or auto")
     if wanted.size == 1:
-        return _ready(Group(Engine(None, 0, (0,), wanted.name, config), local_rank=0), None)
+        return _ready(Group(Engine(None, 0, (Seat(0),), wanted.name, config), local_rank=0), None)
     cluster = target.options.find(os.environ)
     ports = ports_from(os.environ.get("COVEY_PORT", ""))
     endpoint = cluster_endpoint(cluster, config, run=wanted.name, ports=ports, tie_breaker=wanted.tie_breaker)
@@ -99,9 +100,9 @@ async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: in
         if isinstance(formed, messages.Founded):
             seats = {messages.key_of(member.card): member.seat for member in formed.members}
         else:
-            seats = {(member.id, member.life): rank for rank, member in enumerate(formed.view)}
+            seats = {(member.id, member.life): Seat(rank) for rank, member in enumerate(formed.view)}
         node = Node(
-            rank=seats[messages.key_of(joiner.card)],
+            seat=seats[messages.key_of(joiner.card)],
             size=len(seats),
             run=joiner.run,
             credentials=endpoint.credentials,
@@ -143,5 +144,5 @@ def _local_rank(node: Node) -> int:
     return sum(
         1
         for peer in node.peers.values()
-        if peer.rank < node.rank and peer.contact is not None and peer.contact.host == node.host
+        if peer.seat < node.seat and peer.contact is not None and peer.contact.host == node.host
     )

@@ -25,6 +25,7 @@ from covey.base.errors import (
     RemoteProtocolError,
     SplitRunError,
 )
+from covey.base.numbers import Rank, Seat
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.fault import Fault
@@ -32,7 +33,7 @@ from covey.runtime.group.internals import engine_of, node_of, restored_state, se
 from covey.runtime.group.saved import save_state
 from covey.runtime.joining import bootstrap
 from covey.runtime.joining.request import JoinRequest
-from covey.runtime.members.view_driver import seats_of
+from covey.runtime.members.view_driver import member_keys
 from covey.wire import messages
 from covey.wire.membership import Successor
 
@@ -175,7 +176,7 @@ class _Generations:
         if founded is None:
             group.close()
             return None
-        if all(member.seat != node.rank for member in founded.members):
+        if all(member.seat != node.seat for member in founded.members):
             group.close()
             return self._join(again=True)  # the generation is full: wait as a spare
         return _begin(group, node, founded)
@@ -192,11 +193,11 @@ class _Generations:
                 "rival": node.rival,
             }
             gathered = enumerate(group.all_gather_object(mine))
-            checked = {rank: _checked(value) for rank, value in gathered if rank in group.contributors}
+            checked = {Rank(rank): _checked(value) for rank, value in gathered if rank in group.contributors}
             proposals = {rank: proposal for rank, proposal in checked.items() if proposal is not None}
             if rivals := [proposal.rival for proposal in proposals.values() if proposal.rival]:
                 raise _outlived(group, rivals[0])
-            if proposals[group.rank].leaves:
+            if proposals[engine_of(group).rank].leaves:
                 return None
             staying = [rank for rank, proposal in proposals.items() if not proposal.leaves]
             founded = _founded(group, node, staying, proposals, self._most)
@@ -261,7 +262,7 @@ def _checked(value: Any) -> _Proposal | None:
 
 
 def _founded(
-    group: Group, node: Node, staying: list[int], proposals: dict[int, _Proposal], most: int
+    group: Group, node: Node, staying: list[Rank], proposals: dict[Rank, _Proposal], most: int
 ) -> messages.Founded:
     """Return the next generation, computed from the proposals: the same on every member.
 
@@ -275,7 +276,9 @@ def _founded(
     del members[most:]
     room = most - len(members)
     next_seat = max(proposal.next_seat for proposal in proposals.values())
-    members += [messages.SeatedMember(next_seat + number, waiting[0][key]) for number, key in enumerate(known[:room])]
+    members += [
+        messages.SeatedMember(Seat(next_seat + number), waiting[0][key]) for number, key in enumerate(known[:room])
+    ]
     number = generation.number + 1
     keys = b"".join(part for member in members for part in messages.key_of(member.card))
     lineage = hashlib.blake2b(generation.founded.lineage + keys, digest_size=16, key=str(number).encode()).digest()
@@ -300,15 +303,15 @@ def _decide(generation: Generation, founded: messages.Founded) -> messages.Found
     All members compute the same, so any of them may ask for it. The decision is on the disks of a quorum, so that a
     member which crashed cannot wake up in the old generation and find a quorum there.
     """
-    seats = seats_of(founded)
-    asked = Successor(founded.generation, founded.lineage, tuple(seats), founded.tie_breaker)
+    keys = member_keys(founded)
+    asked = Successor(founded.generation, founded.lineage, tuple(keys), founded.tie_breaker)
     agreed = generation.end_with(asked, generation.patience + SURPLUS_SECONDS)
     if agreed is None:
         return None
-    by_seat = dict(zip(seats, founded.members, strict=True))
-    if agreed.lineage != founded.lineage or any(seat not in by_seat for seat in agreed.members):
+    by_key = dict(zip(keys, founded.members, strict=True))
+    if agreed.lineage != founded.lineage or any(key not in by_key for key in agreed.members):
         raise CoveyError(f"the members agreed on another generation {founded.generation} than this process computed")
-    members = tuple(by_seat[seat] for seat in agreed.members)
+    members = tuple(by_key[key] for key in agreed.members)
     return messages.founded_with(founded, members, agreed.tie_breaker)
 
 

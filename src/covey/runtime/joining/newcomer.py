@@ -205,7 +205,7 @@ class Newcomer:
         mine = messages.key_of(self._endpoint.card)
         me = next(member for member in founded.members if messages.key_of(member.card) == mine)
         node = Node(
-            rank=me.seat,
+            seat=me.seat,
             size=len(founded.members),
             run=self._launched.name,
             credentials=self._endpoint.credentials,

@@ -80,7 +80,7 @@ def export_torch_env(group: Group, node: Node | None) -> None:
         raise RemoteProtocolError(f"rank 0 named port {port} for torch's store")
     master = "127.0.0.1"
     if node is not None and _local_size(group) < group.size:
-        master = address_of_first(node)
+        master = address_of_first(group)
         if group.local_rank == 0:
             logger.warning(
                 "torch's store at %s, port %d, is neither encrypted nor authenticated: every machine on that network "
@@ -91,12 +91,15 @@ def export_torch_env(group: Group, node: Node | None) -> None:
     os.environ |= own_variables(group) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)} | gloo_variables(group)
 
 
-def address_of_first(node: Node) -> str:
-    """Return the address by which this node reaches the host of rank 0."""
-    if node.rank == 0:
+def address_of_first(group: Group) -> str:
+    """Return the address by which this node reaches the host of rank 0 of a group."""
+    node = node_of(group)
+    if node is None:
+        return "127.0.0.1"
+    if group.rank == 0:
         ips = [address.ip for address in node.card.contact.addresses]
         return next((ip for ip in ips if not ipaddress.ip_address(ip).is_link_local), "127.0.0.1")
-    first = node.peers[0]
+    first = peers_of(group)[0]
     if first.contact is not None and first.contact.host == node.host:
         return "127.0.0.1"
     return _ip(first.way) or (first.link.remote_ip if first.link is not None else "127.0.0.1")

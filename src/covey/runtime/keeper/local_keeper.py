@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import CoveyError, RemoteProtocolError
+from covey.base.numbers import Seat
 from covey.base.text import printable
 from covey.net.discovery.host_rendezvous import host_token
 from covey.proto.ballot import first_record
@@ -25,7 +26,7 @@ from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, admit
 from covey.runtime.members.process_table import ProcessTable, Rounds
-from covey.runtime.members.view_driver import ViewDriver, seats_of
+from covey.runtime.members.view_driver import ViewDriver, member_keys
 from covey.wire import messages
 from covey.wire.formation import ID_BYTES, LIFE_BYTES
 from covey.wire.lineage import ID_BYTES as PROPOSAL_BYTES
@@ -56,9 +57,9 @@ class _Generation:
         cards = [member.card for member in founded.members]
         self.number, self.lineage, self.is_kept = founded.generation, founded.lineage, founded.is_kept
         self.lives = [card.life for card in cards]
-        self.seats = seats_of(founded)
+        self.keys = member_keys(founded)
         self.rank_of = {card.life: rank for rank, card in enumerate(cards)}
-        are_whole = all(len(seat.id) == ID_BYTES and len(seat.life) == LIFE_BYTES for seat in self.seats)
+        are_whole = all(len(key.id) == ID_BYTES and len(key.life) == LIFE_BYTES for key in self.keys)
         if not are_whole or len(self.rank_of) < len(cards) or len(founded.lineage) != PROPOSAL_BYTES:
             raise RemoteProtocolError(
                 f"generation {founded.generation}, as a process announced it, has malformed members"
@@ -73,7 +74,7 @@ class _Generation:
 
     def agrees_with(self, other: _Generation) -> bool:
         """Tell whether two members announced the same generation."""
-        return (self.lineage, self.is_kept, self.seats) == (other.lineage, other.is_kept, other.seats)
+        return (self.lineage, self.is_kept, self.keys) == (other.lineage, other.is_kept, other.keys)
 
 
 class LocalKeeper:
@@ -272,7 +273,7 @@ class LocalKeeper:
                     *(self._cards[waiting[0]].pid, last_in[waiting[0]]),
                 )
             seated = tuple(
-                messages.SeatedMember(self._next_seat + number, self._cards[life])
+                messages.SeatedMember(Seat(self._next_seat + number), self._cards[life])
                 for number, life in enumerate(waiting)
             )
             lineage = secrets.token_bytes(PROPOSAL_BYTES)
@@ -313,12 +314,12 @@ class LocalKeeper:
         generation.given_up = lost
 
     def _open_view_driver(self, generation: _Generation) -> ViewDriver:
-        record = first_record(generation.seats, generation.lineage, has_keeper=True)
+        record = first_record(generation.keys, generation.lineage, has_keeper=True)
         view_host = _ViewHost(self._links, generation.lives)
         view_driver = ViewDriver(
             generation.number,
             record,
-            len(generation.seats),
+            len(generation.keys),
             self._card.life,
             view_host,
             has_keeper=True,

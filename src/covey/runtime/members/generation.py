@@ -15,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import BusyError
+from covey.base.numbers import Rank
 from covey.base.text import listed
 from covey.proto.ballot import first_record
 from covey.proto.views import is_quorum
@@ -22,13 +23,14 @@ from covey.runtime import loop as control
 from covey.runtime.events import Event
 from covey.runtime.fault import Fault
 from covey.runtime.members.peers import PeerEvent
-from covey.runtime.members.view_driver import ViewDriver, seats_of
+from covey.runtime.members.view_driver import ViewDriver, member_keys
 from covey.wire.membership import MAX_GROUPS, Bound, Seated, State, Successor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.base.errors import CoveyError
+    from covey.base.numbers import Seat
     from covey.proto.changes import Quorum, QuorumLost, Waiting
     from covey.runtime.members.node import Node
     from covey.wire import messages
@@ -83,8 +85,8 @@ class Generation:
         self.seats = tuple(member.seat for member in founded.members)
         """By rank."""
         self.patience = patience
-        self.rank = self.seats.index(node.rank)
-        self._ranks = {seat: rank for rank, seat in enumerate(self.seats)}
+        self.rank = Rank(self.seats.index(node.seat))
+        self._ranks = {seat: Rank(rank) for rank, seat in enumerate(self.seats)}
         self._lock = threading.Lock()
         self._groups: weakref.WeakValueDictionary[int, Freezable] = weakref.WeakValueDictionary()
         self._dismissed: dict[int, State] = {}
@@ -101,7 +103,7 @@ class Generation:
         """Set when a view names the next generation, or this node is in no view any more."""
         if record is None:
             record = first_record(
-                seats_of(founded), founded.lineage, anchor=founded.tie_breaker, has_keeper=founded.is_kept
+                member_keys(founded), founded.lineage, anchor=founded.tie_breaker, has_keeper=founded.is_kept
             )
         self.view = record.view
         self.view_driver = ViewDriver(
@@ -129,11 +131,11 @@ class Generation:
         if self.node.generation_table.keeper is not None and self.founded.is_kept:
             self.view_driver.link_up(len(self.seats), b"")
 
-    def ranks_of(self, seats: Sequence[int]) -> tuple[int, ...]:
+    def ranks_of(self, seats: Sequence[Seat]) -> tuple[Rank, ...]:
         """Return the ranks of some seats."""
         return tuple(self._ranks[seat] for seat in seats)
 
-    def rank_of(self, seat: int) -> int | None:
+    def rank_of(self, seat: Seat) -> Rank | None:
         """Return the rank of a seat, or None if the seat is not in this generation."""
         return self._ranks.get(seat)
 
@@ -290,7 +292,7 @@ class Generation:
     def seated(self) -> Seated:
         """Return the message for nodes that have a seat in this generation and may not know it."""
         founded = self.founded
-        members = tuple(seats_of(founded))
+        members = tuple(member_keys(founded))
         return Seated(founded.origin, Successor(self.number, founded.lineage, members, founded.tie_breaker))
 
     def waiting(self, effect: Waiting) -> None:
@@ -321,7 +323,7 @@ class Generation:
                 )
             )
         # Groups that end with their first loss go on without views.
-        self._end(Fault("QuorumLostError", text, effect.missing), only_surviving=True)
+        self._end(Fault("QuorumLostError", text, tuple(map(Rank, effect.missing))), only_surviving=True)
 
     def failed(self, error: CoveyError) -> None:
         self._end(Fault("ClosedError", f"this process cannot be in the run any more: {error}"))

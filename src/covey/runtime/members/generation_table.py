@@ -8,6 +8,7 @@ import hashlib
 import time
 from typing import TYPE_CHECKING, Final
 
+from covey.base.numbers import NO_RANK, Rank, Seat
 from covey.proto.changes import Quorum
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.events import Event
@@ -39,7 +40,7 @@ class GenerationTable:
         self.current: Generation | None = None
         self.keeper: KeeperLink | None = None
         self._generations: dict[int, Generation] = {}
-        self._early: dict[int, EarlyMessages[messages.Agreeing]] = {}
+        self._early: dict[Seat, EarlyMessages[messages.Agreeing]] = {}
         """By seat: messages about generations that this node has not founded yet."""
 
     @property
@@ -53,15 +54,29 @@ class GenerationTable:
         current = self.current
         return current is not None and not current.is_over and current.view_driver.hears_quorum
 
+    # Ranks
+
+    def rank_of(self, seat: Seat) -> Rank:
+        """Return the rank of a seat in the current generation; NO_RANK if the seat is not in it."""
+        if self.current is None:
+            return Rank(seat)  # as it will be in the first generation
+        rank = self.current.rank_of(seat)
+        return NO_RANK if rank is None else rank
+
+    def name_of(self, seat: Seat) -> str:
+        """Return how messages name the process in a seat: by its rank in the current generation, if it has one."""
+        rank = self.rank_of(seat)
+        return f"rank {rank}" if rank >= 0 else f"seat {seat}"
+
     # Generations
 
     def found_first(self, lineage: bytes, tie_breaker: int) -> None:
         """Found the first generation of the run, of all its ranks; `lineage` tells the run from others of its name."""
         node = self._node
-        cards = [node.card if seat == node.rank else node.peers[seat].card() for seat in range(node.size)]
+        cards = [node.card if seat == node.seat else node.peers[seat].card() for seat in map(Seat, range(node.size))]
         lives = b"".join(card.life for card in cards)
         digest = hashlib.blake2b(lives, digest_size=16, key=node.run.encode()[:64]).digest()
-        members = tuple(messages.SeatedMember(seat, card) for seat, card in enumerate(cards))
+        members = tuple(messages.SeatedMember(Seat(rank), card) for rank, card in enumerate(cards))
         is_kept = self.keeper is not None
         origin = lineage or digest
         config = node.config
@@ -77,7 +92,7 @@ class GenerationTable:
         seated = []
         is_first = self.current is None
         for member in founded.members:
-            if member.seat != node.rank and member.seat not in node.peers:
+            if member.seat != node.seat and member.seat not in node.peers:
                 peer = node.peers[member.seat] = Peer(member.seat, member.card.contact, is_dialled=False)
                 peer.introduce(member.card)
                 peer.note(PeerEvent.READY)
@@ -101,7 +116,7 @@ class GenerationTable:
         ranks = tuple(map(founded.members.index, newcomers))
         names = tuple(member.card.name for member in newcomers)
         node.events.add(Event("joined" if ranks else "generation", time.time(), founded.generation, 0, ranks, names))
-        rank = generation.rank_of(node.rank)
+        rank = generation.rank_of(node.seat)
         cards = [member.card for member in founded.members]
         came = cards if is_first else [member.card for member in newcomers]
         node.audit.founded(founded.generation, -1 if rank is None else rank, cards, came, node.card)
@@ -116,7 +131,7 @@ class GenerationTable:
                 self.agreeing(seat, message)
         return generation
 
-    def agreeing(self, seat: int, message: messages.Agreeing) -> None:
+    def agreeing(self, seat: Seat, message: messages.Agreeing) -> None:
         """Take a message about a view from a member, or from a later life of its node that votes for it."""
         number, body = message.generation, message.body
         generation = self._generations.get(number)
@@ -129,20 +144,20 @@ class GenerationTable:
         if rank is not None:
             generation.view_driver.received(rank, body)
 
-    def voter_up(self, seat: int, life: bytes, vote: Callable[[messages.Control], None]) -> None:
+    def voter_up(self, seat: Seat, life: bytes, vote: Callable[[messages.Control], None]) -> None:
         """Let a node that was started anew vote for the seat of its earlier life; `vote` sends to it."""
         self._node.peers[seat].vote = vote
         self._tell_of_seat(seat, vote)
         self.link_up(seat, life)
 
-    def voter_down(self, seat: int) -> None:
+    def voter_down(self, seat: Seat) -> None:
         """Note that there is no link any more with a node that was started anew."""
         peer = self._node.peers[seat]
         peer.vote = None
         if peer.link is None:
             self.link_down(seat)
 
-    def _tell_of_seat(self, seat: int, send: Callable[[messages.Control], None]) -> None:
+    def _tell_of_seat(self, seat: Seat, send: Callable[[messages.Control], None]) -> None:
         """Tell a node about the seat of its earlier life in the current generation, in which it may vote."""
         generation = self.current
         if generation is not None and generation.rank_of(seat) is not None and generation.number:
@@ -151,22 +166,22 @@ class GenerationTable:
 
     # What view drivers have to know
 
-    def link_up(self, seat: int, life: bytes) -> None:
+    def link_up(self, seat: Seat, life: bytes) -> None:
         """Note a link with a process, or with a later life of its node that votes for it."""
         for view_driver, rank in self._drivers(seat):
             view_driver.link_up(rank, life)
 
-    def link_down(self, seat: int) -> None:
+    def link_down(self, seat: Seat) -> None:
         """Note that this link ended."""
         for view_driver, rank in self._drivers(seat):
             view_driver.link_down(rank)
 
-    def judged(self, seat: int, *, is_dead: bool) -> None:
+    def judged(self, seat: Seat, *, is_dead: bool) -> None:
         """Note that health gave a process up, or trusts it again."""
         for view_driver, rank in self._drivers(seat):
             view_driver.judged(rank, is_dead=is_dead)
 
-    def vouched(self, seat: int) -> None:
+    def vouched(self, seat: Seat) -> None:
         """Note that the keeper of a process says that it is alive and not stopped."""
         for generation in self._generations.values():
             if not generation.founded.is_kept and (rank := generation.rank_of(seat)) is not None:
@@ -183,7 +198,7 @@ class GenerationTable:
         if self.current is not None and not self.current.is_over:
             self.current.over()
 
-    def _drivers(self, seat: int) -> list[tuple[ViewDriver, int]]:
+    def _drivers(self, seat: Seat) -> list[tuple[ViewDriver, Rank]]:
         """Return the view drivers of the generations that a process is in, and its rank in each."""
         found = ((each.view_driver, each.rank_of(seat)) for each in self._generations.values())
         return [(view_driver, rank) for view_driver, rank in found if rank is not None]

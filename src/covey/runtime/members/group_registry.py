@@ -12,6 +12,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from covey.base.numbers import Seat
     from covey.runtime.fault import Fault
     from covey.runtime.members.generation import Generation
     from covey.runtime.members.lane_table import LaneKey
@@ -26,9 +27,9 @@ GroupMessage: TypeAlias = "messages.Announce | messages.Position | messages.Revo
 class RegisteredGroup(Protocol):
     """A group, as its node sees it. Called on the control loop; `peer` is a seat of the run."""
 
-    def heard(self, peer: int, message: GroupMessage) -> None: ...
+    def heard(self, peer: Seat, message: GroupMessage) -> None: ...
 
-    def peer_gone(self, peer: int, *, left: bool) -> None: ...
+    def peer_gone(self, peer: Seat, *, left: bool) -> None: ...
 
     def end(self, fault: Fault) -> None: ...
 
@@ -41,9 +42,9 @@ class RegisteredGroup(Protocol):
     def survives(self) -> bool: ...
 
     @property
-    def members(self) -> Collection[int]: ...
+    def members(self) -> Collection[Seat]: ...
 
-    def lane_arrived(self, peer: int, purpose: str, lane: Any) -> bool: ...
+    def lane_arrived(self, peer: Seat, purpose: str, lane: Any) -> bool: ...
 
     def forked(self) -> None: ...
 
@@ -57,7 +58,7 @@ class GroupRegistry:
         self._node = node
         self._lock = threading.Lock()
         self._groups: weakref.WeakValueDictionary[int, RegisteredGroup] = weakref.WeakValueDictionary()
-        self._early_calls: dict[tuple[int, int], messages.Calls] = {}
+        self._early_calls: dict[tuple[int, Seat], messages.Calls] = {}
         """By group and seat: the last calls of ranks that have closed a group before it exists here."""
 
     def __iter__(self) -> Iterator[RegisteredGroup]:
@@ -81,7 +82,7 @@ class GroupRegistry:
             self._groups.pop(group_id, None)
         self._node.lanes.forget(group_id, sequence)
 
-    def has_member(self, group_id: int, seat: int) -> bool:
+    def has_member(self, group_id: int, seat: Seat) -> bool:
         """Tell whether a process is in a group; True for a group that does not exist here yet."""
         group = self._groups.get(group_id)
         return group is None or seat in group.members
@@ -91,7 +92,7 @@ class GroupRegistry:
         group = self._groups.get(key.group)
         return group is not None and group.lane_arrived(key.peer, key.purpose, lane)
 
-    def heard(self, seat: int, message: GroupMessage) -> None:
+    def heard(self, seat: Seat, message: GroupMessage) -> None:
         """Pass on a message about a group. On the control loop."""
         group = self._groups.get(message.group)
         if group is not None:
@@ -102,13 +103,13 @@ class GroupRegistry:
                 while len(self._early_calls) > EARLY_CALLS:
                     del self._early_calls[next(iter(self._early_calls))]
         elif isinstance(message, messages.Announce) and self._node.lanes.ended(message.group, message.sequence):
-            text = f"rank {self._node.rank} of the run has closed the group"
+            text = f"{self._node.generation_table.name_of(self._node.seat)} of the run has closed the group"
             self._node.send(seat, messages.Revoke(message.group, "PeerLostError", text, ()))
 
     def peer_gone(self, peer: Peer) -> None:
         """Tell every group that it need not wait for a peer. On the control loop."""
         for group in self:
-            group.peer_gone(peer.rank, left=peer.has_left)
+            group.peer_gone(peer.seat, left=peer.has_left)
 
     def end(self, generation: Generation, fault: Fault, *, only_surviving: bool) -> None:
         """End the groups of a generation that this node is not in any more. On the control loop.

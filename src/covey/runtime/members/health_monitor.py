@@ -15,6 +15,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+from covey.base.numbers import Seat
 from covey.proto import health
 from covey.runtime.driver import CoreDriver
 from covey.runtime.members.peers import PeerEvent
@@ -35,9 +36,9 @@ class HealthMonitor:
     def __init__(
         self,
         node: Node,
-        lost: Callable[[int, str, health.Cause], None],
-        trusted: Callable[[int], None],
-        unheard: Callable[[int], None],
+        lost: Callable[[Seat, str, health.Cause], None],
+        trusted: Callable[[Seat], None],
+        unheard: Callable[[Seat], None],
     ) -> None:
         """Begin without peers.
 
@@ -48,12 +49,12 @@ class HealthMonitor:
         """
         self._node, self._lost, self._trusted, self._unheard = node, lost, trusted, unheard
         self._health = health.Health(node.host, time.monotonic())
-        self._pings: dict[int, tuple[int, float]] = {}
+        self._pings: dict[Seat, tuple[int, float]] = {}
         """By seat: the number of the last ping, and when it was sent."""
-        self._process_table: dict[int, ProcessStatus] = {}
+        self._process_table: dict[Seat, ProcessStatus] = {}
         """By seat: processes of this host, as the kernel reports them."""
-        self._watched: set[int] = set()
-        self._given_up: set[int] = set()
+        self._watched: set[Seat] = set()
+        self._given_up: set[Seat] = set()
         self._driver = CoreDriver(self._health, self, is_ticking=False)
 
     async def keep(self) -> None:
@@ -67,26 +68,26 @@ class HealthMonitor:
 
     def watch(self, peer: Peer) -> None:
         """Begin to judge a peer, or trust it again in the next generation."""
-        if peer.rank in self._watched and peer.rank not in self._given_up:
+        if peer.seat in self._watched and peer.seat not in self._given_up:
             return  # otherwise every pair would ping at the start of each generation
-        self._watched.add(peer.rank)
+        self._watched.add(peer.seat)
         is_here = peer.contact is not None and peer.contact.host == self._node.host
-        if is_here and peer.pid and peer.life and peer.rank not in self._process_table:
-            self._process_table[peer.rank] = ProcessStatus(peer.life, peer.pid, time.monotonic())
+        if is_here and peer.pid and peer.life and peer.seat not in self._process_table:
+            self._process_table[peer.seat] = ProcessStatus(peer.life, peer.pid, time.monotonic())
         if peer.contact is not None and not peer.is_excluded and not peer.has_left and peer.life:
-            self._health.watch(_id(peer.rank), peer.contact.host, time.monotonic())
+            self._health.watch(_id(peer.seat), peer.contact.host, time.monotonic())
             peer.note(PeerEvent.TRUSTED)
             if peer.link is not None:
-                self._health.link_up(_id(peer.rank), time.monotonic())
+                self._health.link_up(_id(peer.seat), time.monotonic())
             self._driver.settle_soon()
 
     def link_up(self, peer: Peer) -> None:
         """Note a new link with a peer."""
-        self._health.link_up(_id(peer.rank), time.monotonic())
+        self._health.link_up(_id(peer.seat), time.monotonic())
         self._show(peer)
         self._driver.settle_soon()
 
-    def link_lost(self, seat: int) -> None:
+    def link_lost(self, seat: Seat) -> None:
         """Note that the link with a peer ended; on this host, ask the kernel whether the process ended, too."""
         self._health.link_lost(_id(seat), time.monotonic())
         self._show(self._node.peers[seat])
@@ -94,7 +95,7 @@ class HealthMonitor:
         if seat in self._process_table:
             self._look(seat, time.monotonic() + LOOK_CLOSELY_SECONDS)
 
-    def _look(self, seat: int, until: float) -> None:
+    def _look(self, seat: Seat, until: float) -> None:
         process, now = self._process_table.get(seat), time.monotonic()
         if process is None or self._node.is_closing or self._node.peers[seat].link is not None:
             return
@@ -105,7 +106,7 @@ class HealthMonitor:
         elif now < until:
             asyncio.get_running_loop().call_later(LOOK_CLOSELY_EVERY, self._look, seat, until)
 
-    def heard(self, seat: int) -> None:
+    def heard(self, seat: Seat) -> None:
         """Note that a peer sent a message of any kind."""
         self._health.heard(_id(seat), time.monotonic())
         if self._node.peers[seat].is_suspected or seat in self._given_up:
@@ -114,20 +115,20 @@ class HealthMonitor:
     def vouched(self, peer: Peer, value: int) -> None:
         """Take what the keeper of a peer reports about its process."""
         with contextlib.suppress(ValueError):  # a value of a later version
-            self._health.vouched(_id(peer.rank), health.Vouch(value), time.monotonic())
+            self._health.vouched(_id(peer.seat), health.Vouch(value), time.monotonic())
             self._driver.settle_soon()
 
-    def answered(self, seat: int, number: int) -> None:
+    def answered(self, seat: Seat, number: int) -> None:
         """Take the answer to a ping."""
         sent, at = self._pings.pop(seat, (-1, 0.0))
         if sent == number:
             self._health.round_trip(_id(seat), time.monotonic() - at)
 
-    def is_unheard(self, seat: int) -> bool:
+    def is_unheard(self, seat: Seat) -> bool:
         """Tell whether a peer is not heard on its link."""
         return self._health.is_unheard(_id(seat))
 
-    def forget(self, seat: int) -> None:
+    def forget(self, seat: Seat) -> None:
         """Judge a peer no more."""
         self._health.forget(_id(seat))
         self._process_table.pop(seat, None)
@@ -138,7 +139,7 @@ class HealthMonitor:
 
     def perform(self, effect: health.Effect) -> None:
         """Perform one effect of the core."""
-        seat = int.from_bytes(effect.peer, "big")
+        seat = Seat(int.from_bytes(effect.peer, "big"))
         peer = self._node.peers[seat]
         self._show(peer)
         match effect:
@@ -165,7 +166,7 @@ class HealthMonitor:
 
     def _show(self, peer: Peer) -> None:
         """Make the opinion of health the state of a peer."""
-        is_suspected = self._health.is_suspected(_id(peer.rank))
+        is_suspected = self._health.is_suspected(_id(peer.seat))
         peer.note(PeerEvent.SUSPECTED if is_suspected else PeerEvent.TRUSTED)
 
     def _ping(self, peer: Peer) -> None:
@@ -174,13 +175,13 @@ class HealthMonitor:
         if peer.contact is not None and peer.contact.host != self._node.host:
             age = peer.link.acknowledged_seconds_ago()
             if age is not None:
-                self._health.acknowledged(_id(peer.rank), time.monotonic() - age)
+                self._health.acknowledged(_id(peer.seat), time.monotonic() - age)
         number = secrets.randbits(32)
-        self._pings[peer.rank] = number, time.monotonic()
-        self._node.send(peer.rank, messages.Ping(number))
+        self._pings[peer.seat] = number, time.monotonic()
+        self._node.send(peer.seat, messages.Ping(number))
 
 
-def _id(seat: int) -> bytes:
+def _id(seat: Seat) -> bytes:
     return seat.to_bytes(4, "big")
 
 

@@ -23,6 +23,7 @@ from covey.runtime.members.lane_table import PURPOSES, lane_key
 from covey.wire import messages, proofs
 
 if TYPE_CHECKING:
+    from covey.base.numbers import Seat
     from covey.runtime.members.lane_table import LaneTable
     from covey.runtime.members.node import Node
 
@@ -33,7 +34,7 @@ LANES_LIMIT: Final = 100_000
 class _Expected:
     """A lane that a peer has offered, with the connections that have arrived so far."""
 
-    peer: int
+    peer: Seat
     offer: messages.Offer
     socks: dict[int, socket.socket] = field(default_factory=dict)
 
@@ -45,19 +46,19 @@ class LaneAcceptor:
         self._node, self._table = node, table
         self._expected: dict[bytes, _Expected] = {}
 
-    def offered(self, rank: int, offer: messages.Offer) -> None:
+    def offered(self, seat: Seat, offer: messages.Offer) -> None:
         """Expect the lane that a peer offers, or tell the peer why not."""
-        if reason := self._objection(rank, offer):
-            self._node.send(rank, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
+        if reason := self._objection(seat, offer):
+            self._node.send(seat, messages.NoLane(offer.group, offer.purpose, reason, offer.attempt))
             return
-        self._expected[offer.lane] = _Expected(rank, offer)
-        self._table.offer_accepted(lane_key(offer.group, rank, offer.purpose, offer.attempt), offer.attempt)
+        self._expected[offer.lane] = _Expected(seat, offer)
+        self._table.offer_accepted(lane_key(offer.group, seat, offer.purpose, offer.attempt), offer.attempt)
         asyncio.get_running_loop().call_later(2 * HANDSHAKE_SECONDS, self._stop_expecting, offer.lane)
-        self._node.send(rank, messages.Expect(offer.lane))
+        self._node.send(seat, messages.Expect(offer.lane))
 
-    def _objection(self, rank: int, offer: messages.Offer) -> str:
+    def _objection(self, seat: Seat, offer: messages.Offer) -> str:
         """Return why an offer is refused, or an empty string."""
-        if self._node.peers[rank].is_dialled:
+        if self._node.peers[seat].is_dialled:
             return OTHER_END_DIALS
         if offer.purpose not in PURPOSES:
             return f"there are no lanes for {offer.purpose!r}"
@@ -67,20 +68,21 @@ class LaneAcceptor:
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
         if offer.capacity not in acceptable_capacities(offer.kind, offer.purpose):
             return f"a ring of {offer.capacity} bytes is not usable"
-        if offer.kind not in acceptable_kinds(self._node, rank, offer.purpose):
-            return f"the lane to rank {rank} is {kind_to(self._node, rank)!r} here and {offer.kind!r} there"
-        key = lane_key(offer.group, rank, offer.purpose, offer.attempt)
-        if self._node.peers[rank].is_excluded:
-            return f"the run goes on without rank {rank}"
-        if not self._node.groups.has_member(offer.group, rank):
-            return f"rank {rank} of the run is not in this group"
+        name = self._node.generation_table.name_of(seat)
+        if offer.kind not in acceptable_kinds(self._node, seat, offer.purpose):
+            return f"the lane to {name} is {kind_to(self._node, seat)!r} here and {offer.kind!r} there"
+        key = lane_key(offer.group, seat, offer.purpose, offer.attempt)
+        if self._node.peers[seat].is_excluded:
+            return f"the run goes on without {name}"
+        if not self._node.groups.has_member(offer.group, seat):
+            return f"{name} of the run is not in this group"
         if self._table.is_over(key) or self._node.is_closing:
-            return f"rank {self._node.rank} has closed the group"
+            return f"{self._node.generation_table.name_of(self._node.seat)} has closed the group"
         if self._table.is_open(key, offer.attempt) or len(self._table) + len(self._expected) > LANES_LIMIT:
             return "this lane is open already"
         return ""
 
-    def stop_expecting(self, peer: int | None = None) -> None:
+    def stop_expecting(self, peer: Seat | None = None) -> None:
         """Close the connections of lanes that are not complete: of one peer, or of all."""
         for lane in [lane for lane, expected in self._expected.items() if peer in (None, expected.peer)]:
             self._stop_expecting(lane)
@@ -128,7 +130,7 @@ class LaneAcceptor:
             raise ConnectError("the lane was claimed by another connection in the meantime")
         return expected
 
-    async def _take_over(self, rank: int, offer: messages.Offer, socks: list[socket.socket]) -> Any:
+    async def _take_over(self, seat: Seat, offer: messages.Offer, socks: list[socket.socket]) -> Any:
         """Return the lane that a peer's connections make; for rings, take the memory that the peer hands over."""
         if not offer.capacity:
             return lane_of_sockets(self._node.lanes.factory, socks, offer, dialler=False)
@@ -138,12 +140,12 @@ class LaneAcceptor:
             await readable(sock)
             _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
             if len(descriptors) != 1:
-                raise ConnectError(f"rank {rank} sent no shared memory")
+                raise ConnectError(f"{self._node.generation_table.name_of(seat)} sent no shared memory")
             segment = shm.attach(descriptors[0], nbytes)
         else:
             segment = memory.take((await receive_exactly(sock, 32)).decode("ascii", "replace"))
             if segment is None or len(segment) != nbytes:
-                raise ConnectError(f"rank {rank} is not a thread of this process")
+                raise ConnectError(f"{self._node.generation_table.name_of(seat)} is not a thread of this process")
         word = bytes(memoryview(segment).cast("B")[-32:])
         await asyncio.get_running_loop().sock_sendall(sock, word)
         return self._node.lanes.factory.ring(segment, offer.capacity, sock, first=False, kind=offer.kind)

@@ -32,6 +32,7 @@ from covey.runtime.members.lane_table import PURPOSES, LaneKey, lane_key
 from covey.wire import door, messages, proofs
 
 if TYPE_CHECKING:
+    from covey.base.numbers import Seat
     from covey.runtime.links.handshake import LinkCredentials
     from covey.runtime.members.lane_table import LaneTable
     from covey.runtime.members.node import Node
@@ -79,14 +80,15 @@ class LaneDialler:
         else:
             self._node.send(key.peer, messages.Dial(key.group, key.purpose, self._table.attempt_of_next(key)))
 
-    def asked(self, rank: int, wanted: messages.Dial) -> None:
+    def asked(self, seat: Seat, wanted: messages.Dial) -> None:
         """Dial a lane that a peer asks for, or refuse."""
-        key = lane_key(wanted.group, rank, wanted.purpose, wanted.attempt)
+        key = lane_key(wanted.group, seat, wanted.purpose, wanted.attempt)
         # The peer has seen every offer of this end and asks for another lane: its end of the last one is broken.
         again = key.purpose == "messages" and wanted.attempt >= self._table.attempt_of_next(key)
-        if self._node.peers[rank].is_dialled and not self._start(key, again=again):
-            reason = f"rank {self._node.rank} has closed the group, or rank {rank} is not in it any more"
-            self._node.send(rank, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
+        if self._node.peers[seat].is_dialled and not self._start(key, again=again):
+            here, there = map(self._node.generation_table.name_of, (self._node.seat, seat))
+            reason = f"{here} has closed the group, or {there} is not in it any more"
+            self._node.send(seat, messages.NoLane(wanted.group, wanted.purpose, reason, wanted.attempt))
 
     def _start(self, key: LaneKey, *, again: bool) -> bool:
         """Start to open a lane, unless it is being opened, or is open and not wanted `again`; False if refused."""
@@ -100,10 +102,10 @@ class LaneDialler:
         return True
 
     async def _dial(self, key: LaneKey) -> None:
-        rank = key.peer
-        peer = self._node.peers[rank]
+        seat = key.peer
+        peer, name = self._node.peers[seat], self._node.generation_table.name_of(seat)
         try:
-            kind = offered_kind(self._node, rank, key.purpose)
+            kind = offered_kind(self._node, seat, key.purpose)
             pause = FIRST_PAUSE_SECONDS
             while True:
                 if not peer.is_dialled:  # the peer dialled a link that replaced this one
@@ -117,13 +119,13 @@ class LaneDialler:
                     if peer.is_gone or self._node.is_closing or self._table.is_over(key):
                         raise
                     if isinstance(error, ScarceError):
-                        self._log.log(logging.WARNING, "no lane to rank %d can be opened now: %s", rank, error)
+                        self._log.log(logging.WARNING, "no lane to %s can be opened now: %s", name, error)
                     await asyncio.sleep(pause)  # a full backlog, or out of descriptors
                     pause = min(MOST_PAUSE_SECONDS, 1.5 * pause)
         except CoveyError as error:
             self._table.failed(key, error)
         except (RefusedError, OSError) as error:
-            self._table.failed(key, ConnectError(f"rank {rank}: {error}"))
+            self._table.failed(key, ConnectError(f"{name}: {error}"))
         finally:
             self._dialling.discard(key)
 
@@ -139,7 +141,8 @@ class LaneDialler:
                 else:
                     name, segment = memory.offer(memory_bytes(capacity))
             except OSError as error:
-                logger.warning("no shared memory for the lane to rank %d (%s); using a unix socket", peer.rank, error)
+                name = self._node.generation_table.name_of(peer.seat)
+                logger.warning("no shared memory for the lane to %s (%s); using a unix socket", name, error)
                 kind, capacity = "unix", 0
         if kind == "secure":
             await _measured(peer)
@@ -179,20 +182,20 @@ class LaneDialler:
         if peer.link is None:
             raise ConnectError("there is no link")
         answer = asyncio.get_running_loop().create_future()
-        key = lane_key(offer.group, peer.rank, offer.purpose, offer.attempt)
+        key = lane_key(offer.group, peer.seat, offer.purpose, offer.attempt)
         self._offers[key] = offer.lane, answer
         try:
-            self._node.send(peer.rank, offer)
+            self._node.send(peer.seat, offer)
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 await answer
         finally:
             del self._offers[key]
         self._table.offer_accepted(key, offer.attempt)
 
-    def accepted(self, rank: int, lane: bytes) -> None:
+    def accepted(self, seat: Seat, lane: bytes) -> None:
         """Note that a peer expects an offered lane."""
         for key, (offered, answer) in self._offers.items():
-            if key.peer == rank and offered == lane and not answer.done():
+            if key.peer == seat and offered == lane and not answer.done():
                 answer.set_result(None)
 
     def refused(self, key: LaneKey, reason: str) -> None:
@@ -203,9 +206,9 @@ class LaneDialler:
                 again = reason == OTHER_END_DIALS
                 answer.set_exception(ConnectError(reason) if again else RefusedError(reason, retry=False))
         else:
-            self._table.failed(key, ConnectError(f"rank {key.peer}: {reason}"))
+            self._table.failed(key, ConnectError(f"{self._node.generation_table.name_of(key.peer)}: {reason}"))
 
-    def link_lost(self, peer: int) -> None:
+    def link_lost(self, peer: Seat) -> None:
         """Fail the offers to a peer whose link ended: they may not have arrived."""
         for key, (_, answer) in self._offers.items():
             if key.peer == peer and not answer.done():
@@ -227,9 +230,9 @@ class LaneDialler:
     async def _connect_stream(
         self, peer: Peer, offer: messages.Offer, stream: int, credentials: LinkCredentials
     ) -> socket.socket:
-        ways = self._node.ways_to(peer, offer.kind)
+        ways, name = self._node.ways_to(peer, offer.kind), self._node.generation_table.name_of(peer.seat)
         if not ways:
-            raise ConfigError(f"rank {peer.rank} has no address that can be dialled from here")
+            raise ConfigError(f"{name} has no address that can be dialled from here")
         sock = await connect_any(ways, credentials, door.Purpose.LANE)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
@@ -237,12 +240,12 @@ class LaneDialler:
                 await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
                 answer = await receive_exactly(sock, proofs.PROOF_BYTES)
             if not proofs.proofs_equal(answer, proofs.lane_proof(offer.secret, b"accept", offer.lane, stream)):
-                raise ConnectError(f"the process that answers for rank {peer.rank} does not know the lane's key")
+                raise ConnectError(f"the process that answers for {name} does not know the lane's key")
             return sock
         except BaseException as error:
             sock.close()
             if isinstance(error, OSError) and not isinstance(error, ConnectError):
-                raise ConnectError(f"rank {peer.rank} hung up on the lane: {error}") from error
+                raise ConnectError(f"{name} hung up on the lane: {error}") from error
             raise
 
 

@@ -13,6 +13,7 @@ from covey.net.lanes import shm
 if TYPE_CHECKING:
     import socket
 
+    from covey.base.numbers import Seat
     from covey.net.lanes.factory import LaneFactory
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Peer
@@ -28,7 +29,7 @@ STREAMS_BY_ROUND_TRIP: Final = ((0.02, 1), (0.06, 4))
 STREAMS_FAR: Final = 8
 
 
-def kind_to(node: Node, peer: int) -> str:
+def kind_to(node: Node, peer: Seat) -> str:
     """Return the kind of lane that this node and a peer use for collectives.
 
     Raises:
@@ -40,22 +41,23 @@ def kind_to(node: Node, peer: int) -> str:
     in_clear = here or node.credentials.tls is None  # without TLS between hosts, the user has allowed it
     if forced in ("memory", "secure") or (forced in ("shm", "unix") and here) or (forced == "tcp" and in_clear):
         return forced
+    name = node.generation_table.name_of(peer)
     if forced in ("shm", "unix"):
-        raise ConfigError(f"lanes={forced!r} works on one host only, but rank {peer} is on another")
+        raise ConfigError(f"lanes={forced!r} works on one host only, but {name} is on another")
     if forced == "tcp":
-        raise ConfigError(f"lanes='tcp' is not encrypted, and rank {peer} is on another host; use auto or secure")
+        raise ConfigError(f"lanes='tcp' is not encrypted, and {name} is on another host; use auto or secure")
     if here:
         return "shm" if shm.usable() else "unix"
     return "tcp" if in_clear else "secure"
 
 
-def offered_kind(node: Node, peer: int, purpose: str) -> str:
+def offered_kind(node: Node, peer: Seat, purpose: str) -> str:
     """Return the kind of lane to offer to a peer for this purpose."""
     kind = kind_to(node, peer)
     return "unix" if purpose == "messages" and kind == "shm" else kind
 
 
-def acceptable_kinds(node: Node, peer: int, purpose: str) -> set[str]:
+def acceptable_kinds(node: Node, peer: Seat, purpose: str) -> set[str]:
     """Return the kinds that a lane that a peer offers may have."""
     kind = offered_kind(node, peer, purpose)
     return {"shm", "unix"} if kind == "shm" else {kind}  # unix, if the peer had no shared memory

@@ -20,6 +20,7 @@ from covey.runtime.members.epochs import Epochs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from covey.base.numbers import Seat
     from covey.net.lanes.lane import Lane
     from covey.runtime.members.node import Node
 
@@ -31,7 +32,7 @@ class LaneKey(NamedTuple):
     """The purpose of a lane."""
 
     group: int
-    peer: int
+    peer: Seat
     """Its seat in the run."""
     purpose: str
     attempt: int = 0
@@ -41,7 +42,7 @@ class LaneKey(NamedTuple):
     """
 
 
-def lane_key(group: int, peer: int, purpose: str, attempt: int) -> LaneKey:
+def lane_key(group: int, peer: Seat, purpose: str, attempt: int) -> LaneKey:
     """Return the key of a lane, from the fields of a message about it."""
     return LaneKey(group, peer, purpose, 0 if purpose == "messages" else attempt)
 
@@ -75,7 +76,7 @@ class LaneTable:
             if future is None:
                 future = Future()
                 if self._node.peers[key.peer].is_excluded:
-                    future.set_exception(ConnectError(f"rank {key.peer} is gone"))
+                    future.set_exception(ConnectError(f"{self._node.generation_table.name_of(key.peer)} is gone"))
                 elif self._node.is_closing or self.is_over(key):  # nothing would ever end the wait
                     future.set_exception(ClosedError("the group was closed"))
                 else:
@@ -147,12 +148,12 @@ class LaneTable:
 
     # Lookups
 
-    def of_peer(self, peer: int) -> list[tuple[LaneKey, Future[Any]]]:
+    def of_peer(self, peer: Seat) -> list[tuple[LaneKey, Future[Any]]]:
         """Return the lanes to a peer, open or waited for."""
         with self._lock:
             return [(key, future) for key, future in self._lanes.items() if key.peer == peer]
 
-    def of_group(self, group: int, purpose: str) -> dict[int, Any]:
+    def of_group(self, group: int, purpose: str) -> dict[Seat, Any]:
         """Return the open lanes of a group, by peer."""
         with self._lock:
             return {
@@ -203,7 +204,7 @@ class LaneTable:
             self._first_attempts[group] = attempt
         self._close(lambda key: key.group == group and key.purpose == "collectives" and key.attempt < attempt)
 
-    def shut_down(self, peer: int, *, collectives: bool) -> None:
+    def shut_down(self, peer: Seat, *, collectives: bool) -> None:
         """Shut down the open lanes for messages, and if asked for `collectives`, to a peer. Their users close them."""
         for key, future in self.of_peer(peer):
             if (collectives or key.purpose != "collectives") and future.done() and future.exception() is None:

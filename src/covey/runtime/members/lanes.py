@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from covey.base.numbers import Seat
     from covey.runtime.members.node import Node
 
 REPLACE_SECONDS: Final = (0.3, 1.5)
@@ -41,11 +42,11 @@ class Lanes:
 
     # For groups, on any thread
 
-    def kind(self, peer: int) -> str:
+    def kind(self, peer: Seat) -> str:
         """Return the kind of lane that this pair uses; ConfigError if the settings demand one that it cannot have."""
         return kind_to(self._node, peer)
 
-    def open(self, group: int, peer: int, purpose: str, timeout: float, attempt: int = 0) -> Any:
+    def open(self, group: int, peer: Seat, purpose: str, timeout: float, attempt: int = 0) -> Any:
         """Return the lane (for collectives) or the socket (for messages) to `peer`, opened if need be.
 
         Raises:
@@ -57,27 +58,28 @@ class Lanes:
         try:
             return future.result(timeout)
         except TimeoutError:
-            raise DeadlineError(f"no lane to rank {peer} within the timeout of {timeout:g} s", late=(peer,)) from None
+            name = self._node.generation_table.name_of(peer)
+            raise DeadlineError(f"no lane to {name} within the timeout of {timeout:g} s") from None
 
     def _request(self, key: LaneKey) -> Future[Any]:
         future = self.table.want(key)
         if not future.done():
             control.soon(self.dialler.open, key)
             if self._node.peers[key.peer].is_gone:
-                self.table.failed(key, ConnectError(f"rank {key.peer} is gone"))
+                self.table.failed(key, ConnectError(f"{self._node.generation_table.name_of(key.peer)} is gone"))
         return future
 
-    def renew(self, group: int, peer: int, ended: Any) -> Future[Any]:
+    def renew(self, group: int, peer: Seat, ended: Any) -> Future[Any]:
         """Ask for a lane for messages to replace `ended`; the future has it, or the error that `open` would raise."""
         key = LaneKey(group, peer, "messages")
         self.table.discard(key, ended)
         return self._request(key)
 
-    def give_up(self, group: int, peer: int) -> None:
+    def give_up(self, group: int, peer: Seat) -> None:
         """Stop replacing the lane for messages with a peer: its stream cannot be resumed."""
         self.table.give_up(LaneKey(group, peer, "messages"))
 
-    def arrived(self, group: int, purpose: str) -> dict[int, Any]:
+    def arrived(self, group: int, purpose: str) -> dict[Seat, Any]:
         """Return the open lanes of a group, by peer."""
         return self.table.of_group(group, purpose)
 
@@ -103,18 +105,20 @@ class Lanes:
 
     # For links and views, on the control loop
 
-    def part_with(self, peer: int) -> None:
+    def part_with(self, peer: Seat) -> None:
         """Shut down the lanes to a peer that a view excluded, and fail the waits for them.
 
         What the peer sent before is still read; the users of the lanes close them. If the peer said goodbye, lanes for
         collectives stay open: the last bytes of its part may still be on the way to a group that ends with its first
         loss.
         """
-        self.table.abandon(lambda key: key.peer == peer, ConnectError(f"seat {peer} is gone"))
+        self.table.abandon(
+            lambda key: key.peer == peer, ConnectError(f"{self._node.generation_table.name_of(peer)} is gone")
+        )
         self.acceptor.stop_expecting(peer)
         self.table.shut_down(peer, collectives=not self._node.peers[peer].has_left)
 
-    def link_up(self, peer: int) -> None:
+    def link_up(self, peer: Seat) -> None:
         """Ask again, on the new link with a peer, for the lanes that are waited for.
 
         Where a link broke, lanes may have broken unnoticed. Lanes for messages are replaced, which loses nothing, a

@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
+from covey.base.numbers import Seat
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.early_messages import EarlyMessages
@@ -48,7 +49,7 @@ class LauncherMesh:
         self._formed: asyncio.Future[None] | None = None
         self._complaint: CoveyError | None = None
         self._refusal = ""
-        self._tells_roster = node.rank == 0 and any(peer.contact is None for peer in node.peers.values())
+        self._tells_roster = node.seat == 0 and any(peer.contact is None for peer in node.peers.values())
         """Ranks of one host know each other's sockets from the start."""
 
     def form(self, timeout: float) -> None:
@@ -77,7 +78,7 @@ class LauncherMesh:
             strangers = self._node.acceptor.about_strangers()
             node = self._node
             raise DeadlineError(
-                f"rank {node.rank} of {node.size} waited in {node.run} for rank {missing} until the timeout of "
+                f"rank {node.seat} of {node.size} waited in {node.run} for rank {missing} until the timeout of "
                 f"{within:g} s ended. "
                 f"Is it running, and with the same job id or MASTER_ADDR and MASTER_PORT?{self._refusal}"
                 + (f" Here {strangers}." if strangers else ""),
@@ -85,15 +86,15 @@ class LauncherMesh:
             ) from None
         await self._node.generation_table.await_keeper()
 
-    def _missing(self) -> list[int]:
-        return [peer.rank for peer in self._node.peers.values() if not peer.is_ready]
+    def _missing(self) -> list[Seat]:
+        return [peer.seat for peer in self._node.peers.values() if not peer.is_ready]
 
     async def _log_missing(self) -> None:
         for pause in (5.0, *(30.0,) * 1000):
             await asyncio.sleep(pause)
             if self._formed is None or self._formed.done():
                 return
-            logger.warning("rank %d of %d waits for rank %s of %s", self._node.rank, self._node.size,
+            logger.warning("rank %d of %d waits for rank %s of %s", self._node.seat, self._node.size,
                            ", ".join(map(str, self._missing())), self._node.run)  # fmt: skip
 
     def settle(self) -> None:
@@ -116,21 +117,21 @@ class LauncherMesh:
             if peer.link is not None and peer.link is not peer.told:
                 peer.told = peer.link
                 if self._tells_roster:
-                    self._node.send(peer.rank, self._roster())
-                self._node.send(peer.rank, messages.Ready())
+                    self._node.send(peer.seat, self._roster())
+                self._node.send(peer.seat, messages.Ready())
 
     def _roster(self) -> messages.Roster:
         node = self._node
-        contacts = [node.card.contact, *(node.peers[rank].contact for rank in range(1, node.size))]
+        contacts = [node.card.contact, *(node.peers[Seat(rank)].contact for rank in range(1, node.size))]
         return messages.Roster(tuple(contact for contact in contacts if contact is not None))
 
-    def told_roster(self, rank: int, contacts: tuple[messages.Contact, ...]) -> None:
+    def told_roster(self, seat: Seat, contacts: tuple[messages.Contact, ...]) -> None:
         """Take from rank 0 where the other ranks listen, and dial those that this rank has to dial."""
-        if rank != 0 or len(contacts) != self._node.size:
+        if seat != 0 or len(contacts) != self._node.size:
             return
         for peer in self._node.peers.values():
             if peer.contact is None:
-                peer.contact = contacts[peer.rank]
+                peer.contact = contacts[peer.seat]
                 if peer.is_dialled:
                     self._node.spawn(self.dial(peer))
 
@@ -149,9 +150,9 @@ class LauncherMesh:
             except (ConnectError, TimeoutError):
                 hang_ups, hung_up_at = 0, 0.0  # not there yet
             except RefusedError as error:
-                self._refusal = f" Rank {peer.rank} says: {printable(str(error))}."
+                self._refusal = f" Rank {peer.seat} says: {printable(str(error))}."
                 if not error.retry:
-                    self._complain(ConfigError(f"rank {peer.rank} refused this rank: {printable(str(error))}"))
+                    self._complain(ConfigError(f"rank {peer.seat} refused this rank: {printable(str(error))}"))
                     return
             except CoveyError as error:
                 self._complain(error)
@@ -172,10 +173,10 @@ class LauncherMesh:
 
     def _wrong_peer(self, peer: Peer, welcome: messages.Welcome) -> str:
         """Return why the process that answered is not the one that was dialled, or is denied; "" if it is right."""
-        if welcome.rank != peer.rank:  # something on the way led to another process
-            return f"rank {welcome.rank} answered where rank {peer.rank} was dialled"
+        if welcome.rank != peer.seat:  # something on the way led to another process
+            return f"rank {welcome.rank} answered where rank {peer.seat} was dialled"
         objection = self._node.objection(welcome.card)
-        return f"rank {peer.rank} was refused: {objection}" if objection else ""
+        return f"rank {peer.seat} was refused: {objection}" if objection else ""
 
     def _complain(self, error: CoveyError) -> None:
         self._complaint = self._complaint or error
@@ -202,7 +203,7 @@ class LauncherMesh:
     async def dial_anew(self, peer: Peer, silent: Link) -> None:
         """Link with a process anew while nothing is heard on its link, in case only the path of that link is dead."""
         pause = 0.1
-        while peer.link is silent and self._node.losses.is_unheard(peer.rank) and not self._node.is_closing:
+        while peer.link is silent and self._node.losses.is_unheard(peer.seat) and not self._node.is_closing:
             with contextlib.suppress(ConnectError, TimeoutError, RefusedError, AuthError):
                 async with asyncio.timeout(REDIAL_SECONDS):
                     link, welcome, where = await self._call(peer)
@@ -228,7 +229,7 @@ class LauncherMesh:
             if hello.purpose == "newcomer":
                 self._node.newcomers.add(Latecomer(self._node, link, hello.card))
             else:
-                self._node.linked(self._node.peers[hello.rank], link, hello.card)
+                self._node.linked(self._node.peers[Seat(hello.rank)], link, hello.card)
 
     def _judge(self, hello: messages.Hello, _id: bytes) -> messages.Welcome | messages.Refusal:
         if hello.version != messages.VERSION:
@@ -244,10 +245,10 @@ class LauncherMesh:
             return messages.Refusal(
                 f"{self._node.run} was started by a launcher, which gives out the ranks", retry=False
             )
-        known = self._node.peers.get(hello.rank)
+        known = self._node.peers.get(Seat(hello.rank))
         is_known = known is not None and (known.id, known.life) == messages.key_of(hello.card)
         if known is not None and known.is_ready and is_known:
-            return messages.Welcome(self._node.rank, self._node.card)  # its last link has ended, here or there
+            return messages.Welcome(self._node.seat, self._node.card)  # its last link has ended, here or there
         for what, here, there in (
             ("run", self._node.run, hello.run),
             ("size", self._node.size, hello.size),
@@ -255,17 +256,17 @@ class LauncherMesh:
             ("on_loss", self._node.config.on_loss, hello.on_loss),
         ):
             if here != there:
-                reason = f"{what} is {there!r} on rank {hello.rank} and {here!r} on rank {self._node.rank}"
+                reason = f"{what} is {there!r} on rank {hello.rank} and {here!r} on rank {self._node.seat}"
                 self._complain(ConfigError(f"{reason}; start all ranks with the same settings"))
                 return messages.Refusal(reason, retry=False)
-        peer = self._node.peers.get(hello.rank)
+        peer = self._node.peers.get(Seat(hello.rank))
         if peer is None or peer.is_dialled:
             return messages.Refusal(
-                f"rank {hello.rank} must not dial rank {self._node.rank}; the higher rank of a pair dials", retry=False
+                f"rank {hello.rank} must not dial rank {self._node.seat}; the higher rank of a pair dials", retry=False
             )
         if peer.link is not None or peer.is_ready:
             return messages.Refusal(f"rank {hello.rank} is already here (process {peer.pid})", retry=True)
-        return messages.Welcome(self._node.rank, self._node.card)
+        return messages.Welcome(self._node.seat, self._node.card)
 
     def hello(self) -> messages.Hello:
         """Return what this rank says first on a link that it dials."""
@@ -274,7 +275,7 @@ class LauncherMesh:
             nonce=secrets.token_bytes(32),
             purpose="rank",
             run=self._node.run,
-            rank=self._node.rank,
+            rank=self._node.seat,
             size=self._node.size,
             lanes=self._node.config.lanes,
             card=self._node.card,
@@ -291,7 +292,7 @@ class LauncherMesh:
         key = messages.key_of(hello.card)
         if any((peer.id, peer.life) == key and not peer.is_gone for peer in self._node.peers.values()):
             return messages.Refusal("you are a member", retry=True)
-        return messages.Welcome(self._node.rank, self._node.card)
+        return messages.Welcome(self._node.seat, self._node.card)
 
 
 class Latecomer:

@@ -19,6 +19,7 @@ from covey.runtime.members.peers import PeerEvent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from covey.base.numbers import Seat
     from covey.runtime.links.link import Link
     from covey.runtime.members.node import Node
     from covey.runtime.members.peers import Peer
@@ -35,9 +36,9 @@ class Losses:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._monitor: HealthMonitor | None = None
-        self.on_silent: Callable[[int], None] | None = None
+        self.on_silent: Callable[[Seat], None] | None = None
         """Ends all links with a seat that is given up; None if the peer's own link is the only one."""
-        self.on_unheard: Callable[[int], None] | None = None
+        self.on_unheard: Callable[[Seat], None] | None = None
         """Dials a process that is not heard on its link by other ways; None if the launcher's mesh does so."""
 
     # Health
@@ -51,19 +52,19 @@ class Losses:
         assert self._monitor is not None
         self._node.spawn(self._monitor.keep())
 
-    def watch(self, seats: Iterable[int]) -> None:
+    def watch(self, seats: Iterable[Seat]) -> None:
         """Judge the members of a new generation."""
         if self._monitor is not None:
             for seat in seats:
-                if seat != self._node.rank:
+                if seat != self._node.seat:
                     self._monitor.watch(self._node.peers[seat])
 
-    def noticed(self, seat: int) -> None:
+    def noticed(self, seat: Seat) -> None:
         """Note that a peer sent something."""
         if self._monitor is not None:
             self._monitor.heard(seat)
 
-    def answered(self, seat: int, number: int) -> None:
+    def answered(self, seat: Seat, number: int) -> None:
         """Note that a peer answered a ping."""
         if self._monitor is not None:
             self._monitor.answered(seat, number)
@@ -76,13 +77,13 @@ class Losses:
             if life in own and self._monitor is not None:
                 self._monitor.vouched(own[life], value)
                 if value == Vouch.BUSY:
-                    self._node.generation_table.vouched(own[life].rank)
+                    self._node.generation_table.vouched(own[life].seat)
 
-    def is_unheard(self, seat: int) -> bool:
+    def is_unheard(self, seat: Seat) -> bool:
         """Tell whether a peer is not heard on its link."""
         return self._monitor is not None and self._monitor.is_unheard(seat)
 
-    def _unheard(self, seat: int) -> None:
+    def _unheard(self, seat: Seat) -> None:
         """Link with a peer anew that is not heard on its link: perhaps only the path of that link is dead."""
         peer, mesh = self._node.peers[seat], self._node.launcher_mesh
         if self.on_unheard is not None:
@@ -90,11 +91,11 @@ class Losses:
         elif mesh is not None and peer.link is not None and peer.is_dialled:
             self._node.spawn(mesh.dial_anew(peer, peer.link))
 
-    def _trusted(self, seat: int) -> None:
+    def _trusted(self, seat: Seat) -> None:
         self._node.peers[seat].reason = ""
         self._node.generation_table.judged(seat, is_dead=False)
 
-    def silent(self, seat: int, reason: str, cause: Cause) -> None:
+    def silent(self, seat: Seat, reason: str, cause: Cause) -> None:
         """Act on the opinion of health that a peer should be given up."""
         node, peer = self._node, self._node.peers[seat]
         peer.reason = reason
@@ -103,7 +104,7 @@ class Losses:
             peer.link.catch_up()
         node.generation_table.judged(seat, is_dead=True)
         if node.config.on_loss == "raise" and not peer.has_left:
-            logger.warning("rank %d is given up: %s", seat, reason)
+            logger.warning("%s is given up: %s", node.generation_table.name_of(seat), reason)
         if cause is Cause.EXITED and peer.link is not None:
             # The kernel ends the link of a process that has exited; its last messages may still be on the way.
             asyncio.get_running_loop().call_later(LAST_MESSAGES_SECONDS, self._end_link, peer, peer.link)
@@ -119,11 +120,11 @@ class Losses:
         if peer.link is not link or self._node.is_closing:
             return
         if self.on_silent is not None:
-            self.on_silent(peer.rank)
+            self.on_silent(peer.seat)
         else:
             link.abort()
 
-    def deny(self, seat: int, reason: str) -> None:
+    def deny(self, seat: Seat, reason: str) -> None:
         """Give up a process whose node may not be in the cluster any more, whatever its keeper says of it."""
         peer = self._node.peers[seat]
         if not peer.is_denied:
@@ -140,7 +141,7 @@ class Losses:
         if self._monitor is not None:
             self._monitor.link_up(peer)
 
-    def link_ended(self, seat: int) -> None:
+    def link_ended(self, seat: Seat) -> None:
         """Act on the end of a peer's link: dial it again, and under `on_loss="raise"` take it for lost."""
         node, peer = self._node, self._node.peers[seat]
         peer.link = None
@@ -163,7 +164,7 @@ class Losses:
 
     # Views
 
-    def exclude(self, seat: int) -> None:
+    def exclude(self, seat: Seat) -> None:
         """Go on without a peer, as a view says. The process may live; what it says about operations is ignored."""
         peer = self._node.peers[seat]
         is_news = not peer.is_gone
@@ -189,6 +190,7 @@ class Losses:
             reason = f"its program failed with {peer.failure}" if peer.failure else peer.reason
             kind = "left" if peer.has_left else "lost"
             node.audit.note(kind, peer.card(), reason=reason, generation=number, once=True)
-        node.lanes.abandon(lambda key: key.peer == peer.rank, ConnectError(f"rank {peer.rank} is gone"))
-        node.stores.peer_gone(peer.rank)
+        gone = ConnectError(f"{node.generation_table.name_of(peer.seat)} is gone")
+        node.lanes.abandon(lambda key: key.peer == peer.seat, gone)
+        node.stores.peer_gone(peer.seat)
         node.groups.peer_gone(peer)

@@ -19,6 +19,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import CoveyError
+from covey.base.numbers import Seat
 from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.events import Events
@@ -69,14 +70,14 @@ class Node:
     def __init__(
         self,
         *,
-        rank: int,
+        seat: Seat,
         size: int,
         run: str,
         credentials: LinkCredentials,
         card: messages.Card,
         config: GroupConfig,
         acceptor: Acceptor,
-        contacts: Mapping[int, messages.Contact],
+        contacts: Mapping[Seat, messages.Contact],
         objection: Callable[[messages.Card], str] = lambda _card: "",
         keeper: str = "",
         floor: int = 1,
@@ -84,12 +85,13 @@ class Node:
         closes: Sequence[Closeable] = (),
         audit: Auditor = SILENT,
         on_close: Callable[[], None] = lambda: None,
-        seats: Sequence[int] | None = None,
+        seats: Sequence[Seat] | None = None,
         links_come: bool = False,
     ) -> None:
         """Make the node; `form` or `enter` puts it into the run.
 
         Args:
+            seat: the one of this process, which is its rank in the first generation.
             contacts: where to dial the other ranks; missing ones come from rank 0's roster.
             objection: returns why a node may not be in the cluster, or "".
             keeper: the path at which the keeper of all ranks listens.
@@ -99,7 +101,7 @@ class Node:
             seats: those of the generation that this node enters, if it is not the first.
             links_come: the mesh of a cluster finds the other nodes, and hands the links over.
         """
-        self.rank, self.size, self.run, self.config = rank, size, run, config
+        self.seat, self.size, self.run, self.config = seat, size, run, config
         self.credentials, self.card = credentials, card
         self.objection = objection
         self.host = card.contact.host
@@ -107,9 +109,9 @@ class Node:
         self._closes = (acceptor, *closes)
         self._on_close = on_close
         self.peers = {
-            peer: Peer(peer, contacts.get(peer), is_dialled=peer < rank)
-            for peer in (range(size) if seats is None else seats)
-            if peer != rank
+            other: Peer(other, contacts.get(other), is_dialled=other < seat)
+            for other in (map(Seat, range(size)) if seats is None else seats)
+            if other != seat
         }
         self.groups = GroupRegistry(self)
         self.lanes = Lanes(self)
@@ -163,18 +165,19 @@ class Node:
 
     def _link_ended(self, peer: Peer, link: Link) -> None:
         if isinstance(link.error, CoveyError):
-            logger.warning("rank %d sent nonsense and is cut off: %s", peer.rank, printable(str(link.error)))
+            name = self.generation_table.name_of(peer.seat)
+            logger.warning("%s sent nonsense and is cut off: %s", name, printable(str(link.error)))
         if peer.link is link:
-            self.losses.link_ended(peer.rank)
+            self.losses.link_ended(peer.seat)
 
     def relinked(self, peer: Peer) -> None:
         """Go on with a process that has a new link after its last one ended."""
         self.losses.link_up(peer)
-        self.lanes.link_up(peer.rank)
-        self.stores.link_up(peer.rank)
-        self.generation_table.link_up(peer.rank, peer.life)
+        self.lanes.link_up(peer.seat)
+        self.stores.link_up(peer.seat)
+        self.generation_table.link_up(peer.seat, peer.life)
 
-    def exchanged(self, seat: int) -> None:
+    def exchanged(self, seat: Seat) -> None:
         """Go on with a process whose link was replaced: what was said on the last one may be lost."""
         self.lanes.dialler.link_lost(seat)
         self.stores.link_down(seat)
@@ -186,21 +189,21 @@ class Node:
 
     # Messages
 
-    def tell(self, seats: Iterable[int], message: messages.Control) -> None:
+    def tell(self, seats: Iterable[Seat], message: messages.Control) -> None:
         """Send a control message to some seats, skipping those without a link. Returns at once; on any thread."""
         control.soon(self._send_each, tuple(seats), message)
 
-    def _send_each(self, seats: tuple[int, ...], message: messages.Control) -> None:
+    def _send_each(self, seats: tuple[Seat, ...], message: messages.Control) -> None:
         for seat in seats:
             self.send(seat, message)
 
-    def send(self, seat: int, message: messages.Control) -> None:
+    def send(self, seat: Seat, message: messages.Control) -> None:
         """Send a control message to a seat; do nothing if it has no link. On the control loop."""
         link = self.peers[seat].link
         if link is not None:
             link.send(messages.encode(message))
 
-    def send_vote(self, seat: int, message: messages.Control) -> None:
+    def send_vote(self, seat: Seat, message: messages.Control) -> None:
         """Send a message about views; a later life of the peer's node may get it instead. On the control loop."""
         peer = self.peers[seat]
         if peer.link is not None:
@@ -214,12 +217,12 @@ class Node:
 
     def heard_frame(self, peer: Peer, body: bytes) -> None:
         """Take a frame that came over the link with a process."""
-        self.losses.noticed(peer.rank)
-        self.heard(peer.rank, messages.decode_control(body))
+        self.losses.noticed(peer.seat)
+        self.heard(peer.seat, messages.decode_control(body))
 
-    def heard(self, rank: int, message: messages.Control) -> None:
+    def heard(self, seat: Seat, message: messages.Control) -> None:
         """Take a message from a seat of the run; from one that a view has excluded, only what concerns views."""
-        peer = self.peers[rank]
+        peer = self.peers[seat]
         if peer.is_excluded and not isinstance(message, FROM_EXCLUDED):
             return
         match message:
@@ -229,29 +232,29 @@ class Node:
                     self.launcher_mesh.settle()
             case messages.Roster(contacts):
                 if self.launcher_mesh is not None:
-                    self.launcher_mesh.told_roster(rank, contacts)
+                    self.launcher_mesh.told_roster(seat, contacts)
             case messages.Goodbye():
                 peer.note(PeerEvent.SAID_GOODBYE)
             case messages.Failing(reason):
                 peer.failure = reason
             case messages.Agreeing():
-                self.generation_table.agreeing(rank, message)
+                self.generation_table.agreeing(seat, message)
             case messages.Ping(number):
-                self.send(rank, messages.Pong(number, time.time()))
+                self.send(seat, messages.Pong(number, time.time()))
             case messages.Pong(number, _):
-                self.losses.answered(rank, number)
+                self.losses.answered(seat, number)
             case messages.Dial():
-                self.lanes.dialler.asked(rank, message)
+                self.lanes.dialler.asked(seat, message)
             case messages.Offer():
-                self.lanes.acceptor.offered(rank, message)
+                self.lanes.acceptor.offered(seat, message)
             case messages.Expect(lane):
-                self.lanes.dialler.accepted(rank, lane)
+                self.lanes.dialler.accepted(seat, lane)
             case messages.NoLane(group, purpose, reason, attempt):
-                self.lanes.dialler.refused(lane_key(group, rank, purpose, attempt), reason)
+                self.lanes.dialler.refused(lane_key(group, seat, purpose, attempt), reason)
             case messages.Posting():
-                self.stores.heard(rank, message)
+                self.stores.heard(seat, message)
             case messages.Announce() | messages.Position() | messages.Revoke() | messages.Calls():
-                self.groups.heard(rank, message)
+                self.groups.heard(seat, message)
 
     # Generations, on the control loop
 
@@ -261,9 +264,9 @@ class Node:
         return self.generation_table.current
 
     @property
-    def next_seat(self) -> int:
+    def next_seat(self) -> Seat:
         """The first seat that no process has had, as far as this node knows."""
-        return 1 + max((self.rank, *self.peers))
+        return Seat(1 + max((self.seat, *self.peers)))
 
     def begin(self, lineage: bytes = b"", tie_breaker: int = 0) -> None:
         """Judge the other ranks and found the first generation, now that the run is formed."""

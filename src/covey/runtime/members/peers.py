@@ -15,6 +15,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from covey.base.numbers import Seat
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
 
@@ -104,8 +105,8 @@ _EXCLUDED: Final = frozenset({PeerState.EXCLUDED, PeerState.RELEASED})
 class Peer:
     """Another process of the run. Changed on the control loop, read on any thread."""
 
-    def __init__(self, rank: int, contact: messages.Contact | None, *, is_dialled: bool) -> None:
-        self.rank = rank
+    def __init__(self, seat: Seat, contact: messages.Contact | None, *, is_dialled: bool) -> None:
+        self.seat = seat
         self.contact = contact
         self.is_dialled = is_dialled
         """Whether this end of the pair dials."""

@@ -17,6 +17,7 @@ from covey.base.errors import (
     PeerLostError,
     RemoteProtocolError,
 )
+from covey.base.numbers import Seat
 from covey.proto.store import KeyValueStore, Reply
 from covey.runtime import loop as control
 from covey.wire import messages
@@ -37,7 +38,7 @@ Outcome: TypeAlias = "Future[wire.Done]"
 class _Request:
     """A question that waits for its answer."""
 
-    owner: int
+    owner: Seat
     store_id: int
     question: wire.Question
     outcome: Outcome = field(default_factory=Future)
@@ -54,7 +55,7 @@ class Stores:
     def __init__(self, node: Node | None) -> None:
         """Begin without stores; `node` is None for a process that is alone."""
         self._node = node
-        self._me = node.rank if node is not None else 0
+        self._me = node.seat if node is not None else Seat(0)
         self._stores: dict[int, KeyValueStore] = {}
         self._requests: dict[int, _Request] = {}
         self._is_closed = False
@@ -92,7 +93,7 @@ class Stores:
         elif request.store_id in self._stores:
             self._stores[request.store_id].withdraw(self._me, number)
 
-    def heard(self, seat: int, posting: messages.Posting) -> None:
+    def heard(self, seat: Seat, posting: messages.Posting) -> None:
         """Take a question or an answer from another process."""
         body = wire.decode_body(posting.body)
         if self._node is not None and self._node.peers[seat].is_excluded:
@@ -107,20 +108,20 @@ class Stores:
         else:
             self._answer(seat, posting.store, posting.number, body)
 
-    def link_up(self, seat: int) -> None:
+    def link_up(self, seat: Seat) -> None:
         """Repeat, on the new link with a process, the questions that may be lost with the last one."""
         self._broken(seat)
         for number, request in list(self._requests.items()):
             if request.owner == seat:
                 self.ask(number, request)
 
-    def link_down(self, seat: int) -> None:
+    def link_down(self, seat: Seat) -> None:
         """Forget the questions of a process whose link ended; it may link again and repeat them."""
         self._broken(seat)
         for store in self._stores.values():
             store.forget(seat)
 
-    def peer_gone(self, seat: int) -> None:
+    def peer_gone(self, seat: Seat) -> None:
         """Fail the questions to a process that is gone."""
         for number in [number for number, request in self._requests.items() if request.owner == seat]:
             self._fail(number, self._lost(seat))
@@ -133,7 +134,7 @@ class Stores:
 
     # Helpers
 
-    def _answer(self, seat: int, store_id: int, number: int, question: wire.Question) -> None:
+    def _answer(self, seat: Seat, store_id: int, number: int, question: wire.Question) -> None:
         if store_id in self._stores:
             replies = self._stores[store_id].ask(seat, number, question)
         else:
@@ -142,7 +143,7 @@ class Stores:
             if reply.asker == self._me:
                 self._answered(reply.number, reply.answer)
             else:
-                self._send(reply.asker, store_id, reply.number, reply.answer)
+                self._send(Seat(reply.asker), store_id, reply.number, reply.answer)
 
     def _answered(self, number: int, answer: wire.Answer) -> None:
         request = self._requests.pop(number, None)
@@ -153,7 +154,7 @@ class Stores:
         else:
             request.fail(ConfigError(answer.reason))
 
-    def _broken(self, seat: int) -> None:
+    def _broken(self, seat: Seat) -> None:
         """Fail the questions to `seat` that may have arrived before the link ended, and must not be repeated."""
         for number, request in list(self._requests.items()):
             if request.owner == seat and request.is_sent and not isinstance(request.question, wire.REPEATABLE):
@@ -163,14 +164,14 @@ class Stores:
     def _fail(self, number: int, error: CoveyError) -> None:
         self._requests.pop(number).fail(error)
 
-    def _lost(self, seat: int) -> PeerLostError:
+    def _lost(self, seat: Seat) -> PeerLostError:
         assert self._node is not None
         peer = self._node.peers[seat]
         name = f"rank 0 ({peer.name or 'unnamed'}, on {peer.host_name or 'this host'})"
         text = f"{name}, which owns the store, {peer.how_it_went()}"
         return PeerLostError(text, rank=0, host=peer.host_name, operation="store")
 
-    def _send(self, seat: int, store_id: int, number: int, body: wire.Body) -> None:
+    def _send(self, seat: Seat, store_id: int, number: int, body: wire.Body) -> None:
         if self._node is not None:
             self._node.send(seat, messages.Posting(store_id, number, wire.encode_body(body)))
 
@@ -180,7 +181,7 @@ class StoreClient:
 
     _numbers = itertools.count()
 
-    def __init__(self, stores: Stores, store_id: int, owner: int) -> None:
+    def __init__(self, stores: Stores, store_id: int, owner: Seat) -> None:
         self._stores, self._owner = stores, owner
         self.store_id = store_id
         """The number of the store, the same on all ranks and unique to it."""

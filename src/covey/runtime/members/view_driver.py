@@ -53,10 +53,10 @@ def rank_id(rank: int) -> bytes:
     return rank.to_bytes(32, "big")
 
 
-def seats_of(founded: messages.Founded) -> list[wire.Seat]:
+def member_keys(founded: messages.Founded) -> list[wire.MemberKey]:
     """Return the members of a generation by rank, as records name them."""
     cards = (member.card for member in founded.members)
-    return [wire.Seat(card.id or rank_id(rank), card.life) for rank, card in enumerate(cards)]
+    return [wire.MemberKey(card.id or rank_id(rank), card.life) for rank, card in enumerate(cards)]
 
 
 class ViewDriver:

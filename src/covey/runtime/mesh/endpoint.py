@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from covey.base.config import GroupConfig
+    from covey.base.numbers import Seat
     from covey.net.discovery.host_registry import HostRegistry
     from covey.net.keys.clusters import Cluster
     from covey.net.keys.identity import NodeIdentity
@@ -45,7 +46,7 @@ class Endpoint:
     credentials: LinkCredentials
     card: Card
     acceptor: Acceptor
-    contacts: Mapping[int, Contact]
+    contacts: Mapping[Seat, Contact]
     """By rank: how to reach the ranks that are known from the start."""
     on_close: Callable[[], None]
     host_registry: HostRegistry | None = None
@@ -67,7 +68,7 @@ def cluster_endpoint(
     *,
     run: str,
     ports: range | tuple[int, ...] = PORTS,
-    contacts: Mapping[int, Contact] | None = None,
+    contacts: Mapping[Seat, Contact] | None = None,
     identity: NodeIdentity | None = None,
     has_lanes: bool = True,
     tie_breaker: str = "",

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError, RemoteProtocolError
+from covey.base.numbers import NO_RANK
 from covey.base.text import printable
 from covey.proto.joining import Agree, Bind, Joining, Remember, Say
 from covey.runtime.driver import CoreDriver
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from covey.base.config import GroupConfig
+    from covey.base.numbers import Seat
     from covey.net.keys.clusters import Cluster
     from covey.proto.formation import Formed
     from covey.runtime.members.node import Node
@@ -168,16 +170,16 @@ class Joiner(MeshListener):
 
     # The node takes its seat
 
-    def seated(self, seats: Mapping[tuple[bytes, bytes], int]) -> dict[int, RemoteNode]:
+    def seated(self, seats: Mapping[tuple[bytes, bytes], Seat]) -> dict[Seat, RemoteNode]:
         """Note the seats of linked nodes, given by id and life; return these nodes by seat."""
         by_seat = {}
         for remote in self.mesh.met.values():
             if (key := messages.key_of(remote.card)) in seats:
-                remote.rank = seats[key]
-                by_seat[remote.rank] = remote
+                remote.seat = seats[key]
+                by_seat[remote.seat] = remote
         return by_seat
 
-    def carry_on(self, node: Node, by_seat: dict[int, RemoteNode], formed: messages.Founded | Formed) -> None:
+    def carry_on(self, node: Node, by_seat: dict[Seat, RemoteNode], formed: messages.Founded | Formed) -> None:
         """Hand the links of the run to its node, which from now on receives the messages about the run.
 
         `formed` is the first view, or the generation that the node enters.
@@ -259,27 +261,27 @@ class Joiner(MeshListener):
         self._driver.settle()
 
     def may_change_link(self, remote: RemoteNode) -> bool:
-        return remote.rank < 0 and not self._formation.is_deciding
+        return remote.seat < 0 and not self._formation.is_deciding
 
     def link_changed(self, remote: RemoteNode) -> None:
         if self.member is not None:
             self.member.link_changed(remote)
 
     def link_replaced(self, remote: RemoteNode) -> None:
-        if self.member is not None and remote.rank >= 0:
-            self.member.node.exchanged(remote.rank)
+        if self.member is not None and remote.seat >= 0:
+            self.member.node.exchanged(remote.seat)
 
     def arrived(self, remote: RemoteNode) -> None:
-        if self.member is not None and remote.rank >= 0:
-            self.member.node.losses.noticed(remote.rank)
+        if self.member is not None and remote.seat >= 0:
+            self.member.node.losses.noticed(remote.seat)
 
     def keeper_linked(self, remote: RemoteNode) -> None:
         if self.member is not None:
             self.member.tell_keeper(remote)
 
     def expelled(self, remote: RemoteNode, reason: str) -> None:
-        if self.member is not None and remote.rank >= 0:
-            self.member.node.losses.deny(remote.rank, reason)
+        if self.member is not None and remote.seat >= 0:
+            self.member.node.losses.deny(remote.seat, reason)
 
     def identity_refused(self, error: AuthError) -> None:
         self._fail(error)
@@ -306,8 +308,8 @@ class Joiner(MeshListener):
             case messages.Vouch():
                 if self.member is not None and remote.purpose == "keeper":
                     self.member.node.losses.vouched(remote.card.id, message.processes)
-            case _ if self.member is not None and remote.rank >= 0:
-                self.member.node.heard(remote.rank, message)
+            case _ if self.member is not None and remote.seat >= 0:
+                self.member.node.heard(remote.seat, message)
             case messages.Agreeing() if self.member is not None:
                 self.member.heard_vote(remote, message)
             case messages.Agreeing():
@@ -327,7 +329,7 @@ class Joiner(MeshListener):
         own, theirs = messages.key_of(self.card), messages.key_of(remote.card)
         keys = [messages.key_of(member.card) for member in founded.members]
         if self.member is not None:
-            if own not in keys and theirs in keys and remote.rank >= 0:
+            if own not in keys and theirs in keys and remote.seat >= 0:
                 self.member.node.generation_table.left_behind(founded.origin, founded.generation)
             return
         if self._is_decided or own not in keys:
@@ -345,15 +347,20 @@ class Joiner(MeshListener):
     def describe(self) -> messages.Tell:
         member = self.member
         leader, tie_breaker = member.leaders() if member is not None else (b"", b"")
-        lane_kind = member.lane_kind if member is not None else lambda _remote: ""
+        met = self.mesh.met.values()
+        if member is not None:
+            ranks = member.node.generation_table
+            peers = [self.mesh.peer_report(each, member.lane_kind(each), ranks.rank_of(each.seat)) for each in met]
+        else:
+            peers = [self.mesh.peer_report(each) for each in met]
         return messages.Tell(
             run=self.run,
             state="running" if member is not None else "joining",
             leader=leader,
             tie_breaker=tie_breaker,
             since=time.monotonic() - self._since,
-            peers=tuple(self.mesh.peer_report(remote, lane_kind(remote)) for remote in self.mesh.met.values()),
-            rank=member.node.rank if member is not None else -1,
+            peers=tuple(peers),
+            rank=member.node.generation_table.rank_of(member.node.seat) if member is not None else NO_RANK,
             wait=self._wait(),
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
+from covey.base.numbers import Seat
 from covey.net.descriptors import explain
 from covey.net.discovery.host_rendezvous import (
     HostRendezvous,
@@ -52,12 +53,12 @@ def in_folder(launched: LaunchedRank, config: GroupConfig) -> Endpoint:
     except BaseException:
         rendezvous.leave()
         raise
-    others = (rank for rank in range(launched.size) if rank != launched.rank)
+    others = (seat for seat in map(Seat, range(launched.size)) if seat != launched.rank)
     return Endpoint(
         credentials=credentials,
         card=_anonymous_card(Contact(host, addresses, str(rendezvous.path))),
         acceptor=Acceptor(listeners, credentials.door_key, launched.name),
-        contacts={rank: Contact(host, (), str(socket_path(folder, rank))) for rank in others},
+        contacts={seat: Contact(host, (), str(socket_path(folder, seat))) for seat in others},
         on_close=rendezvous.leave,
     )
 
@@ -92,13 +93,13 @@ def in_cluster(launched: LaunchedRank, config: GroupConfig, cluster: Cluster) ->
     return cluster_endpoint(cluster, config, run=launched.name, ports=(port,), contacts=_rank_zero(launched))
 
 
-def _rank_zero(launched: LaunchedRank) -> dict[int, Contact]:
+def _rank_zero(launched: LaunchedRank) -> dict[Seat, Contact]:
     """Return how to reach rank 0, by rank; nothing for rank 0 itself."""
     if launched.rank == 0:
         return {}
     assert launched.master is not None
     host, port = launched.master
-    return {0: Contact("", numeric(host, port + PORT_OFFSET), "")}
+    return {Seat(0): Contact("", numeric(host, port + PORT_OFFSET), "")}
 
 
 def _anonymous_card(contact: Contact) -> Card:

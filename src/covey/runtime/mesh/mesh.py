@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base import pace
 from covey.base.errors import AuthError, ConfigError, CoveyError
+from covey.base.numbers import NO_RANK
 from covey.base.text import printable
 from covey.net.discovery.interfaces import advertised, describe, usable_interfaces
 from covey.net.keys import clusters
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     import socket
 
     from covey.base.config import GroupConfig
+    from covey.base.numbers import Rank
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
@@ -331,14 +333,14 @@ class Mesh:
         serial = self.rules.charter.serial if self.rules.charter is not None else 0
         return messages.counted(tell, acceptor.turned_away, acceptor.arrivals.refused, serial, self.rules.waiting())
 
-    def peer_report(self, remote: RemoteNode, lane: str = "") -> messages.PeerReport:
-        """Return how a node is reached; `lane` is the kind of lane to it."""
+    def peer_report(self, remote: RemoteNode, lane: str = "", rank: Rank = NO_RANK) -> messages.PeerReport:
+        """Return how a node is reached; `lane` is the kind of lane to it, and `rank` its rank in this node's run."""
         link = remote.link
         assert link is not None
         there = spell(remote.way) if remote.way is not None else link.address
         return messages.PeerReport(
             card=remote.card,
-            rank=remote.rank,
+            rank=rank,
             lane=lane,
             local=link.local_ip,
             remote=there,

@@ -8,6 +8,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
+from covey.base.numbers import NO_SEAT
 from covey.runtime.early_messages import EarlyMessages
 from covey.wire import messages
 
@@ -50,9 +51,9 @@ class RemoteNode:
         """Whether this node is trying the addresses of the other one, which asked for it; one request at a time."""
         self.is_changing_secret = False
         """Whether a new secret that it sent is being checked and written to disk."""
-        self.rank = -1
+        self.seat = NO_SEAT
         """Its seat in this node's run."""
-        self.votes_for = -1
+        self.votes_for = NO_SEAT
         """The seat of an earlier life of the same node in this node's run."""
         self.answers: asyncio.Queue[messages.Answer] = asyncio.Queue(ANSWERS_LIMIT)
         """Answers to this node's questions."""
@@ -108,7 +109,7 @@ class RemoteNode:
 
     def keep_early(self, message: messages.Control) -> None:
         """Keep a message for later if the node has no seat here: it may have heard of its seat before this node did."""
-        if self.rank < 0:
+        if self.seat < 0:
             self.early.keep(message, len(messages.encode(message)))
 
     async def ask(self, question: messages.Question, within: float) -> messages.Answer:

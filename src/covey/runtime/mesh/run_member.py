@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
+from covey.base.numbers import NO_SEAT
 from covey.base.text import printable
 from covey.runtime.members.peers import PeerEvent
 from covey.runtime.mesh.redial import redial
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.base.errors import AuthError
+    from covey.base.numbers import Seat
     from covey.proto.formation import Formed
     from covey.proto.joining import Joining
     from covey.runtime.members.node import Node
@@ -56,7 +58,7 @@ class RunMember:
 
     # Links
 
-    def take_links(self, by_seat: dict[int, RemoteNode], formed: messages.Founded | Formed) -> None:
+    def take_links(self, by_seat: dict[Seat, RemoteNode], formed: messages.Founded | Formed) -> None:
         """Hand the links of the members to the node's peers."""
         founded = formed if isinstance(formed, messages.Founded) else None
         cards = {} if founded is None else {member.seat: member.card for member in founded.members}
@@ -69,7 +71,7 @@ class RunMember:
             elif seat in cards:
                 peer.introduce(cards[seat])
 
-    def deliver_early(self, by_seat: dict[int, RemoteNode]) -> None:
+    def deliver_early(self, by_seat: dict[Seat, RemoteNode]) -> None:
         """Give the node what members said before it had its seat; redial members without a link."""
         for seat in list(self.node.peers):
             remote = by_seat.get(seat)
@@ -89,21 +91,21 @@ class RunMember:
             if peer.id != remote.card.id:
                 continue
             if peer.life == remote.card.life and not peer.is_excluded:
-                remote.rank = seat
+                remote.seat = seat
                 self.link_changed(remote)
                 self.node.relinked(peer)
             else:
                 self._let_vote(remote, seat)
 
-    def _let_vote(self, remote: RemoteNode, seat: int) -> None:
+    def _let_vote(self, remote: RemoteNode, seat: Seat) -> None:
         """Let a node vote for the seat that it, or an earlier life of it, had."""
         remote.votes_for = seat
         self.node.generation_table.voter_up(seat, remote.card.life, remote.send)
 
     def link_changed(self, remote: RemoteNode) -> None:
         """Note the link in use with a member."""
-        if remote.rank >= 0:
-            _hand_over(self.node.peers[remote.rank], remote)
+        if remote.seat >= 0:
+            _hand_over(self.node.peers[remote.seat], remote)
             generation = self.node.generation
             if generation is not None and generation.number:  # the old link may have ended with this message on it
                 remote.send(generation.founded)
@@ -112,9 +114,9 @@ class RunMember:
         """Note that the last link with a node has ended, and redial a member."""
         if remote.votes_for >= 0:
             self.node.generation_table.voter_down(remote.votes_for)
-        if remote.rank >= 0:
-            self.node.losses.link_ended(remote.rank)
-            self._mesh.spawn(self._redial(self.node.peers[remote.rank], remote.card.contact))
+        if remote.seat >= 0:
+            self.node.losses.link_ended(remote.seat)
+            self._mesh.spawn(self._redial(self.node.peers[remote.seat], remote.card.contact))
 
     def _redial_lost(self, peer: Peer) -> None:
         if peer.contact is not None:
@@ -130,9 +132,9 @@ class RunMember:
 
         await redial(self._mesh, contact, is_wanted)
 
-    def _redial_silent(self, seat: int) -> None:
+    def _redial_silent(self, seat: Seat) -> None:
         """Dial a member whose link is silent by all its addresses: it may be busy, or the path may be dead."""
-        remote = next((each for each in self._mesh.met.values() if each.rank == seat), None)
+        remote = next((each for each in self._mesh.met.values() if each.seat == seat), None)
         if remote is not None and remote not in self._redialled:
             self._redialled.add(remote)
             self._mesh.spawn(self._redial_until_heard(remote))
@@ -146,9 +148,9 @@ class RunMember:
         finally:
             self._redialled.discard(remote)
 
-    def _part_with(self, seat: int) -> None:
+    def _part_with(self, seat: Seat) -> None:
         for remote in list(self._mesh.met.values()):
-            if remote.rank == seat:
+            if remote.seat == seat:
                 self._mesh.part(remote)
 
     # Nodes that are not members
@@ -185,11 +187,11 @@ class RunMember:
         node, waiting = self.node, {}
         for id in self._formation.newcomers():
             remote = self._mesh.met.get(id)
-            if remote is not None and remote.rank >= 0 and node.peers[remote.rank].is_excluded:
+            if remote is not None and remote.seat >= 0 and node.peers[remote.seat].is_excluded:
                 # It got a seat in a generation and was excluded by a view before it heard of either.
-                self._let_vote(remote, remote.rank)
-                remote.rank = -1
-            if remote is not None and remote.rank < 0:
+                self._let_vote(remote, remote.seat)
+                remote.seat = NO_SEAT
+            if remote is not None and remote.seat < 0:
                 waiting[messages.key_of(remote.card)] = remote
         for newcomer in node.newcomers:
             if messages.key_of(newcomer.card) not in waiting:
@@ -203,7 +205,7 @@ class RunMember:
         unaware, generation = self._formation.unaware, self.node.generation
         for id in sorted(unaware):
             remote = self._mesh.met.get(id)
-            rank = generation.rank_of(remote.rank) if generation is not None and remote is not None else None
+            rank = generation.rank_of(remote.seat) if generation is not None and remote is not None else None
             if generation is not None and remote is not None and rank in generation.view.ranks:
                 remote.send(generation.founded)
         unaware.clear()
@@ -276,8 +278,8 @@ class RunMember:
     def lane_kind(self, remote: RemoteNode) -> str:
         """Return the kind of lane to a member, or ""."""
         with contextlib.suppress(ConfigError):
-            if remote.rank >= 0:
-                return self.node.lanes.kind(remote.rank)
+            if remote.seat >= 0:
+                return self.node.lanes.kind(remote.seat)
         return ""
 
 
@@ -295,7 +297,7 @@ class _LinkedNewcomer:
         self._remote.send(message)
 
     def take_seat(self, peer: Peer) -> None:
-        self._remote.rank = peer.rank
+        self._remote.seat = peer.seat
         _hand_over(peer, self._remote)
 
     def turn_away(self) -> None:
@@ -303,7 +305,7 @@ class _LinkedNewcomer:
 
     def deliver_early(self, peer: Peer) -> None:
         for message in self._remote.early.take():
-            self._node.heard(peer.rank, message)
+            self._node.heard(peer.seat, message)
 
 
 def _hand_over(peer: Peer, remote: RemoteNode) -> None:

@@ -9,6 +9,7 @@ from covey.wire.messages import MAX_MEMBERS, TROUBLES_LIMIT, Trouble, Wait
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from covey.base.numbers import Seat
     from covey.proto.formation import Formation
     from covey.runtime.members.node import Node
     from covey.wire.formation import Terms
@@ -48,12 +49,8 @@ def of_member(node: Node) -> Wait | None:
     if generation is None or generation.is_over or node.is_closing:
         return None
     names = {member.seat: member.card.name for member in generation.founded.members}
-    ranks = {generation.rank_of(seat): seat for seat in names}
-    unheard = [
-        (rank, ranks[rank])
-        for rank in generation.view.ranks
-        if ranks.get(rank) in node.peers and _is_unheard(node, ranks[rank])
-    ]
+    in_view = [(rank, generation.seats[rank]) for rank in generation.view.ranks]
+    unheard = [(rank, seat) for rank, seat in in_view if seat in node.peers and _is_unheard(node, seat)]
     if not unheard:
         return None
     said = ", ".join(f"rank {rank} ({names[seat]})" for rank, seat in unheard)
@@ -66,7 +63,7 @@ def of_member(node: Node) -> Wait | None:
     )
 
 
-def _is_unheard(node: Node, seat: int) -> bool:
+def _is_unheard(node: Node, seat: Seat) -> bool:
     peer = node.peers[seat]
     return not (peer.has_left or peer.is_excluded) and (peer.link is None or peer.is_suspected)
 

@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import ClosedError, ConnectError, DeadlineError
+from covey.base.numbers import Rank
 from covey.runtime import loop as control
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
+    from covey.base.numbers import Seat
     from covey.runtime.bell import Bell
     from covey.runtime.members.node import Node
     from covey.runtime.messages.messenger import Messenger
@@ -38,7 +40,7 @@ class MessageFailure(Protocol):
 
     def message_error(self) -> CoveyError | None: ...
 
-    def lost_error(self, rank: int) -> CoveyError: ...
+    def lost_error(self, rank: Rank) -> CoveyError: ...
 
     def note_raised(self, error: BaseException) -> None: ...
 
@@ -46,9 +48,9 @@ class MessageFailure(Protocol):
 class MessageRoster(Protocol):
     """What messages need of the ranks of a group (`collectives.roster`)."""
 
-    rank_of: dict[int, int]
+    rank_of: dict[Seat, Rank]
 
-    def describe(self, ranks: tuple[int, ...]) -> str: ...
+    def describe(self, ranks: tuple[Rank, ...]) -> str: ...
 
 
 class MessageOwner(Protocol):
@@ -56,10 +58,10 @@ class MessageOwner(Protocol):
 
     id: int
     name: str
-    rank: int
+    rank: Rank
     size: int
     config: GroupConfig
-    members: tuple[int, ...]
+    members: tuple[Seat, ...]
     may_spin: bool
     is_closed: bool
 
@@ -108,15 +110,15 @@ class MessageRouting:
                     give_up=self._give_up,
                     wake_fd=self._bell.fd,
                     fault=lambda: group.failure.message_error(),  # these keep the group while messages move
-                    lost=lambda rank: group.failure.lost_error(rank),
+                    lost=lambda rank: group.failure.lost_error(Rank(rank)),
                     told=lambda error: group.failure.note_raised(error),
                     name=group.name,
                     may_spin=group.may_spin,
                 )
                 if group.node is not None:
-                    for member, sock in group.node.lanes.arrived(group.id, "messages").items():
-                        if member in group.roster.rank_of:  # a seat outside of the group has no messages in it
-                            self._messenger.adopt(group.roster.rank_of[member], sock)
+                    for seat, sock in group.node.lanes.arrived(group.id, "messages").items():
+                        if seat in group.roster.rank_of:  # a seat outside of the group has no messages in it
+                            self._messenger.adopt(group.roster.rank_of[seat], sock)
             return self._messenger
 
     def _socket(self, rank: int, deadline: float | None = None) -> socket.socket:
@@ -135,11 +137,12 @@ class MessageRouting:
             except (ConnectError, ClosedError) as error:
                 if group.is_closed:
                     group.failure.require_open()
-                lost = group.failure.lost_error(rank)
+                lost = group.failure.lost_error(Rank(rank))
                 group.failure.note_raised(lost)
                 raise lost from error
         raise DeadlineError(
-            f"no lane for messages to {group.roster.describe((rank,))} opened before the timeout ended", late=(rank,)
+            f"no lane for messages to {group.roster.describe((Rank(rank),))} opened before the timeout ended",
+            late=(rank,),
         )
 
     def _renew(self, rank: int, ended: Any, pause: float) -> None:
@@ -173,14 +176,14 @@ class MessageRouting:
         if group is not None and group.node is not None:
             group.node.lanes.give_up(group.id, group.members[rank])
 
-    def lane_arrived(self, rank: int, sock: socket.socket) -> bool:
+    def lane_arrived(self, rank: Rank, sock: socket.socket) -> bool:
         """Give a new socket to the messenger; return False if there is none yet. On the control loop."""
         messenger = self._current()
         if messenger is not None:
             messenger.adopt(rank, sock)
         return messenger is not None
 
-    def peer_lost(self, rank: int) -> None:
+    def peer_lost(self, rank: Rank) -> None:
         """Tell the messenger that a rank is lost and the group continues. On the control loop."""
         messenger = self._current()
         if messenger is not None:

@@ -172,7 +172,7 @@ class TensorGroup(Group):
                 movements.gather_all(attempt, operand, wanted=wanted)
                 for operand, wanted in zip((keys, entries), ndims, strict=True)
             )
-            for slot, (where, what) in enumerate(zip(columns, rows, strict=True)):
+            for slot, where, what in zip(attempt.slots, columns, rows, strict=True):
                 if where.shape != (keys.shape[0], what.shape[0]) or what.shape[1:] != entries.shape[1:]:
                     shapes = f"{list(where.shape)} and {list(what.shape)}"
                     attempt.reject(slot, f"indices and values that are not a sparse tensor: shapes {shapes}")
@@ -205,7 +205,7 @@ class TensorGroup(Group):
 
         def store(ranks: tuple[int, ...]) -> None:
             if targets and len(ranks) < self.size:
-                lost = next(rank for rank in range(self.size) if rank not in ranks)
+                lost = next(rank for rank in self._engine.ranks if rank not in ranks)
                 raise self._engine.failure.part_lost(lost)
             for target in targets:
                 target.store()

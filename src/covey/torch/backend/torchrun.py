@@ -120,14 +120,13 @@ class Agent(RendezvousHandler):  # type: ignore[misc]  # torch is not followed b
         return self._group
 
     def _meet(self, group: Group) -> RendezvousInfo:
-        node = node_of(group)
         for ended in (self._round, self._all):
             if ended is not None:
                 ended.close()
         self._round, self._all = _side_group(group, "round"), _side_group(group, "all")
         store = open_store(group, timedelta(seconds=self._timeout))
         os.environ |= {TORCHRUN: f"{self._run}-{store.new_nonce()}"} | gloo_variables(group)  # workers inherit them
-        address = self._local_address or (address_of_first(node) if node is not None else "127.0.0.1")
+        address = self._local_address or address_of_first(group)
         # Rank 0 of the workers listens at the port after the master's.
         master = RendezvousStoreInfo.build(group.rank, store, address, free_port() - 1)
         return RendezvousInfo(dist.PrefixStore("torchrun", store), group.rank, group.size, master)
