@@ -56,6 +56,6 @@ def use_executors(monkeypatch: pytest.MonkeyPatch, executors: str) -> None:
     def choosing(self: Lanes, node: Node) -> None:
         _start_lanes(self, node)
         if self.factory.is_native:  # a node that cannot use the compiled executor stays with Python
-            self.factory.is_native = takes_native(executors, node.rank)
+            self.factory.is_native = takes_native(executors, node.seat)
 
     monkeypatch.setattr(Lanes, "__init__", choosing)
