@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Without --no-compile pip compiles 10,000 modules, one after the other; Python compiles those that it imports.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
+NATIVE := build_native.py $(wildcard src/covey/native/*)
+
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -14,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.package
 	$(BIN)/covey demo
 
-test: $(VENV)/.dev
+test: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -22,7 +24,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m alone
 
 # The inner loop: what needs no second process and no network, with types checked meanwhile.
-check: $(VENV)/.dev
+check: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@$(BIN)/mypy & types=$$!; \
@@ -32,7 +34,7 @@ check: $(VENV)/.dev
 # Stops the processes of tests for random moments; prints what failed, with the seed.
 STRESS_ROUNDS ?= 1
 STRESS_TESTS ?= tests
-stress: $(VENV)/.dev
+stress: $(VENV)/.built
 	$(BIN)/python -m tools.stress --rounds $(STRESS_ROUNDS) $(if $(STRESS_SEED),--seed $(STRESS_SEED)) -- $(STRESS_TESTS)
 
 # Looks for inputs that break a reader of bytes, and for words of one member that break the others.
@@ -44,10 +46,10 @@ fuzz: $(VENV)/.fuzz
 # The tests of the compiled executor with random inputs, under AddressSanitizer and UndefinedBehaviorSanitizer, then
 # under ThreadSanitizer. Needs gcc.
 SANITIZE_SEEDS ?= 2000
-sanitize: $(VENV)/.dev
+sanitize: $(VENV)/.built
 	CC=gcc $(BIN)/python -m tools.sanitize address thread --seeds $(SANITIZE_SEEDS)
 
-format: $(VENV)/.dev
+format: $(VENV)/.built
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -65,7 +67,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "covey needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.package: pyproject.toml | $(BIN)/python
+$(VENV)/.package: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(PIP) --editable .
 	@touch $@
 
@@ -73,14 +75,18 @@ $(VENV)/.package: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: requirements-dev.lock requirements-torch.txt pyproject.toml | $(BIN)/python
 	$(PIP) --require-hashes --no-deps -r requirements-dev.lock
 	$(PIP) -r requirements-torch.txt
+	@touch $@
+
+# Builds the compiled executor, too; without a working compiler the rest is installed all the same.
+$(VENV)/.built: $(VENV)/.dev $(NATIVE)
 	$(PIP) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
 	@touch $@
 
-lock: $(VENV)/.dev
+lock: $(VENV)/.built
 	$(BIN)/python -m tools.lock
 
-wheel: $(VENV)/.dev
+wheel: $(VENV)/.built
 	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 

@@ -22,6 +22,7 @@ SOURCES = ROOT / "src/covey/native"
 EXTENSION = ROOT / "src/covey/_native.abi3.so"
 FLAGS = (
     *("-O3", "-std=c11", "-D_GNU_SOURCE", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math"),
+    "-pthread",
     *("-Wall", "-Wextra"),
 )
 """No fast-math: the bits of a result do not depend on how it was compiled. That no operation traps lets gcc vectorise

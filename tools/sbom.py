@@ -3,7 +3,7 @@
     python -m tools.sbom dist/covey-0.1.0-py3-none-any.whl
 
 The components are the dependencies of the wheel, without extras, and all that these need, as they are installed here:
-run this in the environment of `make .venv/.dev`, which has the versions of requirements-dev.lock. Their hashes are
+run this in the environment of `make .venv/.built`, which has the versions of requirements-dev.lock. Their hashes are
 those of the lock: of all files of that version that fit Python 3.11 or newer, on any platform.
 
 The same wheel gives the same bill: with SOURCE_DATE_EPOCH to the byte, as for builds that can be reproduced.
@@ -96,7 +96,7 @@ def closure(requirements: Iterable[str]) -> dict[str, list[str]]:
             found[name] = _names(metadata.requires(name) or [])
         except metadata.PackageNotFoundError:
             raise SystemExit(
-                f"{name} is not installed here; run this in the environment of `make .venv/.dev`"
+                f"{name} is not installed here; run this in the environment of `make .venv/.built`"
             ) from None
         waiting += found[name]
     return found

@@ -109,8 +109,9 @@ class NativeEnd:
             reason = runner.resume(stall_ns)
         else:
             prefix = Header(0, 0, 0, 0, 0, 7, 0, 0, 0, 0).pack()[: PREFIX.size]
-            how = (self._itemsize, self._reduction, 1, prefix, SEQUENCE, None, False, 0, 0, stall_ns)
-            reason = runner.start(self._plan, self._buffers, *how)
+            how = (self._reduction, 1, prefix, SEQUENCE, None, False, 0, 0, stall_ns)
+            elements = [buffer.view(f"V{self._itemsize}") for buffer in self._buffers]
+            reason = runner.start(self._plan, elements, *how)
             self._is_started = True
         if reason == NEEDS_LANE:
             runner.set_lane(PEER, self.lane.native, self.wake.fileno(), getattr(self.lane, "has_idle_core", False))

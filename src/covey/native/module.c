@@ -275,13 +275,14 @@ static bool fits(const struct runner *runner, const struct plan *plan, const str
     if (plan->buffer_count > runner->buffer_count || plan->peer_count > runner->size)
         return false;
     for (int32_t index = 0; index < plan->buffer_count; index++)
-        if (plan->needs[index] > runner->buffers[index].len / operation->itemsize)
+        if (runner->buffers[index].itemsize < 1 || plan->needs[index] > runner->buffers[index].len / runner->buffers[index].itemsize)
             return false;
     for (int64_t index = 0; index < plan->recv_count; index++) {
         const struct recv_move *recv = &plan->recvs[index];
         if (runner->buffers[recv->buffer].readonly && recv->start < recv->stop)
             return false;
-        if (recv->action & REDUCE && operation->reduction == NULL)
+        const struct reduction *reduction = (const struct reduction *)operation->reduction;
+        if (recv->action & REDUCE && (reduction == NULL || reduction->itemsize != runner->buffers[recv->buffer].itemsize))
             return false;
     }
     return true;
@@ -301,7 +302,6 @@ bool runner_begin(struct runner *runner, const struct operation *operation)
     runner->plan_object = operation->plan;
     runner->reduction_object = operation->reduction;
     runner->undo_object = operation->undo;
-    runner->itemsize = operation->itemsize;
     runner->contributors = operation->contributors;
     memcpy(runner->prefix, operation->prefix, PREFIX_BYTES);
     runner->sequence = operation->sequence;
@@ -319,7 +319,7 @@ bool runner_begin(struct runner *runner, const struct operation *operation)
     return true;
 }
 
-/* start(plan, buffers, itemsize, reduction, contributors, prefix, sequence, undo, change_pending, spin ns, yield ns,
+/* start(plan, buffers, reduction, contributors, prefix, sequence, undo, change_pending, spin ns, yield ns,
  * stall ns) -> reason */
 static PyObject *runner_start(PyObject *self, PyObject *args)
 {
@@ -327,12 +327,12 @@ static PyObject *runner_start(PyObject *self, PyObject *args)
     struct operation operation = {0};
     PyObject *buffers;
     Py_ssize_t prefix_bytes;
-    long long itemsize, contributors, spin_ns, yield_ns, stall_ns;
+    long long contributors, spin_ns, yield_ns, stall_ns;
     unsigned long long sequence;
     int change_pending;
     if (runner->is_running)
         return is_busy();
-    if (!PyArg_ParseTuple(args, "OOLOLy#KOpLLL", &operation.plan, &buffers, &itemsize, &operation.reduction, &contributors,
+    if (!PyArg_ParseTuple(args, "OOOLy#KOpLLL", &operation.plan, &buffers, &operation.reduction, &contributors,
                           &operation.prefix, &prefix_bytes, &sequence, &operation.undo, &change_pending, &spin_ns, &yield_ns,
                           &stall_ns))
         return NULL;
@@ -341,10 +341,8 @@ static PyObject *runner_start(PyObject *self, PyObject *args)
     if (operation.undo == Py_None)
         operation.undo = NULL;
     if (!is_plan(operation.plan) || (operation.reduction != NULL && !is_reduction(operation.reduction)) ||
-        (operation.undo != NULL && (PyObject *)Py_TYPE(operation.undo) != undo_type) || prefix_bytes != PREFIX_BYTES ||
-        itemsize < 1)
+        (operation.undo != NULL && (PyObject *)Py_TYPE(operation.undo) != undo_type) || prefix_bytes != PREFIX_BYTES)
         return PyErr_Format(PyExc_TypeError, "these are not the parts of an operation");
-    operation.itemsize = itemsize;
     operation.contributors = contributors;
     operation.sequence = sequence;
     operation.change_pending = change_pending;

@@ -190,7 +190,7 @@ struct runner {
     PyObject *plan_object, *reduction_object, *undo_object;
     Py_buffer *buffers;
     int32_t buffer_count, buffer_room;
-    int64_t itemsize, contributors;
+    int64_t contributors;
     uint8_t prefix[PREFIX_BYTES];
     uint64_t sequence;
     bool change_pending;
@@ -219,7 +219,7 @@ struct runner {
 /* What the caller knows of an operation; borrowed references. */
 struct operation {
     PyObject *plan, *reduction, *undo; /* reduction and undo may be NULL */
-    int64_t itemsize, contributors;
+    int64_t contributors;
     const uint8_t *prefix;
     uint64_t sequence;
     bool change_pending;

@@ -72,7 +72,7 @@ static struct lane *lane_of(struct runner *runner, int32_t peer) { return (struc
 
 static uint8_t *range_of(struct runner *runner, int32_t buffer, int64_t start)
 {
-    return (uint8_t *)runner->buffers[buffer].buf + start * runner->itemsize;
+    return (uint8_t *)runner->buffers[buffer].buf + start * runner->buffers[buffer].itemsize;
 }
 
 static void save(struct runner *runner, uint8_t *target, int64_t nbytes)
@@ -106,7 +106,7 @@ static void reduce_range(struct runner *runner, int64_t offset, const uint8_t *p
         if (is_saved)
             save(runner, mine, length);
         combine(reduction, recv->action & LEFT ? theirs : mine, recv->action & LEFT ? mine : theirs, mine,
-                length / runner->itemsize, recv->action & FINAL, runner->contributors);
+                length / runner->in.itemsize, recv->action & FINAL, runner->contributors);
     }
 }
 
@@ -137,7 +137,7 @@ static bool make_aside(struct runner *runner, int64_t nbytes)
 
 static void begin_send(struct runner *runner, const struct send_move *send)
 {
-    int64_t nbytes = (send->stop - send->start) * runner->itemsize;
+    int64_t nbytes = (send->stop - send->start) * runner->buffers[send->buffer].itemsize;
     make_header(runner, runner->out.header, runner->out_moves[send->peer]++, nbytes);
     if (runner->change_pending)
         runner->out.header[FLAGS_AT] |= CHANGE_PENDING;
@@ -150,11 +150,11 @@ static void begin_send(struct runner *runner, const struct send_move *send)
 static bool begin_receive(struct runner *runner, const struct recv_move *recv)
 {
     struct incoming *in = &runner->in;
-    int64_t nbytes = (recv->stop - recv->start) * runner->itemsize;
+    int64_t nbytes = (recv->stop - recv->start) * runner->buffers[recv->buffer].itemsize;
     bool must_wait = recv->after > runner->sent;
     make_header(runner, in->expected, runner->in_moves[recv->peer]++, nbytes);
     in->nbytes = nbytes;
-    in->itemsize = runner->itemsize;
+    in->itemsize = runner->buffers[recv->buffer].itemsize;
     in->got = -HEADER_BYTES;
     in->change_pending = false;
     in->absorb = absorb;

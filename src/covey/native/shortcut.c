@@ -174,7 +174,6 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
     struct operation operation = {
         .plan = entry->plan,
         .reduction = entry->reduction,
-        .itemsize = ((const struct reduction *)entry->reduction)->itemsize,
         .contributors = entry->contributors,
         .prefix = entry->prefix,
         .sequence = sequence,

@@ -23,7 +23,7 @@ PLAN = (((0, 0, 0, 5, 0),), ((0, 1, 0, 5, 0, 0),), (True,))
 
 
 def start(runner: Any, plan: Any, buffers: list[Any], **changed: Any) -> Any:
-    parts = {"itemsize": 1, "reduction": None, "contributors": 1, "prefix": bytes(32), "sequence": 0, "undo": None}
+    parts = {"reduction": None, "contributors": 1, "prefix": bytes(32), "sequence": 0, "undo": None}
     return runner.start(plan, buffers, *{**parts, **changed}.values(), False, 0, 0, 0)
 
 
@@ -36,9 +36,6 @@ def buffers_of(*sizes: int) -> list[bytearray]:
     [
         (PLAN, (5,), {}),
         (PLAN, (5, 4), {}),
-        (PLAN, (5, 5), {"itemsize": 2}),
-        (PLAN, (5, 5), {"itemsize": 0}),
-        (PLAN, (5, 5), {"itemsize": -1}),
         (PLAN, (5, 5), {"prefix": bytes(31)}),
         (PLAN, (5, 5), {"undo": object()}),
         (PLAN, (5, 5), {"reduction": object()}),

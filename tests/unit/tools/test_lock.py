@@ -67,7 +67,7 @@ def test_every_line_of_the_lock_is_exact_and_hashed_and_none_names_an_index() ->
 
 def test_what_make_installs_is_checked_against_the_lock() -> None:
     """The recipe of the environment that tests run in installs nothing unchecked but torch, and builds offline."""
-    ended = subprocess.run(["make", "-n", "-B", ".venv/.dev"], cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = subprocess.run(["make", "-n", "-B", ".venv/.built"], cwd=ROOT, capture_output=True, text=True, check=True)
     installs = [line.partition(" install ")[2] for line in ended.stdout.splitlines() if " -m pip install " in line]
     assert [line.removeprefix("--quiet --disable-pip-version-check --no-compile ") for line in installs] == [
         "--require-hashes --no-deps -r requirements-dev.lock",

@@ -361,6 +361,8 @@ class Engine:
     def forked(self) -> None:
         """End the group in a forked child: locks of other threads are replaced, pending works raise ClosedError."""
         self._issuing, self._is_issuing = threading.RLock(), False
+        if self.shortcut is not None:
+            self.shortcut.is_open = False  # or the child would write into the parent's lanes
         self.bell.forked()
         if self.atomic is not None:
             self.atomic.forked()

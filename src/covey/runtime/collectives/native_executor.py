@@ -67,11 +67,11 @@ class NativeExecutor:
         undo: NativeUndoBuffer | None = None,
     ) -> None:
         """See `executor.execute`."""
-        dtype = buffers[0].dtype
+        dtype = buffers[-1].dtype
         prepared = self.prepared_plan(plan)
         rule = None if reduction is None else self.prepared_reduction(reduction, dtype, contributors)
-        if dtype is BFLOAT16:  # numpy exports no buffers of it
-            buffers = [buffer.view(np.uint16) for buffer in buffers]
+        if dtype is BFLOAT16 or len(buffers) > 1:  # of which numpy exports no buffers
+            buffers = [buffer.view(np.uint16) if buffer.dtype is BFLOAT16 else buffer for buffer in buffers]
         runner = self._runner
         limit = attempt.deadline - time.monotonic()
         stall_seconds = STALL_SECONDS if limit > STALL_SECONDS else max(0.0, limit)
@@ -79,7 +79,6 @@ class NativeExecutor:
             reason = runner.start(
                 prepared,
                 buffers,
-                dtype.itemsize,
                 rule,
                 contributors,
                 prefix,

@@ -34,6 +34,8 @@ PRELOADED = (
     "covey.runtime.messages.messenger",
     "covey.runtime.members.node",
     "covey.runtime.collectives.atomic",
+    "covey.runtime.collectives.native_executor",
+    "covey.net.lanes.native",
     "covey.runtime.group.restore",
     "covey.runtime.mesh.launched_endpoint",
 )
@@ -73,8 +75,10 @@ def _preload(channel: socket.socket) -> bool:
     before = _open_descriptors()
     for name in PRELOADED:
         importlib.import_module(name)
+    from covey.net.native import native
     from covey.runtime.processes import libc
 
+    native()
     libc()
     if threading.active_count() > 1 or _open_descriptors() != before:
         return False
