@@ -6,6 +6,7 @@ import contextlib
 import random
 import socket
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -86,37 +87,47 @@ def streams(pairs: Callable[..., Any], kind: str) -> Callable[..., Pair]:
     return make
 
 
-def seals(pairs: Callable[..., Any], count: int, *, is_helped: bool) -> Callable[..., Pair]:
-    """`is_helped`: a helper thread seals large transfers."""
+def seals(pairs: Callable[..., Any], count: int, *, is_helped: bool, is_slow: bool) -> Callable[..., Pair]:
+    """`is_helped`: a helper thread seals large transfers. `is_slow`: libcrypto is, so long records go to Python's."""
 
     def make(stack: contextlib.ExitStack, is_native: tuple[bool, bool]) -> Pair:
         made = []
         for index, socks in enumerate(pairs(stack, count)):
-            made.append(sealed_end(stack, socks, is_native=is_native[index], dialler=index == 0))
+            made.append(sealed_end(stack, socks, is_native=is_native[index], dialler=index == 0, is_slow=is_slow))
             made[-1].has_idle_core = is_helped
         return made[0], made[1]
 
-    make.__name__ = f"{'helped' if is_helped else 'sealed'}_{count}_{pairs.__name__}"
+    make.__name__ = f"{'helped' if is_helped else 'sealed'}_{'slow_' if is_slow else ''}{count}_{pairs.__name__}"
     return make
 
 
-def sealed_end(stack: contextlib.ExitStack, socks: Any, *, is_native: bool, dialler: bool) -> Any:
+def sealed_end(
+    stack: contextlib.ExitStack, socks: Any, *, is_native: bool, dialler: bool, is_slow: bool | None = None
+) -> Any:
     if is_native:
         from covey.net.lanes.native import NativeSealedLane
 
         if native_crypto():
             pytest.skip(native_crypto())
-        lane: Any = NativeSealedLane(socks, sealed.SECRET, sealed.LANE, dialler=dialler)
+        slow = len(socks) > 1 if is_slow is None else is_slow
+        with mock.patch("covey.net.lanes.native.has_slow_libcrypto", lambda: slow):
+            lane: Any = NativeSealedLane(socks, sealed.SECRET, sealed.LANE, dialler=dialler)
     else:
         lane = SealedLane(socks, sealed.SECRET, sealed.LANE, dialler=dialler)
     stack.callback(lane.close)
     return lane
 
 
-NARROW = [streams(sealed.narrow_pairs, "tcp"), *(seals(sealed.narrow_pairs, n, is_helped=n == 1) for n in (1, 3))]
+NARROW = [
+    streams(sealed.narrow_pairs, "tcp"),
+    *(seals(sealed.narrow_pairs, n, is_helped=n == 1, is_slow=n == 3) for n in (1, 3)),
+]
 WIDE = [
     streams(sealed.unix_pairs, "unix"),
-    *(seals(sealed.unix_pairs, count, is_helped=helped) for count, helped in ((1, False), (1, True), (3, True))),
+    *(
+        seals(sealed.unix_pairs, count, is_helped=helped, is_slow=slow)
+        for count, helped, slow in ((1, False, False), (1, True, False), (1, True, True), (3, True, False))
+    ),
 ]
 TINY = [rings(128), rings(256), rings(4 * KIB)]
 RINGS = [rings(128 * KIB), rings(2 * MIB), *([shared_rings] if shm.usable() else [])]

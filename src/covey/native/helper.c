@@ -2,7 +2,7 @@
  *
  * It is started where an idle core exists, with the first large transfer of a lane, and sleeps in between. One transfer at a
  * time: from `helper_post` until `helper_result` says that it is over, the helper alone uses the sending half of the lane
- * and reads the payload. It takes no part in the interpreter: it never needs its lock, and all signals are blocked in it.
+ * and reads the payload. All signals are blocked in it.
  */
 #include "native.h"
 
@@ -171,10 +171,12 @@ void helper_cancel(struct helper *helper)
         return;
     atomic_store(&helper->is_cancelled, 1);
     ring(helper->cancel[1]);
+    Py_BEGIN_ALLOW_THREADS /* the helper may need the interpreter's lock to finish a record */
     pthread_mutex_lock(&helper->lock);
     while (atomic_load(&helper->state) == POSTED)
         pthread_cond_wait(&helper->changed, &helper->lock);
     pthread_mutex_unlock(&helper->lock);
+    Py_END_ALLOW_THREADS
     hush(helper->cancel[0]);
     atomic_store(&helper->is_cancelled, 0);
 }
@@ -187,7 +189,9 @@ void helper_end(struct helper *helper)
         atomic_store(&helper->is_ending, 1);
         pthread_cond_broadcast(&helper->changed);
         pthread_mutex_unlock(&helper->lock);
+        Py_BEGIN_ALLOW_THREADS
         pthread_join(helper->thread, NULL);
+        Py_END_ALLOW_THREADS
         pthread_cond_destroy(&helper->changed);
         pthread_mutex_destroy(&helper->lock);
     }

@@ -455,6 +455,15 @@ static PyObject *load_crypto(PyObject *module, PyObject *args)
     return PyErr_Format(PyExc_OSError, "%s", trouble);
 }
 
+static PyObject *cipher_seconds(PyObject *module, PyObject *arg)
+{
+    (void)module;
+    long long nbytes = PyLong_AsLongLong(arg);
+    if (nbytes < 1 || nbytes > 1 << 24 || !crypto_is_loaded())
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "1 to 16 MiB, once libcrypto is loaded");
+    return PyFloat_FromDouble((double)crypto_time(nbytes) / 1e9);
+}
+
 static PyMethodDef lane_methods[] = {
     {"peek", lane_peek, METH_NOARGS, "Return the next header that has arrived, or no bytes."},
     {"close", lane_close, METH_NOARGS, "Forget the descriptors, which the owner closes next."},
@@ -507,6 +516,7 @@ static PyGetSetDef runner_attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyMethodDef module_methods[] = {
+    {"cipher_seconds", cipher_seconds, METH_O, "Return how long libcrypto takes to encrypt so many bytes."},
     {"load_crypto", load_crypto, METH_VARARGS, "Find libcrypto through a library that was linked with it."},
     {NULL, NULL, 0, NULL},
 };

@@ -247,6 +247,7 @@ void relax(void);
 /* libcrypto's functions, from the library that Python's ssl has loaded. */
 bool crypto_load(const char *library, char *trouble, size_t room);
 bool crypto_is_loaded(void);
+int64_t crypto_time(int64_t nbytes);
 
 /* Makers of lanes; each returns 0, or -1 with a Python error set. */
 int ring_init(PyObject *self, PyObject *args);

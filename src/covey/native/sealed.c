@@ -1,7 +1,9 @@
 /* Sealed lanes: AES-GCM records over one or several TCP streams, as covey/net/lanes/sealed.py and covey/wire/seal.py
  * describe them. The cipher is libcrypto's, from the library that Python's own ssl module has loaded.
  *
- * A record is sealed and opened in chunks that stay in the cache: a chunk is on its way while the next one is sealed.
+ * A record is sealed and opened in chunks that stay in the cache: a chunk is on its way while the next one is sealed. If
+ * the libcrypto of Python's ssl module is much slower than the one in `cryptography` (older ones lack the instructions of
+ * newer processors), the lane gets ciphers of the latter, and long records are sealed and opened by these, as a whole.
  * What arrives may be forged until its tag was verified, at the end of the record. So bytes that will be reduced wait in
  * scratch memory for the tag; bytes that are stored go to their place at once, and a forged record ends the lane and
  * with it the operation.
@@ -29,8 +31,9 @@ enum {
     RECORD_LIMIT = 1 << 21,
     FIRST_BYTES = HEADER_BYTES + SMALL_BYTES, /* the most plaintext in the first record of a transfer */
     CHUNK_BYTES = 1 << 17,
-    OUT_BYTES = CHUNK_BYTES + FIRST_BYTES + 2 * OVERHEAD_BYTES,
-    IN_BYTES = 1 << 18,
+    CHUNKED_BYTES = CHUNK_BYTES + FIRST_BYTES + 2 * OVERHEAD_BYTES,
+    READ_BYTES = 1 << 18,
+    LONG_BYTES = 1 << 14, /* records from this on are sealed as a whole if there is a cipher for it */
     SPIN_BYTES = 1 << 17,
     HELPED_BYTES = 1 << 20, /* transfers of this size are worth the hand-over to another thread */
     REKEY_RECORDS = 1 << 24,
@@ -90,9 +93,32 @@ bool crypto_load(const char *library, char *trouble, size_t room)
     return true;
 }
 
+/* Encrypts `nbytes` zeros twice, and returns the nanoseconds that the second time took; -1 if that failed. */
+int64_t crypto_time(int64_t nbytes)
+{
+    uint8_t key[KEY_BYTES] = {0}, nonce[NONCE_BYTES] = {0};
+    uint8_t *plain = calloc(1, (size_t)nbytes), *out = malloc((size_t)nbytes);
+    void *ctx = crypto.ctx_new();
+    int64_t took = -1;
+    int written;
+    bool is_ready = plain != NULL && out != NULL && ctx != NULL;
+    for (int round = 0; is_ready && round < 2; round++) {
+        int64_t begin = monotonic_ns();
+        is_ready = crypto.encrypt_init(ctx, crypto.aes_128_gcm(), NULL, key, nonce) == 1 &&
+                   crypto.encrypt_update(ctx, out, &written, plain, (int)nbytes) == 1;
+        took = is_ready ? monotonic_ns() - begin : -1;
+    }
+    if (ctx != NULL)
+        crypto.ctx_free(ctx);
+    free(plain);
+    free(out);
+    return took;
+}
+
 /* One direction of one stream: its key, the count of its records, and when the key has to change. */
 struct keyed {
     void *ctx;
+    PyObject *cipher; /* a Python object that seals or opens long records, or NULL */
     uint8_t key[KEY_BYTES];
     uint8_t scope[SCOPE_ROOM];
     size_t scope_bytes;
@@ -104,6 +130,46 @@ static bool set_key(struct keyed *keyed, bool seals)
     int (*init)(void *, const void *, void *, const uint8_t *, const uint8_t *) =
         seals ? crypto.encrypt_init : crypto.decrypt_init;
     return init(keyed->ctx, crypto.aes_128_gcm(), NULL, keyed->key, NULL) == 1;
+}
+
+/* Long records. These take the interpreter's lock, and release it while the cipher works. */
+
+static bool succeeded(PyObject *result)
+{
+    bool is_true = result == Py_True;
+    if (result == NULL)
+        PyErr_Clear(); /* the caller reports that the record could not be sealed or opened */
+    Py_XDECREF(result);
+    return is_true;
+}
+
+static bool set_cipher_key(struct keyed *keyed)
+{
+    if (keyed->cipher == NULL)
+        return true;
+    PyGILState_STATE state = PyGILState_Ensure();
+    bool is_set = succeeded(PyObject_CallMethod(keyed->cipher, "set_key", "y#", keyed->key, (Py_ssize_t)KEY_BYTES));
+    PyGILState_Release(state);
+    return is_set;
+}
+
+/* Calls cipher.seal or cipher.open(count, length, from, into), and counts the record. */
+static bool work_whole(struct keyed *keyed, const char *method, const uint8_t *length, const uint8_t *from,
+                       int64_t from_bytes, uint8_t *into, int64_t into_bytes)
+{
+    uint64_t count = keyed->count++; /* counted first: if the next call fails, this nonce is not used again */
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *source = PyMemoryView_FromMemory((char *)from, (Py_ssize_t)from_bytes, PyBUF_READ);
+    PyObject *target = PyMemoryView_FromMemory((char *)into, (Py_ssize_t)into_bytes, PyBUF_WRITE);
+    PyObject *result = NULL;
+    if (source != NULL && target != NULL)
+        result = PyObject_CallMethod(keyed->cipher, method, "Ky#OO", (unsigned long long)count, length,
+                                     (Py_ssize_t)LENGTH_BYTES, source, target);
+    bool is_done = succeeded(result);
+    Py_XDECREF(source);
+    Py_XDECREF(target);
+    PyGILState_Release(state);
+    return is_done;
 }
 
 /* Replaces the key by one from which the last one cannot be computed: HKDF-Expand with SHA-256. */
@@ -118,7 +184,7 @@ static bool next_key(struct keyed *keyed, bool seals)
     memcpy(keyed->key, digest, KEY_BYTES);
     memset(digest, 0, sizeof digest);
     keyed->rekey_at = keyed->count + REKEY_RECORDS;
-    return set_key(keyed, seals);
+    return set_key(keyed, seals) && set_cipher_key(keyed);
 }
 
 /* Starts the next record: nonce and what the tag covers beside the text. */
@@ -150,7 +216,8 @@ struct pipe {
     uint8_t *out; /* out[out_start:out_end] is sealed and still to be sent */
     int64_t out_start, out_end;
     uint8_t *in; /* in[in_start:in_end] has arrived and is still sealed */
-    int64_t in_start, in_end;
+    int64_t in_start, in_end, in_room;
+    uint8_t length[LENGTH_BYTES]; /* of the record that is being opened, as it arrived */
     int64_t record, opened; /* the length of the record that is being opened, 0 if none is, and how far it is */
 };
 
@@ -172,6 +239,8 @@ const size_t sealed_size = sizeof(struct sealed_lane);
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+static bool is_long(const struct keyed *keyed, int64_t nbytes) { return keyed->cipher != NULL && nbytes >= LONG_BYTES; }
+
 static enum outcome could_not(struct lane *lane, int error)
 {
     return error == EAGAIN || error == EWOULDBLOCK || error == EINTR ? IDLE : lane_failed(lane, error);
@@ -188,6 +257,26 @@ static enum outcome forged(struct sealed_lane *sealed, struct pipe *pipe)
 
 /* Sealing */
 
+/* Seals what `out` has room for. */
+static bool seal_more(struct pipe *pipe)
+{
+    int written;
+    int64_t step = smaller(pipe->plain_left, CHUNKED_BYTES - TAG_BYTES - pipe->out_end);
+    if (step < pipe->plain_left)
+        step -= step % LINE_BYTES; /* whole blocks of the cipher are faster */
+    if (crypto.encrypt_update(pipe->sealer.ctx, pipe->out + pipe->out_end, &written, pipe->plain, (int)step) != 1)
+        return false;
+    pipe->plain += step;
+    pipe->plain_left -= step;
+    pipe->out_end += step;
+    if (pipe->plain_left)
+        return true;
+    uint8_t *tag = pipe->out + pipe->out_end;
+    pipe->out_end += TAG_BYTES;
+    return crypto.encrypt_final(pipe->sealer.ctx, tag, &written) == 1 &&
+           crypto.ctx_ctrl(pipe->sealer.ctx, GET_TAG, TAG_BYTES, tag) == 1;
+}
+
 /* Starts a record of `plain`; there is room for its first bytes, because the record before it is in `out`. */
 static bool begin_record(struct pipe *pipe, const uint8_t *plain, int64_t nbytes)
 {
@@ -203,29 +292,14 @@ static bool begin_record(struct pipe *pipe, const uint8_t *plain, int64_t nbytes
     for (int index = 0; index < LENGTH_BYTES; index++)
         head[index] = (uint8_t)(length >> (8 * index));
     pipe->out_end += LENGTH_BYTES;
+    if (is_long(&pipe->sealer, nbytes)) {
+        int64_t sealed_bytes = nbytes + TAG_BYTES;
+        pipe->out_end += sealed_bytes;
+        return work_whole(&pipe->sealer, "seal", head, plain, nbytes, head + LENGTH_BYTES, sealed_bytes);
+    }
     pipe->plain = plain;
     pipe->plain_left = nbytes;
-    return start_record(&pipe->sealer, head, true);
-}
-
-/* Seals what `out` has room for. */
-static bool seal_more(struct pipe *pipe)
-{
-    int written;
-    int64_t step = smaller(pipe->plain_left, OUT_BYTES - TAG_BYTES - pipe->out_end);
-    if (step < pipe->plain_left)
-        step -= step % LINE_BYTES; /* whole blocks of the cipher are faster */
-    if (crypto.encrypt_update(pipe->sealer.ctx, pipe->out + pipe->out_end, &written, pipe->plain, (int)step) != 1)
-        return false;
-    pipe->plain += step;
-    pipe->plain_left -= step;
-    pipe->out_end += step;
-    if (pipe->plain_left)
-        return true;
-    uint8_t *tag = pipe->out + pipe->out_end;
-    pipe->out_end += TAG_BYTES;
-    return crypto.encrypt_final(pipe->sealer.ctx, tag, &written) == 1 &&
-           crypto.ctx_ctrl(pipe->sealer.ctx, GET_TAG, TAG_BYTES, tag) == 1;
+    return start_record(&pipe->sealer, head, true) && seal_more(pipe);
 }
 
 /* Gives the pipe whose turn it is the next record of the transfer. */
@@ -247,7 +321,7 @@ static bool assign_record(struct sealed_lane *sealed, const struct outgoing *out
         began = begin_record(pipe, out->data + sealed->assigned, length);
         sealed->assigned += length;
     }
-    return began && seal_more(pipe);
+    return began;
 }
 
 /* Whether the pipe whose turn it is can begin a record: the one before it is sealed, and little of it is unsent. */
@@ -347,7 +421,7 @@ static enum outcome fill(struct sealed_lane *sealed, struct pipe *pipe)
         pipe->in_start = 0;
         pipe->in_end = unopened;
     }
-    ssize_t taken = recv(pipe->fd, pipe->in + unopened, (size_t)(IN_BYTES - unopened), MSG_DONTWAIT);
+    ssize_t taken = recv(pipe->fd, pipe->in + unopened, (size_t)(pipe->in_room - unopened), MSG_DONTWAIT);
     if (taken < 0)
         return could_not(&sealed->base, errno);
     if (taken == 0)
@@ -372,7 +446,8 @@ static enum outcome begin_opening(struct sealed_lane *sealed, struct pipe *pipe)
     }
     if (is_next_key ? !next_key(&pipe->opener, false) : pipe->opener.count == pipe->opener.rekey_at)
         return forged(sealed, pipe);
-    if (!start_record(&pipe->opener, head, false))
+    memcpy(pipe->length, head, LENGTH_BYTES);
+    if (!is_long(&pipe->opener, length) && !start_record(&pipe->opener, head, false))
         return forged(sealed, pipe);
     pipe->in_start += LENGTH_BYTES;
     pipe->record = length;
@@ -384,6 +459,15 @@ static enum outcome begin_opening(struct sealed_lane *sealed, struct pipe *pipe)
 static enum outcome open_more(struct sealed_lane *sealed, struct pipe *pipe, uint8_t *into)
 {
     int written;
+    if (is_long(&pipe->opener, pipe->record)) {
+        int64_t sealed_bytes = pipe->record + TAG_BYTES;
+        if (pipe->in_end - pipe->in_start < sealed_bytes)
+            return IDLE;
+        if (!work_whole(&pipe->opener, "open", pipe->length, pipe->in + pipe->in_start, sealed_bytes, into, pipe->record))
+            return forged(sealed, pipe);
+        pipe->in_start += sealed_bytes;
+        return MOVED;
+    }
     int64_t step = smaller(pipe->record - pipe->opened, pipe->in_end - pipe->in_start);
     if (step < pipe->record - pipe->opened)
         step -= step % LINE_BYTES;
@@ -555,6 +639,8 @@ static void sealed_release(struct lane *lane)
             crypto.ctx_free(pipe->sealer.ctx);
         if (pipe->opener.ctx != NULL)
             crypto.ctx_free(pipe->opener.ctx);
+        Py_XDECREF(pipe->sealer.cipher);
+        Py_XDECREF(pipe->opener.cipher);
         free(pipe->out);
         free(pipe->in);
     }
@@ -578,7 +664,7 @@ static bool key_init(struct keyed *keyed, const uint8_t *key, const uint8_t *sco
     return keyed->ctx != NULL && set_key(keyed, seals);
 }
 
-/* Sealed(streams), each stream (fd, key out, scope out, key in, scope in) */
+/* Sealed(streams), each stream (fd, key out, scope out, cipher out, key in, scope in, cipher in); ciphers may be None */
 int sealed_init(PyObject *self, PyObject *args)
 {
     struct lane *lane = (struct lane *)self;
@@ -603,17 +689,27 @@ int sealed_init(PyObject *self, PyObject *args)
     for (Py_ssize_t index = 0; index < count; index++) {
         struct pipe *pipe = &sealed->pipes[index];
         const char *key_out, *scope_out, *key_in, *scope_in;
+        PyObject *cipher_out, *cipher_in;
         Py_ssize_t key_out_bytes, scope_out_bytes, key_in_bytes, scope_in_bytes;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(streams, index), "iy#y#y#y#", &pipe->fd, &key_out, &key_out_bytes, &scope_out,
-                              &scope_out_bytes, &key_in, &key_in_bytes, &scope_in, &scope_in_bytes))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(streams, index), "iy#y#Oy#y#O", &pipe->fd, &key_out, &key_out_bytes,
+                              &scope_out, &scope_out_bytes, &cipher_out, &key_in, &key_in_bytes, &scope_in, &scope_in_bytes,
+                              &cipher_in))
             return -1;
         if (key_out_bytes != KEY_BYTES || key_in_bytes != KEY_BYTES || scope_out_bytes > SCOPE_ROOM ||
             scope_in_bytes > SCOPE_ROOM) {
             PyErr_SetString(PyExc_ValueError, "a key has 16 bytes, and a scope at most 128");
             return -1;
         }
-        pipe->out = malloc(OUT_BYTES);
-        pipe->in = malloc(IN_BYTES);
+        if (cipher_out != Py_None && cipher_in != Py_None) {
+            Py_INCREF(cipher_out);
+            Py_INCREF(cipher_in);
+            pipe->sealer.cipher = cipher_out;
+            pipe->opener.cipher = cipher_in;
+        }
+        bool is_whole = pipe->sealer.cipher != NULL;
+        pipe->in_room = is_whole ? RECORD_LIMIT + OVERHEAD_BYTES + FIRST_BYTES : READ_BYTES;
+        pipe->out = malloc(is_whole ? RECORD_LIMIT + CHUNKED_BYTES : CHUNKED_BYTES);
+        pipe->in = malloc((size_t)pipe->in_room);
         if (pipe->out == NULL || pipe->in == NULL) {
             PyErr_NoMemory();
             return -1;
