@@ -110,7 +110,7 @@ def sealed_end(
         if native_crypto():
             pytest.skip(native_crypto())
         slow = len(socks) > 1 if is_slow is None else is_slow
-        with mock.patch("covey.net.lanes.native.has_slow_libcrypto", lambda: slow):
+        with mock.patch("covey.net.lanes.native.has_slow_libcrypto", return_value=slow):
             lane: Any = NativeSealedLane(socks, sealed.SECRET, sealed.LANE, dialler=dialler)
     else:
         lane = SealedLane(socks, sealed.SECRET, sealed.LANE, dialler=dialler)

@@ -68,6 +68,8 @@ static PyObject *lane_peek(PyObject *self, PyObject *unused)
     struct lane *lane = (struct lane *)self;
     uint8_t header[HEADER_BYTES];
     bool is_there = lane->functions->peek(lane, header);
+    if (PyErr_Occurred())
+        return NULL;
     return PyBytes_FromStringAndSize((const char *)header, is_there ? HEADER_BYTES : 0);
 }
 
@@ -242,7 +244,7 @@ static PyObject *go_on(struct runner *runner, bool may_look)
         runner->is_running = false;
         if (runner->forgets_lanes)
             forget_lanes(runner);
-        if (reason == SIGNALS && PyErr_CheckSignals() < 0)
+        if (PyErr_Occurred() || (reason == SIGNALS && PyErr_CheckSignals() < 0))
             return NULL;
     }
     if (reason == DONE)

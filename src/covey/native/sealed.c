@@ -134,11 +134,13 @@ static bool set_key(struct keyed *keyed, bool seals)
 
 /* Long records. These take the interpreter's lock, and release it while the cipher works. */
 
-static bool succeeded(PyObject *result)
+/* Whether a call returned True. What a signal handler raised in it stays set for the operation, which raises it; on the
+ * helper's thread, whose state in the interpreter ends with the call, there are no signal handlers. */
+static bool succeeded(PyObject *result, bool is_helper)
 {
     bool is_true = result == Py_True;
-    if (result == NULL)
-        PyErr_Clear(); /* the caller reports that the record could not be sealed or opened */
+    if (result == NULL && is_helper)
+        PyErr_Clear();
     Py_XDECREF(result);
     return is_true;
 }
@@ -147,8 +149,10 @@ static bool set_cipher_key(struct keyed *keyed)
 {
     if (keyed->cipher == NULL)
         return true;
+    bool is_helper = PyGILState_GetThisThreadState() == NULL;
     PyGILState_STATE state = PyGILState_Ensure();
-    bool is_set = succeeded(PyObject_CallMethod(keyed->cipher, "set_key", "y#", keyed->key, (Py_ssize_t)KEY_BYTES));
+    bool is_set =
+        succeeded(PyObject_CallMethod(keyed->cipher, "set_key", "y#", keyed->key, (Py_ssize_t)KEY_BYTES), is_helper);
     PyGILState_Release(state);
     return is_set;
 }
@@ -158,6 +162,7 @@ static bool work_whole(struct keyed *keyed, const char *method, const uint8_t *l
                        int64_t from_bytes, uint8_t *into, int64_t into_bytes)
 {
     uint64_t count = keyed->count++; /* counted first: if the next call fails, this nonce is not used again */
+    bool is_helper = PyGILState_GetThisThreadState() == NULL;
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *source = PyMemoryView_FromMemory((char *)from, (Py_ssize_t)from_bytes, PyBUF_READ);
     PyObject *target = PyMemoryView_FromMemory((char *)into, (Py_ssize_t)into_bytes, PyBUF_WRITE);
@@ -165,7 +170,7 @@ static bool work_whole(struct keyed *keyed, const char *method, const uint8_t *l
     if (source != NULL && target != NULL)
         result = PyObject_CallMethod(keyed->cipher, method, "Ky#OO", (unsigned long long)count, length,
                                      (Py_ssize_t)LENGTH_BYTES, source, target);
-    bool is_done = succeeded(result);
+    bool is_done = succeeded(result, is_helper);
     Py_XDECREF(source);
     Py_XDECREF(target);
     PyGILState_Release(state);
