@@ -234,7 +234,8 @@ static PyObject *is_busy(void) { return PyErr_Format(PyExc_RuntimeError, "anothe
 /* Runs until there is a reason to return, with the interpreter's lock released. The operation is over when it is DONE. */
 static PyObject *go_on(struct runner *runner, bool may_look)
 {
-    enum reason reason = may_look ? runner_run(runner, true) : NOT_YET;
+    enum reason reason = may_look ? runner_run(runner, true) : runner->pending;
+    runner->pending = NOT_YET;
     while (reason == NOT_YET || reason == SIGNALS) {
         runner->signals_at = monotonic_ns() + SIGNALS_NS;
         runner->is_running = true;
@@ -318,6 +319,7 @@ bool runner_begin(struct runner *runner, const struct operation *operation)
     memset(runner->in_moves, 0, (size_t)runner->size * sizeof *runner->in_moves);
     runner->idle_since = 0;
     runner->has_slept = false;
+    runner->pending = NOT_YET;
     return true;
 }
 

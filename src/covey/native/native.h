@@ -213,7 +213,8 @@ struct runner {
     int64_t idle_since, stall_at, signals_at; /* idle_since is 0 while something moves */
     bool has_slept;
 
-    int32_t peer; /* that the reason is about */
+    int32_t peer;        /* that the reason is about */
+    enum reason pending; /* the reason that a shortcut met and Python has not heard of; NOT_YET if there is none */
 };
 
 /* What the caller knows of an operation; borrowed references. */

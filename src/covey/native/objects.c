@@ -4,6 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+enum { STREAMED_BYTES = 1 << 14 }; /* ranges from this on are saved past the cache */
+
 /* Lanes */
 
 enum outcome lane_ended(struct lane *lane, const char *what)
@@ -26,6 +32,20 @@ enum outcome lane_failed(struct lane *lane, int error)
 
 /* Undo buffers */
 
+/* Copies whole lines past the cache, and the rest through it: a copy that is hardly ever read must not displace what is
+ * being worked on. `to` is aligned to a line. */
+static void copy_past_cache(uint8_t *to, const uint8_t *from, int64_t nbytes)
+{
+    int64_t at = 0;
+#if defined(__SSE2__)
+    for (; at + LINE_BYTES <= nbytes; at += LINE_BYTES)
+        for (int part = 0; part < LINE_BYTES; part += 16)
+            _mm_stream_si128((__m128i *)(to + at + part), _mm_loadu_si128((const __m128i *)(from + at + part)));
+    _mm_sfence();
+#endif
+    memcpy(to + at, from + at, (size_t)(nbytes - at));
+}
+
 /* Saves a range before it is overwritten; false if there is no memory. Ranges that the pool has no room for get their own. */
 bool undo_save(struct undo *undo, uint8_t *target, int64_t nbytes)
 {
@@ -44,7 +64,10 @@ bool undo_save(struct undo *undo, uint8_t *target, int64_t nbytes)
     range->copy = range->is_own ? malloc(nbytes ? (size_t)nbytes : 1) : undo->pool + undo->used;
     if (range->copy == NULL)
         return false;
-    memcpy(range->copy, target, (size_t)nbytes);
+    if (!range->is_own && nbytes >= STREAMED_BYTES)
+        copy_past_cache(range->copy, target, nbytes);
+    else
+        memcpy(range->copy, target, (size_t)nbytes);
     if (!range->is_own)
         undo->used += (nbytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
     undo->count++;

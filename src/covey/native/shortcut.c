@@ -1,4 +1,4 @@
-/* The shortcut for repeated small calls: `group.all_reduce(x)` with an array like one that was reduced before.
+/* The shortcut for repeated small calls, such as `group.all_reduce(x)` with an array like one that was reduced before.
  *
  * A call that is over within a moment never gives up the interpreter's lock, so no other thread can see it halfway; the
  * records of the group are brought up to date afterwards, as `Engine.perform` would have. A call that takes longer is
@@ -8,10 +8,10 @@
 
 #include <string.h>
 
-enum { ENTRIES = 16, MOST_AXES = 8 };
+enum { ENTRIES = 64, MOST_AXES = 8 };
 
 struct entry {
-    PyObject *dtype, *op, *call, *plan, *reduction;
+    PyObject *dtype, *what, *call, *plan, *reduction; /* `what` is compared by identity; reduction may be NULL */
     int axes;
     Py_ssize_t shape[MOST_AXES];
     int64_t contributors;
@@ -33,7 +33,7 @@ static PyObject *name_dtype, *name_sequence, *name_call, *name_entered, *name_re
 static void free_entry(struct entry *entry)
 {
     Py_CLEAR(entry->dtype);
-    Py_CLEAR(entry->op);
+    Py_CLEAR(entry->what);
     Py_CLEAR(entry->call);
     Py_CLEAR(entry->plan);
     Py_CLEAR(entry->reduction);
@@ -84,42 +84,52 @@ int shortcut_init(PyObject *self, PyObject *args)
     return 0;
 }
 
-/* add(dtype, shape, op, call, plan, reduction, contributors, prefix): remember how such a call runs. */
+static struct entry *find(struct shortcut *shortcut, PyObject *dtype, PyObject *what, int axes, const Py_ssize_t *shape)
+{
+    for (int index = 0; index < shortcut->count; index++) {
+        struct entry *entry = &shortcut->entries[index];
+        if (entry->dtype == dtype && entry->what == what && entry->axes == axes &&
+            memcmp(entry->shape, shape, (size_t)axes * sizeof *shape) == 0)
+            return entry;
+    }
+    return NULL;
+}
+
+/* add(dtype, shape, what, call, plan, reduction or None, contributors, prefix): remember how such a call runs. */
 PyObject *shortcut_add(PyObject *self, PyObject *args)
 {
     struct shortcut *shortcut = (struct shortcut *)self;
-    PyObject *dtype, *shape, *op, *call, *plan, *reduction;
+    PyObject *dtype, *shape, *what, *call, *plan, *reduction;
     long long contributors;
     const char *prefix;
     Py_ssize_t prefix_bytes;
-    if (!PyArg_ParseTuple(args, "OO!OOOOLy#", &dtype, &PyTuple_Type, &shape, &op, &call, &plan, &reduction, &contributors,
+    if (!PyArg_ParseTuple(args, "OO!OOOOLy#", &dtype, &PyTuple_Type, &shape, &what, &call, &plan, &reduction, &contributors,
                           &prefix, &prefix_bytes))
         return NULL;
     Py_ssize_t axes = PyTuple_Size(shape);
-    if (axes > MOST_AXES || prefix_bytes != PREFIX_BYTES || !is_plan(plan) || !is_reduction(reduction))
+    if (axes > MOST_AXES || prefix_bytes != PREFIX_BYTES || !is_plan(plan) ||
+        (reduction != Py_None && !is_reduction(reduction)))
         Py_RETURN_FALSE;
+    Py_ssize_t lengths[MOST_AXES];
+    for (Py_ssize_t axis = 0; axis < axes; axis++)
+        lengths[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
+    if (find(shortcut, dtype, what, (int)axes, lengths) != NULL)
+        Py_RETURN_TRUE;
     struct entry *entry = &shortcut->entries[shortcut->next];
     shortcut->next = (shortcut->next + 1) % ENTRIES;
     if (shortcut->count < ENTRIES)
         shortcut->count++;
     free_entry(entry);
-    Py_INCREF(dtype), Py_INCREF(op), Py_INCREF(call), Py_INCREF(plan), Py_INCREF(reduction);
-    *entry = (struct entry){dtype, op, call, plan, reduction, (int)axes, {0}, contributors, {0}};
+    reduction = reduction == Py_None ? NULL : reduction;
+    Py_INCREF(dtype);
+    Py_INCREF(what);
+    Py_INCREF(call);
+    Py_INCREF(plan);
+    Py_XINCREF(reduction);
+    *entry = (struct entry){dtype, what, call, plan, reduction, (int)axes, {0}, contributors, {0}};
     memcpy(entry->prefix, prefix, PREFIX_BYTES);
-    for (Py_ssize_t axis = 0; axis < axes; axis++)
-        entry->shape[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
+    memcpy(entry->shape, lengths, (size_t)axes * sizeof *lengths);
     Py_RETURN_TRUE;
-}
-
-static struct entry *find(struct shortcut *shortcut, PyObject *dtype, PyObject *op, const Py_buffer *view)
-{
-    for (int index = 0; index < shortcut->count; index++) {
-        struct entry *entry = &shortcut->entries[index];
-        if (entry->dtype == dtype && entry->op == op && entry->axes == view->ndim &&
-            memcmp(entry->shape, view->shape, (size_t)view->ndim * sizeof *view->shape) == 0)
-            return entry;
-    }
-    return NULL;
 }
 
 /* Records a call that has returned, as Engine.perform does. */
@@ -141,7 +151,7 @@ static bool record(struct shortcut *shortcut, const struct entry *entry, uint64_
     return is_recorded;
 }
 
-/* run(x, op) -> False if this call needs the long way, True if it has returned; else it has begun: then Python records the
+/* run(x, what) -> False if this call needs the long way, True if it has returned; else it has begun: then Python records the
  * call, which is returned, and resumes the runner. */
 PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -161,7 +171,7 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
         PyErr_Clear(); /* the long way says what is wrong with it */
         Py_RETURN_FALSE;
     }
-    struct entry *entry = find(shortcut, dtype, args[1], &view);
+    struct entry *entry = find(shortcut, dtype, args[1], view.ndim, view.shape);
     PyObject *last = entry == NULL ? NULL : PyObject_GetAttr(shortcut->operation, name_sequence);
     if (last == NULL) {
         PyBuffer_Release(&view);
@@ -186,6 +196,7 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
     enum reason reason = runner_run(runner, true);
     if (reason != DONE) {
         runner->is_open = false;
+        runner->pending = reason;
         Py_INCREF(entry->call);
         return entry->call;
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from covey.plan.moves import Plan, Recv, Send
 
 
+@lru_cache(maxsize=256)
 def dissemination(rank: int, size: int) -> Plan:
     """Let no rank finish before every rank has started, in ceil(log2(size)) rounds.
 

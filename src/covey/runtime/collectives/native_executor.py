@@ -175,7 +175,7 @@ def _keeps_left(reduction: Reduction, dtype: np.dtype[Any]) -> bool:
 
 
 class Shortcut:
-    """Runs repeated small calls of all_reduce with one call of the extension each."""
+    """Runs repeated small calls of some operations with one call of the extension each."""
 
     def __init__(self, executor: NativeExecutor, runner: Any, engine: Engine) -> None:
         call_log = engine.stalls.call_log
@@ -185,7 +185,8 @@ class Shortcut:
             runner, engine.operation, call_log, call_log.slots, np.ndarray, spin_ns, YIELD_NS, int(STALL_SECONDS * 1e9)
         )
         self.run = self._made.run
-        """`run(x, op)` returns False if the call must go the long way, True if it has returned, or the begun call."""
+        """`run(x, what)` returns False if the call must go the long way, True if it has returned, or the begun call."""
+        self._names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     @property
     def is_open(self) -> bool:
@@ -196,18 +197,32 @@ class Shortcut:
     def is_open(self, is_open: bool) -> None:
         self._runner.is_open = is_open
 
+    def name(self, *what: Any) -> tuple[Any, ...]:
+        """Return the one object that stands for `what`: calls are told apart by identity."""
+        known = self._names.get(what)
+        if known is None and len(self._names) < CACHED:
+            known = self._names[what] = what
+        return what if known is None else known
+
     def add(
-        self, x: Array, op: str, shape: tuple[int, ...], call: Call, plan: Plan, rule: Reduction, attempt: Attempt
+        self,
+        x: Array,
+        what: Any,
+        shape: tuple[int, ...],
+        call: Call,
+        plan: Plan,
+        rule: Reduction | None,
+        attempt: Attempt,
     ) -> None:
         """Let calls with arrays like `x` take the shortcut, if they are small enough to be over in a moment."""
         if x.nbytes <= SHORT_BYTES:
             self._made.add(
                 x.dtype,
                 shape,
-                op,
+                what,
                 call,
                 self._executor.prepared_plan(plan),
-                self._executor.prepared_reduction(rule, x.dtype, attempt.size),
+                None if rule is None else self._executor.prepared_reduction(rule, x.dtype, attempt.size),
                 attempt.size,
                 attempt.prefix(call, 0),
             )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from covey.base.numbers import Rank
     from covey.runtime.buffers import Operand
+    from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
 
@@ -47,6 +48,15 @@ class Issuer:
                 self._calls.clear()
             call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
+
+    def _resume(self, x: Any, call: Call) -> Any:
+        """Go on with a call that the shortcut has begun, because it takes longer; return `x`."""
+
+        def body(attempt: Attempt) -> Any:
+            attempt.resume()
+            return x
+
+        return self._engine.run(call, body, timeout=None, async_op=False)
 
     def _check_rank(self, rank: int, what: str) -> Rank:
         """Return `rank` as a `Rank`; raise ConfigError if the group has no such rank."""

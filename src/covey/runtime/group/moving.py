@@ -39,6 +39,11 @@ class Moves(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Copy `x` of `root` into `x` of every rank, and return `x`."""
+        shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
+        if shortcut is not None and type(root) is int:
+            outcome = shortcut.run(x, shortcut.name("broadcast", root))
+            if outcome is not False:
+                return x if outcome is True else self._resume(x, outcome)
         root = self._check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
         size, itemsize = operand.flat.size, operand.flat.itemsize
@@ -51,7 +56,11 @@ class Moves(Issuer):
             return x
 
         then = operand.deliver if self.rank != root else None
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
+        result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
+        if shortcut is not None and type(x) is np.ndarray and operand.is_own:
+            plan, what = choose.broadcast(self.rank, self.size, root, size, itemsize, None), ("broadcast", root)
+            shortcut.add(operand.flat, shortcut.name(*what), operand.shape, call, plan, None, self._engine.attempt)
+        return result
 
     def all_gather(
         self,
@@ -134,12 +143,22 @@ class Moves(Issuer):
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return once every rank has called this."""
+        shortcut = self._engine.shortcut if timeout is None and not async_op else None
+        nothing = self._engine.nothing
+        if shortcut is not None:
+            outcome = shortcut.run(nothing, shortcut.name("barrier"))
+            if outcome is not False:
+                return None if outcome is True else self._resume(None, outcome)
         call = self._call("barrier", None, None)
 
         def body(attempt: Attempt) -> None:
-            attempt.execute(barrier.dissemination(attempt.slot, attempt.size), [self._engine.nothing])
+            attempt.execute(barrier.dissemination(attempt.slot, attempt.size), [nothing])
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+        result = self._engine.run(call, body, timeout=timeout, async_op=async_op)
+        if shortcut is not None:
+            plan = barrier.dissemination(self.rank, self.size)
+            shortcut.add(nothing, shortcut.name("barrier"), nothing.shape, call, plan, None, self._engine.attempt)
+        return result
 
     # Objects
 

@@ -53,7 +53,7 @@ class Reductions(Issuer):
         if shortcut is not None and weight is None and timeout is None and algorithm is None and not async_op:
             outcome = shortcut.run(x, op)
             if outcome is not False:
-                return x if outcome is True else self._resume_all_reduce(x, outcome)
+                return x if outcome is True else self._resume(x, outcome)
         is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
@@ -89,15 +89,6 @@ class Reductions(Issuer):
             then = functools.partial(_reduced, operand, is_number)
         return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
 
-    def _resume_all_reduce(self, x: Array, call: Call) -> Any:
-        """Go on with a call that the shortcut has begun, because it takes longer."""
-
-        def body(attempt: Attempt) -> Any:
-            attempt.resume()
-            return x
-
-        return self._engine.run(call, body, timeout=None, async_op=False)
-
     def _prepare_all_reduce(self, flat: Array, key: tuple[Any, ...]) -> Call:
         """Return the description of calls with arrays like `flat`, and cache it; raise if such calls cannot work."""
         _, shape, op, algorithm, is_plain = key
@@ -126,6 +117,11 @@ class Reductions(Issuer):
         async_op: bool = False,
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
+        shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
+        if shortcut is not None and type(root) is int:
+            outcome = shortcut.run(x, shortcut.name("reduce", root, op))
+            if outcome is not False:
+                return x if outcome is True else self._resume(x, outcome)
         root = self._check_rank(root, "root")
         operand = writable(x)
         rule = reduction(op, operand.flat.dtype)
@@ -142,7 +138,14 @@ class Reductions(Issuer):
             return x
 
         then = operand.deliver if self.rank == root else None
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
+        result = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then, root=root)
+        if shortcut is not None and type(x) is np.ndarray and operand.is_own:
+            size, itemsize = operand.flat.size, operand.flat.itemsize
+            plan = choose.reduce(self.rank, self.size, root, size, itemsize, None)
+            if self.rank == root or not plan.recvs:  # a rank that forwards needs a copy
+                what = shortcut.name("reduce", root, op)
+                shortcut.add(operand.flat, what, operand.shape, call, plan, rule, self._engine.attempt)
+        return result
 
     def reduce_scatter(
         self,
