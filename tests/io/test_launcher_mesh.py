@@ -72,7 +72,7 @@ def test_the_word_of_a_keeper_reaches_the_ranks_that_agree_on_views() -> None:
 def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
     """The keeper's word that a process has exited may be read before the last that the process itself said."""
     nodes: dict[int, Node] = {}
-    is_heard = threading.Event()
+    is_out, is_heard = threading.Event(), threading.Event()
 
     def work(group: covey.Group) -> None:
         node = engine_of(group).node
@@ -80,8 +80,11 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
         nodes[group.rank] = node
         group.barrier()
         if group.rank:
+            is_out.set()
             is_heard.wait(10)  # its own goodbye comes later
             return
+
+        assert is_out.wait(10)  # of the barrier, which its exclusion would end
 
         async def hear_both_at_once() -> bool:
             nodes[1].send(Seat(0), messages.Goodbye())  # it is in the socket now, and this rank has not looked there
