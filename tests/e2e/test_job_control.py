@@ -64,7 +64,9 @@ with covey.join(on_loss=os.environ["POLICY"]) as group:
     for _ in range(100):  # long enough for a loss to be noticed
         group.all_reduce(np.ones(1))
         time.sleep(0.01)
-    print("the end", group.rank, len(group.live), flush=True)
+    live = len(group.live)
+    group.barrier()  # before a rank leaves
+    print("the end", group.rank, live, flush=True)
 """
 
 

@@ -149,12 +149,16 @@ def test_a_message_made_of_a_hostile_text_is_clean() -> None:
 def test_a_hostile_rank_does_not_write_to_the_terminals_of_the_others() -> None:
     """It revokes the group, refuses a lane and answers what it called, with texts of its own."""
     errors: dict[int, BaseException] = {}
-    is_over = threading.Event()
+    is_out, is_over = threading.Event(), threading.Event()
 
     def attack(group: Group) -> None:
         engine = engine_of(group)
         assert engine.node is not None
         group.all_reduce(1)
+        if group.rank:
+            is_out.set()
+        else:
+            assert is_out.wait(DEADLINE)  # the attack is on its next operation
         if group.rank == 0:
             link = engine.node.peers[Seat(1)].link
             assert link is not None
