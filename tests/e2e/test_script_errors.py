@@ -49,7 +49,7 @@ def test_a_missed_join_shows_the_line_that_joined_and_ctrl_c_says_what_it_interr
 
     code, _, err = end(machine.start("job.py", INTERRUPT="itself"))
     assert code == -signal.SIGINT
-    assert err.count("  File") == 1
+    assert err.count("  File") == 1, err
     assert err.splitlines()[-1] == "KeyboardInterrupt: interrupted while waiting for run 'mine'"
 
     code, _, err = end(machine.start("-m", "covey", "run", "mine", "job.py", INTERRUPT="parent", COVEY_WARM_START="0"))

@@ -83,7 +83,8 @@ def shorten(error: BaseException) -> None:
         if isinstance(current, CoveyError | KeyboardInterrupt):
             if following is not None and _is_internal(following):
                 current.__cause__, following = None, None  # this suppresses the context, too
-            current.__traceback__ = without_covey(current.__traceback__)
+            # A named interrupt came in covey's own wait, whatever covey was calling there.
+            current.__traceback__ = without_covey(current.__traceback__, below=_IS_NAMED not in vars(current))
         current = following
 
 
@@ -97,11 +98,11 @@ def _is_internal(error: BaseException) -> bool:
     return not isinstance(error, CoveyError) and (caught_by is None or _is_in_covey(caught_by))
 
 
-def without_covey(traceback: TracebackType | None) -> TracebackType | None:
+def without_covey(traceback: TracebackType | None, *, below: bool = True) -> TracebackType | None:
     """Return a traceback without covey's frames and what they call in Python's library, or in code without a file.
 
-    Frames of torch that lead to covey's are left out, too. Frames of other code below covey's stay: there, covey has
-    called a function of the user.
+    Frames of torch that lead to covey's are left out, too. Frames of other code below covey's stay if `below`: there,
+    covey has called a function of the user.
     """
     kept: list[TracebackType] = []
     is_below = False
@@ -111,7 +112,7 @@ def without_covey(traceback: TracebackType | None) -> TracebackType | None:
             is_below = True
             while kept and _is_in_torch(kept[-1]):
                 kept.pop()
-        elif not (is_below and _is_in_library(current)):
+        elif not (is_below and (not below or _is_in_library(current))):
             is_below = False
             kept.append(current)
         current = current.tb_next
