@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 on_every_lane = pytest.mark.parametrize("lanes", LANES)
 with_ranks = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-with_crews = pytest.mark.parametrize(("size", "lanes"), [(1, "memory"), *itertools.product([2, 3, 4, 5], LANES)])
+at_all_sizes = pytest.mark.parametrize(("size", "lanes"), [(1, "memory"), *itertools.product([2, 3, 4, 5], LANES)])
 MIB = 1 << 20
 
 
-@with_crews
+@at_all_sizes
 def test_all_reduce_combines_in_place_and_returns_its_argument(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         assert set(group.lanes().values()) <= {lanes}
@@ -37,7 +37,7 @@ def test_all_reduce_combines_in_place_and_returns_its_argument(size: int, lanes:
     run_threads(size, body, lanes=lanes)
 
 
-@with_crews
+@at_all_sizes
 def test_every_all_reduce_algorithm_gives_the_same_numbers(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for algorithm in choose.ALL_REDUCE:
@@ -54,7 +54,7 @@ def test_every_all_reduce_algorithm_gives_the_same_numbers(size: int, lanes: str
     run_threads(size, body, lanes=lanes)
 
 
-@with_crews
+@at_all_sizes
 def test_reduce_changes_the_root_only(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for seed, count in enumerate(around_thresholds(size, 8, parts=1)):
@@ -68,7 +68,7 @@ def test_reduce_changes_the_root_only(size: int, lanes: str) -> None:
     run_threads(size, body, lanes=lanes)
 
 
-@with_crews
+@at_all_sizes
 def test_broadcast_copies_the_root_to_every_rank(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for seed, count in enumerate(around_thresholds(size, 4, parts=1)):
@@ -98,7 +98,7 @@ def test_rooted_algorithms_agree_for_every_root(size: int, lanes: str) -> None:
     run_threads(size, body, lanes=lanes)
 
 
-@with_crews
+@at_all_sizes
 def test_all_gather_returns_the_blocks_of_all_ranks_even_of_other_shapes(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         for algorithm in (None, "direct", "ring"):
@@ -121,7 +121,7 @@ def test_all_gather_returns_the_blocks_of_all_ranks_even_of_other_shapes(size: i
     run_threads(size, body, lanes=lanes)
 
 
-@with_crews
+@at_all_sizes
 def test_gather_scatter_and_all_to_all_move_uneven_blocks(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank
@@ -147,7 +147,7 @@ def test_gather_scatter_and_all_to_all_move_uneven_blocks(size: int, lanes: str)
     run_threads(size, body, lanes=lanes)
 
 
-@with_crews
+@at_all_sizes
 def test_blocks_of_all_to_all_and_scatter_may_have_dtypes_of_their_own(size: int, lanes: str) -> None:
     kinds = ["uint8", "float32", "complex128", "bool", "int16"]
 
@@ -164,7 +164,7 @@ def test_blocks_of_all_to_all_and_scatter_may_have_dtypes_of_their_own(size: int
     run_threads(size, body, lanes=lanes)
 
 
-@with_crews
+@at_all_sizes
 def test_reduce_scatter_returns_the_own_rows_and_leaves_the_argument(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank
@@ -191,7 +191,7 @@ def test_reduce_scatter_returns_the_own_rows_and_leaves_the_argument(size: int, 
     run_threads(size, body, lanes=lanes)
 
 
-@with_crews
+@at_all_sizes
 def test_scan_and_exscan_return_the_combination_of_the_ranks_before(size: int, lanes: str) -> None:
     def body(group: Group) -> None:
         me = group.rank

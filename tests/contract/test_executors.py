@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tests.support.compiled import EXECUTORS, needs_native, use_executors
+from tests.support.compiled import EXECUTORS, needs_native, takes_native, use_executors
 from tests.support.values import LANES
 
 from covey.testing.threads import run_threads
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def test_a_group_uses_the_executors_that_were_chosen(chosen: str, lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_executors(monkeypatch, chosen)
 
-    def body(group: Group) -> tuple[bool, list[float]]:
+    def body(group: Group) -> tuple[str, list[float]]:
         x = np.arange(5.0) + group.rank
-        return group._engine.is_native, list(group.all_reduce(x))
+        return group.lanes().executor, list(group.all_reduce(x))
 
     uses, sums = zip(*run_threads(3, body, lanes=lanes), strict=True)
-    assert uses == {"python": (False,) * 3, "native": (True,) * 3, "mixed": (True, False, True)}[chosen]
+    assert uses == tuple("compiled" if takes_native(chosen, rank) else "Python" for rank in range(3))
     assert all(each == [3.0, 6.0, 9.0, 12.0, 15.0] for each in sums)

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support import pipes
+from tests.support.compiled import needs_native
 from tests.support.jobs import DEADLINE, Ended, Job, finish, new_job
+
+import covey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,6 +122,15 @@ def test_outside_of_a_cluster_this_machine_is_examined_and_the_way_into_one_is_t
         assert words in ended.out
     assert "\x1b" not in ended.out + ended.err
     assert all(line == line.rstrip() for line in ended.out.splitlines())
+
+
+@needs_native
+def test_it_tells_which_executor_moves_the_data_and_why_as_version_does(job: Job) -> None:
+    for setting, executor in (("0", "Python, because COVEY_NATIVE=0 is set"), ("1", "compiled")):
+        said = said_by(doctor(job, "--json", COVEY_NATIVE=setting)[0])
+        assert said["machine"]["versions"]["executor"] == executor
+        version = finish(job.start(DOCTOR.format(words=["--version"]), COVEY_NATIVE=setting))
+        assert version.out == f"covey {covey.__version__}\nexecutor: {executor}\n"
 
 
 def test_a_key_open_to_others_is_found_with_the_command_that_mends_it(job: Job) -> None:

@@ -61,13 +61,13 @@ def wait_or_work(how: str) -> Any:
 @on_lanes
 @pytest.mark.parametrize("how", ["waiting", "working"])
 def test_ctrl_c_ends_an_operation_that_waits_or_works(how: str, lanes: str, executor: str) -> None:
-    with ranks(2, wait_or_work, how, executor=executor, lanes=lanes) as crew:
-        for said in crew.hear("ready"):
+    with ranks(2, wait_or_work, how, executor=executor, lanes=lanes) as processes:
+        for said in processes.hear("ready"):
             assert said["is_native"] == (executor == "native")
-        crew.hear("blocking", [1])
+        processes.hear("blocking", [1])
         time.sleep(0.3)  # it is in the operation by now, as a rule
-        at = crew.signal(1, signal.SIGINT)
-        [ended] = crew.results([1])
+        at = processes.signal(1, signal.SIGINT)
+        [ended] = processes.results([1])
         assert ended["error"] == "KeyboardInterrupt"
         assert ended["at"] - at < NOTICE_SECONDS
 
@@ -100,9 +100,9 @@ def wait_for_the_other(how: str) -> Any:
 @on_lanes
 @pytest.mark.parametrize(("how", "error"), [("deadline", "DeadlineError"), ("close", "ClosedError")])
 def test_a_deadline_and_another_thread_end_a_wait(how: str, error: str, lanes: str, executor: str) -> None:
-    with ranks(2, wait_for_the_other, how, executor=executor, lanes=lanes) as crew:
-        crew.hear("ready")
-        [(raised, seconds)] = crew.results([1])
+    with ranks(2, wait_for_the_other, how, executor=executor, lanes=lanes) as processes:
+        processes.hear("ready")
+        [(raised, seconds)] = processes.results([1])
         assert raised == error
         assert 0.9 < seconds < 1.0 + NOTICE_SECONDS
 
@@ -135,9 +135,9 @@ def fork_while_working(rounds: int) -> Any:
 @on_both
 @on_lanes
 def test_children_that_are_forked_in_the_middle_of_an_operation_disturb_nothing(lanes: str, executor: str) -> None:
-    with ranks(2, fork_while_working, 6, executor=executor, lanes=lanes) as crew:
-        assert crew.results() == [[2.0 * number + 3.0 for number in range(6)]] * 2
-        crew.await_exit()
+    with ranks(2, fork_while_working, 6, executor=executor, lanes=lanes) as processes:
+        assert processes.results() == [[2.0 * number + 3.0 for number in range(6)]] * 2
+        processes.await_exit()
 
 
 def exit_while_working(how: str) -> Any:
@@ -164,11 +164,11 @@ def exit_while_working(how: str) -> Any:
 @on_lanes
 @pytest.mark.parametrize("how", ["worker", "daemon", "dropped"])
 def test_an_interpreter_ends_in_good_order_while_an_operation_runs(how: str, lanes: str, executor: str) -> None:
-    with ranks(2, exit_while_working, how, executor=executor, lanes=lanes) as crew:
-        crew.hear("ready")
-        crew.results([1])
+    with ranks(2, exit_while_working, how, executor=executor, lanes=lanes) as processes:
+        processes.hear("ready")
+        processes.results([1])
         at = time.monotonic()
-        crew.await_exit([1])
+        processes.await_exit([1])
         assert time.monotonic() - at < 2 * NOTICE_SECONDS
-        assert "Fatal" not in crew.errors(1)
-        assert "Traceback" not in crew.errors(1)
+        assert "Fatal" not in processes.errors(1)
+        assert "Traceback" not in processes.errors(1)

@@ -176,16 +176,16 @@ MakeGroup = Callable[..., MessengerGroup]
 
 @pytest.fixture
 def make_group() -> Iterator[MakeGroup]:
-    crews: list[MessengerGroup] = []
+    groups: list[MessengerGroup] = []
 
     def make(*args: Any) -> MessengerGroup:
-        crews.append(MessengerGroup(*args))
-        return crews[-1]
+        groups.append(MessengerGroup(*args))
+        return groups[-1]
 
     try:
         yield make
     finally:
-        for group in crews:
+        for group in groups:
             group.close()
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("messages")]
 

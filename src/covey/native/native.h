@@ -15,6 +15,11 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/socket.h>
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
 
 enum {
     HEADER_BYTES = 64,
@@ -100,6 +105,12 @@ void helper_end(struct helper *helper);
 
 enum outcome lane_ended(struct lane *lane, const char *what);
 enum outcome lane_failed(struct lane *lane, int error);
+
+/* What a failed call on a socket means: IDLE if it may work later, else the lane has ended. */
+bool would_block(int error);
+enum outcome could_not(struct lane *lane, int error);
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* How two ranges of elements are combined: by numpy's own loops, or, for 16-bit floats, by ours. */
 typedef void numpy_loop(char **args, intptr_t const *dimensions, intptr_t const *strides, void *data);

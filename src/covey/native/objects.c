@@ -1,6 +1,7 @@
 /* Plans, undo buffers and what lanes have in common: the objects that Python prepares for the runner. */
 #include "native.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,6 +30,10 @@ enum outcome lane_failed(struct lane *lane, int error)
     PyOS_snprintf(lane->trouble, TROUBLE_BYTES, "[Errno %d] %s", error, said);
     return ENDED;
 }
+
+bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+enum outcome could_not(struct lane *lane, int error) { return would_block(error) ? IDLE : lane_failed(lane, error); }
 
 /* Undo buffers */
 

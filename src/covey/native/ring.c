@@ -16,11 +16,6 @@
 
 #include <errno.h>
 #include <string.h>
-#include <sys/socket.h>
-
-#ifndef MSG_NOSIGNAL
-#define MSG_NOSIGNAL 0
-#endif
 
 enum {
     CONTROL_BYTES = 1024,
@@ -50,8 +45,14 @@ struct ring_lane {
 
 const size_t ring_size = sizeof(struct ring_lane);
 
-static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static uint64_t whole_lines(uint64_t nbytes) { return (nbytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES; }
+
+/* The bytes to move at once, of `left` in the transfer, `there` in the ring, and `until_end` before the ring's end. */
+static uint64_t next_piece(uint64_t left, uint64_t there, uint64_t until_end)
+{
+    uint64_t step = (uint64_t)smaller(smaller((int64_t)left, PIECE_BYTES), smaller((int64_t)there, (int64_t)until_end));
+    return step < left ? step - step % LINE_BYTES : step;
+}
 
 static enum outcome nothing_moved(struct ring_lane *ring)
 {
@@ -93,9 +94,7 @@ static enum outcome ring_transmit(struct lane *lane, struct outgoing *out)
     uint64_t left = (uint64_t)(out->nbytes - out->sent);
     if (left) {
         uint64_t at = head % capacity;
-        uint64_t step = smaller(smaller(left, PIECE_BYTES), smaller(room, capacity - at));
-        if (step < left)
-            step -= step % LINE_BYTES;
+        uint64_t step = next_piece(left, room, capacity - at);
         memcpy(end->bytes + at, out->data + out->sent, step);
         out->sent += (int64_t)step;
         head += whole_lines(step);
@@ -128,9 +127,7 @@ static enum outcome ring_receive(struct lane *lane, struct incoming *in)
     }
     uint64_t left = (uint64_t)(in->nbytes - in->got);
     uint64_t at = tail % capacity;
-    uint64_t step = smaller(smaller(left, PIECE_BYTES), smaller(available, capacity - at));
-    if (step < left)
-        step -= step % LINE_BYTES;
+    uint64_t step = next_piece(left, available, capacity - at);
     if (step) {
         if (in->dest != NULL)
             memcpy(in->dest + in->got, end->bytes + at, step);
@@ -183,7 +180,7 @@ static void ring_unpark(struct lane *lane)
     do
         count = recv(ring->doorbell, rung, sizeof rung, MSG_DONTWAIT);
     while (count == sizeof rung);
-    if (count == 0 || (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
+    if (count == 0 || (count < 0 && !would_block(errno)))
         ring->peer_is_gone = true;
 }
 

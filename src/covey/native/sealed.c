@@ -15,11 +15,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
-
-#ifndef MSG_NOSIGNAL
-#define MSG_NOSIGNAL 0
-#endif
 
 enum {
     KEY_BYTES = 16,
@@ -242,14 +237,7 @@ struct sealed_lane {
 
 const size_t sealed_size = sizeof(struct sealed_lane);
 
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static bool is_long(const struct keyed *keyed, int64_t nbytes) { return keyed->cipher != NULL && nbytes >= LONG_BYTES; }
-
-static enum outcome could_not(struct lane *lane, int error)
-{
-    return error == EAGAIN || error == EWOULDBLOCK || error == EINTR ? IDLE : lane_failed(lane, error);
-}
 
 static enum outcome forged(struct sealed_lane *sealed, struct pipe *pipe)
 {
@@ -335,7 +323,6 @@ static bool has_room(const struct pipe *pipe)
     return !pipe->plain_left && !pipe->out_start && pipe->out_end <= FIRST_BYTES + OVERHEAD_BYTES;
 }
 
-/* Seals and sends what the kernel takes. On the thread of the operation, or on the helper's. */
 /* Notes why nothing more can be sent. The other half of the lane may be in use on another thread, with its own trouble. */
 static enum outcome cannot_send(struct sealed_lane *sealed, const char *what)
 {
@@ -343,6 +330,7 @@ static enum outcome cannot_send(struct sealed_lane *sealed, const char *what)
     return ENDED;
 }
 
+/* Seals and sends what the kernel takes. On the thread of the operation, or on the helper's. */
 static enum outcome send_more(struct sealed_lane *sealed, struct outgoing *out)
 {
     enum outcome outcome = IDLE;
@@ -357,7 +345,7 @@ static enum outcome send_more(struct sealed_lane *sealed, struct outgoing *out)
         if (pipe->out_end) {
             ssize_t taken = send(pipe->fd, pipe->out + pipe->out_start, (size_t)(pipe->out_end - pipe->out_start),
                                  MSG_NOSIGNAL | MSG_DONTWAIT);
-            if (taken < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+            if (taken < 0 && !would_block(errno))
                 return cannot_send(sealed, strerror(errno));
             if (taken > 0) {
                 outcome = MOVED;

@@ -4,12 +4,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <sys/uio.h>
-
-#ifndef MSG_NOSIGNAL
-#define MSG_NOSIGNAL 0
-#endif
 
 enum {
     SEND_BYTES = 1 << 20,    /* handed to the kernel at once: much more leaves the cache before the peer reads it */
@@ -25,13 +20,6 @@ struct stream_lane {
 };
 
 const size_t stream_size = sizeof(struct stream_lane);
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static enum outcome could_not(struct lane *lane, int error)
-{
-    return error == EAGAIN || error == EWOULDBLOCK || error == EINTR ? IDLE : lane_failed(lane, error);
-}
 
 static enum outcome stream_transmit(struct lane *lane, struct outgoing *out)
 {

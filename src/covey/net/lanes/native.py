@@ -6,7 +6,6 @@ in Python, so the other end may be either.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from functools import cache
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import ConfigError
 from covey.net.descriptors import track
 from covey.net.lanes.ring import RingLane
-from covey.net.lanes.stream import SocketLane, StreamLane
+from covey.net.lanes.stream import SocketLane, StreamLane, close_without_reset
 from covey.net.native import native
 
 if TYPE_CHECKING:
@@ -143,9 +142,4 @@ class NativeSealedLane(SocketLane):
         self.native.close()
         unread = bytearray(1 << 16)
         for sock in self._socks:
-            # Unread bytes would turn the close into a reset that can overtake what we sent.
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_WR)
-                while sock.recv_into(unread):
-                    pass
-            sock.close()
+            close_without_reset(sock, unread)

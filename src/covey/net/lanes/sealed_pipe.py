@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from covey.net.descriptors import track
 from covey.net.lanes.lane import SMALL_BYTES
+from covey.net.lanes.stream import close_without_reset
 from covey.wire.header import HEADER_BYTES
 from covey.wire.seal import (
     ACCEPTOR,
@@ -118,9 +118,4 @@ class SealedPipe:
 
     def close(self) -> None:
         """End the stream and close the socket."""
-        # Closing with unread bytes resets the connection, and the reset can overtake what was sent.
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_WR)
-            while self.sock.recv_into(self._cipher_in):
-                pass
-        self.sock.close()
+        close_without_reset(self.sock, self._cipher_in)

@@ -163,9 +163,16 @@ class StreamLane(SocketLane):
         self._sock.shutdown(how)
 
     def close(self) -> None:
-        # Closing with unread bytes resets the connection, and the reset can overtake what was sent.
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
-            while self._sock.recv_into(self._scratch_view):
-                pass
-        self._sock.close()
+        close_without_reset(self._sock, self._scratch_view)
+
+
+def close_without_reset(sock: socket.socket, scratch: memoryview | bytearray) -> None:
+    """End the stream, read what has arrived into `scratch`, and close the socket, which is non-blocking.
+
+    Closing with unread bytes resets the connection, and the reset can overtake what was sent.
+    """
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv_into(scratch):
+            pass
+    sock.close()

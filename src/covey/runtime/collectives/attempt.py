@@ -81,14 +81,15 @@ class Attempt(EnginePart):
         self.has_idle_core = engine.has_idle_core
         self.deadline = 0.0
         """When the current operation must have ended."""
-        self.knows_change = self._is_stopped = False
+        self.knows_change = self.is_stopped = False
+        """Whether headers carry CHANGE_PENDING, and whether `check` raises."""
         self._native: NativeExecutor | None = None
         if engine.is_native:
             from covey.runtime.collectives.native_executor import NativeExecutor
 
             self._native = NativeExecutor(self.size)
-        self._execute: Any = execute if self._native is None else self._native.execute
-        self._run = engine.quiet.run if self._native is None else _call
+        run: Callable[..., None] = engine.quiet.run
+        self._execute: Any = functools.partial(run, execute) if self._native is None else self._native.execute
         self._bell = bell
         self._lanes: list[Lane | None] = [None] * self.size
         self._barrier = barrier.dissemination(self.slot, self.size)
@@ -118,9 +119,7 @@ class Attempt(EnginePart):
         operation = engine.operation
         prefix = self._prefixes.get((operation.call.fingerprint, phase)) or self.prefix(operation.call, phase)
         self.deadline = operation.deadline
-        self._run(
-            self._execute, plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo
-        )
+        self._execute(plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo)
 
     def commit(self) -> None:
         """Return once all ranks of the attempt have called this."""
@@ -182,14 +181,9 @@ class Attempt(EnginePart):
 
     # What the executor calls (`executor.ExecutionHost`): `peer` is a slot, taken from a move of a plan
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether `check` raises."""
-        return self._is_stopped
-
     def stop(self) -> None:
         """Let `check` raise from now on. On any thread; the caller rings the bell."""
-        self._is_stopped = True
+        self.is_stopped = True
         if self._native is not None:
             self._native.stop()
 
@@ -277,7 +271,3 @@ class Attempt(EnginePart):
         self.polls.clear()
         if self._native is not None:
             self._native.forget_lanes()
-
-
-def _call(function: Callable[..., None], *args: Any) -> None:
-    function(*args)

@@ -240,7 +240,7 @@ class Engine:
         try:
             self._is_issuing = True
             if self.shortcut is not None:
-                self.shortcut.is_open = False
+                self.shortcut.close()
             if self.failure.fault is not None or self.is_closed:
                 self.failure.refuse(call)
             limit = self.config.timeout if timeout is None else check_timeout(timeout)
@@ -259,7 +259,7 @@ class Engine:
     def open_shortcut(self) -> None:
         """Let repeated small calls take the shortcut, unless another operation runs or the group is over."""
         if self.shortcut is not None and not (self._is_issuing or self._backlog.unfinished or self.is_over):
-            self.shortcut.is_open = True
+            self.shortcut.open()
 
     def perform(
         self,
@@ -362,7 +362,7 @@ class Engine:
         """End the group in a forked child: locks of other threads are replaced, pending works raise ClosedError."""
         self._issuing, self._is_issuing = threading.RLock(), False
         if self.shortcut is not None:
-            self.shortcut.is_open = False  # or the child would write into the parent's lanes
+            self.shortcut.close()  # or the child would write into the parent's lanes
         self.bell.forked()
         if self.atomic is not None:
             self.atomic.forked()

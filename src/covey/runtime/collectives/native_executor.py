@@ -14,6 +14,7 @@ from covey.base.dtypes import BFLOAT16
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.native import native
 from covey.plan.moves import first_writes
+from covey.runtime.collectives.operation import ANNOUNCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,8 +31,6 @@ SPIN_NS: Final = 50_000
 """How long a rank with a core of its own looks again and again; falling asleep and being woken costs about as much."""
 YIELD_NS: Final = 200_000
 """How long a rank then gives its core to others between two looks, before it sleeps."""
-STALL_SECONDS: Final = 0.2
-"""The first time that a stall is looked at: when it is announced."""
 SHORT_BYTES: Final = 1 << 14
 """Arrays up to this may take the shortcut."""
 CACHED: Final = 512
@@ -74,7 +73,7 @@ class NativeExecutor:
             buffers = [buffer.view(np.uint16) if buffer.dtype is BFLOAT16 else buffer for buffer in buffers]
         runner = self._runner
         limit = attempt.deadline - time.monotonic()
-        stall_seconds = STALL_SECONDS if limit > STALL_SECONDS else max(0.0, limit)
+        stall_seconds = ANNOUNCE_SECONDS if limit > ANNOUNCE_SECONDS else max(0.0, limit)
         try:
             reason = runner.start(
                 prepared,
@@ -97,7 +96,7 @@ class NativeExecutor:
     def resume(self, attempt: Attempt) -> None:
         """Go on with an operation that a shortcut has begun."""
         try:
-            self._finish(self._runner.resume(int(STALL_SECONDS * 1e9)), attempt)
+            self._finish(self._runner.resume(int(ANNOUNCE_SECONDS * 1e9)), attempt)
         except BaseException:
             self._runner.finish()
             raise
@@ -124,7 +123,7 @@ class NativeExecutor:
             return max(0.0, attempt.stalled(now - idle, waiting_for) - time.monotonic())
         if reason == STOPPED:
             attempt.check()
-            return STALL_SECONDS
+            return ANNOUNCE_SECONDS
         peer, expected, header, trouble = runner.details()
         if reason == NEEDS_LANE:
             lane: Any = attempt.lane(peer)
@@ -133,7 +132,7 @@ class NativeExecutor:
             attempt.lane_closed(peer, LaneClosedError(trouble))
         elif reason == WRONG_HEADER:
             attempt.wrong_header(peer, expected, header)
-        return STALL_SECONDS
+        return ANNOUNCE_SECONDS
 
     def prepared_plan(self, plan: Plan) -> Any:
         """Return a plan as the extension runs it."""
@@ -182,20 +181,26 @@ class Shortcut:
         spin_ns = SPIN_NS if engine.may_spin else 0
         self._executor, self._runner = executor, runner
         self._made = native().module.Shortcut(
-            runner, engine.operation, call_log, call_log.slots, np.ndarray, spin_ns, YIELD_NS, int(STALL_SECONDS * 1e9)
+            runner,
+            engine.operation,
+            call_log,
+            call_log.slots,
+            np.ndarray,
+            spin_ns,
+            YIELD_NS,
+            int(ANNOUNCE_SECONDS * 1e9),
         )
         self.run = self._made.run
         """`run(x, what)` returns False if the call must go the long way, True if it has returned, or the begun call."""
         self._names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    @property
-    def is_open(self) -> bool:
-        """Whether calls may take the shortcut."""
-        return bool(self._runner.is_open)
+    def open(self) -> None:
+        """Let calls take the shortcut from now on."""
+        self._runner.is_open = True
 
-    @is_open.setter
-    def is_open(self, is_open: bool) -> None:
-        self._runner.is_open = is_open
+    def close(self) -> None:
+        """Let all calls go the long way from now on."""
+        self._runner.is_open = False
 
     def name(self, *what: Any) -> tuple[Any, ...]:
         """Return the one object that stands for `what`: calls are told apart by identity."""

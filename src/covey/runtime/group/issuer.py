@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.native_executor import Shortcut
 
 CACHED_CALLS: Final = 4096
 """Cached descriptions of calls. A program with more different calls pays for describing them again."""
@@ -48,6 +49,15 @@ class Issuer:
                 self._calls.clear()
             call = self._calls[key] = make_call(operation, code, shape, **agreed)
         return call
+
+    def _took_shortcut(self, shortcut: Shortcut | None, x: Any, *what: Any) -> bool:
+        """Run the operation `what` on `x` and return True, unless it needs the long way; `what` is hashable."""
+        outcome = False if shortcut is None else shortcut.run(x, shortcut.name(*what))
+        if outcome is False:
+            return False
+        if outcome is not True:
+            self._resume(x, outcome)
+        return True
 
     def _resume(self, x: Any, call: Call) -> Any:
         """Go on with a call that the shortcut has begun, because it takes longer; return `x`."""

@@ -40,10 +40,8 @@ class Moves(Issuer):
     ) -> Any:
         """Copy `x` of `root` into `x` of every rank, and return `x`."""
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
-        if shortcut is not None and type(root) is int:
-            outcome = shortcut.run(x, shortcut.name("broadcast", root))
-            if outcome is not False:
-                return x if outcome is True else self._resume(x, outcome)
+        if type(root) is int and self._took_shortcut(shortcut, x, "broadcast", root):
+            return x
         root = self._check_rank(root, "root")
         operand = readable(x) if self.rank == root else writable(x)
         size, itemsize = operand.flat.size, operand.flat.itemsize
@@ -145,10 +143,8 @@ class Moves(Issuer):
         """Return once every rank has called this."""
         shortcut = self._engine.shortcut if timeout is None and not async_op else None
         nothing = self._engine.nothing
-        if shortcut is not None:
-            outcome = shortcut.run(nothing, shortcut.name("barrier"))
-            if outcome is not False:
-                return None if outcome is True else self._resume(None, outcome)
+        if self._took_shortcut(shortcut, nothing, "barrier"):
+            return None
         call = self._call("barrier", None, None)
 
         def body(attempt: Attempt) -> None:

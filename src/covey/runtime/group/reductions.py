@@ -118,10 +118,8 @@ class Reductions(Issuer):
     ) -> Any:
         """Combine `x` of all ranks into `x` of `root`, and return `x`. On other ranks `x` does not change."""
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
-        if shortcut is not None and type(root) is int:
-            outcome = shortcut.run(x, shortcut.name("reduce", root, op))
-            if outcome is not False:
-                return x if outcome is True else self._resume(x, outcome)
+        if type(root) is int and self._took_shortcut(shortcut, x, "reduce", root, op):
+            return x
         root = self._check_rank(root, "root")
         operand = writable(x)
         rule = reduction(op, operand.flat.dtype)
