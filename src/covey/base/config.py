@@ -84,6 +84,8 @@ class GroupConfig:
     """Seconds that members wait for a quorum of the others before they give up."""
     quorum: str = "majority"
     """Which members may continue: a `majority` of the last view, or `any`, with which two halves may continue apart."""
+    compress: str = ""
+    """How gradients are compressed: a codec like `int8`, or a policy like `embed.*=topk(0.01), *=int8`."""
 
     def __post_init__(self) -> None:
         if self.lanes not in LANES:
@@ -176,4 +178,5 @@ _ENVIRONMENT: Final[dict[str, tuple[str, Callable[[str, str], Any]]]] = {
     "COVEY_ON_LOSS": ("on_loss", _text),
     "COVEY_PATIENCE": ("patience", _seconds),
     "COVEY_QUORUM": ("quorum", _text),
+    "COVEY_COMPRESS": ("compress", _text),
 }

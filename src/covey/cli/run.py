@@ -110,6 +110,10 @@ def run(
         Quorum | None,
         typer.Option(help="Which members may continue: a majority of the last view, or any part, as separate runs."),
     ] = None,
+    compress: Annotated[
+        str | None,
+        typer.Option(metavar="CODEC", help="Send gradients in fewer bytes: int8, or embed.*=topk(0.01), *=int8."),
+    ] = None,
     tie_breaker: Annotated[
         str | None,
         typer.Option(
@@ -163,6 +167,8 @@ def run(
         settings["COVEY_PATIENCE"] = str(check_timeout(patience, "--patience"))
     if quorum is not None:
         settings["COVEY_QUORUM"] = quorum.value
+    if compress is not None:
+        settings["COVEY_COMPRESS"] = compress
     of_cluster = (run_name, cluster, min_size, max_size, size, wait, seeds, interfaces, tie_breaker, new or None)
     if processes is not None and all(option is None for option in of_cluster):
         if insecure:

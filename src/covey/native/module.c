@@ -314,6 +314,7 @@ bool runner_begin(struct runner *runner, const struct operation *operation)
     runner->stall_ns = operation->stall_ns;
     runner->sent = runner->applied = 0;
     runner->is_sending = runner->is_receiving = runner->is_out_of_memory = false;
+    runner->is_encoded = runner->is_decoded = false;
     runner->out.nbytes = 0;
     memset(runner->out_moves, 0, (size_t)runner->size * sizeof *runner->out_moves);
     memset(runner->in_moves, 0, (size_t)runner->size * sizeof *runner->in_moves);
@@ -514,7 +515,21 @@ static PyMethodDef shortcut_methods[] = {
     {"run", (PyCFunction)(void (*)(void))shortcut_run, METH_FASTCALL, "Run a call like one that was added."},
     {NULL, NULL, 0, NULL},
 };
+static PyObject *runner_sent(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(((struct runner *)self)->sent);
+}
+
+static PyObject *runner_applied(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(((struct runner *)self)->applied);
+}
+
 static PyGetSetDef runner_attributes[] = {
+    {"sent", runner_sent, NULL, "The number of sends that are done.", NULL},
+    {"applied", runner_applied, NULL, "The number of receives that are done.", NULL},
     {"is_open", runner_is_open, runner_set_open, "Whether shortcuts may run: no other operation does, and none failed.", NULL},
     {"change_pending", runner_change_pending, NULL, "Whether this rank knows of a waiting change.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -157,11 +157,13 @@ PyObject *undo_method_forget(PyObject *self, PyObject *unused);
 struct send_move {
     int32_t peer, buffer, after;
     int64_t start, stop;
+    bool is_coded; /* Python encodes the range first */
 };
 struct recv_move {
     int32_t peer, buffer, after, action;
     int64_t start, stop;
     bool saves; /* whether this is the first receive that changes its range */
+    bool is_coded; /* Python decodes what arrived */
 };
 struct plan {
     PyObject_HEAD
@@ -184,6 +186,8 @@ enum reason {
     STOPPED,       /* the stop word is set, or the wake descriptor is readable */
     NEEDS_LANE,    /* to runner->peer */
     NO_MEMORY,
+    ENCODE,        /* the range of the next send */
+    DECODE,        /* what the current receive has received */
     SIGNALS,       /* time to let the interpreter run its signal handlers; never leaves the extension */
     NOT_YET,       /* the first look, with the interpreter's lock held, was not enough; never leaves the extension */
 };
@@ -210,6 +214,7 @@ struct runner {
     /* Where it is. */
     int64_t sent, applied;
     bool is_sending, is_receiving;
+    bool is_encoded, is_decoded; /* Python was asked to, for the next send and the current receive */
     struct outgoing out;
     struct incoming in;
     uint64_t *out_moves, *in_moves; /* by slot: transfers started */

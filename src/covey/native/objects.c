@@ -151,7 +151,8 @@ void undo_release(struct undo *undo)
 
 enum { MOST_INDEX = 1 << 20 }; /* of a peer or a buffer */
 
-static bool read_moves(PyObject *moves, struct plan *plan, bool is_send, PyObject *saves)
+/* `coded` has a flag for each move, or is NULL. */
+static bool read_moves(PyObject *moves, struct plan *plan, bool is_send, PyObject *saves, PyObject *coded)
 {
     Py_ssize_t count = PyTuple_Size(moves);
     for (Py_ssize_t index = 0; index < count; index++) {
@@ -166,11 +167,12 @@ static bool read_moves(PyObject *moves, struct plan *plan, bool is_send, PyObjec
             PyErr_SetString(PyExc_ValueError, "a move has an impossible number, or ends before it starts");
             return false;
         }
+        bool is_coded = coded != NULL && PyObject_IsTrue(PyTuple_GetItem(coded, index)) > 0;
         if (is_send)
-            plan->sends[index] = (struct send_move){peer, buffer, after, start, stop};
+            plan->sends[index] = (struct send_move){peer, buffer, after, start, stop, is_coded};
         else {
             int is_first = PyObject_IsTrue(PyTuple_GetItem(saves, index));
-            plan->recvs[index] = (struct recv_move){peer, buffer, after, action, start, stop, is_first > 0};
+            plan->recvs[index] = (struct recv_move){peer, buffer, after, action, start, stop, is_first > 0, is_coded};
         }
         if (peer >= plan->peer_count)
             plan->peer_count = peer + 1;
@@ -187,16 +189,19 @@ static void need(struct plan *plan, int32_t buffer, int64_t stop)
 }
 
 /* Plan(sends, recvs, saves): the moves of covey.plan, and for each receive whether it is the first to change its range. */
+/* Plan(sends, recvs, saves[, encodes, decodes]); the last three have a flag for each receive, send and receive. */
 int plan_init(PyObject *self, PyObject *args)
 {
     struct plan *plan = (struct plan *)self;
-    PyObject *sends, *recvs, *saves;
-    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &sends, &PyTuple_Type, &recvs, &PyTuple_Type, &saves))
+    PyObject *sends, *recvs, *saves, *encodes = NULL, *decodes = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!O!|O!O!", &PyTuple_Type, &sends, &PyTuple_Type, &recvs, &PyTuple_Type, &saves,
+                          &PyTuple_Type, &encodes, &PyTuple_Type, &decodes))
         return -1;
     plan->send_count = PyTuple_Size(sends);
     plan->recv_count = PyTuple_Size(recvs);
-    if (PyTuple_Size(saves) != plan->recv_count) {
-        PyErr_SetString(PyExc_ValueError, "there is one flag for each receive");
+    if (PyTuple_Size(saves) != plan->recv_count || (encodes != NULL && PyTuple_Size(encodes) != plan->send_count) ||
+        (decodes != NULL && PyTuple_Size(decodes) != plan->recv_count)) {
+        PyErr_SetString(PyExc_ValueError, "there is one flag for each move");
         return -1;
     }
     plan->sends = calloc((size_t)plan->send_count + 1, sizeof *plan->sends);
@@ -205,7 +210,7 @@ int plan_init(PyObject *self, PyObject *args)
         PyErr_NoMemory();
         return -1;
     }
-    if (!read_moves(sends, plan, true, saves) || !read_moves(recvs, plan, false, saves))
+    if (!read_moves(sends, plan, true, saves, encodes) || !read_moves(recvs, plan, false, saves, decodes))
         return -1;
     plan->needs = calloc((size_t)plan->buffer_count + 1, sizeof *plan->needs);
     if (plan->needs == NULL) {

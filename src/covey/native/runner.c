@@ -201,6 +201,11 @@ static enum reason step(struct runner *runner, bool *moved)
             runner->peer = send->peer;
             if (lane_of(runner, send->peer) == NULL)
                 return NEEDS_LANE;
+            if (send->is_coded && !runner->is_encoded) {
+                runner->is_encoded = true;
+                return ENCODE;
+            }
+            runner->is_encoded = false;
             begin_send(runner, send);
         }
     }
@@ -241,6 +246,11 @@ static enum reason step(struct runner *runner, bool *moved)
             runner->change_pending |= in->change_pending;
         }
         if (in->got == in->nbytes && recv->after <= runner->sent) {
+            if (recv->is_coded && !runner->is_decoded) {
+                runner->is_decoded = true;
+                return DECODE;
+            }
+            runner->is_decoded = false;
             if (runner->is_aside)
                 apply(runner, recv);
             runner->is_receiving = false;
@@ -340,6 +350,8 @@ enum reason runner_run(struct runner *runner, bool only_look)
         if (atomic_load_explicit(&runner->stop, memory_order_relaxed))
             return STOPPED;
         enum reason reason = step(runner, &moved);
+        if (reason == ENCODE || reason == DECODE)
+            runner->idle_since = 0;
         if (reason != NOT_YET)
             return reason;
         bool is_time_to_look = ++looks % LOOKS == 0;

@@ -53,7 +53,7 @@ def all_reduce(rank: int, size: int, count: int, itemsize: int, lanes: str, algo
             return direct.owner_reduce(rank, size, count, segment)
         case "ring":
             return ring.all_reduce(rank, size, count, segment)
-    raise _unknown("all_reduce", algorithm, ALL_REDUCE)
+    raise unknown("all_reduce", algorithm, ALL_REDUCE)
 
 
 @lru_cache(maxsize=256)
@@ -64,7 +64,7 @@ def broadcast(rank: int, size: int, root: int, count: int, itemsize: int, algori
             return tree.broadcast(rank, size, root, count)
         case "ring":
             return ring.broadcast(rank, size, root, count, max(1, SEGMENT_BYTES // itemsize))
-    raise _unknown("broadcast", algorithm, ROOTED)
+    raise unknown("broadcast", algorithm, ROOTED)
 
 
 @lru_cache(maxsize=256)
@@ -75,7 +75,7 @@ def reduce(rank: int, size: int, root: int, count: int, itemsize: int, algorithm
             return tree.reduce(rank, size, root, count)
         case "ring":
             return ring.reduce(rank, size, root, count, max(1, SEGMENT_BYTES // itemsize))
-    raise _unknown("reduce", algorithm, ROOTED)
+    raise unknown("reduce", algorithm, ROOTED)
 
 
 @lru_cache(maxsize=256)
@@ -86,13 +86,14 @@ def all_gather(rank: int, lengths: tuple[int, ...], lanes: str, algorithm: str |
             return direct.all_gather(rank, lengths)
         case "ring":
             return ring.all_gather(rank, lengths)
-    raise _unknown("all_gather", algorithm, ("direct", "ring"))
+    raise unknown("all_gather", algorithm, ("direct", "ring"))
 
 
 def _rooted(nbytes: int, algorithm: str | None) -> str:
     return algorithm or ("tree" if nbytes <= TREE_BYTES else "ring")
 
 
-def _unknown(operation: str, algorithm: str | None, known: tuple[str, ...]) -> ConfigError:
+def unknown(operation: str, algorithm: str | None, known: tuple[str, ...]) -> ConfigError:
+    """Return the error for an algorithm that an operation does not have."""
     extra = " (exchange is for two ranks)" if algorithm == "exchange" else ""
     return ConfigError(f"algorithm={algorithm!r} does not exist for {operation}{extra}; use one of {', '.join(known)}")

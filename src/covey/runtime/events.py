@@ -25,6 +25,8 @@ LISTEN_SECONDS: Final = 1.0
 """How long listeners may take for the last events when the process leaves the run."""
 KEPT: Final = 1000
 """Events that are kept in memory; older ones are in the log."""
+CODEC: Final = "codec"
+"""The event that another codec was chosen."""
 VIEWS: Final = ("lost", "left", "view")
 """Events that are views."""
 PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo", "restore")
@@ -38,7 +40,7 @@ class Event:
     kind: str
     """`lost`: a view without lost members; `left`: a view without members that left; `view`: a view of the same
     members, after a lane broke or an operation was given up; `joined`: a generation with newcomers; `generation`: one
-    without; `restored`: newcomers received the state."""
+    without; `restored`: newcomers received the state; `codec`: `compress="auto"` chose another codec."""
     time: float
     """Seconds since 1970."""
     generation: int
@@ -48,6 +50,8 @@ class Event:
     names: tuple[str, ...] = ()
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds from the first sign of the loss to the end of each phase of a recovery."""
+    text: str = ""
+    """In words, what was chosen and why."""
 
     def to_json(self) -> str:
         """Return the event as one line of JSON."""
@@ -152,7 +156,7 @@ class Events:
                 self._close()
                 event.phases.update(self._phases)
                 self._open, self._phases = event, {}
-            elif self._open is None:
+            elif self._open is None and event.kind != CODEC:
                 self._began = 0.0  # the sign was no loss: such as the link of a member that left
             self._events.append(event)
             if self._queue is not None:

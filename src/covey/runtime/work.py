@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from covey.base.errors import DeadlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Mapping
 
 logger = logging.getLogger("covey")
 
@@ -38,6 +38,9 @@ class Work(Generic[T]):
         self.description = description
         self.contributors: tuple[int, ...] = ()
         """Once a collective is done: the ranks whose input is in its result."""
+        self.info: Mapping[str, Any] = {}
+        """Once a compressed collective is done: `codec`, `reason` (why "auto" chose it), `sent_bytes` and
+        `plain_bytes`, which this rank would have sent without compression."""
         self._then = then
         self._drive = drive
         self._done = threading.Event()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SIZES = "4,64K,1M,16M,64M"
 QUICK_SIZES = "4,64K,1M,8M"
+CODECS = "none,fp16,bf16,fp8,int8,int4,onebit,topk(0.01),randomk(0.01),powersgd(4)"
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -138,6 +139,44 @@ def ddp(
     else:
         console.print(f"{parameters} M parameters, {ranks} ranks, {lanes}", highlight=False)
         console.print(trials.table(outcomes))
+
+
+@app.command()
+def compress(
+    codecs: Annotated[str, typer.Option(help="Codecs, separated by commas.")] = CODECS,
+    links: Annotated[str, typer.Option(help="Speeds of links in Mbit/s, separated by commas.")] = "100,1000,10000",
+    ranks: Annotated[int, typer.Option("-n", metavar="N", help="Ranks.")] = 4,
+    size: Annotated[str, typer.Option(help="Bytes per rank; K, M and G are binary.")] = "64M",
+    lanes: Annotated[str, typer.Option(help="tcp or secure.")] = "tcp",
+    rounds: Annotated[int, typer.Option(help="Turns of each codec; one if it takes over two seconds.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the gain by link here, as SVG.", dir_okay=False)] = None,
+) -> None:
+    """Measure what codecs save, cost and lose, and how long a compressed all_reduce takes over slow links."""
+    from covey.cli.bench import compress as trials
+
+    (nbytes,) = sizes if len(sizes := parse_sizes(size)) == 1 else (0,)
+    if not nbytes:
+        raise ConfigError(f"--size takes one size, not {size!r}")
+    trial = trials.Trial(
+        codecs=trials.split_codecs(codecs),
+        links=tuple(float(word) for word in parse_names(links)),
+        size=ranks,
+        nbytes=nbytes,
+        lanes=lanes,
+        rounds=rounds,
+    )
+    console, facts = Console(stderr=as_json), machine_facts()
+    with cleaning_up_on(signal.SIGTERM, signal.SIGHUP), working("starting", console=console) as show:
+        outcomes = trials.measure(trial, show or (lambda text: None))
+    if as_json:
+        print(json.dumps(trials.as_json(trial, outcomes, facts)))
+    else:
+        console.print(f"all_reduce of {size}, {ranks} ranks, {lanes}; GB/s of float32 on one core", highlight=False)
+        console.print(trials.table(trial, outcomes))
+    if plot is not None:
+        plot.write_text(trials.draw(trial, outcomes))
+        console.print(f"wrote {plot}", highlight=False)
 
 
 def run_sweep(sweep: Sweep, console: Console) -> tuple[list[Measurement], dict[str, str]]:

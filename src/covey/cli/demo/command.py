@@ -20,6 +20,7 @@ from covey.cli.demo.progress import Point, Progress
 from covey.cli.demo.reports import ROUND
 from covey.cli.demo.summary import as_data, checks, summary
 from covey.cli.terminal import is_lively
+from covey.compress.policy import make_policy
 
 ALONE_PATIENCE = 1.5
 """The single node gets this many times `--seconds` for the same samples."""
@@ -37,6 +38,9 @@ def demo(
         float, typer.Option(min=0.1, help="Stop training after this long, whatever --steps says.")
     ] = 12.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial parameters and the batches.")] = 0,
+    compress: Annotated[
+        str, typer.Option(metavar="CODEC", help="Send gradients in fewer bytes, like int8 or topk(0.01).")
+    ] = "",
     no_loss: Annotated[bool, typer.Option("--no-loss", help="Do not kill a process during training.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines of text instead of a live view.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")] = False,
@@ -59,7 +63,9 @@ def demo(
         if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
             signal.signal(signum, _leave)
     victim = ranks // 2 if ranks > 1 and not no_loss else None
-    plan = processes.Plan(ranks, ranks, -(-steps // ROUND), seconds, seed, victim)
+    if compress and make_policy(compress).rules[0][1] is None:
+        compress = ""
+    plan = processes.Plan(ranks, ranks, -(-steps // ROUND), seconds, seed, victim, compress)
     try:
         team, alone = _train_both(show, plan)
     except KeyboardInterrupt:
@@ -77,7 +83,7 @@ def demo(
 
 def _train_both(show: _Show, plan: processes.Plan) -> tuple[Progress, Progress | None]:
     with show:
-        team = Progress(plan.nodes, plan.rounds * ROUND)
+        team = Progress(plan.nodes, plan.rounds * ROUND, codec=plan.compress)
         show.begin(team, None)
         _train(plan, team, show)
         if plan.nodes == 1:
@@ -85,7 +91,7 @@ def _train_both(show: _Show, plan: processes.Plan) -> tuple[Progress, Progress |
         alone = Progress(1, team.last.step)
         show.begin(team, alone)
         rounds, seconds = team.last.step // ROUND, ALONE_PATIENCE * plan.seconds
-        _train(plan._replace(nodes=1, rounds=rounds, seconds=seconds, victim=None), alone, show)
+        _train(plan._replace(nodes=1, rounds=rounds, seconds=seconds, victim=None, compress=""), alone, show)
         return team, alone
 
 

@@ -46,12 +46,15 @@ class Plan(NamedTuple):
     seed: int
     victim: int | None = None
     """The node that is killed during the run."""
+    compress: str = ""
+    """How gradients are compressed; empty: not at all."""
 
     def command(self, node: int) -> list[str]:
         """Return the command of a node."""
         lots = ",".join(str(lot) for lot in range(self.lots) if lot % self.nodes == node)
         arguments = [f"--lots={lots}", f"--nodes={self.nodes}", f"--changes={int(self.victim is not None)}"]
         arguments += [f"--rounds={self.rounds}", f"--seconds={self.seconds}", f"--seed={self.seed}"]
+        arguments += [f"--compress={self.compress}"] if self.compress else []
         return [sys.executable, "-m", "covey.cli.demo.worker", *arguments]
 
 

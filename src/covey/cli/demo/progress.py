@@ -108,6 +108,12 @@ class Progress:
     """The latest step that was reported."""
     lane: str = ""
     gradient_bytes: int = 0
+    codec: str = ""
+    """How gradients are compressed; empty: not at all."""
+    sent_bytes: int = 0
+    """What all nodes have sent of compressed gradients."""
+    plain_bytes: int = 0
+    """What they would have sent without compression."""
     writing: str = ""
     _digests: dict[int, str] = field(default_factory=dict)
     _agreed: bool = True
@@ -134,6 +140,8 @@ class Progress:
                 self._survive(node, report)
             case Round():
                 row.loss = report.batch_loss
+                self.sent_bytes += report.sent_bytes
+                self.plain_bytes += report.plain_bytes
                 row.compute, row.sync = report.compute / report.steps, report.sync / report.steps
                 row.samples_per_second = row.batch / (row.compute + row.sync)
                 if report.steps == ROUND and report.step > self.last.step:
@@ -207,6 +215,14 @@ class Progress:
         rows = [row for row in self.rows if row.loss is not None and row.state not in ("lost", "killed")]
         count = len(rows) or 1
         return sum(row.compute for row in rows) / count, sum(row.sync for row in rows) / count
+
+    @property
+    def saving(self) -> str:
+        """What compression has saved, in words; empty without compression."""
+        if not self.sent_bytes:
+            return ""
+        sent, plain = self.sent_bytes / 1e6, self.plain_bytes / 1e6
+        return f"{self.codec} sent {sent:,.1f} MB instead of {plain:,.1f} MB, {plain / sent:.1f}x less"
 
     def at_step(self, step: int) -> Point | None:
         """Return the point after exactly `step` steps, or None if there was no evaluation."""

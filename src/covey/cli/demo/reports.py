@@ -68,6 +68,10 @@ class Round(msgspec.Struct, tag="round"):
     """Seconds of the round spent on the model."""
     sync: float
     """Seconds of the round in `sync_gradients`, including the wait for slower ranks, and on new generations."""
+    sent_bytes: int = 0
+    """What this node sent of compressed gradients in the round."""
+    plain_bytes: int = 0
+    """What it would have sent without compression."""
 
 
 class Finished(msgspec.Struct, tag="finished"):

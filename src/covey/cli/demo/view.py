@@ -72,7 +72,7 @@ def line(run: Progress) -> str:
     return (
         f"{run.last.seconds:5.1f} s  step {run.last.step:>5}/{run.steps}  held-out loss {run.last.loss:.3f}  "
         f"{compute + sync:.1f} ms a step (compute {compute:.1f}, sync {sync:.1f})  "
-        f"{run.samples_per_second:,.0f} samples/s"
+        f"{run.samples_per_second:,.0f} samples/s{f'  {run.saving}' if run.saving else ''}"
     )
 
 
@@ -185,6 +185,7 @@ def _step_line(run: Progress) -> Text:
         " + ",
         (f"sync {1e3 * sync:.1f}", SYNC),
         f"   {run.gradient_bytes / 1000:.0f} kB of gradients over {run.lane}" if run.lane else "",
+        (f"   {run.saving}" if run.saving else "", TEAM),
         no_wrap=True,
         overflow="ellipsis",
     )

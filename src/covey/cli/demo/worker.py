@@ -16,6 +16,7 @@ import numpy as np
 
 import covey
 from covey.cli.demo import model, text
+from covey.compress.policy import make_policy
 from covey.cli.demo.reports import PROMPT, ROUND, Finished, Joined, Recovered, Round, Told, Waiting, encode
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ HELD_OUT_STRIDE = 2
 RETURN_SECONDS = 30.0
 """How long nodes that are done wait for nodes that were lost."""
 POLL_SECONDS = 0.02
+SMALLEST = 1024
+"""Bytes of the smallest gradient that is compressed: the model is small, and its compression is to be seen."""
 
 
 class Task(NamedTuple):
@@ -43,6 +46,8 @@ class Task(NamedTuple):
     rounds: int
     seconds: float
     seed: int
+    compress: str = ""
+    """How gradients are compressed; empty: not at all."""
 
 
 def main() -> None:
@@ -54,9 +59,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, required=True, help=f"stop after so many rounds of {ROUND} steps")
     parser.add_argument("--seconds", type=float, required=True, help="stop at the first end of a round after this time")
     parser.add_argument("--seed", type=int, required=True, help="where parameters and batches come from")
+    parser.add_argument("--compress", default="", help="how gradients are compressed, as in int8")
     asked = parser.parse_args()
     lots = tuple(int(lot) for lot in asked.lots.split(","))
-    train(Task(lots, asked.nodes, asked.changes, asked.rounds, asked.seconds, asked.seed), _tell)
+    task = Task(lots, asked.nodes, asked.changes, asked.rounds, asked.seconds, asked.seed, asked.compress)
+    train(task, _tell)
 
 
 def train(task: Task, tell: Callable[[Told], None]) -> None:
@@ -80,6 +87,7 @@ class _Node:
 
     def __init__(self, task: Task, tell: Callable[[Told], None]) -> None:
         self._task, self._tell = task, tell
+        self._policy = make_policy(task.compress or None, smallest=SMALLEST)
         self._book = text.load()
         self._contexts, self._targets = text.examples(self._book.training)
         self._parameters = model.initial(len(self._book.alphabet), task.seed + task.lots[0])
@@ -95,6 +103,7 @@ class _Node:
         self._give_up_at = 0.0
         self._left_at = 0.0
         """When the last generation was left."""
+        self._feedback = covey.ErrorFeedback()
         self._there: tuple[int, ...] = ()
         """The ranks that remain in this generation."""
         self._begin_round()
@@ -128,8 +137,11 @@ class _Node:
         batch = np.concatenate([draw.integers(len(self._targets), size=BATCH) for draw in draws])
         loss, gradients = model.loss_and_gradients(self._parameters, self._contexts[batch], self._targets[batch])
         computed = time.perf_counter()
-        group.sync_gradients(gradients)
+        before = group.compression
+        group.sync_gradients(gradients, compress=self._policy, feedback=self._feedback)
         synced = time.perf_counter()
+        self._sent += group.compression.sent_bytes - before.sent_bytes
+        self._plain += group.compression.plain_bytes - before.plain_bytes
         self._optimizer.step(self._parameters, gradients, number)
         self.state["step"] = number
         self._notice(group, "step", synced - started)
@@ -141,7 +153,8 @@ class _Node:
         if number % ROUND == 0:
             held_out = self._judge(group)
             loss = self._losses / self._steps
-            self._tell(Round(number, self._steps, self._samples, loss, held_out, self._compute, self._sync))
+            seconds = self._compute, self._sync
+            self._tell(Round(number, self._steps, self._samples, loss, held_out, *seconds, self._sent, self._plain))
             self._begin_round()
         self._left_at = time.perf_counter()
 
@@ -166,7 +179,7 @@ class _Node:
         self._tell(Finished(digest, identical, self._book.decode(writing)))
 
     def _begin_round(self) -> None:
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._sent = self._plain = 0
         self._losses = self._compute = self._sync = 0.0
 
     def _judge(self, group: Group) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from socket import SOL_SOCKET
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.net.lanes.native import NativeRingLane, NativeSealedLane, NativeStreamLane
 from covey.net.lanes.ring import RingLane
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from covey.net.lanes.stream import SocketLane
 
+SO_MAX_PACING_RATE: Final = 47
+"""Of Linux; the socket module has no name for it. A socket that is not TCP ignores it."""
+
 
 class LaneFactory:
     """Makes lanes for one of the two executors. Takes ownership of the sockets."""
@@ -22,6 +26,8 @@ class LaneFactory:
     def __init__(self, *, may_seal: bool) -> None:
         """`may_seal` tells whether lanes may be sealed, for which the compiled executor needs libcrypto."""
         self.is_native = native().module is not None and not (may_seal and native_crypto())
+        self.bytes_per_second = 0
+        """How fast lanes made from now on send over TCP; 0: as fast as they can. Only Linux knows how."""
 
     def ring(self, memory: Any, capacity: int, doorbell: socket.socket, *, first: bool, kind: str) -> RingLane:
         """Make one end of a lane through shared memory."""
@@ -31,14 +37,22 @@ class LaneFactory:
 
     def stream(self, sock: socket.socket, kind: str) -> StreamLane:
         """Make one end of a lane over a stream socket."""
+        self._slow_down([sock])
         if self.is_native:
             return NativeStreamLane(sock, kind)
         return StreamLane(sock, kind)
 
     def sealed(self, socks: Sequence[socket.socket], secret: bytes, lane: bytes, *, dialler: bool) -> SocketLane:
         """Make one end of a sealed lane."""
+        self._slow_down(socks)
         if self.is_native:
             return NativeSealedLane(socks, secret, lane, dialler=dialler)
         from covey.net.lanes.sealed import SealedLane  # slow to import, and not needed by ranks of one host
 
         return SealedLane(socks, secret, lane, dialler=dialler)
+
+    def _slow_down(self, socks: Sequence[socket.socket]) -> None:
+        """Let the kernel space out what these sockets send together."""
+        if self.bytes_per_second:
+            for sock in socks:
+                sock.setsockopt(SOL_SOCKET, SO_MAX_PACING_RATE, self.bytes_per_second // len(socks))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from covey.runtime.bell import Bell
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.executor import Coder
     from covey.runtime.collectives.native_executor import NativeExecutor, Shortcut
     from covey.runtime.collectives.undo_buffer import UndoBuffer
 
@@ -108,6 +109,7 @@ class Attempt(EnginePart):
         reduction: Reduction | None = None,
         *,
         keeps: bool = False,
+        coder: Coder | None = None,
     ) -> None:
         """Run one plan of the current operation; `keeps` saves the buffers first, which are the caller's arrays."""
         phase = self._phase
@@ -119,7 +121,9 @@ class Attempt(EnginePart):
         operation = engine.operation
         prefix = self._prefixes.get((operation.call.fingerprint, phase)) or self.prefix(operation.call, phase)
         self.deadline = operation.deadline
-        self._execute(plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo)
+        self._execute(
+            plan, buffers, reduction, self.size, prefix, operation.sequence, self, engine.may_spin, undo, coder
+        )
 
     def commit(self) -> None:
         """Return once all ranks of the attempt have called this."""

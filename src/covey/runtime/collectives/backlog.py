@@ -73,7 +73,7 @@ class Backlog:
             if engine.is_over:
                 engine.failure.refuse(call)
             result = engine.perform(call, *operation)
-            work.contributors = engine.contributors
+            work.contributors, work.info = engine.contributors, engine.operation.info
         except BaseException as failure:
             error = failure
         with self._counting:

@@ -29,7 +29,7 @@ from covey.runtime.collectives.call_log import OPERATIONS
 from covey.runtime.collectives.evidence import Suspicion
 from covey.runtime.collectives.failure import Failure
 from covey.runtime.collectives.lane_trouble import CAUSE_SECONDS, LaneTrouble
-from covey.runtime.collectives.operation import CurrentOperation
+from covey.runtime.collectives.operation import NO_INFO, CurrentOperation
 from covey.runtime.collectives.reports import ControlReports
 from covey.runtime.collectives.roster import GroupRoster
 from covey.runtime.collectives.stalls import StallDiagnosis
@@ -278,6 +278,7 @@ class Engine:
         operation.deadline = time.monotonic() + limit
         operation.is_announced = False
         operation.warn_at = 0.0
+        operation.info = NO_INFO
         operation.is_running = True
         try:
             if self.atomic is not None:

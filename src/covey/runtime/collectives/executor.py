@@ -30,6 +30,24 @@ if TYPE_CHECKING:
 BYTE: Final = np.dtype(np.uint8)
 
 
+class Coder(Protocol):
+    """Encodes what a plan sends and decodes what it receives; moves are named by their number in the plan."""
+
+    @property
+    def encodes(self) -> Sequence[bool]:
+        """By send: whether `encode` must be called before it starts."""
+
+    @property
+    def decodes(self) -> Sequence[bool]:
+        """By receive: whether `decode` must be called when it has arrived."""
+
+    def encode(self, send: int) -> None:
+        """Write the bytes of a send."""
+
+    def decode(self, recv: int) -> None:
+        """Use the bytes of a receive."""
+
+
 class ExecutionHost(Protocol):
     """What `execute` needs from the attempt it runs for. A `peer` is a slot of the attempt."""
 
@@ -67,10 +85,11 @@ def execute(
     attempt: ExecutionHost,
     spin: bool,
     undo: UndoBuffer | None = None,
+    coder: Coder | None = None,
 ) -> None:
     """Run `plan` on `buffers` (one-dimensional, contiguous); all headers start with `prefix`.
 
-    Ranges are saved in `undo`, if there is one, before they are overwritten.
+    Ranges are saved in `undo`, if there is one, before they are overwritten. `coder` encodes and decodes them.
     """
     sends, recvs = plan
     saves = first_writes(plan) if undo is not None else None
@@ -96,6 +115,8 @@ def execute(
             if after <= applied:
                 if peer != out_peer:
                     out_peer, out_lane = peer, attempt.lane(peer)
+                if coder is not None and coder.encodes[sent]:
+                    coder.encode(sent)
                 move = out_moves[peer] = out_moves.get(peer, -1) + 1
                 payload = buffers[index][start:stop].view(BYTE)
                 start_of_header = flagged(prefix) if attempt.knows_change else prefix
@@ -139,6 +160,8 @@ def execute(
                 if aside is not None:
                     _apply(recvs[applied], aside, buffers, reduction, contributors, attempt)
                     aside = None
+                if coder is not None and coder.decodes[applied]:
+                    coder.decode(applied)
                 incoming = None
                 applied += 1
                 moved = True

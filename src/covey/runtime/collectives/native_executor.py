@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.collectives.executor import Coder
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,12 +32,14 @@ SPIN_NS: Final = 50_000
 """How long a rank with a core of its own looks again and again; falling asleep and being woken costs about as much."""
 YIELD_NS: Final = 200_000
 """How long a rank then gives its core to others between two looks, before it sleeps."""
+STALL_NS: Final = int(ANNOUNCE_SECONDS * 1e9)
+"""The first time that a stall is looked at: when it is announced."""
 SHORT_BYTES: Final = 1 << 14
 """Arrays up to this may take the shortcut."""
 CACHED: Final = 512
 """Prepared plans and reductions of an attempt."""
 
-DONE, STALLED, WRONG_HEADER, LANE_ENDED, STOPPED, NEEDS_LANE = range(6)
+DONE, STALLED, WRONG_HEADER, LANE_ENDED, STOPPED, NEEDS_LANE, _, ENCODE, DECODE = range(9)
 _HALF_OPS: Final = {"sum": 0, "mean": 1, "prod": 2, "min": 3, "max": 4}
 
 
@@ -64,10 +67,11 @@ class NativeExecutor:
         attempt: Attempt,
         spin: bool,
         undo: NativeUndoBuffer | None = None,
+        coder: Coder | None = None,
     ) -> None:
         """See `executor.execute`."""
         dtype = buffers[-1].dtype
-        prepared = self.prepared_plan(plan)
+        prepared = self.prepared_plan(plan, coder)
         rule = None if reduction is None else self.prepared_reduction(reduction, dtype, contributors)
         if dtype is BFLOAT16 or len(buffers) > 1:  # of which numpy exports no buffers
             buffers = [buffer.view(np.uint16) if buffer.dtype is BFLOAT16 else buffer for buffer in buffers]
@@ -88,7 +92,7 @@ class NativeExecutor:
                 YIELD_NS,
                 int(stall_seconds * 1e9),
             )
-            self._finish(reason, attempt)
+            self._finish(reason, attempt, coder)
         except BaseException:
             runner.finish()
             raise
@@ -96,16 +100,24 @@ class NativeExecutor:
     def resume(self, attempt: Attempt) -> None:
         """Go on with an operation that a shortcut has begun."""
         try:
-            self._finish(self._runner.resume(int(ANNOUNCE_SECONDS * 1e9)), attempt)
+            self._finish(self._runner.resume(STALL_NS), attempt)
         except BaseException:
             self._runner.finish()
             raise
 
-    def _finish(self, reason: int, attempt: Attempt) -> None:
+    def _finish(self, reason: int, attempt: Attempt, coder: Coder | None = None) -> None:
         """Let the runner go on, after it returned with `reason`, until the operation is done."""
         runner = self._runner
         while reason != DONE:
-            reason = runner.resume(int(self._handle(reason, attempt) * 1e9))
+            if reason >= ENCODE:
+                assert coder is not None
+                if reason == ENCODE:
+                    coder.encode(runner.sent)
+                else:
+                    coder.decode(runner.applied)
+                reason = runner.resume(STALL_NS)
+            else:
+                reason = runner.resume(int(self._handle(reason, attempt) * 1e9))
         if runner.change_pending:
             attempt.knows_change = True
 
@@ -134,14 +146,15 @@ class NativeExecutor:
             attempt.wrong_header(peer, expected, header)
         return ANNOUNCE_SECONDS
 
-    def prepared_plan(self, plan: Plan) -> Any:
-        """Return a plan as the extension runs it."""
+    def prepared_plan(self, plan: Plan, coder: Coder | None = None) -> Any:
+        """Return a plan as the extension runs it; a plan has the same moves coded every time."""
         known = self._plans.get(id(plan))
         if known is not None:
             return known[1]
         if len(self._plans) >= CACHED:
             self._plans.clear()
-        prepared = native().module.Plan(plan.sends, plan.recvs, first_writes(plan))
+        flags = () if coder is None else (tuple(coder.encodes), tuple(coder.decodes))
+        prepared = native().module.Plan(plan.sends, plan.recvs, first_writes(plan), *flags)
         self._plans[id(plan)] = plan, prepared
         return prepared
 
@@ -188,7 +201,7 @@ class Shortcut:
             np.ndarray,
             spin_ns,
             YIELD_NS,
-            int(ANNOUNCE_SECONDS * 1e9),
+            STALL_NS,
         )
         self.run = self._made.run
         """`run(x, what)` returns False if the call must go the long way, True if it has returned, or the begun call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.runtime.collectives.call_log import Call
 from covey.runtime.collectives.part import EnginePart
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
 
 logger = logging.getLogger("covey")
+
+NO_INFO: Final[dict[str, Any]] = {}
 
 ANNOUNCE_SECONDS: Final = 0.2
 """After a stall of this length a rank asks the others which operation they are in."""
@@ -40,6 +42,8 @@ class CurrentOperation(EnginePart):
         self.warn_at = 0.0
         """When to warn about the stall next; 0 before the first stall."""
         self.is_running = False
+        self.info: dict[str, Any] = NO_INFO
+        """What a program may want to know about how it was done; see `Work.info`."""
 
     def describe(self) -> str:
         """Return the operation as error messages name it."""

@@ -14,12 +14,16 @@ from covey.base.errors import ConfigError, MismatchError
 from covey.base.text import printable
 from covey.plan import choose
 from covey.runtime.buffers import Operand, readable, writable
-from covey.runtime.group import movements
+from covey.runtime.compressed.bucket import Part
+from covey.runtime.group import compressing, movements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from covey.base.numbers import Rank
+    from covey.compress.feedback import ErrorFeedback
+    from covey.compress.parsing import Compression
+    from covey.compress.policy import Policy
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.call_log import Call
     from covey.runtime.group.group import Group
@@ -31,8 +35,16 @@ LIST_BYTES: Final = 32 << 20
 LINE_SHOWN: Final = 300
 
 
-def sync(group: Group, grads: Mapping[str, Any], op: str, bucket_bytes: int, timeout: float | None) -> None:
-    """Combine the arrays of `grads` with those of the other ranks, in place."""
+def sync(
+    group: Group,
+    grads: Mapping[str, Any],
+    op: str,
+    bucket_bytes: int,
+    policy: Policy | None,
+    feedback: ErrorFeedback | None,
+    timeout: float | None,
+) -> None:
+    """Combine the arrays of `grads` with those of the other ranks, in place; `policy` says which are compressed."""
     if bucket_bytes <= 0:
         raise ConfigError(f"bucket_bytes={bucket_bytes} must be above 0")
     named: Named = [(name, writable(grads[name])) for name in sorted(grads)]
@@ -40,33 +52,63 @@ def sync(group: Group, grads: Mapping[str, Any], op: str, bucket_bytes: int, tim
         reduction(op, operand.flat.dtype)
     _refuse_shared_memory(named)
     if group.size > 1:
-        _agree(group, named, group._call("sync_gradients", None, None, op=op, bucket_bytes=bucket_bytes), timeout)
-    for bucket in _buckets(named, bucket_bytes):
+        call = group._call(
+            "sync_gradients",
+            None,
+            None,
+            op=op,
+            bucket_bytes=bucket_bytes,
+            compress=None if policy is None else str(policy),
+            feedback=None if feedback is None else True,
+        )
+        _agree(group, named, call, timeout)
+    for codec, bucket in _buckets(named, bucket_bytes, op, policy):
         if len(bucket) == 1:
-            group.all_reduce(bucket[0].load(), op, timeout=timeout)
-            bucket[0].store()
+            name, operand = bucket[0]
+            _reduce(group, operand, [Part(name, 0, operand.flat.size, operand.shape)], op, codec, feedback, timeout)
             continue
-        packed = np.concatenate([operand.load() for operand in bucket])
-        group.all_reduce(packed, op, timeout=timeout)
-        at = 0
-        for operand in bucket:
-            operand.flat[...] = packed[at : at + operand.flat.size]
+        packed = np.concatenate([operand.load() for _, operand in bucket])
+        ends = [0, *itertools.accumulate(operand.flat.size for _, operand in bucket)]
+        parts = [Part(name, *ends[at : at + 2], operand.shape) for at, (name, operand) in enumerate(bucket)]
+        _reduce(group, readable(packed), parts, op, codec, feedback, timeout)
+        for part, (_, operand) in zip(parts, bucket, strict=True):
+            operand.flat[...] = packed[part.start : part.stop]
             operand.store()
-            at += operand.flat.size
 
 
-def _buckets(named: Named, limit: int) -> Iterator[list[Operand]]:
-    """Yield runs of arrays of one dtype, in an order that is the same on all ranks."""
-    bucket: list[Operand] = []
-    nbytes = 0
-    for _, operand in sorted(named, key=lambda item: (item[1].code, item[0])):
-        if bucket and (bucket[0].code != operand.code or nbytes + operand.flat.nbytes > limit):
-            yield bucket
+def _reduce(
+    group: Group,
+    operand: Operand,
+    parts: list[Part],
+    op: str,
+    codec: Compression | None,
+    feedback: ErrorFeedback | None,
+    timeout: float | None,
+) -> None:
+    if codec is None:
+        group.all_reduce(operand, op, compress="none", timeout=timeout)
+    else:
+        compressing.reduce_parts(group, operand, parts, op, codec, feedback=feedback, timeout=timeout)
+
+
+def _buckets(named: Named, limit: int, op: str, policy: Policy | None) -> Iterator[tuple[Compression | None, Named]]:
+    """Yield runs of arrays of one dtype and codec, in an order that is the same on all ranks."""
+    chosen = []
+    for name, operand in named:
+        codec = None if policy is None else compressing.codec_for_gradient(policy, name, operand, op)
+        chosen.append((operand.code, "" if codec is None else str(codec), name, operand, codec))
+    bucket: Named = []
+    kind: tuple[int, str] = (0, "")
+    nbytes, common = 0, None
+    for code, text, name, operand, codec in sorted(chosen, key=lambda item: item[:3]):
+        if bucket and (kind != (code, text) or nbytes + operand.flat.nbytes > limit):
+            yield common, bucket
             bucket, nbytes = [], 0
-        bucket.append(operand)
+        bucket.append((name, operand))
+        kind, common = (code, text), codec
         nbytes += operand.flat.nbytes
     if bucket:
-        yield bucket
+        yield common, bucket
 
 
 def _refuse_shared_memory(named: Named) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from typing import TYPE_CHECKING, Any, Final, Self, overload
@@ -133,6 +134,11 @@ class Group(Reductions, Moves, Messages):
         """
         return self._engine.lane_kinds()
 
+    @property
+    def compression(self) -> Compression:
+        """What compression has saved so far, and the codec of the last compressed operation."""
+        return self._savings.total
+
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
@@ -144,14 +150,27 @@ class Group(Reductions, Moves, Messages):
         op: str = "mean",
         *,
         bucket_bytes: int = 25 << 20,
+        compress: CompressValue = None,
+        feedback: ErrorFeedback | bool = True,
         timeout: float | None = None,
     ) -> None:
         """Combine named arrays of all ranks in place, packed into buckets of up to `bucket_bytes`.
 
+        `compress` sends fewer bytes: a codec like "int8", or a mapping of patterns of names to codecs; default: what
+        the group was joined with. What a step loses is added to the next one of the same name, by `group.feedback`,
+        by a `feedback` of your own, or not at all with False.
+
         Raises:
             MismatchError: ranks passed different names, shapes or dtypes; the message says the first difference.
         """
-        gradients.sync(self, grads, op, bucket_bytes, timeout)
+        policy = self._policy if compress is None else make_policy(compress)
+        own = self.feedback if feedback is True else feedback or None
+        gradients.sync(self, grads, op, bucket_bytes, policy, None if policy is None else own, timeout)
+
+    @functools.cached_property
+    def feedback(self) -> ErrorFeedback:
+        """What compressed gradients of `sync_gradients` have lost so far, by name; each rank saves its own."""
+        return ErrorFeedback()
 
     @overload
     def split(self, color: int, key: int | None = None, *, timeout: float | None = None) -> Group: ...

@@ -6,8 +6,10 @@ import operator
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
+from covey.compress.policy import make_policy
 from covey.runtime.buffers import readable
 from covey.runtime.collectives.call_log import make_call
+from covey.runtime.group.savings import Savings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +31,9 @@ class Issuer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._calls: dict[Any, Call] = {}
+        self._policy = make_policy(engine.config.compress) if engine.config.compress else None
+        """What is compressed unless a call says something else."""
+        self._savings = Savings()
 
     @property
     def rank(self) -> int:

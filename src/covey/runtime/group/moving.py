@@ -11,7 +11,7 @@ from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.base.numbers import NO_RANK
 from covey.plan import barrier, choose
 from covey.runtime.buffers import BYTES, Operand, readable, writable
-from covey.runtime.group import movements
+from covey.runtime.group import compressing, movements
 from covey.runtime.group.issuer import Issuer
 from covey.wire import objects
 
@@ -34,11 +34,18 @@ class Moves(Issuer):
         x: Any,
         root: int = 0,
         *,
+        compress: CompressValue = None,
         timeout: float | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Copy `x` of `root` into `x` of every rank, and return `x`."""
+        """Copy `x` of `root` into `x` of every rank, and return `x`.
+
+        `compress` sends fewer bytes: a cast or a quantiser, like "int8". Then `x` of the root is rounded as well.
+        """
+        if compress is not None and (codec := compressing.codec_of(compress, writable(x))) is not None:
+            root = self._check_rank(root, "root")
+            return compressing.broadcast(self, x, root, codec, algorithm, timeout, async_op)
         shortcut = self._engine.shortcut if timeout is None and algorithm is None and not async_op else None
         if type(root) is int and self._took_shortcut(shortcut, x, "broadcast", root):
             return x
@@ -65,6 +72,7 @@ class Moves(Issuer):
         x: Any,
         *,
         out: Any = None,
+        compress: CompressValue = None,
         timeout: float | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
@@ -72,8 +80,11 @@ class Moves(Issuer):
         """Return `x` of every rank as a list by rank; shapes may differ, and a lost rank's element is None.
 
         With `out`, an array of shape (size, *x.shape), fill its rows and return it; then all shapes must be equal.
+        `compress` sends fewer bytes: a cast or a quantiser, like "int8"; then all shapes must be equal, too.
         """
         operand = readable(x)
+        if compress is not None and (codec := compressing.codec_of(compress, operand)) is not None:
+            return compressing.all_gather(self, x, out, codec, algorithm, timeout, async_op)
         if out is None:
             # Raises for an unknown algorithm before anything is sent.
             choose.all_gather(self.rank, (0,) * self.size, "ring", algorithm)

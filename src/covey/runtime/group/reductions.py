@@ -17,7 +17,9 @@ from covey.plan import choose, direct, doubling
 from covey.plan.moves import part
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
+from covey.runtime.group import compressing
 from covey.runtime.group.issuer import CACHED_CALLS, Issuer
+from covey.runtime.group.weights import check_weight, no_weight, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +42,9 @@ class Reductions(Issuer):
         op: str = "sum",
         *,
         weight: float | None = None,
+        compress: CompressValue = None,
+        feedback: ErrorFeedback | None = None,
+        name: str = "",
         timeout: float | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
@@ -48,12 +53,29 @@ class Reductions(Issuer):
 
         The result is bit-identical on all ranks. `op` is sum, mean, min, max, prod, and, or, or xor. With `weight`,
         a mean counts this rank's `x` that many times, as unequal batches need; then every rank passes a weight.
+
+        `compress` sends fewer bytes of a sum or mean of floats: a codec like "int8", or "none" if the group compresses
+        and this call must not. With `feedback`, what this call loses is added to the next one of the same `name`.
         """
         shortcut = self._engine.shortcut
-        if shortcut is not None and weight is None and timeout is None and algorithm is None and not async_op:
+        if (
+            shortcut is not None
+            and weight is None
+            and compress is None
+            and timeout is None
+            and algorithm is None
+            and not async_op
+        ):
             outcome = shortcut.run(x, op)
             if outcome is not False:
                 return x if outcome is True else self._resume(x, outcome)
+        if compress is not None or self._policy is not None:
+            codec = compressing.codec_for_all_reduce(self._policy, compress, x, op, name)
+            if codec is not None:
+                return compressing.all_reduce(
+                    self, x, op, codec, weight=weight, feedback=feedback, name=name, algorithm=algorithm,
+                    timeout=timeout, async_op=async_op,
+                )  # fmt: skip
         is_number = False
         if type(x) is np.ndarray and x.flags.carray:  # the common case, kept short: this call is paid per step
             operand, flat, shape = None, x if x.ndim == 1 else x.reshape(-1), x.shape
@@ -69,7 +91,7 @@ class Reductions(Issuer):
         if call is None:
             call = self._prepare_all_reduce(flat, key)
         if weight is not None:
-            _check_weight(op, weight)
+            check_weight(op, weight)
 
         def body(attempt: Attempt) -> Any:
             prepared = attempt.prepared.get(key)
@@ -78,9 +100,9 @@ class Reductions(Issuer):
             plan, rule = prepared
             if operand is not None:
                 operand.load()
-            if weight is not None and not _weigh(attempt, flat, weight):
+            if weight is not None and not weigh(attempt, flat, weight):
                 return None  # on every rank, so the group stays usable
-            # `_weigh` has saved a weighted array; an array that is not contiguous is loaded again.
+            # `weigh` has saved a weighted array; an array that is not contiguous is loaded again.
             attempt.execute(plan, (flat,), rule, keeps=weight is None and (operand is None or operand.is_own))
             return x
 
@@ -151,12 +173,14 @@ class Reductions(Issuer):
         op: str = "sum",
         *,
         counts: Sequence[int] | None = None,
+        compress: CompressValue = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
         """Combine `x` of all ranks, and return this rank's part of the result. `x` does not change.
 
-        Axis 0 is split as numpy.array_split does, or into `counts[rank]` rows for each rank.
+        Axis 0 is split as numpy.array_split does, or into `counts[rank]` rows for each rank. `compress` sends fewer
+        bytes: a cast or a quantiser, like "int8".
         """
         operand = readable(x)
         if not operand.shape:
@@ -166,6 +190,17 @@ class Reductions(Issuer):
         shares = self._counts(counts, rows)
         lengths = [share * row for share in shares]
         starts = [0, *itertools.accumulate(lengths)]
+        codec = compressing.codec_of(compress, operand)
+        if codec is not None:
+            compressed_call, reduce = compressing.reduce_scatter(
+                self, operand, op, codec, lengths, {"counts": counts if counts is None else tuple(shares)}
+            )
+            return self._engine.run(
+                compressed_call,
+                lambda attempt: reduce(attempt).reshape(shares[self.rank], *operand.shape[1:]),
+                timeout=timeout,
+                async_op=async_op,
+            )
         segment = max(1, choose.SEGMENT_BYTES // operand.flat.itemsize)
         call = self._call(
             "reduce_scatter", operand.code, operand.shape, op=op, counts=counts if counts is None else tuple(shares)
@@ -222,13 +257,6 @@ class Reductions(Issuer):
         return list(counts)
 
 
-def _check_weight(op: str, weight: float) -> None:
-    if op != "mean":
-        raise ConfigError(f"weight= goes with op='mean', not op={op!r}")
-    if not 0 <= weight < float("inf"):
-        raise ConfigError(f"weight={weight!r} must be a number from 0 up")
-
-
 def _prepared_all_reduce(attempt: Attempt, flat: Array, key: tuple[Any, ...]) -> tuple[Plan, Reduction]:
     """Return plan and reduction for arrays like `flat` in this attempt, and cache them."""
     dtype, _, op, algorithm, is_plain = key
@@ -241,30 +269,10 @@ def _prepared_all_reduce(attempt: Attempt, flat: Array, key: tuple[Any, ...]) ->
     return prepared
 
 
-def _weigh(attempt: Attempt, flat: Array, weight: float) -> bool:
-    """Scale this rank's contribution by its share of the total weight; return False if there is no weight."""
-    total = np.array([weight], np.float64)
-    plan = choose.all_reduce(attempt.slot, attempt.size, 1, 8, attempt.lane_family, "doubling")
-    attempt.execute(plan, [total], reduction("sum", total.dtype))
-    if not 0 < total[0] < np.inf:
-        return False
-    if attempt.undo is not None:
-        attempt.undo.make_room((flat,))
-        attempt.undo.save(flat)
-    share = weight / total[0]
-    if not share:  # the contribution may be nan or infinite, and must not count
-        flat[...] = 0
-        return True
-    factor = np.float32(share) if flat.itemsize == 2 else flat.dtype.type(share)
-    with np.errstate(all="ignore"):
-        np.multiply(flat, factor, out=flat, casting="unsafe")
-    return True
-
-
 def _reduced(operand: Operand | None, is_number: bool, x: Any) -> Any:
     """Return the result of all_reduce; `x` is None if the weights did not add up."""
     if x is None:
-        raise ConfigError("the weights of all ranks add up to 0, or to more than a float holds")
+        raise no_weight()
     if operand is not None:
         operand.store()
     return x[0].item() if is_number else x

@@ -58,6 +58,7 @@ def join(
     on_loss: str | None = None,
     patience: float | None = None,
     quorum: str | None = None,
+    compress: CompressValue = None,
     tie_breaker: str | None = None,
     new: bool | None = None,
 ) -> Group:
@@ -89,6 +90,8 @@ def join(
         patience: seconds that members wait for a quorum, or for a silent member, before they give up with
             QuorumLostError (COVEY_PATIENCE; default 30).
         quorum: `majority`: a majority of the last view goes on; `any`: two halves may go on apart (COVEY_QUORUM).
+        compress: how `sync_gradients`, and `all_reduce` of large arrays of floats, send fewer bytes: a codec like
+            `int8`, or a mapping of names to codecs (COVEY_COMPRESS); default: not at all.
         tie_breaker: the node that breaks ties when half of the members are left: `here`, or the name of a node or
             host (COVEY_TIE_BREAKER); default: rank 0.
         new: give up an earlier run of this name that this machine knows of and that is not known to be over. Without
@@ -118,6 +121,7 @@ def join(
             on_loss=on_loss,
             patience=patience,
             quorum=quorum,
+            compress=compress,
             tie_breaker=tie_breaker,
             new=new,
         )

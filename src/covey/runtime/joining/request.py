@@ -41,6 +41,7 @@ class JoinRequest:
     on_loss: str | None = None
     patience: float | None = None
     quorum: str | None = None
+    compress: CompressValue = None
     tie_breaker: str | None = None
     new: bool | None = None
     is_elastic: bool = False
@@ -71,7 +72,10 @@ class JoinRequest:
             on_loss=self.on_loss,
             patience=self.patience,
             quorum=self.quorum,
+            compress=None if self.compress is None else str(make_policy(self.compress)),
         )
+        if config.compress:
+            make_policy(config.compress)  # raises for a codec that does not exist
         wanted = find_run(env, {name: getattr(self, name) for name in _OF_RUN})
         launched = None if wanted is not None else find_launched_rank(env)
         if launched is not None and self.is_newcomer:

@@ -30,6 +30,9 @@ from covey.torch.backend.world import World, close_world, world_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from covey.compress.feedback import ErrorFeedback
+    from covey.compress.parsing import Compression
+    from covey.runtime.compressed.bucket import Part
     from covey.torch.backend.exchange import TensorGroup
 
     Tensors = list[torch.Tensor]
@@ -101,6 +104,15 @@ class ProcessGroupCovey(DescribedProcessGroup):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         return self.allreduce(tensors, c10d.AllreduceCoalescedOptions() if opts is None else opts)
+
+    def allreduce_compressed(
+        self, pieces: Sequence[tuple[torch.Tensor, list[Part], Compression | None]], feedback: ErrorFeedback | None
+    ) -> TorchWork:
+        """Start to replace tensors by their means, each with its own codec. torch's interface has no such call."""
+        opts = c10d.AllreduceOptions()
+        opts.asyncOp = True
+        calls = [(operand_of(tensor), parts, codec, feedback) for tensor, parts, codec in pieces]
+        return self._issuer.issue(opts, [tensor for tensor, _, _ in pieces], self._group.average_parts, calls)
 
     def _allreduce_sparse(self, tensors: Tensors, op: str, opts: Any) -> TorchWork:
         """Gather the entries of all ranks on every rank, and add the ones with equal indices."""

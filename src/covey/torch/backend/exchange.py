@@ -11,13 +11,16 @@ from covey.base.dtypes import DTYPES
 from covey.base.errors import ConfigError, MismatchError
 from covey.plan import choose, direct
 from covey.runtime.buffers import Operand, readable, writable
-from covey.runtime.group import movements
+from covey.runtime.group import compressing, movements
 from covey.runtime.group.group import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from covey.compress.feedback import ErrorFeedback
+    from covey.compress.parsing import Compression
     from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.compressed.bucket import Part
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -28,6 +31,23 @@ class TensorGroup(Group):
     With `on_loss="continue"`, an operation raises on a rank with an output that a lost rank should have filled: torch
     cannot express that a part is missing, and the program would take old memory for a result. The group continues.
     """
+
+    def average_parts(
+        self,
+        x: Any,
+        parts: Sequence[Part],
+        codec: Compression | None,
+        feedback: ErrorFeedback | None,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Replace `x` by the mean over all ranks; its parts have names, under which `feedback` keeps what is lost."""
+        if codec is None:
+            return self.all_reduce(x, "mean", compress="none", timeout=timeout, async_op=async_op)
+        return compressing.reduce_parts(
+            self, writable(x), parts, "mean", codec, x, feedback=feedback, timeout=timeout, async_op=async_op
+        )
 
     def all_gather_into(
         self, outs: Sequence[Any], x: Any, *, timeout: float | None = None, async_op: bool = False

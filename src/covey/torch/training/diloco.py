@@ -6,14 +6,13 @@ Douillard et al., "DiLoCo" (arXiv 2311.08105) and "Streaming DiLoCo" (arXiv 2501
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from covey.base.errors import ConfigError
-from covey.torch.backend.lost import gather_rows, there
-from covey.torch.training.codec import pack_int8, unpack_int8
+from covey.compress.feedback import ErrorFeedback
+from covey.torch.training.compressed import CompressedMean, consecutive
 from covey.torch.training.local_sgd import (
     copy_from_first,
     flat,
@@ -25,7 +24,9 @@ from covey.torch.training.local_sgd import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from covey.compress.policy import CompressValue
 
 
 class DiLoCo:
@@ -47,11 +48,10 @@ class DiLoCo:
     when the next fragment is sent (`every / fragments` steps later), and the change of the inner steps made meanwhile
     is added to its result. Call `finish()` after the last step.
 
-    `compress="int8"` sends one byte per element, rounded to a scale of its block; the rounding error is added to the
-    next outer gradient. Every rank sends its bytes to every other rank, which is less than an all-reduce of float32
-    sends in groups of up to seven ranks.
+    `compress` sends fewer bytes: a codec like "int8", or a mapping of names of parameters to codecs. What an outer step
+    loses is added to the next one.
 
-    Parameters between outer steps, and rounding errors at any time, differ between ranks: to resume with the same
+    Parameters between outer steps, and what compression holds back, differ between ranks: to resume with the same
     numbers, each rank saves its own model, optimizers and `state_dict()`.
 
     Raises:
@@ -69,10 +69,8 @@ class DiLoCo:
         fragments: int = 1,
         overlap: bool = False,
         process_group: Any = None,
-        compress: Literal["int8"] | None = None,
+        compress: CompressValue = None,
     ) -> None:
-        if compress not in (None, "int8"):
-            raise ConfigError(f"compress={compress!r}: outer gradients are sent as they are (None) or as 'int8'")
         self._parameters = trained_by(inner, model)
         self._model, self._inner, self._trains = model, inner, which_train(inner)
         names = list(self._parameters)
@@ -91,13 +89,14 @@ class DiLoCo:
                 "the outer optimizer must have exactly the parameters that the inner one trains; "
                 f"it lacks {', '.join(lacking) or 'none'}, and has {others or 'none'} besides"
             )
-        self._group, self._overlap, self._compress = process_group, overlap, compress
+        self._group, self._overlap = process_group, overlap
+        self._feedback = ErrorFeedback()
+        self._mean = CompressedMean(compress, self._feedback)
         self._every, self._steps = every, 0
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._fragments = [names[start:end] for start, end in _cuts(sizes, fragments)]
         copy_from_first(model, process_group)
         self._anchors = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        self._remainders: dict[int, torch.Tensor] = {}
         self._flying: _Flight | None = None
 
     def step(self) -> bool:
@@ -130,7 +129,7 @@ class DiLoCo:
             "fragments": self._fragments,
             "anchors": {name: anchor.clone() for name, anchor in self._anchors.items()},
             "outer": self.outer.state_dict(),
-            "remainders": {fragment: remainder.clone() for fragment, remainder in self._remainders.items()},
+            "feedback": self._feedback.state_dict(),
             "flying": None
             if flight is None
             else {"fragment": flight.fragment, "left": flight.left.clone(), "mean": flight.mean().clone()},
@@ -155,9 +154,9 @@ class DiLoCo:
         for name, anchor in self._anchors.items():
             anchor.copy_(state["anchors"][name])
         self.outer.load_state_dict(state["outer"])
-        self._remainders = {fragment: row.clone() for fragment, row in state["remainders"].items()}
+        self._feedback.load_state_dict(state["feedback"])
         if (flying := state["flying"]) is not None:
-            self._flying = _Flight(flying["fragment"], flying["left"].clone(), None, flying["mean"].clone())
+            self._flying = _Flight(flying["fragment"], flying["left"].clone(), None, None, flying["mean"].clone())
 
     def _changes(self) -> str:
         """Return the names of parameters that are no longer trained, and of those that are now, in words."""
@@ -184,16 +183,10 @@ class DiLoCo:
         names = self._fragments[fragment]
         left = flat([self._parameters[name] for name in names])
         gone = flat([self._anchors[name] for name in names]) - left
-        if self._compress is None:
-            work = dist.all_reduce(gone, group=self._group, async_op=True)
-            self._flying = _Flight(fragment, left, work, gone, self._group)
-            return
-        if fragment in self._remainders:
-            gone += self._remainders[fragment]
-        packed = pack_int8(gone)
-        self._remainders[fragment] = gone - unpack_int8(packed, gone)
-        rows, work = gather_rows(packed, self._group)
-        self._flying = _Flight(fragment, left, work, rows, self._group)
+        work, finish = self._mean.start(
+            gone, consecutive([(name, self._anchors[name].shape) for name in names]), self._group
+        )
+        self._flying = _Flight(fragment, left, work, finish, gone)
 
     def _land(self) -> bool:
         """Take the pending outer step, and add the change of the inner steps made meanwhile to its result."""
@@ -236,18 +229,17 @@ class _Flight:
     """The parameters of this rank when it was sent."""
     work: Any
     """The work of the collective; None once it was waited for."""
+    finish: Callable[[], torch.Tensor] | None
+    """Returns the mean once the work is done."""
     sent: torch.Tensor
-    """The sum of all ranks, or the packed row of each; after the wait, the mean."""
-    group: Any = None
+    """The outer gradient of this rank; after the wait, the mean."""
 
     def mean(self) -> torch.Tensor:
         """Wait, and return the mean outer gradient."""
         if self.work is not None:
             self.work.wait()
-            total = self.sent
-            if total.dtype == torch.uint8:
-                total = sum((unpack_int8(row, self.left) for row in self.sent), torch.zeros_like(self.left))
-            self.sent, self.work = total / there(self.work, self.group), None
+            assert self.finish is not None
+            self.sent, self.work = self.finish(), None
         return self.sent
 
 

@@ -7,16 +7,16 @@ DDP reads the annotations of a hook and needs types, not strings: this module do
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from covey.base.errors import ConfigError
-from covey.torch.backend.lost import gather_rows, there
-from covey.torch.training.codec import pack_int8, unpack_int8
-
-_HALVES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from covey.compress.feedback import ErrorFeedback
+from covey.compress.policy import CompressValue
+from covey.torch.backend.lost import there
+from covey.torch.training.compressed import CompressedMean, consecutive
 
 
 class _Hook:
@@ -75,72 +75,48 @@ class RescaleHook(_Hook):
 
 
 class CompressHook(_Hook):
-    """Sends gradients as "fp16", "bf16", or "int8" with a scale for every 256 elements.
+    """Sends gradients in fewer bytes: `compress` is a codec like "int8", or a mapping of names to codecs.
 
-    With `feedback`, the rounding error of a rank's gradient is added to its next one, so that nothing is lost in the
-    long run. These remainders differ between ranks; each rank saves its own `state_dict()`, which holds them.
+    With `feedback`, what a step loses is added to the next one, so that nothing is lost in the long run. What is held
+    back differs between ranks; each rank saves its own `state_dict()`.
 
-    With int8 every rank sends its row to every other rank. That is less than an all-reduce of float32 sends in groups
-    of up to seven ranks; of up to three, if the group survives losses.
+    Parameters have the names of `model`, if it is given, else numbers in the order of their first gradients.
+
+    On a process group of another backend, every rank sends its bytes to every other rank, and one codec is used for all:
+    a cast or a quantiser.
     """
 
-    def __init__(self, codec: str, *, feedback: bool) -> None:
+    def __init__(
+        self, compress: CompressValue, *, feedback: ErrorFeedback | bool, model: torch.nn.Module | None
+    ) -> None:
         super().__init__()
-        if codec not in (*_HALVES, "int8"):
-            raise ConfigError(f"codec={codec!r}: gradients can be sent as 'fp16', 'bf16' or 'int8'")
-        self._codec, self._feedback = codec, feedback
-        self._numbers: dict[torch.Tensor, int] = {}
-        """Numbers of parameters, in the order of their first gradients. DDP rearranges its buckets after the first
-        step, but this order is equal on all ranks and in every run."""
-        self._remainders: dict[int, torch.Tensor] = {}
+        self._mean = CompressedMean(compress, feedback)
+        self._names: dict[torch.Tensor, str] = {}
+        """By parameter. DDP rearranges its buckets after the first step, but numbers in the order of the first one are
+        equal on all ranks and in every run."""
+        if model is not None:
+            self._names = {parameter: name for name, parameter in model.named_parameters()}
+
+    @property
+    def feedback(self) -> ErrorFeedback | None:
+        """What was lost so far, by name; None if it is not kept."""
+        return self._mean.feedback
 
     def state_dict(self) -> dict[str, Any]:
-        return {"remainders": {number: row.clone() for number, row in sorted(self._remainders.items())}}
+        return {} if self.feedback is None else self.feedback.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the remainders of a hook for the same model."""
-        self._remainders = {number: row.clone() for number, row in state["remainders"].items()}
+        """Continue with what a hook for the same model has held back."""
+        if self.feedback is not None:
+            self.feedback.load_state_dict(state)
 
     def _combine(self, group: Any, bucket: Any) -> Any:
-        buffer = bucket.buffer().mul_(1.0 / group.size())
-        if self._feedback:
-            self._add_remainders(bucket)
-        if self._codec == "int8":
-            return self._gather(group, bucket, buffer)
-        half = buffer.to(_HALVES[self._codec])
-        self._keep_remainders(bucket, half)
-        work = dist.all_reduce(half, group=group, async_op=True)
-        return _after(work, lambda: _mean_of_contributors(buffer.copy_(half), work, group))
-
-    def _gather(self, group: Any, bucket: Any, buffer: torch.Tensor) -> Any:
-        packed = pack_int8(buffer)
-        self._keep_remainders(bucket, unpack_int8(packed, buffer))
-        rows, work = gather_rows(packed, group)
-
-        def add_up() -> torch.Tensor:
-            buffer.zero_()
-            for row in rows:
-                buffer.add_(unpack_int8(row, buffer))
-            return _mean_of_contributors(buffer, work, group)
-
-        return _after(work, add_up)
-
-    def _add_remainders(self, bucket: Any) -> None:
-        for number, part in self._parts(bucket, bucket.buffer()):
-            if (remainder := self._remainders.get(number)) is not None and remainder.shape == part.shape:
-                part.add_(remainder.to(part))
-
-    def _keep_remainders(self, bucket: Any, sent: torch.Tensor) -> None:
-        """Keep the difference to `sent` as remainder; 0 for a gradient that is not finite, or it would stay so."""
-        if self._feedback:
-            rest = (bucket.buffer() - sent).nan_to_num_(0.0, 0.0, 0.0)
-            self._remainders.update(self._parts(bucket, rest))
-
-    def _parts(self, bucket: Any, row: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return the number of each parameter of the bucket, with its part of `row`."""
-        parameters = bucket.parameters()
-        numbers = [self._numbers.setdefault(parameter, len(self._numbers)) for parameter in parameters]
-        return list(zip(numbers, row.split([parameter.numel() for parameter in parameters]), strict=True))
+        named = [
+            (self._names.setdefault(parameter, str(len(self._names))), parameter.shape)
+            for parameter in bucket.parameters()
+        ]
+        work, finish = self._mean.start(bucket.buffer(), consecutive(named), group)
+        return _after(work, finish)
 
 
 def weighted_hook() -> WeightedHook:
@@ -153,9 +129,11 @@ def rescale_hook() -> RescaleHook:
     return RescaleHook()
 
 
-def compress_hook(codec: str = "bf16", *, feedback: bool = True) -> CompressHook:
+def compress_hook(
+    compress: CompressValue = "bf16", *, feedback: ErrorFeedback | bool = True, model: torch.nn.Module | None = None
+) -> CompressHook:
     """Return a hook that sends gradients in fewer bytes; see `CompressHook`."""
-    return CompressHook(codec, feedback=feedback)
+    return CompressHook(compress, feedback=feedback, model=model)
 
 
 def _after(work: Any, finish: Callable[[], torch.Tensor]) -> Any:

@@ -1,0 +1,186 @@
+"""An array that an operation compresses and reduces; its parts have names, and residuals of their own."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from covey.base.arithmetic import reduction
+from covey.compress.choice import Auto
+from covey.compress.codec import Codec
+from covey.compress.sparse import Sparsifier
+from covey.plan import choose
+from covey.runtime.compressed import dense, low_rank, sparse
+from covey.runtime.compressed.low_rank import Matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from covey.compress.feedback import ErrorFeedback, FeedbackStep
+    from covey.compress.low_rank import PowerSGD
+    from covey.compress.parsing import Compression
+    from covey.runtime.buffers import Operand
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.compressed.automatic import Tuner
+
+    Floats = NDArray[np.float32]
+
+
+class Part(NamedTuple):
+    """A named range of the array: elements start:stop, which are an array of `shape`."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+class Bucket:
+    """An array of floats that is reduced in place, in float32.
+
+    `reduce` may run several times, if ranks are lost. Until `deliver`, nothing but the array changes, and the undo buffer
+    restores that.
+    """
+
+    def __init__(
+        self,
+        operand: Operand,
+        parts: Sequence[Part],
+        codec: Compression,
+        tuner: Tuner,
+        *,
+        divides: bool,
+        feedback: ErrorFeedback | None = None,
+        algorithm: str | None = None,
+    ) -> None:
+        """`divides` for a mean. `feedback` adds what earlier operations lost, and keeps what this one loses."""
+        self._operand, self._parts = operand, parts
+        self._codec, self._divides, self._algorithm = codec, divides, algorithm
+        self._feedback, self._tuner = feedback, tuner
+        self._is_in_place = operand.flat.dtype == np.float32
+        self.work: Floats = operand.flat if self._is_in_place else np.empty(operand.flat.size, np.float32)
+        """What is reduced: the array, or a copy of it in float32."""
+        self.info: dict[str, Any] = {}
+        """How the operation was done; see `Work.info`."""
+        self._steps: list[FeedbackStep] = []
+        self._residual: Floats | None = None
+        self._selected: list[NDArray[Any]] = []
+        """By part: the positions that a sparsifier chose."""
+        self._bases: list[Floats] = []
+        self._note_success: Callable[[], None] | None = None
+
+    def load(self, attempt: Attempt) -> None:
+        """Fill `work` with what the array contains now."""
+        flat = self._operand.load()
+        if not self._is_in_place:
+            with np.errstate(over="ignore"):
+                self.work[...] = flat
+        elif attempt.undo is not None and self._operand.is_own:
+            attempt.undo.make_room((flat,))
+            attempt.undo.save(flat)
+
+    def reduce(self, attempt: Attempt) -> None:
+        """Replace `work` by the sum or mean over all ranks, compressed on the way."""
+        self._residual, self._note_success, self._selected, self._bases = None, None, [], []
+        if self._feedback is not None:
+            is_sparse = isinstance(self._codec, Sparsifier)
+            self._steps = [
+                self._feedback.begin(part.name, self._of(self.work, part).reshape(part.shape), is_sparse=is_sparse)
+                for part in self._parts
+            ]
+            for step, part in zip(self._steps, self._parts, strict=True):
+                step.add_to(self._of(self.work, part))
+        if attempt.size == 1:
+            self._note(attempt, None, 0)
+        elif self._is_warming_up(attempt):
+            self._reduce_with(attempt, None)
+        elif isinstance(self._codec, Auto):
+            perform = functools.partial(self._reduce_with, attempt)
+            choice, self._note_success = self._tuner.reduce(attempt, self._codec, self.work.nbytes, perform)
+            self.info["reason"] = choice.reason
+        else:
+            self._reduce_with(attempt, self._codec)
+
+    def deliver(self) -> None:
+        """Write the result to the array, and commit the residuals: the operation has succeeded."""
+        if self._note_success is not None:
+            self._note_success()
+        if not self._is_in_place:
+            with np.errstate(over="ignore"):
+                self._operand.flat[...] = self.work
+        self._operand.store()
+        for number, (step, part) in enumerate(zip(self._steps, self._parts, strict=False)):
+            step.commit(
+                None if self._residual is None else self._of(self._residual, part),
+                self._selected[number] if self._selected else None,
+                self._bases[number] if self._bases else None,
+            )
+
+    def _is_warming_up(self, attempt: Attempt) -> bool:
+        """Tell whether this step is sent uncompressed; ranks that joined later follow the others."""
+        if self._feedback is None or not self._feedback.warmup:
+            return False
+        counts = np.array([step.number for step in self._steps], np.int64)
+        plan = choose.all_reduce(attempt.slot, attempt.size, counts.size, 8, attempt.lane_family, None)
+        attempt.execute(plan, [counts], reduction("max", counts.dtype))
+        for step, count in zip(self._steps, counts, strict=True):
+            step.number = int(count)
+        return int(counts.min()) < self._feedback.warmup
+
+    def _reduce_with(self, attempt: Attempt, codec: Codec | Sparsifier | PowerSGD | None) -> None:
+        if codec is None:
+            plan = choose.all_reduce(attempt.slot, attempt.size, self.work.size, 4, attempt.lane_family, None)
+            attempt.execute(plan, [self.work], reduction("mean" if self._divides else "sum", self.work.dtype))
+            sent = sum(send.stop - send.start for send in plan.sends) * 4
+        elif isinstance(codec, Codec):
+            self._residual = np.zeros(self.work.size, np.float32) if self._steps and codec.is_lossy else None
+            sent = dense.all_reduce(
+                attempt, self.work, codec, divides=self._divides, algorithm=self._algorithm, residual=self._residual
+            )
+        elif isinstance(codec, Sparsifier):
+            sent = self._reduce_selected(attempt, codec)
+        else:
+            sent = self._reduce_matrices(attempt, codec)
+        self._note(attempt, codec, sent)
+
+    def _note(self, attempt: Attempt, codec: Compression | None, sent: int) -> None:
+        plain = self._operand.flat.nbytes * 2 * (attempt.size - 1) // attempt.size
+        self.info = {"codec": "none" if codec is None else str(codec), "sent_bytes": sent, "plain_bytes": plain}
+
+    def _reduce_selected(self, attempt: Attempt, codec: Sparsifier) -> int:
+        salt = attempt.engine.operation.sequence
+        self._selected = [
+            codec.select(self._of(self.work, part), salt + (number << 40)) for number, part in enumerate(self._parts)
+        ]
+        selected = np.concatenate(
+            [chosen + np.int64(part.start) for chosen, part in zip(self._selected, self._parts, strict=True)]
+        )
+        if self._steps:
+            self._residual = self.work.copy()
+            self._residual[selected] = 0
+        reduce = sparse.all_reduce_shared if codec.is_shared else sparse.all_reduce
+        return reduce(attempt, self.work, selected, divides=self._divides)
+
+    def _reduce_matrices(self, attempt: Attempt, codec: PowerSGD) -> int:
+        matrices = []
+        for number, part in enumerate(self._parts):
+            shape = codec.shape_of(part.shape)
+            assert shape is not None, "vectors and small matrices are not compressed"
+            basis = self._steps[number].basis if self._steps else None
+            matrices.append(Matrix(self._of(self.work, part).reshape(shape), basis))
+        given = self.work.copy() if self._steps else None
+        self._bases = low_rank.all_reduce(attempt, matrices, codec, divides=self._divides)
+        if given is not None:
+            with np.errstate(all="ignore"):
+                given -= self.work if self._divides else self.work / np.float32(attempt.size)
+            self._residual = given
+        factors = sum(codec.rank * sum(matrix.x.shape) for matrix in matrices)
+        return 4 * factors * 2 * (attempt.size - 1) // attempt.size
+
+    @staticmethod
+    def _of(row: Floats, part: Part) -> Floats:
+        return row[part.start : part.stop]

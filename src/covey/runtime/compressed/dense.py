@@ -1,0 +1,116 @@
+"""Collectives with a `Codec`: every transfer is encoded, each hop of a reduction decodes, adds and encodes again."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from covey.plan import choose, direct, ring
+from covey.plan.coded import CodedPlan, coded
+from covey.runtime.compressed.coder import PlanCoder, salt_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from covey.base.numbers import Slot
+    from covey.compress.codec import Codec
+    from covey.runtime.collectives.attempt import Attempt
+
+    Floats = NDArray[np.float32]
+
+SEGMENT_BYTES: Final = 256 << 10
+"""Encoded bytes of one transfer: while it travels, the next one is encoded."""
+CACHED_PLANS: Final = 256
+ALL_REDUCE: Final = ("direct", "ring")
+
+
+def all_reduce(
+    attempt: Attempt, x: Floats, codec: Codec, *, divides: bool, algorithm: str | None, residual: Floats | None
+) -> int:
+    """Sum `x` of all ranks, or average if it `divides`, in place; return how many bytes this rank has sent.
+
+    What this rank's encoding loses is in `residual`.
+    Added to this rank's next input, the residuals of all ranks make up for the whole error of this result.
+    """
+    plan = _all_reduce_plan(attempt.slot, attempt.size, x.size, codec, attempt.lane_family, algorithm)
+    wire = np.empty(codec.wire_bytes(x.size), np.uint8)
+    contributors = attempt.size if divides else None
+    coder = PlanCoder(plan, codec, [x], [wire], salt=_salt(attempt), contributors=contributors, residual=residual)
+    attempt.execute(plan.plan, [wire], coder=coder)
+    return sum(send.stop - send.start for send in plan.plan.sends)
+
+
+def reduce_scatter(attempt: Attempt, parts: list[Floats], codec: Codec, *, divides: bool) -> Floats:
+    """Return the sum, or the mean, of this slot's part over all slots; `parts` are by slot and do not change."""
+    result = parts[attempt.slot].copy()
+    arrays = [*parts, result]
+    lengths = tuple(part.size for part in parts)
+    plan = _reduce_scatter_plan(attempt.slot, lengths, codec)
+    wires = [np.empty(codec.wire_bytes(array.size), np.uint8) for array in arrays]
+    contributors = attempt.size if divides else None
+    coder = PlanCoder(plan, codec, arrays, wires, salt=_salt(attempt), contributors=contributors)
+    attempt.execute(plan.plan, wires, coder=coder)
+    return result
+
+
+def broadcast(attempt: Attempt, x: Floats, root: Slot, codec: Codec, algorithm: str | None) -> None:
+    """Overwrite `x` of every rank, the root's as well, with the decoded `x` of the slot `root`."""
+    plan = _broadcast_plan(attempt.slot, attempt.size, root, x.size, codec, algorithm)
+    wire = np.empty(codec.wire_bytes(x.size), np.uint8)
+    attempt.execute(plan.plan, [wire], coder=PlanCoder(plan, codec, [x], [wire], salt=_salt(attempt)))
+
+
+def all_gather(attempt: Attempt, blocks: list[Floats], codec: Codec, algorithm: str | None) -> None:
+    """Overwrite each slot's block with what that slot had there, decoded; all slots get the same bits."""
+    plan = _all_gather_plan(attempt.slot, tuple(block.size for block in blocks), codec, attempt.lane_family, algorithm)
+    wires = [np.empty(codec.wire_bytes(block.size), np.uint8) for block in blocks]
+    attempt.execute(plan.plan, wires, coder=PlanCoder(plan, codec, blocks, wires, salt=_salt(attempt)))
+
+
+def check_algorithm(algorithm: str | None) -> None:
+    """Raise ConfigError if a compressed all_reduce has no such algorithm."""
+    if algorithm not in (None, *ALL_REDUCE):
+        raise choose.unknown("a compressed all_reduce", algorithm, ALL_REDUCE)
+
+
+@lru_cache(CACHED_PLANS)
+def _all_reduce_plan(rank: int, size: int, count: int, codec: Codec, lanes: str, algorithm: str | None) -> CodedPlan:
+    check_algorithm(algorithm)
+    algorithm = algorithm or ("direct" if size == 2 or lanes == "ring" else "ring")
+    build = direct.owner_reduce if algorithm == "direct" else ring.all_reduce
+    plan = build(rank, size, _units(count, codec), _segment(codec))
+    return coded(plan, (count,), codec.unit, codec.wire_bytes, is_copy=False)
+
+
+@lru_cache(CACHED_PLANS)
+def _reduce_scatter_plan(rank: int, counts: tuple[int, ...], codec: Codec) -> CodedPlan:
+    plan = direct.reduce_scatter(rank, [_units(count, codec) for count in counts], _segment(codec))
+    return coded(plan, (*counts, counts[rank]), codec.unit, codec.wire_bytes, is_copy=False)
+
+
+@lru_cache(CACHED_PLANS)
+def _broadcast_plan(rank: int, size: int, root: int, count: int, codec: Codec, algorithm: str | None) -> CodedPlan:
+    # The size of a unit as it travels, so that the choice of a plan knows how many bytes there are.
+    plan = choose.broadcast(rank, size, root, _units(count, codec), codec.wire_bytes(codec.unit), algorithm)
+    return coded(plan, (count,), codec.unit, codec.wire_bytes, is_copy=True)
+
+
+@lru_cache(CACHED_PLANS)
+def _all_gather_plan(rank: int, lengths: tuple[int, ...], codec: Codec, lanes: str, algorithm: str | None) -> CodedPlan:
+    plan = choose.all_gather(rank, tuple(_units(length, codec) for length in lengths), lanes, algorithm)
+    return coded(plan, lengths, codec.unit, codec.wire_bytes, is_copy=True)
+
+
+def _units(count: int, codec: Codec) -> int:
+    return -(-count // codec.unit)
+
+
+def _segment(codec: Codec) -> int:
+    """Return how many units one transfer has."""
+    return max(1, SEGMENT_BYTES // max(1, codec.wire_bytes(codec.unit)))
+
+
+def _salt(attempt: Attempt) -> int:
+    return salt_of(attempt.engine.operation.sequence, attempt.engine.rank)

@@ -1,0 +1,248 @@
+"""What `compress=` means for an operation of a group: which codec, and the operation with it."""
+
+from __future__ import annotations
+
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.base.errors import ConfigError
+from covey.compress.codec import Codec
+from covey.compress.low_rank import PowerSGD
+from covey.compress.policy import make_policy
+from covey.runtime.buffers import readable, writable
+from covey.runtime.compressed import dense
+from covey.runtime.compressed.bucket import Bucket, Part
+from covey.runtime.group.weights import check_weight, no_weight, weigh
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from covey.base.numbers import Rank
+    from covey.compress.feedback import ErrorFeedback
+    from covey.compress.parsing import Compression
+    from covey.compress.policy import CompressValue, Policy
+    from covey.runtime.buffers import Operand
+    from covey.runtime.collectives.attempt import Attempt
+    from covey.runtime.group.issuer import Issuer
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+OPS = ("sum", "mean")
+
+
+def all_reduce(
+    group: Issuer,
+    x: Any,
+    op: str,
+    codec: Compression,
+    *,
+    weight: float | None,
+    feedback: ErrorFeedback | None,
+    name: str,
+    algorithm: str | None,
+    timeout: float | None,
+    async_op: bool,
+) -> Any:
+    """Do what `Group.all_reduce` does, with a codec."""
+    operand = writable(x)
+    return reduce_parts(
+        group, operand, [Part(name, 0, operand.flat.size, operand.shape)], op, codec, x, weight=weight,
+        feedback=feedback, algorithm=algorithm, timeout=timeout, async_op=async_op,
+    )  # fmt: skip
+
+
+def reduce_parts(
+    group: Issuer,
+    operand: Operand,
+    parts: Sequence[Part],
+    op: str,
+    codec: Compression,
+    result: Any = None,
+    *,
+    weight: float | None = None,
+    feedback: ErrorFeedback | None = None,
+    algorithm: str | None = None,
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce an array with named parts in one operation, in place, and return `result`."""
+    check_op(op, codec)
+    if isinstance(codec, Codec):
+        dense.check_algorithm(algorithm)
+    elif algorithm is not None:
+        raise ConfigError(f"algorithm={algorithm!r}: {codec} has one way to be reduced; leave algorithm out")
+    if weight is not None:
+        check_weight(op, weight)
+    if isinstance(codec, Codec) and not codec.is_lossy:
+        feedback = None
+    bucket = Bucket(
+        operand,
+        parts,
+        codec,
+        group._savings.tuner,
+        divides=op == "mean" and weight is None,
+        feedback=feedback,
+        algorithm=algorithm,
+    )
+    call = group._call(
+        "all_reduce",
+        operand.code,
+        operand.shape,
+        op=op,
+        weighted=None if weight is None else True,
+        algorithm=algorithm,
+        compress=str(codec),
+        warmup=(feedback.warmup or None) if feedback is not None else None,
+    )
+
+    def body(attempt: Attempt) -> bool:
+        bucket.load(attempt)
+        if weight is not None and not weigh(attempt, bucket.work, weight):
+            return False  # on every rank, so the group stays usable
+        bucket.reduce(attempt)
+        return True
+
+    def deliver(has_weight: bool) -> Any:
+        if not has_weight:
+            raise no_weight()
+        bucket.deliver()
+        group._engine.operation.info = bucket.info
+        group._savings.add(group._engine, bucket.info)
+        return result
+
+    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
+
+
+def reduce_scatter(
+    group: Issuer, operand: Operand, op: str, codec: Compression, lengths: Sequence[int], call_details: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return call and body of a compressed reduce_scatter; the body returns this rank's part as a flat array."""
+    codec = require_codec("reduce_scatter", codec)
+    check_op(op, codec)
+    starts = np.cumsum([0, *lengths])
+    call = group._call("reduce_scatter", operand.code, operand.shape, op=op, compress=str(codec), **call_details)
+
+    def body(attempt: Attempt) -> Array:
+        flat = _floats(operand.load())
+        parts = [flat[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+        part = dense.reduce_scatter(attempt, attempt.chosen(parts), codec, divides=op == "mean")
+        with np.errstate(over="ignore"):
+            return part.astype(operand.flat.dtype, copy=False)
+
+    return call, body
+
+
+def broadcast(
+    group: Issuer, x: Any, root: Rank, codec: Compression, algorithm: str | None, timeout: float | None, async_op: bool
+) -> Any:
+    """Do what `Group.broadcast` does, with a codec; the root's array becomes what the others decode."""
+    codec = require_codec("broadcast", codec)
+    operand = writable(x)
+    work = operand.flat if operand.flat.dtype == np.float32 else np.empty(operand.flat.size, np.float32)
+    call = group._call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm, compress=str(codec))
+
+    def body(attempt: Attempt) -> Any:
+        flat = operand.load()
+        if work is not flat:
+            work[...] = flat
+        elif attempt.undo is not None and operand.is_own:
+            attempt.undo.make_room((flat,))
+            attempt.undo.save(flat)
+        dense.broadcast(attempt, work, attempt.slot_of(root), codec, algorithm)
+        return x
+
+    def deliver(result: Any) -> Any:
+        if work is not operand.flat:
+            with np.errstate(over="ignore"):
+                operand.flat[...] = work
+        return operand.deliver(result)
+
+    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver, root=root)
+
+
+def all_gather(
+    group: Issuer, x: Any, out: Any, codec: Compression, algorithm: str | None, timeout: float | None, async_op: bool
+) -> Any:
+    """Do what `Group.all_gather` does, with a codec and equal shapes; every row is what all ranks decode."""
+    codec = require_codec("all_gather", codec)
+    operand = readable(x)
+    rows = None if out is None else writable(out)
+    if rows is not None and (rows.shape != (group.size, *operand.shape) or rows.code != operand.code):
+        raise TypeError(f"out must have the shape {[group.size, *operand.shape]} and the dtype of x")
+    call = group._call(
+        "all_gather", operand.code, operand.shape, out=rows is not None, algorithm=algorithm, compress=str(codec)
+    )
+    count = operand.flat.size
+
+    def body(attempt: Attempt) -> list[Array]:
+        blocks = [np.empty(count, np.float32) for _ in attempt.slots]
+        blocks[attempt.slot][...] = operand.load()
+        dense.all_gather(attempt, blocks, codec, algorithm)
+        return attempt.by_rank(blocks)  # type: ignore[return-value]
+
+    def deliver(blocks: list[Array | None]) -> Any:
+        with np.errstate(over="ignore"):
+            if rows is None:
+                dtype, shape = operand.flat.dtype, operand.shape
+                return [None if block is None else block.astype(dtype).reshape(shape) for block in blocks]
+            for row, block in zip(rows.flat.reshape(group.size, count), blocks, strict=True):
+                if block is not None:
+                    row[...] = block
+        rows.store()
+        return out
+
+    return group._engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
+
+
+def check_op(op: str, codec: Compression) -> None:
+    """Raise ConfigError unless what `codec` loses makes sense for `op`."""
+    if op not in OPS:
+        raise ConfigError(f"compress={str(codec)!r} goes with op='sum' and 'mean', not op={op!r}; leave compress out")
+
+
+def require_codec(operation: str, codec: Compression) -> Codec:
+    """Return `codec`; raise ConfigError if it works for sums only."""
+    if isinstance(codec, Codec):
+        return codec
+    raise ConfigError(f"{operation} cannot send a part of the array: {codec} is for all_reduce; use int8 or a cast")
+
+
+def _floats(flat: Array) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        return flat.astype(np.float32, copy=False)
+
+
+def codec_of(compress: CompressValue, operand: Operand, name: str = "") -> Compression | None:
+    """Return the codec that a call asks for, for an array; None for "none"."""
+    return make_policy(compress, smallest=0, is_explicit=True).codec_for(name, operand.flat.nbytes, operand.flat.dtype)
+
+
+def codec_for_gradient(policy: Policy, name: str, operand: Operand, op: str) -> Compression | None:
+    """Return the codec of one gradient of several: None for one that the policy, or its codec, does not compress."""
+    return _worthwhile(policy.codec_for(name, operand.flat.nbytes, operand.flat.dtype), operand) if op in OPS else None
+
+
+def codec_for_all_reduce(
+    policy: Policy | None, compress: CompressValue, x: Any, op: str, name: str
+) -> Compression | None:
+    """Return the codec of an all_reduce: what the call asks for, or else what the group compresses.
+
+    A group compresses only what looks like gradients: sums and means of floats, of at least the policy's smallest size.
+    """
+    if compress is not None:
+        operand = writable(x)
+        return _worthwhile(codec_of(compress, operand, name), operand)
+    if policy is None or isinstance(x, numbers.Number | np.bool_):
+        return None
+    return codec_for_gradient(policy, name, writable(x), op)
+
+
+def _worthwhile(codec: Compression | None, operand: Operand) -> Compression | None:
+    """Return the codec, unless it would not make the array smaller."""
+    if isinstance(codec, PowerSGD) and codec.shape_of(operand.shape) is None:
+        return None
+    return codec

@@ -1,0 +1,52 @@
+"""What compression has saved in a group so far, and what "auto" chose."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from covey.runtime.compressed.automatic import Tuner
+from covey.runtime.events import CODEC, Event
+
+if TYPE_CHECKING:
+    from covey.runtime.collectives.engine import Engine
+
+
+class Compression(NamedTuple):
+    """What compressed operations of a group have sent from this rank."""
+
+    operations: int
+    sent_bytes: int
+    plain_bytes: int
+    """What would have been sent without compression."""
+    codec: str
+    """Of the last compressed operation; empty before the first."""
+    reason: str
+    """Why `compress="auto"` chose it."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes were sent."""
+        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+
+class Savings:
+    """The counters of one group."""
+
+    def __init__(self) -> None:
+        self.tuner = Tuner()
+        self.total = Compression(0, 0, 0, "", "")
+
+    def add(self, engine: Engine, info: dict[str, Any]) -> None:
+        """Count an operation that has succeeded; an event tells when "auto" chose another codec."""
+        last, reason = self.total, info.get("reason", "")
+        self.total = Compression(
+            last.operations + 1,
+            last.sent_bytes + info["sent_bytes"],
+            last.plain_bytes + info["plain_bytes"],
+            info["codec"],
+            reason,
+        )
+        if reason and info["codec"] != last.codec and engine.node is not None:
+            generation = 0 if engine.generation is None else engine.generation.number
+            engine.node.events.add(Event(CODEC, time.time(), generation, 0, text=f"{engine.name}: {reason}"))

@@ -1,0 +1,135 @@
+"""Means of tensors whose parts have names, sent in fewer bytes; on covey's process groups and on others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from covey.base.errors import ConfigError
+from covey.compress.codec import Codec, encode_with_residual
+from covey.compress.feedback import ErrorFeedback
+from covey.compress.low_rank import PowerSGD
+from covey.compress.policy import make_policy
+from covey.runtime.buffers import as_array
+from covey.runtime.compressed.bucket import Part
+from covey.torch.backend.lost import gather_rows, there
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from covey.compress.parsing import Compression
+    from covey.compress.policy import CompressValue
+
+
+class CompressedMean:
+    """Averages tensors over the ranks of a process group, compressed; keeps what was lost for the next time."""
+
+    def __init__(self, compress: CompressValue, feedback: ErrorFeedback | bool) -> None:
+        self._policy = make_policy(compress)
+        self.feedback = ErrorFeedback() if feedback is True else feedback or None
+        """What was lost so far, by name; None if it is not kept."""
+
+    def start(self, tensor: torch.Tensor, parts: Sequence[Part], group: Any) -> tuple[Any, Callable[[], torch.Tensor]]:
+        """Start to replace a flat tensor by its mean over all ranks, or over those that remain.
+
+        Return the work, and a function to call once it is done, which returns the tensor.
+        """
+        pieces = self._pieces(tensor, parts)
+        covey_group = getattr(group or dist.group.WORLD, "covey_group", None)
+        if covey_group is None:
+            return self._start_elsewhere(tensor, parts, pieces, group)
+        work = (group or dist.group.WORLD).allreduce_compressed(
+            [(piece, of_piece, codec) for piece, of_piece, codec in pieces], self.feedback
+        )
+
+        def finish() -> torch.Tensor:
+            for piece, of_piece, _ in pieces:
+                if piece is not tensor:
+                    _unpack(piece, of_piece, tensor, parts)
+            return tensor
+
+        return work, finish
+
+    def _pieces(
+        self, tensor: torch.Tensor, parts: Sequence[Part]
+    ) -> list[tuple[torch.Tensor, list[Part], Compression | None]]:
+        """Return the parts packed by codec: each piece with its parts, in places of the piece.
+
+        The size of the whole tensor counts, not that of a part: all parts travel together.
+        """
+        by_codec: dict[Compression | None, list[Part]] = {}
+        nbytes, dtype = tensor.numel() * tensor.element_size(), as_array(tensor[:0].cpu()).dtype
+        for part in parts:
+            codec = self._policy.codec_for(part.name, nbytes, dtype)
+            if isinstance(codec, PowerSGD) and codec.shape_of(part.shape) is None:
+                codec = None
+            by_codec.setdefault(codec, []).append(part)
+        if len(by_codec) == 1:
+            ((codec, _),) = by_codec.items()
+            return [(tensor, list(parts), codec)]
+        pieces = []
+        for codec, chosen in by_codec.items():
+            packed = torch.cat([tensor[part.start : part.stop] for part in chosen])
+            places, at = [], 0
+            for part in chosen:
+                places.append(part._replace(start=at, stop=at + part.stop - part.start))
+                at += part.stop - part.start
+            pieces.append((packed, places, codec))
+        return pieces
+
+    def _start_elsewhere(
+        self,
+        tensor: torch.Tensor,
+        parts: Sequence[Part],
+        pieces: list[tuple[torch.Tensor, list[Part], Compression | None]],
+        group: Any,
+    ) -> tuple[Any, Callable[[], torch.Tensor]]:
+        """Do it with the collectives of another backend: every rank sends its encoded tensor to every other rank."""
+        codec = pieces[0][2]
+        if len(pieces) > 1 or not (codec is None or isinstance(codec, Codec)):
+            raise ConfigError(
+                "this process group is not covey's, which can use one codec of casts and quantisers, like int8, for "
+                'all; call init_process_group("covey") for others'
+            )
+        if codec is None:
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            return work, lambda: tensor.div_(there(work, group))
+        x = tensor.detach().to("cpu", torch.float32, copy=True).numpy()
+        steps = [] if self.feedback is None else [
+            self.feedback.begin(part.name, x[part.start : part.stop].reshape(part.shape)) for part in parts
+        ]  # fmt: skip
+        for step, part in zip(steps, parts, strict=False):
+            step.add_to(x[part.start : part.stop])
+        wire, residual = np.empty(codec.wire_bytes(x.size), np.uint8), np.empty_like(x)
+        encode_with_residual(codec, x, wire, residual)
+        rows, work = gather_rows(torch.from_numpy(wire).to(tensor.device), group)
+
+        def finish() -> torch.Tensor:
+            total = np.zeros_like(x)
+            for row in rows.cpu().numpy():
+                codec.decode_add(np.ascontiguousarray(row), total)
+            for step, part in zip(steps, parts, strict=False):
+                step.commit(residual[part.start : part.stop])
+            return tensor.copy_(torch.from_numpy(total).div_(there(work, group)))
+
+        return work, finish
+
+
+def _unpack(piece: torch.Tensor, places: Sequence[Part], tensor: torch.Tensor, parts: Sequence[Part]) -> None:
+    by_name = {part.name: part for part in parts}
+    for place in places:
+        part = by_name[place.name]
+        tensor[part.start : part.stop].copy_(piece[place.start : place.stop])
+
+
+def consecutive(named: Sequence[tuple[str, torch.Size]]) -> list[Part]:
+    """Return the parts of a flat tensor that holds tensors of these names and shapes, one after the other."""
+    parts, at = [], 0
+    for name, shape in named:
+        count = shape.numel()
+        parts.append(Part(name, at, at + count, tuple(shape)))
+        at += count
+    return parts
