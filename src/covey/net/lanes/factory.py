@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from covey.base.native import native
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.stream import StreamLane
-from covey.net.native import native, native_crypto
+from covey.net.native import native_crypto
 
 if TYPE_CHECKING:
     import socket
