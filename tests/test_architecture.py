@@ -17,14 +17,15 @@ BELOW = {
     "base": {"_native"},
     "wire": {"base"},
     "plan": {"base"},
+    "compress": {"base"},
     "proto": {"wire", "base"},
     "_native": set(),
     "net": {"wire", "base"},
-    "runtime": {"net", "proto", "plan", "wire", "base"},
-    "cli": {"covey", "torch", "runtime", "net", "proto", "plan", "wire", "base"},
-    "torch": {"runtime", "net", "proto", "plan", "wire", "base"},
+    "runtime": {"net", "proto", "plan", "compress", "wire", "base"},
+    "cli": {"covey", "torch", "runtime", "net", "proto", "plan", "compress", "wire", "base"},
+    "torch": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "testing": {"covey", "runtime", "net", "proto", "plan", "wire", "base"},
-    "__init__": {"runtime", "net", "proto", "plan", "wire", "base"},
+    "__init__": {"runtime", "net", "proto", "plan", "compress", "wire", "base"},
     "__main__": {"cli"},
 }
 """What each layer may import besides itself; "covey" is the package's public face."""
@@ -47,7 +48,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
 FACES = {"covey.torch", "covey.torch.entry"}
 """What lies in a layer itself and imports its rooms."""
 
-PURE = {"base", "wire", "plan", "proto"}
+PURE = {"base", "wire", "plan", "compress", "proto"}
 """Layers without I/O, threads or clocks: time is an argument, randomness a random.Random."""
 IMPURE = {
     *("asyncio", "atexit", "concurrent", "ctypes", "fcntl", "http", "importlib", "io", "logging", "mmap"),
@@ -60,6 +61,7 @@ THIRD_PARTY = {
     "base": {"numpy", "ml_dtypes"},
     "wire": {"numpy", "msgspec", "cryptography"},
     "plan": set(),
+    "compress": {"numpy", "ml_dtypes"},
     "proto": {"numpy"},
     "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr"},
     "runtime": {"numpy", "rich"},
