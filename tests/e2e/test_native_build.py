@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 DEADLINE = 110.0
 QUESTION = """
 import covey, numpy
-from covey.net.native import native
+from covey.base.native import native
 from covey.testing.threads import run_threads
 print(bool(native().module), native().why_not, run_threads(2, lambda group: float(group.all_reduce(group.rank + 1.0))))
 """

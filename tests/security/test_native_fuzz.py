@@ -127,7 +127,7 @@ def test_random_records_of_a_peer_that_has_the_key() -> None:
 
 def test_random_plans_are_refused_or_run(ends: contextlib.ExitStack) -> None:
     """Plans come from this process, but a mistake in one must not become a step outside of a buffer."""
-    from covey.net.native import native
+    from covey.base.native import native
 
     module = native().module
     odd = [-1, 0, 1, 2, 3, 100, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 62, (1 << 63) - 1]

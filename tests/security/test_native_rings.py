@@ -20,9 +20,9 @@ import pytest
 from tests.support.compiled import needs_native
 from tests.support.native_ends import NativeEnd, OtherHeaderError, transfers
 
+from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.ring import memory_bytes
-from covey.net.native import native
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from covey.net.native import native
+from covey.base.native import native
 from covey.runtime.members.lanes import Lanes
 
 if TYPE_CHECKING:

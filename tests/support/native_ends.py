@@ -10,8 +10,8 @@ import numpy as np
 from tests.contract.test_lanes import PATIENCE, Transfer
 
 from covey.base.arithmetic import reduction
+from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
-from covey.net.native import native
 from covey.plan.moves import REDUCE, STORE, Recv, Send
 from covey.runtime.collectives.native_executor import (
     DONE,

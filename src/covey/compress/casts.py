@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from covey.compress import kernels
+from covey.compress import compiled, kernels
 from covey.compress.codec import Codec
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ class FP16(Codec):
     def encode(self, x: Floats, wire: Bytes, salt: int = 0) -> None:
         """Write elements as float16, rounded to the nearest even."""
         kernels.encode_fp16(x, wire)
+
+    def encode_fused(self, x: Floats, wire: Bytes, residual: Floats, salt: int = 0) -> bool:
+        """Encode, and write the residual, in one pass, where that is compiled."""
+        return compiled.encode_fused_cast("fp16", x, wire, residual)
 
     def decode(self, wire: Bytes, out: Floats) -> None:
         """Overwrite `out` with the elements."""
@@ -64,6 +68,10 @@ class BF16(Codec):
     def encode(self, x: Floats, wire: Bytes, salt: int = 0) -> None:
         """Write elements as bfloat16, rounded to the nearest even."""
         kernels.encode_bf16(x, wire)
+
+    def encode_fused(self, x: Floats, wire: Bytes, residual: Floats, salt: int = 0) -> bool:
+        """Encode, and write the residual, in one pass, where that is compiled."""
+        return compiled.encode_fused_cast("bf16", x, wire, residual)
 
     def decode(self, wire: Bytes, out: Floats) -> None:
         """Overwrite `out` with the elements."""

@@ -67,6 +67,13 @@ class Codec(ABC):
             with np.errstate(invalid="ignore", over="ignore"):
                 np.add(out[start:stop], part, out=out[start:stop])
 
+    def encode_fused(self, x: Floats, wire: Bytes, residual: Floats, salt: int = 0) -> bool:
+        """Do what `encode_with_residual` does in one pass, if this codec can, and tell whether it was done.
+
+        The result must be the same. The residual may be `x` itself.
+        """
+        return False
+
     @abstractmethod
     def error_bound(self, x: Floats) -> Floats:
         """Return for each element the largest possible difference between it and its decoded value.
@@ -83,6 +90,8 @@ def encode_with_residual(codec: Codec, x: Floats, wire: Bytes, residual: Floats,
 
     The residual may be `x` itself.
     """
+    if codec.encode_fused(x, wire, residual, salt):
+        return
     codec.encode(x, wire, salt)
     scratch = np.empty(min(x.size, chunk_elements(codec)), np.float32)
     for start, stop in chunks(codec, x.size):

@@ -15,7 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from covey.base.dtypes import BFLOAT16
+from covey.compress import compiled
 from covey.compress.codec import CHUNK
+from covey.compress.compiled import or_compiled
 from covey.compress.hashing import uniform
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ def sign_bytes(count: int) -> int:
     return (count + 7) // 8
 
 
+@or_compiled(compiled.encode_int8)
 def encode_int8(x: Floats, wire: Bytes, block: int, key: int | None = None) -> None:
     """Write levels from -127 to 127, one byte each, rounded to the nearest, or at random with a `key`."""
 
@@ -112,11 +115,13 @@ def encode_int8(x: Floats, wire: Bytes, block: int, key: int | None = None) -> N
     _encode_levels(x, wire, block, int8_bytes, INT8_LEVELS, _rounding(INT8_LEVELS, key), store)
 
 
+@or_compiled(compiled.decode_int8)
 def decode_int8(wire: Bytes, out: Floats, block: int) -> None:
     """Overwrite `out` with what `encode_int8` wrote."""
     _decode(wire, out, block, int8_bytes, _load_int8)
 
 
+@or_compiled(compiled.decode_add_int8)
 def decode_add_int8(wire: Bytes, out: Floats, block: int) -> None:
     """Add what `encode_int8` wrote to `out`."""
     _decode_add(wire, out, block, int8_bytes, _load_int8)
@@ -126,6 +131,7 @@ def _load_int8(room: Bytes, values: Floats) -> None:
     np.copyto(values, room.view(np.int8))
 
 
+@or_compiled(compiled.encode_int4)
 def encode_int4(x: Floats, wire: Bytes, block: int, key: int | None = None) -> None:
     """Write levels from -7 to 7, plus 8, two in a byte with the first in the low nibble; rounded as `encode_int8` does.
 
@@ -142,11 +148,13 @@ def encode_int4(x: Floats, wire: Bytes, block: int, key: int | None = None) -> N
     _encode_levels(x, wire, block, int4_bytes, INT4_LEVELS, _rounding(INT4_LEVELS, key), store)
 
 
+@or_compiled(compiled.decode_int4)
 def decode_int4(wire: Bytes, out: Floats, block: int) -> None:
     """Overwrite `out` with what `encode_int4` wrote."""
     _decode(wire, out, block, int4_bytes, _load_int4)
 
 
+@or_compiled(compiled.decode_add_int4)
 def decode_add_int4(wire: Bytes, out: Floats, block: int) -> None:
     """Add what `encode_int4` wrote to `out`."""
     _decode_add(wire, out, block, int4_bytes, _load_int4)
@@ -241,36 +249,51 @@ def decode_add_cast(wire: Bytes, out: Floats, dtype: np.dtype[Any]) -> None:
         np.add(part, elements[start : start + CHUNK].astype(np.float32), out=part)
 
 
+@or_compiled(compiled.encode_fp16)
 def encode_fp16(x: Floats, wire: Bytes) -> None:
-    """Write elements as float16."""
-    encode_cast(x, wire, _FP16)
+    """Write elements as float16. NaNs become quiet ones, with the upper bits of their payload."""
+    halves = wire.view(_FP16)
+    for start in range(0, x.size, CHUNK):
+        # The product quiets a NaN that signals. Whether the cast does depends on how numpy was compiled.
+        quiet = np.multiply(x[start : start + CHUNK], np.float32(1))
+        encode_cast(quiet, halves[start : start + CHUNK].view(np.uint8), _FP16)
 
 
+@or_compiled(compiled.decode_fp16)
 def decode_fp16(wire: Bytes, out: Floats) -> None:
-    """Overwrite `out` with what `encode_fp16` wrote."""
-    decode_cast(wire, out, _FP16)
+    """Overwrite `out` with what `encode_fp16` wrote. NaNs become quiet ones."""
+    halves = wire.view(_FP16)
+    for start in range(0, out.size, CHUNK):
+        part = out[start : start + CHUNK]
+        decode_cast(halves[start : start + CHUNK].view(np.uint8), part, _FP16)
+        np.multiply(part, np.float32(1), out=part)
 
 
+@or_compiled(compiled.decode_add_fp16)
 def decode_add_fp16(wire: Bytes, out: Floats) -> None:
     """Add what `encode_fp16` wrote to `out`."""
     decode_add_cast(wire, out, _FP16)
 
 
+@or_compiled(compiled.encode_bf16)
 def encode_bf16(x: Floats, wire: Bytes) -> None:
     """Write elements as bfloat16."""
     encode_cast(x, wire, BFLOAT16)
 
 
+@or_compiled(compiled.decode_bf16)
 def decode_bf16(wire: Bytes, out: Floats) -> None:
     """Overwrite `out` with what `encode_bf16` wrote."""
     decode_cast(wire, out, BFLOAT16)
 
 
+@or_compiled(compiled.decode_add_bf16)
 def decode_add_bf16(wire: Bytes, out: Floats) -> None:
     """Add what `encode_bf16` wrote to `out`."""
     decode_add_cast(wire, out, BFLOAT16)
 
 
+@or_compiled(compiled.top_indices)
 def top_indices(x: Floats, k: int) -> Indices:
     """Return the indices of the `k` greatest magnitudes, ascending. NaN comes first, and of equals the lowest index."""
     if k >= x.size:

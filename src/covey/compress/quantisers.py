@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 import numpy as np
 
 from covey.base.errors import ConfigError
-from covey.compress import kernels
+from covey.compress import compiled, kernels
 from covey.compress.codec import Codec
 from covey.compress.hashing import random_key
 
@@ -105,6 +105,10 @@ class Int8(_Integers):
         """Write the scale and the levels of each block."""
         kernels.encode_int8(x, wire, self.block, self._key(salt))
 
+    def encode_fused(self, x: Floats, wire: Bytes, residual: Floats, salt: int = 0) -> bool:
+        """Encode, and write the residual, in one pass, where that is compiled."""
+        return compiled.encode_fused_blocks("int8", x, wire, residual, self.block, self._key(salt))
+
     def decode(self, wire: Bytes, out: Floats) -> None:
         """Overwrite `out` with levels times scales."""
         kernels.decode_int8(wire, out, self.block)
@@ -131,6 +135,10 @@ class Int4(_Integers):
     def encode(self, x: Floats, wire: Bytes, salt: int = 0) -> None:
         """Write the scale and the levels of each block."""
         kernels.encode_int4(x, wire, self.block, self._key(salt))
+
+    def encode_fused(self, x: Floats, wire: Bytes, residual: Floats, salt: int = 0) -> bool:
+        """Encode, and write the residual, in one pass, where that is compiled."""
+        return compiled.encode_fused_blocks("int4", x, wire, residual, self.block, self._key(salt))
 
     def decode(self, wire: Bytes, out: Floats) -> None:
         """Overwrite `out` with levels times scales."""

@@ -1,6 +1,5 @@
-/* The loops over float16 and bfloat16 for one instruction set. reduce.c includes this file once for each, and defines
- *   TARGET          the attribute that selects the instruction set,
- *   NAMED(name)     the name of a function for it,
+/* The reductions of float16 and bfloat16 for one instruction set (see instructions.h). reduce.c includes this file once for
+ * each, and defines in addition
  *   WIDEN_FLOAT16   and NARROW_FLOAT16, which convert BLOCK elements.
  * A block is small enough for the registers, so the compiler needs no help with the rest.
  */

@@ -1,4 +1,5 @@
-/* covey._native: the compiled executor of plans. This file is what Python sees of it. */
+/* covey._native: the compiled executor of plans, and the loops of the codecs. This file is what Python sees of the executor;
+ * codec.c is what it sees of the codecs. */
 #include "native.h"
 
 #include <stdlib.h>
@@ -560,7 +561,7 @@ static PyObject *add_type(PyObject *module, const char *name, size_t size, newfu
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "covey._native",
-    .m_doc = "The compiled executor of plans.",
+    .m_doc = "The compiled executor of plans, and the loops of the codecs.",
     .m_size = -1,
     .m_methods = module_methods,
 };
@@ -581,7 +582,7 @@ PyMODINIT_FUNC PyInit__native(void)
                                      runner_methods, runner_attributes);
     PyObject *shortcut_type =
         add_type(module, "covey._native.Shortcut", shortcut_size, new_shortcut, free_shortcut, shortcut_methods, NULL);
-    if (!shortcut_type || !lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type) {
+    if (PyModule_AddFunctions(module, codec_methods) < 0 || !shortcut_type || !lane_types[0] || !lane_types[1] || !lane_types[2] || !plan_type || !reduction_type || !undo_type || !runner_type) {
         Py_DECREF(module);
         return NULL;
     }

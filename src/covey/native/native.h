@@ -272,4 +272,7 @@ int stream_init(PyObject *self, PyObject *args);
 int sealed_init(PyObject *self, PyObject *args);
 extern const size_t ring_size, stream_size, sealed_size;
 
+/* The codecs (codec.c) */
+extern PyMethodDef codec_methods[];
+
 #endif

@@ -5,79 +5,12 @@
  */
 #include "native.h"
 
+#include "halves.h"
+
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define HAS_X86 1
-#include <immintrin.h>
-#else
-#define HAS_X86 0
-#endif
-
 /* float16 and bfloat16 */
-
-enum { BLOCK = 16 };
-
-static float as_float(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static uint32_t as_bits(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline uint16_t to_bfloat16(float value)
-{
-    uint32_t bits = as_bits(value);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    uint32_t nan = (bits >> 16 & 0x8000) | 0x7fc0;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
-}
-
-static float from_float16(uint16_t half)
-{
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 0x1f, fraction = half & 0x3ff;
-    if (exponent == 0x1f)
-        return as_float(sign | 0x7f800000 | fraction << 13);
-    if (exponent)
-        return as_float(sign | (exponent + 112) << 23 | fraction << 13);
-    float magnitude = (float)fraction * 0x1p-24f; /* exact */
-    return as_float(sign | as_bits(magnitude));
-}
-
-static uint16_t to_float16(float value)
-{
-    uint32_t bits = as_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000)
-        return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x1ff));
-    if (magnitude >= 0x47800000) /* 65536: infinity; from 65520 on, rounding below gets there by itself */
-        return (uint16_t)(sign | 0x7c00);
-    if (magnitude < 0x38800000) { /* subnormal: adding 0.5 leaves the result, rounded to even, in the lowest bits */
-        float shifted = as_float(magnitude) + 0.5f;
-        return (uint16_t)(sign | (as_bits(shifted) - 0x3f000000));
-    }
-    uint32_t rounded = magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1);
-    return (uint16_t)(sign | rounded >> 13);
-}
-
-static inline void widen_float16(const uint16_t *from, float *to)
-{
-    for (int index = 0; index < BLOCK; index++)
-        to[index] = from_float16(from[index]);
-}
-
-static inline void narrow_float16(const float *from, uint16_t *to)
-{
-    for (int index = 0; index < BLOCK; index++)
-        to[index] = to_float16(from[index]);
-}
 
 #define TARGET
 #define NAMED(name) name##_plain
@@ -90,22 +23,6 @@ static inline void narrow_float16(const float *from, uint16_t *to)
 #undef NARROW_FLOAT16
 
 #if HAS_X86
-#define AVX2 __attribute__((target("avx2,f16c")))
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c")))
-
-AVX2 static inline void widen_float16_f16c(const uint16_t *from, float *to)
-{
-    for (int index = 0; index < BLOCK; index += 8)
-        _mm256_storeu_ps(to + index, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + index))));
-}
-
-AVX2 static inline void narrow_float16_f16c(const float *from, uint16_t *to)
-{
-    for (int index = 0; index < BLOCK; index += 8)
-        _mm_storeu_si128((__m128i *)(to + index),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(from + index), _MM_FROUND_TO_NEAREST_INT));
-}
-
 #define WIDEN_FLOAT16 widen_float16_f16c
 #define NARROW_FLOAT16 narrow_float16_f16c
 #define TARGET AVX2
@@ -115,17 +32,6 @@ AVX2 static inline void narrow_float16_f16c(const float *from, uint16_t *to)
 #undef NAMED
 #undef WIDEN_FLOAT16
 #undef NARROW_FLOAT16
-
-/* With halves of a block, what one of them has stored could not be loaded as a whole before it is in the cache. */
-AVX512 static inline void widen_float16_avx512(const uint16_t *from, float *to)
-{
-    _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)));
-}
-
-AVX512 static inline void narrow_float16_avx512(const float *from, uint16_t *to)
-{
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
-}
 
 #define WIDEN_FLOAT16 widen_float16_avx512
 #define NARROW_FLOAT16 narrow_float16_avx512
@@ -142,11 +48,9 @@ typedef void half_loops(bool is_bfloat16, enum half_op op, const uint16_t *left,
 static half_loops *chosen_loops(void)
 {
 #if HAS_X86
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        return loops_avx512;
-    if (__builtin_cpu_supports("avx2")) /* every processor with AVX2 has F16C */
-        return loops_avx2;
+    enum instructions here = instructions_here();
+    if (here != PLAIN)
+        return here == WITH_AVX512 ? loops_avx512 : loops_avx2;
 #endif
     return loops_plain;
 }

@@ -1,33 +1,10 @@
-"""The compiled executor, `covey._native`: whether this process uses it, and why not.
-
-It is an option: Python can do all that it does, with the same bytes on the wire and the same bits in the result.
-"""
+"""Which executor this process uses: the compiled one or Python, also between hosts."""
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from typing import Any, NamedTuple
 
-
-class Native(NamedTuple):
-    """The extension module, or the reason why Python does its work."""
-
-    module: Any
-    """None if it is not used."""
-    why_not: str = ""
-
-
-@cache
-def native() -> Native:
-    """Return the compiled executor of this process."""
-    if os.environ.get("COVEY_NATIVE") == "0":
-        return Native(None, "COVEY_NATIVE=0 is set")
-    try:
-        from covey import _native  # type: ignore[attr-defined,unused-ignore]
-    except ImportError as error:
-        return Native(None, f"covey._native was not built ({error})")
-    return Native(_native)
+from covey.base.native import native
 
 
 @cache

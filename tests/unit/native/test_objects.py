@@ -14,8 +14,8 @@ from tests.contract.test_native_lanes import RINGS, WIDE
 from tests.support.compiled import needs_native
 from tests.support.native_ends import NativeEnd, transfers
 
+from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
-from covey.net.native import native
 
 pytestmark = needs_native
 

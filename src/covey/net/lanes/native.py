@@ -12,10 +12,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
+from covey.base.native import native
 from covey.net.descriptors import track
 from covey.net.lanes.ring import RingLane
 from covey.net.lanes.stream import SocketLane, StreamLane, close_without_reset
-from covey.net.native import native
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.base.dtypes import BFLOAT16
+from covey.base.native import native
 from covey.net.lanes.lane import LaneClosedError
-from covey.net.native import native
 from covey.plan.moves import first_writes
 from covey.runtime.collectives.operation import ANNOUNCE_SECONDS
 

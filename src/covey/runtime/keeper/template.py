@@ -75,7 +75,7 @@ def _preload(channel: socket.socket) -> bool:
     before = _open_descriptors()
     for name in PRELOADED:
         importlib.import_module(name)
-    from covey.net.native import native
+    from covey.base.native import native
     from covey.runtime.processes import libc
 
     native()
