@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.support.values import LANES, all_values, same, total, values
 
 from covey import MismatchError
 from covey.base.dtypes import BFLOAT16
+from covey.net.native import native_crypto
 from covey.runtime.group.moving import ALL_GATHER, ALL_TO_ALL
 from covey.testing.threads import run_threads
 
@@ -39,7 +41,7 @@ def test_every_repetition_has_its_own_result(size: int, dtype: str, lanes: str) 
     op = "or" if dtype == "bool" else "sum"
 
     def body(group: Group) -> None:
-        for count in (0, 1, 501):
+        for count in (0, 1, 501, 9001):
             rows, room, part = np.zeros((size, count), kind), np.zeros((size, 3), kind), np.zeros((count, 2), kind)
             for seed in REPEATED:
                 same(
@@ -165,3 +167,35 @@ def test_small_repetitions_do_take_the_shortcut(name: str, monkeypatch: pytest.M
         assert not group._took_shortcut(shortcut, ALL_TO_ALL, large, np.empty_like(large))
 
     run_threads(2, body, lanes="unix")
+
+
+@needs_native
+@pytest.mark.skipif(bool(native_crypto()), reason=native_crypto())
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_lane_that_may_call_python_to_seal_does_not_in_a_shortcut(
+    is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread could then start an operation in the middle of this one."""
+    use_executors(monkeypatch, "native")
+
+    def body(group: Group) -> tuple[bool, ...]:
+        taken = []
+        for count in (4095, 4096, 30_000):
+            for seed in REPEATED:
+                x = values(group.rank, count, np.float32, seed)
+                if seed < 3:
+                    group.all_reduce(x)
+                else:
+                    shortcut = group._engine.shortcut
+                    assert shortcut is not None
+                    outcome = shortcut.run(x, "sum")
+                    taken.append(outcome is not False)
+                    if outcome not in (True, False):
+                        group._resume(x, outcome)
+                    elif not outcome:
+                        group.all_reduce(x)
+                same(x, total("sum", 2, count, np.float32, seed))
+        return tuple(taken)
+
+    with mock.patch("covey.net.lanes.native.has_slow_libcrypto", return_value=is_slow):
+        assert run_threads(2, body, lanes="secure") == [(True, not is_slow, not is_slow)] * 2

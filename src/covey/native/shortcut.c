@@ -199,7 +199,7 @@ static bool look_at(const struct shortcut *shortcut, PyObject *x, int flags, Py_
         return false;
     }
     Py_DECREF(*dtype);
-    if (is_aligned(view))
+    if (is_aligned(view) && view->len < ((struct runner *)shortcut->runner)->python_bytes)
         return true;
     PyBuffer_Release(view);
     return false;
@@ -289,7 +289,11 @@ PyObject *shortcut_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
     if (output->nbytes)
         memmove((uint8_t *)runner->buffers[1].buf + output->to, (uint8_t *)runner->buffers[0].buf + output->from,
                 (size_t)output->nbytes);
-    enum reason reason = runner_run(runner, true);
+    enum reason reason = runner_look(runner);
+    if (PyErr_Occurred()) {
+        runner->is_open = false;
+        return NULL;
+    }
     if (reason != DONE) {
         runner->is_open = false;
         runner->pending = reason;
